@@ -7,13 +7,17 @@ memory budget. Ranks are processes. A time is that of fetching and validation on
 over the rounds, because the latency is exact and everything else is noise.
 
 CPU: 16.8 million parameters, 8 peers, one thread. `validate` and the outer step, and `compress`, against the
-same arithmetic as Templar does it, written here in plain torch; CPU seconds, medians of paired ratios. A full
-run saves results/gather_ranks-DATE.json.
+same arithmetic as Templar does it, written here in plain torch; CPU seconds, medians of paired ratios. Both
+steps start from the bytes of the peers' objects, each side in its own format. Templar's step reads the torch
+files, checks quantiser settings and index range, unpacks and dequantises, clips to the median norm, takes the
+mean over contributors, checks that it is finite, and subtracts it. Ours also checks digests, repeated indices
+and codes. A full run saves results/gather_ranks-DATE.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import tempfile
@@ -36,15 +40,13 @@ from harness import (
 )
 from torch import Tensor
 
+from megalith.compat.templar import write_payload
 from megalith.distributed.surviving_launch import launch
 from megalith.gather import GatherPlan, Label, OuterUpdate, PayloadSchema, Record, Status, compress, merge
-from megalith.gather.chunks import unpack_codes
-from megalith.gather.memory_budget import Ledger
-from megalith.gather.payload import Payload
 from megalith.gather.result import Fetched, make_partial
 from megalith.gather.simulation import Simulation, write_job
 from megalith.gather.validate import validate
-from megalith.storage.spool import MemoryBody
+from megalith.storage.spool import Ledger, MemoryBody
 
 SIZES = (1, 2, 4)
 BARS = {2: 1.9, 4: 3.7}
@@ -99,18 +101,27 @@ def unpacked(packed: Tensor) -> Tensor:
     return torch.stack([first, (triples[:, 1] >> 4) | (triples[:, 2] << 4)], 1).view(-1, KEEP)
 
 
-def reference_step(weight: Tensor, sent: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
+def reference_step(weight: Tensor, objects: list[bytes]) -> None:
     """Checks, clipping by the median norm, mean over contributors, and SGD, as Templar does them."""
-    for packed, _, shift, lookup in sent:
+    sent = []
+    for data in objects:
+        state = torch.load(io.BytesIO(data), weights_only=True)["state_dict"]
+        packed, codes, (shift, scale, _, lookup, dtype) = (
+            state[f"w{part}"] for part in ("idxs", "vals", "quant_params")
+        )
+        assert bool(torch.isfinite(shift).all())
+        assert 1e-12 <= abs(scale) <= 1e4
+        assert bool(torch.isfinite(lookup).all())
+        assert packed.dtype == codes.dtype == torch.uint8
         indices = unpacked(packed)
+        assert indices.shape[-1] == KEEP
         assert int(indices.min()) >= 0
         assert int(indices.max()) < CHUNK * CHUNK
-        assert bool(torch.isfinite(lookup).all())
-        assert bool(torch.isfinite(shift).all())
-    values = [lookup[codes.long()] + shift for _, codes, shift, lookup in sent]
+        sent.append((packed, codes.reshape(-1, KEEP), shift, lookup, dtype))
+    values = [(lookup[codes.long()] + shift).to(dtype) for _, codes, shift, lookup, dtype in sent]
     norms = torch.stack([each.norm() for each in values])
     factors = (norms.median() / (norms + 1e-8)).clamp(max=1)
-    indices = torch.cat([unpacked(packed) for packed, _, _, _ in sent], 1)
+    indices = torch.cat([unpacked(packed) for packed, *_ in sent], 1)
     clipped = torch.cat([each * factor for each, factor in zip(values, factors, strict=True)], 1)
     dense = torch.zeros(indices.shape[0], CHUNK * CHUNK)
     dense.scatter_reduce_(1, indices, clipped, "mean", include_self=False)
@@ -127,21 +138,19 @@ def megalith_step(weight: Tensor, schema: PayloadSchema, payloads: list[bytes]) 
     plan = GatherPlan(run="bench", window=0, schema=schema.digest, primary=tuple(range(len(payloads))))
     ledger, fetched = Ledger(1 << 30, "benchmark"), []
     for uid, data in enumerate(payloads):
-        body = MemoryBody(data)
         checked = validate(
-            body, schema, run="bench", window=0, uid=uid, max_value=1e6, ledger=ledger, work_bytes=32 << 20
+            MemoryBody(data),
+            schema,
+            run="bench",
+            window=0,
+            uid=uid,
+            max_value=1e6,
+            ledger=ledger,
+            work_bytes=32 << 20,
         )
         record = Record(uid, "primary", Status.OK, digest=checked.header.digest)
-        fetched.append(Fetched(record, checked, Payload(checked.header, body)))
+        fetched.append(Fetched(record, checked))
     OuterUpdate(schema).apply({"w": weight}, merge([make_partial(plan, schema, plan.primary, fetched)]))
-
-
-def reference_form(data: bytes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The content of a payload as `reference_compress` returns it."""
-    payload = Payload.open(MemoryBody(data))
-    spec = payload.header.parameters[0].spec
-    codes = unpack_codes(payload.codes(0, 0, spec.rows), spec.keep, spec.bits)
-    return payload.indices(0, 0, spec.rows).flatten(), codes, torch.zeros(()), payload.lookup(0)
 
 
 def cpu_times(side: int, rounds: int) -> tuple[Timings, Timings]:
@@ -149,17 +158,16 @@ def cpu_times(side: int, rounds: int) -> tuple[Timings, Timings]:
     torch.set_num_threads(1)
     updates = [torch.randn(side, side, generator=torch.Generator().manual_seed(n)) for n in range(PEERS)]
     schema = PayloadSchema.of({"w": updates[0]})
-    payloads = [
-        compress({"w": each}, schema).to_bytes(Label("bench", 0, uid)) for uid, each in enumerate(updates)
-    ]
-    sent = [reference_form(each) for each in payloads]
+    made = [compress({"w": each}, schema) for each in updates]
+    payloads = [each.to_bytes(Label("bench", 0, uid)) for uid, each in enumerate(made)]
+    objects = [write_payload(each, Label("bench", 0, uid)) for uid, each in enumerate(made)]
     ours, theirs = torch.zeros(side, side), torch.zeros(side, side)
     megalith_step(ours, schema, payloads)
-    reference_step(theirs, sent)
+    reference_step(theirs, objects)
     assert torch.allclose(ours, theirs, atol=1e-3), "the steps differ"  # norms in float32 there
     steps = {
         "megalith": lambda weight: megalith_step(weight, schema, payloads),
-        "reference": lambda weight: reference_step(weight, sent),
+        "reference": lambda weight: reference_step(weight, objects),
     }
     stepping = interleave(steps, [ours, theirs], rounds, time.process_time)
     compressing = interleave(

@@ -27,7 +27,7 @@ from megalith.data.movielens_download import DownloadSource, fetch_movielens
 from megalith.errors import DiscoveryError, MegalithError, RemoteError, UsageError
 from megalith.storage.store import Store
 from tests.test_docstrings import PUBLIC
-from tests.valid_calls import core, data_and_training, monolith_ops, saving, serving
+from tests.valid_calls import core, data_and_training, gathering, monolith_ops, saving, serving
 from tests.valid_calls.sweep import (
     CANNOT_BE_CALLED,
     ON_SERVERS,
@@ -124,6 +124,11 @@ GROUPS: dict[str, Callable[[], Iterator[Call]]] = {
     "sync clients": serving.sync_client_calls,
     "discovery": serving.discovery_calls,
     "zookeeper": serving.zookeeper_calls,
+    "gather plans": gathering.plan_calls,
+    "gather peers": gathering.peer_calls,
+    "gather windows": gathering.window_calls,
+    "gather runs": gathering.run_calls,
+    "templar": gathering.templar_calls,
 }
 
 SECONDS = {"timeout", "max_rpc_deadline_millis", "seconds"}

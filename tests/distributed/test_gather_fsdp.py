@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from megalith.distributed import fingerprint as leaves
 from megalith.errors import InputError, MegalithError
 from megalith.gather import (
     ErrorFeedback,
@@ -29,7 +30,6 @@ from megalith.gather import (
     open_object_store,
     publish,
     run_window,
-    weight_parts,
 )
 from tests.distributed.ranks import run_ranks
 from tests.gather.support import RUN, peer_update
@@ -88,7 +88,7 @@ def two_windows(folder: Path, parameters: dict[str, Tensor], optimizer: str, ran
 
 def work(folder: str) -> dict[str, Any]:
     """Everything that ranks do with sharded weights."""
-    weight_parts.LEAF_ELEMENTS = LEAF
+    leaves.LEAF_ELEMENTS = LEAF
     path, ranks, found = Path(folder), Ranks.of_group(timeout=60.0), {}
     parameters = sharded()
     assert any(isinstance(t, DTensor) and t.to_local().shape != t.shape for t in parameters.values())
@@ -107,7 +107,26 @@ def work(folder: str) -> dict[str, Any]:
     )
     found["fast"] = full(fast)
     found["refused"] = refused(path)
+    found["given back"] = given_back(ranks)
+    found["disagree"] = disagree(path, ranks)
     return found
+
+
+def given_back(ranks: Ranks | None) -> dict[str, list[float]]:
+    """What is left after an update was compressed and not published."""
+    feedback = ErrorFeedback(0.9)
+    for seed in (1, 2):
+        made = compress(divided(updates(seed), ranks), schema(), feedback=feedback, ranks=ranks)
+    feedback.give_back(made, ranks=ranks)
+    return full(feedback.left)
+
+
+def disagree(path: Path, ranks: Ranks) -> str:
+    """What each rank raises if one of them finds no artifact."""
+    store = open_object_store("memory://" if ranks.rank == 1 else path / "artifacts-nesterov-0")
+    with pytest.raises(MegalithError) as caught:
+        catch_up(store, sharded(), OuterUpdate(schema()), run=RUN, windows=[1], ranks=ranks)
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def updates(seed: int) -> dict[str, Tensor]:
@@ -115,18 +134,24 @@ def updates(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(tensor.shape, generator=make) for name, tensor in whole().items()}
 
 
+def divided(tensors: dict[str, Tensor], ranks: Ranks | None) -> dict[str, Tensor]:
+    """Tensors that are sharded like the parameters."""
+    if ranks is None:
+        return tensors
+    like: dict[str, Any] = sharded()
+    return {
+        name: distribute_tensor(tensor, like[name].device_mesh, like[name].placements)
+        if isinstance(like[name], DTensor)
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
 def compressed(ranks: Ranks | None) -> list[bytes]:
     """The payloads of two updates with feedback, of which the second is sent after the state was loaded."""
     feedback, found = ErrorFeedback(0.9), []
-    like = whole() if ranks is None else sharded()
     for seed in (1, 2):
-        update = {
-            name: distribute_tensor(tensor, like[name].device_mesh, like[name].placements)  # type: ignore[attr-defined]
-            if isinstance(like[name], DTensor)
-            else tensor
-            for name, tensor in updates(seed).items()
-        }
-        made = compress(update, schema(), feedback=feedback, ranks=ranks)
+        made = compress(divided(updates(seed), ranks), schema(), feedback=feedback, ranks=ranks)
         if ranks is None or ranks.leads:
             found.append(made.to_bytes(Label(RUN, seed, 1)))
         else:
@@ -152,7 +177,7 @@ def refused(path: Path) -> bool:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
     """What one process with whole weights comes to."""
-    before, weight_parts.LEAF_ELEMENTS = weight_parts.LEAF_ELEMENTS, LEAF
+    before, leaves.LEAF_ELEMENTS = leaves.LEAF_ELEMENTS, LEAF
     folder = tmp_path_factory.mktemp("fsdp")
     store = open_object_store(folder / "peers")
     for window in (1, 2):
@@ -163,11 +188,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, d
         found[optimizer] = two_windows(folder, whole(), optimizer, None)
     found["late"] = ((1, 2), *found["nesterov"])
     found["compressed"] = compressed(None)
+    found["given back"] = given_back(None)
     once = whole()
     run_window(plan(1, "sgd"), once, OuterUpdate(schema()), {"default": store})
     found["fast"] = full(once)
     yield folder, found
-    weight_parts.LEAF_ELEMENTS = before
+    leaves.LEAF_ELEMENTS = before
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -180,6 +206,11 @@ def test_sharded_weights_come_to_what_one_process_comes_to(
         for optimizer in OPTIMIZERS:
             assert said[optimizer] == alone[optimizer]
         assert said["late"] == alone["late"]
+        assert said["given back"] == alone["given back"]
+        mine = "ArtifactError: run 'run-a' has no artifact of window 1"
+        assert said["disagree"].startswith(
+            mine if rank == 1 else f"RankFailedError: manifest: rank 1: {mine}"
+        )
         assert said["compressed"] == (alone["compressed"] if rank == 0 else [])
         for name, values in said["fast"].items():
             assert values == pytest.approx(alone["fast"][name], abs=1e-6)

@@ -21,8 +21,7 @@ from megalith.gather import (
     partition,
     run_window,
 )
-from megalith.gather.plan import payload_key
-from megalith.gather.status import Status
+from megalith.gather.plan import Status, payload_key
 from tests.distributed.ranks import run_ranks
 from tests.gather.fault_server import FaultServer
 from tests.gather.scenarios import Scenario, facts

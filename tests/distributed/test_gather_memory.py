@@ -1,4 +1,5 @@
-"""Memory of whole windows as the operating system counts it, at 1, 2 and 4 ranks: within the budget."""
+"""Memory of whole windows as the operating system counts it: within the budget at 1, 2 and 4 ranks, from the
+first window on, and not growing with windows or peers."""
 
 from __future__ import annotations
 
@@ -25,8 +26,13 @@ from tests.distributed.ranks import run_ranks
 
 RUN = "memory"
 OVERHEAD = 4 << 20  # the interpreter's own objects, and what the allocator rounds up
-WINDOWS = (1, 2, 3)  # the first one loads code, and makes threads and buffers of the client
+FLAT = 1 << 20  # what a number may vary that does not grow
+WINDOWS = (1, 2, 3)
 _M_ARENA_MAX = -8
+
+needs_linux = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's clear_refs"
+)
 
 
 def bytes_of(field: str) -> int:
@@ -36,35 +42,47 @@ def bytes_of(field: str) -> int:
     raise RuntimeError(field)
 
 
-def settle() -> int:
-    """Returns free memory to the system and forgets the peak so far; returns what is in use."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return bytes_of("VmRSS")
+class Growth:
+    """How far the high-water mark exceeds what was in use before.
+
+    Pages of libraries whose code runs for the first time count as memory of the process, too, but belong to
+    the page cache: they are not memory of a window.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before, self.files = bytes_of("VmRSS"), bytes_of("RssFile")
+
+    def found(self) -> int:
+        return bytes_of("VmHWM") - self.before - (bytes_of("RssFile") - self.files)
 
 
 def write(folder: Path, side: int, windows: tuple[int, ...], peers: int) -> None:
     schema = PayloadSchema.of({"w": torch.zeros(side, side)})
-    made = compress({"w": torch.randn(side, side, generator=torch.Generator().manual_seed(0))}, schema)
+    make = torch.Generator().manual_seed(0)
+    made = [compress({"w": torch.randn(side, side, generator=make)}, schema) for _ in range(min(peers, 16))]
     for window in windows:
         for uid in range(peers):
             path = folder / payload_key(RUN, window, uid)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(made.to_bytes(Label(RUN, window, uid)))
+            path.write_bytes(made[uid % 16].to_bytes(Label(RUN, window, uid)))
 
 
-def grown(folder: str, size: int, peers: int, budget: int) -> tuple[list[int], int]:
-    """By window: how far the high-water mark exceeded what was in use before; the ledger's peak."""
+def grown(
+    folder: str, side: int, windows: list[tuple[int, int]], budget: int
+) -> tuple[list[int], list[int], int]:
+    """For each window (number, peers): growth, and what was in use before; and the ledger's peak."""
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     ranks = Ranks.of_group(timeout=60.0)
     stores = {"default": open_object_store(folder)}
-    options = FetchOptions(spool_from=1 << 16)
-    found, peak = [], 0
-    weights = {"w": torch.zeros(size, size).add_(0.0)}  # every page of it is there before measuring
+    options = FetchOptions(spool_from=1)
+    found, used, peak = [], [], 0
+    weights = {"w": torch.zeros(side, side).add_(0.0)}  # every page of it is there before measuring
     schema = PayloadSchema.of(weights)
     update = OuterUpdate(schema)
-    for window in WINDOWS:
+    for window, peers in windows:
         plan = GatherPlan(
             run=RUN,
             window=window,
@@ -73,18 +91,19 @@ def grown(folder: str, size: int, peers: int, budget: int) -> tuple[list[int], i
             memory_budget=budget,
             deadline=120.0,
         )
-        before = settle()
+        growth = Growth()
         report = run_window(
             plan if ranks.leads else None, weights, update, stores, ranks=ranks, options=options
         )
-        found.append(bytes_of("VmHWM") - before)
+        found.append(growth.found())
+        used.append(growth.before)
         assert report.update is not None, report.decision
         assert len(report.update.uids) == peers
         peak = max(peak, report.update.peak_bytes)
-    return found[1:], peak
+    return found, used, peak
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's clear_refs")
+@needs_linux
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(
     ("side", "peers", "budget"),
@@ -95,7 +114,21 @@ def test_a_window_stays_within_its_budget(
     tmp_path: Path, side: int, peers: int, budget: int, ranks: int
 ) -> None:
     write(tmp_path, side, WINDOWS, peers)
-    for windows, ledger in run_ranks(grown, str(tmp_path), side, peers, budget, world_size=ranks):
+    windows = [(window, peers) for window in WINDOWS]
+    for found, used, ledger in run_ranks(grown, str(tmp_path), side, windows, budget, world_size=ranks):
         assert ledger <= budget
-        assert max(windows) <= budget + OVERHEAD, windows
-        assert windows[-1] - windows[0] <= OVERHEAD, windows  # nothing accumulates over windows
+        assert max(found) <= budget + OVERHEAD, found
+        assert used[-1] - used[1] <= FLAT, used  # nothing accumulates; the first window makes threads
+
+
+@needs_linux
+def test_memory_does_not_grow_with_peers(tmp_path: Path) -> None:
+    """In blocks of the parameter: all of it would take 9 MiB, and the payloads of all peers 4 MiB."""
+    side, budget, peers = 1024, 6 << 20, (8, 32, 128)
+    write(tmp_path, side, (1, 2, 3, 4), max(peers))
+    windows = list(enumerate((8, *peers), 1))
+    ((found, _, ledger),) = run_ranks(grown, str(tmp_path), side, windows, budget, world_size=1)
+    assert ledger <= budget
+    assert max(found) <= budget + OVERHEAD, found
+    # A peer has a record, a header and an open file; its payload, unpacked, would take 450 KiB.
+    assert max(found[1:]) - found[1] <= (max(peers) - min(peers)) * (16 << 10), found

@@ -99,7 +99,8 @@ SCENARIOS = [
 
 
 def world_of(scenario: Scenario, server: Any) -> World:
-    return World(server, schema=scenario.schema)
+    """The scenario's own part of a server that all share."""
+    return World(server, schema=scenario.schema, prefix=f"{SCENARIOS.index(scenario)}/")
 
 
 def play(scenario: Scenario, endpoint: str, artifacts: Path, ranks: Ranks | None) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def play(scenario: Scenario, endpoint: str, artifacts: Path, ranks: Ranks | None
         plan if ranks is None or ranks.leads else None,
         parameters,
         update,
-        {"default": open_object_store("s3://gather", endpoint=endpoint)},
+        world.stores,
         ranks=ranks,
         artifacts=open_object_store(artifacts),
         apply_rows=apply_rows,
@@ -148,12 +149,12 @@ def facts(report: WindowReport, update: OuterUpdate, parameters: dict[str, Tenso
     }
 
 
-def play_all(endpoints: Sequence[str], folder: str) -> tuple[list[dict[str, Any]], list[str]]:
+def play_all(endpoint: str, folder: str) -> tuple[list[dict[str, Any]], list[str]]:
     """All scenarios, one after another, as one rank; and the exchanges it took part in."""
     torch.set_num_threads(1)
     ranks = Ranks.of_group(timeout=60.0) if dist.get_world_size() > 1 else None
     found = [
         play(scenario, endpoint, Path(folder) / str(number), ranks)
-        for number, (scenario, endpoint) in enumerate(zip(SCENARIOS, endpoints, strict=True))
+        for number, scenario in enumerate(SCENARIOS)
     ]
     return found, [] if ranks is None else ranks.log

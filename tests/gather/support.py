@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from megalith.gather.compress import Compressed, compress
-from megalith.gather.memory_budget import Ledger
 from megalith.gather.payload import Label, Payload
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import GatherPlan
+from megalith.gather.plan import GatherPlan, Status
 from megalith.gather.result import Fetched, GatherResult, Record, make_partial, merge
-from megalith.gather.status import Status
 from megalith.gather.validate import CheckedPayload, validate
-from megalith.storage.spool import MemoryBody
+from megalith.storage.spool import Ledger, MemoryBody
 
 RUN = "run-a"
 WINDOW = 3
@@ -108,5 +106,5 @@ def gathered(
             digest=found.header.digest,
             global_step=found.header.label.global_step,
         )
-        fetched.append(Fetched(record, found, opened(data)))
+        fetched.append(Fetched(record, found))
     return merge([make_partial(made, schema, payloads, fetched)])

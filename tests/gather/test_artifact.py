@@ -18,19 +18,21 @@ from megalith.gather.artifact import (
     artifact_payload_key,
     make_manifest,
     manifest_key,
+    peek,
     prune_artifacts,
+    publish,
     read_artifact_manifest,
     write_manifest,
 )
 from megalith.gather.catch_up import catch_up, load_artifact
-from megalith.gather.compress import ErrorFeedback, compress, decompress, peek, publish
+from megalith.gather.compress import ErrorFeedback, compress, decompress
+from megalith.gather.decision import SkipReason, decide
 from megalith.gather.fetch import FetchOptions
 from megalith.gather.overlap import find_overlap
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import GatherPlan, OverlapConfig, UpdateConfig, payload_key
-from megalith.gather.result import SkipReason, decide, merge
-from megalith.gather.status import Fault, Status
+from megalith.gather.plan import Fault, GatherPlan, OverlapConfig, Status, UpdateConfig, payload_key
+from megalith.gather.result import merge
 from megalith.gather.update import OuterUpdate
 from megalith.gather.window import run_window
 from megalith.storage.object_store import ObjectStore, RequestFailure, StoreRequestError, open_object_store
@@ -90,6 +92,25 @@ def test_publishing_again_is_done_already_but_another_payload_is_not(tmp_path: P
         publish(store, peer_update(SCHEMA, 8), label)
     assert publish(store, peer_update(SCHEMA, 8), label, overwrite=True).written
     assert list(tmp_path.iterdir()) == []
+
+
+class Watched(ObjectStore):
+    """Notes what is in a directory while an object is written."""
+
+    directory: Path
+    seen: list[list[Path]]
+
+    async def put(self, key: str, data: Any, *, create: bool = False, timeout: float) -> bool:
+        self.seen.append(list(self.directory.iterdir()))
+        return await super().put(key, data, create=create, timeout=timeout)
+
+
+def test_a_killed_publication_leaves_nothing(tmp_path: Path) -> None:
+    store = Watched("memory:///")
+    store.directory, store.seen = tmp_path, []
+    publish(store, peer_update(SCHEMA, 7), Label(RUN, WINDOW, 7), directory=tmp_path)
+    assert store.seen == [[]]  # the file has no name: its end is that of the process
+    assert peek(store, payload_key(RUN, WINDOW, 7)).label.uid == 7
 
 
 def test_publishing_is_tried_again_and_ends_with_an_error() -> None:
@@ -319,7 +340,7 @@ def test_spooled_payloads_are_written_from_their_files(world: World, tmp_path: P
         world.plan([1]), 1, options=FetchOptions(spool_directory=tmp_path, spool_from=1)
     )
     store = open_object_store("memory://")
-    PayloadUpload(store, partial, [1, 77]).wait()
+    PayloadUpload(store, partial).wait()
     assert everything(store) == {artifact_payload_key(RUN, WINDOW, 1): peer_bytes(world.schema, 1)}
     partial.close()
 

@@ -13,12 +13,10 @@ import torch
 
 from megalith.errors import BudgetError, InputError
 from megalith.gather import fetch as fetch_module
-from megalith.gather.fetch import Fetcher, FetchOptions, gather, least_budget
+from megalith.gather.fetch import FetchOptions, Gatherer, gather, least_budget
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import GatherPlan, Location, payload_key
-from megalith.gather.result import Fetched
-from megalith.gather.status import Status
-from megalith.storage.retries import run_async
+from megalith.gather.plan import GatherPlan, Location, Status, payload_key
+from megalith.gather.result import Record
 from megalith.storage.spool import FileBody, MemoryBody, SpoolWriter
 from tests.gather.fault_server import FaultServer, ServerFault
 from tests.gather.support import RUN, WINDOW, peer_bytes, small_schema
@@ -202,14 +200,11 @@ def test_memory_does_not_grow_with_peers(world: World, tmp_path: Path, spooled: 
     peaks = []
     for count in (8, 32, 128):
         plan = world.plan(range(count), memory_budget=budget)
-        fetcher = Fetcher(plan, world.schema, world.stores, options=options)
-        results = run_async(fetcher.fetch(plan.primary, "primary"))
-        assert all(each.record.status is Status.OK for each in results)
-        peaks.append(fetcher.ledger.peak)
-        for each in results:
-            assert each.payload is not None
-            each.payload.close()
-        assert fetcher.ledger.used == 0
+        gatherer = Gatherer(plan, world.schema, world.stores, options=options)
+        assert set(gatherer.fetch(plan.primary).values()) == {Status.OK}
+        peaks.append(gatherer.peak_bytes)
+        gatherer.partial().close()
+        assert gatherer._ledger.used == 0
     assert max(peaks) <= budget
     if spooled:
         # downloads and checks that happen to run at once differ; their most does not
@@ -272,19 +267,20 @@ def scripted(count: int = 1) -> ScriptedStore:
 
 def fetched(
     store: ScriptedStore, count: int = 1, *, options: FetchOptions | None = None, **more: Any
-) -> list[Fetched]:
+) -> list[Record]:
     settings: dict[str, Any] = {"deadline": 90.0, "memory_budget": 64 << 20, **more}
     plan = GatherPlan(run=RUN, window=WINDOW, schema=SCHEMA.digest, primary=tuple(range(count)), **settings)
-    fetcher = Fetcher(plan, SCHEMA, {"default": store}, options=options)
-    return run(fetcher.fetch(plan.primary, "primary"))
+    gatherer = Gatherer(plan, SCHEMA, {"default": store}, options=options)
+    run(gatherer.fetch_async(plan.primary))
+    return list(gatherer.partial().records.values())
 
 
 def test_a_missing_object_is_waited_for_until_the_deadline() -> None:
     store = ScriptedStore()
     (one,) = fetched(store)
-    assert one.record.status is Status.NOT_FOUND
-    assert 80 < one.record.seconds <= 90
-    assert one.record.tries == len(store.log)
+    assert one.status is Status.NOT_FOUND
+    assert 80 < one.seconds <= 90
+    assert one.tries == len(store.log)
     gaps = [b[0] - a[0] for a, b in zip(store.log, store.log[1:], strict=False)]
     assert all(gap <= 7.5 for gap in gaps)
 
@@ -293,7 +289,7 @@ def test_an_object_that_appears_is_taken() -> None:
     store = scripted()
     store.script[key(0)] = [(0.0, Status.NOT_FOUND)] * 5
     (one,) = fetched(store)
-    assert (one.record.status, one.record.tries) == (Status.OK, 6)
+    assert (one.status, one.tries) == (Status.OK, 6)
 
 
 def test_after_the_window_and_its_grace_there_is_one_last_try() -> None:
@@ -301,35 +297,35 @@ def test_after_the_window_and_its_grace_there_is_one_last_try() -> None:
     (one,) = fetched(
         store, time_max=START, grace=3.0, options=FetchOptions(now=lambda: START + timedelta(seconds=3.1))
     )
-    assert (one.record.status, one.record.tries) == (Status.NOT_FOUND, 2)
+    assert (one.status, one.tries) == (Status.NOT_FOUND, 2)
     (two,) = fetched(
         ScriptedStore(),
         time_max=START,
         grace=3.0,
         options=FetchOptions(now=lambda: START + timedelta(seconds=3)),
     )
-    assert two.record.tries > 2
+    assert two.tries > 2
 
 
 def test_a_silent_store_is_a_timeout_at_the_deadline() -> None:
     store = scripted()
     store.delay = 1e9
     (one,) = fetched(store, deadline=70.0)
-    assert one.record.status is Status.TIMEOUT
-    assert one.record.seconds <= 70.0
-    assert one.record.tries == 3  # 30 s each, and what was left
+    assert one.status is Status.TIMEOUT
+    assert one.seconds <= 70.0
+    assert one.tries == 3  # 30 s each, and what was left
 
 
 def test_a_slow_download_has_time_by_its_size() -> None:
     store = scripted()
     store.script[key(0)] = [(0.0, None), (29.0, None)]
-    assert fetched(store)[0].record.status is Status.OK
+    assert fetched(store)[0].status is Status.OK
     store = scripted()
     store.script[key(0)] = [(0.0, None), (40.0, None)]
     (one,) = fetched(store)
-    assert (one.record.status, one.record.tries) == (Status.OK, 2)
+    assert (one.status, one.tries) == (Status.OK, 2)
     store.script[key(0)] = [(0.0, None), (40.0, None)]
-    assert fetched(store, options=FetchOptions(slowest=1.0))[0].record.tries == 1
+    assert fetched(store, options=FetchOptions(slowest=1.0))[0].tries == 1
 
 
 def test_stuck_peers_do_not_keep_others_waiting_for_ever() -> None:
@@ -337,14 +333,14 @@ def test_stuck_peers_do_not_keep_others_waiting_for_ever() -> None:
     for uid in (0, 1):
         store.script[key(uid)] = [(1e9, None)] * 99
     results = fetched(store, 6, options=FetchOptions(in_flight=2))
-    assert [each.record.status for each in results] == [Status.TIMEOUT] * 2 + [Status.OK] * 4
+    assert [each.status for each in results] == [Status.TIMEOUT] * 2 + [Status.OK] * 4
 
 
 def test_downloads_at_once_are_limited() -> None:
     store = scripted(20)
     store.delay = 1.0
     results = fetched(store, 20, options=FetchOptions(in_flight=3))
-    assert all(each.record.status is Status.OK for each in results)
+    assert all(each.status is Status.OK for each in results)
     assert store.most_open == 3
     store = scripted(20)
     store.delay = 1.0
@@ -356,8 +352,8 @@ def test_a_turn_after_the_deadline_is_no_try() -> None:
     store = scripted(3)
     store.delay = 2.0
     results = fetched(store, 3, deadline=3.0, options=FetchOptions(in_flight=1))
-    assert [each.record.status for each in results] == [Status.TIMEOUT] * 3
-    assert [each.record.tries for each in results] == [1, 0, 0]
+    assert [each.status for each in results] == [Status.TIMEOUT] * 3
+    assert [each.tries for each in results] == [1, 0, 0]
 
 
 class Longer(ScriptedStore):
@@ -382,7 +378,7 @@ def test_an_object_that_is_not_what_was_announced_has_changed(kind: type[Scripte
     store = kind()
     store.objects = scripted().objects
     (one,) = fetched(store)
-    assert (one.record.status, one.record.tries, one.record.bytes) == (Status.CHANGED, 2, 0)
+    assert (one.status, one.tries, one.bytes) == (Status.CHANGED, 2, 0)
 
 
 def test_wrong_options_name_the_field() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,28 +13,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalith.distributed.fingerprint import fingerprint
 from megalith.errors import InputError
+from megalith.gather.decision import (
+    Decision,
+    SkipReason,
+    decide,
+    lines,
+    metrics,
+    norm_medians,
+    to_penalise,
+)
 from megalith.gather.fetch import FetchOptions
 from megalith.gather.overlap import excluded_uids, find_overlap
-from megalith.gather.plan import GatherPlan, OverlapConfig, UpdateConfig, payload_key
+from megalith.gather.plan import GatherPlan, OverlapConfig, Status, UpdateConfig, payload_key
 from megalith.gather.result import (
-    Decision,
     Fetched,
     GatherResult,
     Partial,
     Record,
-    SkipReason,
     as_result,
-    decide,
     make_partial,
     merge,
 )
-from megalith.gather.status import Status
 from megalith.gather.update import OuterUpdate
-from megalith.gather.weight_parts import fingerprint
-from megalith.gather.window_metrics import lines, metrics, norm_medians, to_penalise
 from tests.gather.fault_server import FaultServer
-from tests.gather.support import RUN, WINDOW, checked, opened, peer_bytes, small_schema, weights
+from tests.gather.support import RUN, WINDOW, checked, peer_bytes, small_schema, weights
 from tests.gather.world import EXPECTED, World
 
 pytest.importorskip("obstore")
@@ -105,7 +110,7 @@ def outcome(result: GatherResult) -> dict[str, Any]:
         "levels": overlap.levels,
         "excluded": left_out,
         "decision": decision,
-        "fingerprint": result.fingerprint,
+        "agreed": result.agreed(),
         "weights": fingerprint(tensors).hash,
     }
 
@@ -149,7 +154,7 @@ def part(
             data = peer_bytes(SCHEMA, uid, seed=seed)
             found = checked(data, SCHEMA, uid)
             record = Record(uid, tier, status, bytes=len(data), digest=found.header.digest, global_step=uid)
-            fetched.append(Fetched(record, found, opened(data)))
+            fetched.append(Fetched(record, found))
         else:
             fetched.append(Fetched(Record(uid, tier, status, "why")))
     return make_partial(plan, SCHEMA, uids, fetched, rank=rank, world_size=world_size, seconds=rank + 1.0)
@@ -192,7 +197,7 @@ def test_the_order_of_partials_does_not_matter(order: list[int]) -> None:
     parts = [
         part(made, {u: OK if u != 3 else Status.CORRUPT}, rank=u - 1, world_size=4) for u in (1, 2, 3, 4)
     ]
-    assert merge([parts[i] for i in order]).fingerprint == merge(parts).fingerprint
+    assert merge([parts[i] for i in order]).agreed() == merge(parts).agreed()
 
 
 def test_a_uid_twice_counts_once_and_is_reported() -> None:
@@ -214,11 +219,11 @@ def test_a_lost_ranks_uids_are_taken_from_the_next_attempt() -> None:
     made = plan([1, 2, 3])
     lost = make_partial(made, SCHEMA, [2, 3], [], rank=1, world_size=2, error="killed")
     assert {record.status for record in lost.records.values()} == {Status.RANK_LOST}
-    again = part(made.next_attempt(), {2: OK, 3: Status.NOT_FOUND}, rank=0)
+    again = part(replace(made, attempt=1), {2: OK, 3: Status.NOT_FOUND}, rank=0)
     result = merge([part(made, {1: OK}), lost, again])
     assert (result.uids, result.skipped_uids, result.duplicate_uids) == ((1, 2), (3,), ())
     assert result.plan.attempt == 1
-    assert result.fingerprint == merge([part(made, {1: OK, 2: OK, 3: Status.NOT_FOUND})]).fingerprint
+    assert result.agreed() == merge([part(made, {1: OK, 2: OK, 3: Status.NOT_FOUND})]).agreed()
 
 
 def test_peers_of_a_rank_without_a_partial_are_lost_and_not_forgotten() -> None:
@@ -249,7 +254,7 @@ def test_a_partial_travels_without_its_payloads() -> None:
     assert got.payloads == {}
     assert got.to_bytes() == sent.to_bytes()
     assert (got.uids, got.skipped_uids, got.download_bytes) == ((1, 3), (2,), sent.download_bytes)
-    assert merge([got]).fingerprint == merge([sent]).fingerprint
+    assert merge([got]).agreed() == merge([sent]).agreed()
     assert got.accepted == sent.accepted
     with pytest.raises(InputError, match="is not in this process"):
         OuterUpdate(SCHEMA).apply(weights(), got)

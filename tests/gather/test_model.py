@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith import SGD, EmbeddingCollection, Feature, TableConfig
+from megalith.errors import InputError
 from megalith.gather import (
     FetchOptions,
+    Gatherer,
     GatherPlan,
     Label,
     OuterUpdate,
     PayloadSchema,
     UpdateConfig,
     compress,
+    fingerprint,
     open_object_store,
     publish,
     run_window,
 )
-from megalith.gather.fetch import Fetcher
-from tests.gather.support import RUN, WINDOW, peer_bytes, small_schema
+from tests.gather.support import RUN, WINDOW, gathered, peer_bytes, small_schema
 from tests.gather.virtual import ScriptedStore
 
 pytest.importorskip("obstore")
@@ -85,6 +89,53 @@ def test_dense_weights_and_rows_of_peers_meet() -> None:
     assert len(users) == 3
 
 
+def applied(model: nn.Module, *, like: nn.Module) -> dict[str, Tensor]:
+    """The weights of `like` after an update by one peer that was given to `model`."""
+    schema = PayloadSchema.of(model, keep=4)
+    OuterUpdate(schema).apply(model, gathered(schema, {1: peer_bytes(schema, 1)}))
+    return {name: tensor.detach().clone() for name, tensor in like.named_parameters()}
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def test_frozen_parameters_are_left_out_and_stay() -> None:
+    model = layers()
+    model[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    schema = PayloadSchema.of(model)
+    assert [spec.name for spec in schema.parameters] == ["0.bias", "1.weight", "1.bias"]
+    after = applied(model, like=model)
+    assert [name for name in before if torch.equal(before[name], after[name])] == ["0.weight"]
+    with pytest.raises(InputError, match=r"'0\.weight' has an update but is not in the schema"):
+        compress(before, schema)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapping", ["DDP", "compiled", "compiled DDP", "compiled layer"])
+def test_wrappers_do_not_show(one_rank: None, wrapping: str) -> None:
+    model = wrapped = layers()
+    if "DDP" in wrapping:
+        wrapped = nn.parallel.DistributedDataParallel(wrapped)
+    if wrapping == "compiled layer":
+        wrapped = nn.Sequential(model[0], torch.compile(model[1]))  # type: ignore[index, arg-type]
+    elif "compiled" in wrapping:
+        wrapped = torch.compile(wrapped)  # type: ignore[assignment]
+    plain = layers()
+    assert PayloadSchema.of(wrapped, keep=4) == PayloadSchema.of(plain, keep=4)
+    found, expected = applied(wrapped, like=model), applied(plain, like=plain)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert OuterUpdate(PayloadSchema.of(plain)).fingerprint(wrapped).hash == fingerprint(expected).hash
+
+
 def test_empty_parameters_are_no_trouble() -> None:
     weights = {"none": torch.zeros(0, 4), "some": torch.ones(4, 4)}
     schema = PayloadSchema.of(weights, keep=4)
@@ -104,10 +155,10 @@ def test_cancelling_leaves_no_files(tmp_path: Path) -> None:
         store.objects[plan.location(uid).key] = peer_bytes(schema, uid)
     store.script[plan.location(2).key] = [(0.0, None), (1e3, None)]
     options = FetchOptions(spool_directory=tmp_path, spool_from=1, request_timeout=1e6)
-    fetcher = Fetcher(plan, schema, {"default": store}, options=options)
+    gatherer = Gatherer(plan, schema, {"default": store}, options=options)
 
     async def cancelled() -> None:
-        task = asyncio.ensure_future(fetcher.fetch(plan.primary, "primary"))
+        task = asyncio.ensure_future(gatherer.fetch_async(plan.primary))
         while len(store.log) < 4:
             await asyncio.sleep(0)
         task.cancel()
@@ -116,4 +167,4 @@ def test_cancelling_leaves_no_files(tmp_path: Path) -> None:
 
     asyncio.run(asyncio.wait_for(cancelled(), 60))
     assert list(tmp_path.iterdir()) == []
-    assert fetcher.ledger.used == 0
+    assert gatherer._ledger.used == 0

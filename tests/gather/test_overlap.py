@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.errors import BudgetError, InputError
-from megalith.gather.chunks import pack_indices
 from megalith.gather.columns import block_gram
-from megalith.gather.memory_budget import STEP_BYTES
 from megalith.gather.overlap import excluded_uids, find_overlap, level_of
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
 from megalith.gather.plan import OverlapConfig
+from megalith.gather.reduce import STEP_BYTES
 from megalith.gather.result import GatherResult
+from megalith.ops.chunk_rows import pack_indices
 from tests.gather import naive
 from tests.gather.support import forged, gathered, peer_bytes, small_schema
 

@@ -15,17 +15,12 @@ from megalith.gather.chunks import (
     from_chunks,
     inverse_dct,
     lay_out,
-    pack_codes,
-    pack_indices,
     rectangles,
-    spare_code_bits,
-    spare_index_bits,
     to_chunks,
-    unpack_codes,
-    unpack_indices,
     within,
 )
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
+from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
 from tests.gather import naive
 
 
@@ -40,7 +35,6 @@ def test_indices_come_back(rows: int, keep: int, seed: int) -> None:
     packed = pack_indices(indices)
     assert packed.shape == (rows, -(-12 * keep // 8))
     assert torch.equal(unpack_indices(packed, keep).long(), indices)
-    assert not spare_index_bits(packed, keep).any()
     for row, line in enumerate(packed):
         assert naive.numbers(bytes(line.tolist()), 12, keep) == indices[row].tolist()
 
@@ -51,14 +45,8 @@ def test_codes_come_back(rows: int, keep: int, bits: int, seed: int) -> None:
     packed = pack_codes(codes.to(torch.uint8), bits)
     assert packed.shape == (rows, -(-bits * keep // 8))
     assert torch.equal(unpack_codes(packed, keep, bits).long(), codes)
-    assert not spare_code_bits(packed, keep, bits).any()
     for row, line in enumerate(packed):
         assert naive.numbers(bytes(line.tolist()), bits, keep) == codes[row].tolist()
-
-
-def test_spare_bits_are_seen() -> None:
-    assert spare_index_bits(torch.tensor([[1, 0x10]], dtype=torch.uint8), 1).tolist() == [1]
-    assert spare_code_bits(torch.tensor([[0x40]], dtype=torch.uint8), 3, 2).tolist() == [1]
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from megalith import SGD, LocalShards, OneBit, TableConfig
+from megalith.distributed.fingerprint import fingerprint
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import BudgetError, InputError, UsageError
 from megalith.gather.columns import Columns
-from megalith.gather.memory_budget import STEP_BYTES, Travel, row_bytes
 from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import UpdateConfig
-from megalith.gather.reduce import clip_factors, medians
+from megalith.gather.reduce import STEP_BYTES, Travel, clip_factors, medians, row_bytes
 from megalith.gather.result import GatherResult
 from megalith.gather.table_rows import PeerTables
 from megalith.gather.update import OuterUpdate
-from megalith.gather.weight_parts import fingerprint
 from tests.gather import naive
 from tests.gather.support import forged, gathered, peer_bytes, small_schema, weights
 

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import BudgetError
-from megalith.gather.chunks import pack_codes, pack_indices, unpack_codes, unpack_indices
-from megalith.gather.memory_budget import Ledger
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema, TableSpec
-from megalith.gather.status import Fault, Status
+from megalith.gather.plan import Fault, Status
 from megalith.gather.validate import least_work_bytes, validate
-from megalith.storage.spool import MemoryBody
+from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
+from megalith.storage.spool import Ledger, MemoryBody
 from tests.gather import naive
 from tests.gather.support import RUN, WINDOW, checked, forged, opened, peer_bytes, peer_update, small_schema
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from megalith.gather.status import Status
+from megalith.gather.plan import Status
 from megalith.storage.object_store import ObjectInfo, ObjectStore, RequestFailure, StoreRequestError
 
 T = TypeVar("T")

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from megalith.gather.chunks import pack_indices, unpack_indices
 from megalith.gather.fetch import FetchOptions, Gatherer
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import GatherPlan, backfill, partition, payload_key
+from megalith.gather.plan import GatherPlan, Status, backfill, partition, payload_key
 from megalith.gather.result import Partial
-from megalith.gather.status import Status
+from megalith.ops.chunk_rows import pack_indices, unpack_indices
 from megalith.storage.object_store import ObjectStore, open_object_store
 from tests.gather.fault_server import FaultServer, ServerFault
 from tests.gather.support import RUN, WINDOW, forged, peer_bytes, peer_update, small_schema
@@ -50,15 +49,17 @@ EXPECTED = {
 
 @dataclass
 class World:
-    """One window. `peers` names the kind of each uid: a key of EXPECTED, or "copy:UID"."""
+    """One window. `peers` names the kind of each uid: a key of EXPECTED, or "copy:UID". Worlds with different
+    prefixes share a server."""
 
     server: FaultServer
     schema: PayloadSchema = field(default_factory=small_schema)
     options: FetchOptions = field(default_factory=lambda: FetchOptions(request_timeout=0.3))
+    prefix: str = ""
 
     @property
     def stores(self) -> dict[str, ObjectStore]:
-        return {"default": open_object_store("s3://gather", endpoint=self.server.endpoint)}
+        return {"default": open_object_store(f"s3://gather/{self.prefix}", endpoint=self.server.endpoint)}
 
     def plan(self, primary: Sequence[int], reserve: Sequence[int] = (), **more: Any) -> GatherPlan:
         settings: dict[str, Any] = {
@@ -83,7 +84,7 @@ class World:
             self.add_peer(uid, kind)
 
     def add_peer(self, uid: int, kind: str) -> None:
-        key = payload_key(RUN, WINDOW, uid)
+        key = self.prefix + payload_key(RUN, WINDOW, uid)
         when = {"early": OPENS - timedelta(seconds=1), "late": CLOSES + timedelta(seconds=1)}.get(
             kind, OPENS + timedelta(seconds=uid % 60)
         )

@@ -18,14 +18,19 @@ from megalith.cli.console import errors, exit_on_error
 from megalith.cli.output import console, print_json
 from megalith.distributed.surviving_launch import EndedRank, launch
 from megalith.errors import InputError, StoreError
-from megalith.gather.artifact import FORMAT, MAX_MANIFEST_BYTES, ArtifactManifest, read_artifact_manifest
-from megalith.gather.compress import peek
+from megalith.gather.artifact import (
+    FORMAT,
+    MAX_MANIFEST_BYTES,
+    ArtifactManifest,
+    peek,
+    read_artifact_manifest,
+)
 from megalith.gather.payload import MAGIC, Header, read_header
+from megalith.gather.plan import Fault
 from megalith.gather.simulation import DEFAULT_FAULTS, FAULTS, Simulation, write_job
-from megalith.gather.status import Fault
 from megalith.storage.json_records import to_json
-from megalith.storage.object_store import ObjectInfo, ObjectStore, StoreRequestError, open_object_store
-from megalith.storage.retries import persist, run_async
+from megalith.storage.object_store import ObjectStore, StoreRequestError, open_object_store
+from megalith.storage.retries import ObjectBody, persist, run_async
 from megalith.storage.spool import Body, FileBody
 from megalith.storage.torch_files import StoredTensor, TorchFile, TorchFileError
 from megalith.units import show_bytes, show_number
@@ -135,7 +140,7 @@ def inspect(
                 data = _store_window(open_object_store(place, **options), run, window)
             elif Path(place).suffix and "://" in place:
                 folder, _, name = place.rpartition("/")
-                data = _object(open_object_store(folder, **options), name)
+                data = _body(ObjectBody(open_object_store(folder, **options), name), name)
             else:
                 raise InputError(f"{place!r} is a store: pass --run and --window too")
     if as_json:
@@ -254,33 +259,6 @@ def _file(path: Path) -> dict[str, Any]:
         return _body(body, str(path))
     finally:
         body.close()
-
-
-class _RemoteBody(Body):
-    """An object of a store, read by ranges."""
-
-    def __init__(self, store: ObjectStore, info: ObjectInfo) -> None:
-        self._store, self._info, self.size = store, info, info.size
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        key, etag = self._info.key, self._info.etag
-
-        async def get(limit: float) -> bytes:
-            return await self._store.get_range(key, offset, len(view), etag=etag, timeout=limit)
-
-        if len(view):
-            view[:] = run_async(persist(get, deadline=60.0))
-
-    def source(self) -> bytes:
-        return bytes(self.read(0, self.size))
-
-    def close(self) -> None:
-        return
-
-
-def _object(store: ObjectStore, name: str) -> dict[str, Any]:
-    info = run_async(persist(lambda limit: store.head(name, timeout=limit), deadline=60.0))
-    return _body(_RemoteBody(store, info), name)
 
 
 def _body(body: Body, where: str) -> dict[str, Any]:

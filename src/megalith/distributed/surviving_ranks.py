@@ -13,13 +13,14 @@ What is exchanged is not known here.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,14 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllToAllOptions,
     BroadcastOptions,
     PrefixStore,
+    Store,
 )
 from torch.distributed.rendezvous import rendezvous
 
-from megalith.errors import InputError, MegalithError, RankTimeoutError
+from megalith.errors import InputError, MegalithError, RankFailedError, RankTimeoutError
 from megalith.ops import checks
 
+T = TypeVar("T")
 _POLL = 0.05
 _log = logging.getLogger("megalith.gather")
 
@@ -82,6 +85,7 @@ class Ranks:
         least: int = 1,
         has_ended: Callable[[int], bool] = lambda rank: False,
     ) -> None:
+        checks.instance(store, Store, "store")
         checks.integer(least, "ranks: least")
         if checks.integer(rank, "rank", 0) >= checks.integer(world_size, "world_size"):
             raise InputError(f"rank must be below world_size={world_size}, got {rank}")
@@ -106,6 +110,18 @@ class Ranks:
         return cls(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
 
     @classmethod
+    def or_alone(cls, ranks: Ranks | None) -> Ranks:
+        """Return given ranks, or those of a process that works alone.
+
+        Args:
+            ranks: The ranks, or None.
+
+        Returns:
+            The ranks.
+        """
+        return cls.alone() if ranks is None else checks.instance(ranks, Ranks, "ranks")
+
+    @classmethod
     def of_group(
         cls, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0, least: int = 1
     ) -> Ranks:
@@ -128,6 +144,7 @@ class Ranks:
         given = group if group is not None else dist.group.WORLD
         if given is None:
             raise InputError("there is no process group: call torch.distributed.init_process_group first")
+        checks.instance(given, dist.ProcessGroup, "group")
         return cls(given.get_group_store(), dist.get_rank(given), given.size(), timeout=timeout, least=least)
 
     @classmethod
@@ -199,6 +216,51 @@ class Ranks:
         found = self._all_gather(what, own, 0.0)
         self.log.append(what)
         return [each[:count].numpy().tobytes() for each, count in zip(found, counts, strict=True)]
+
+    def messages(self, what: str, message: Any, *, patience: float = 0.0) -> list[Any]:
+        """Return the messages of all members.
+
+        Args:
+            what: The name of the exchange.
+            message: JSON data of this rank.
+            patience: Seconds of work that other ranks may still have before it.
+
+        Returns:
+            The message of each member, by place.
+        """
+        data = json.dumps(message, allow_nan=False).encode()
+        return [json.loads(each) for each in self.exchange(what, data, patience=patience)]
+
+    def agree(self, what: str, work: Callable[[], T], *, patience: float = 0.0) -> T:
+        """Run a function on every rank; if it fails on one, raise on all.
+
+        Args:
+            what: The name of the exchange.
+            work: The function. It may do different work on each rank.
+            patience: Seconds that it may take longer on another rank.
+
+        Returns:
+            The result of `work` on this rank.
+
+        Raises:
+            Exception: The error of `work` itself, on the ranks where it failed.
+            RankFailedError: On the other ranks; the message names the first rank that failed, and its error.
+        """
+        failure: Exception | None = None
+        try:
+            result = work()
+        except BrokenExchange:
+            raise
+        except Exception as raised:
+            failure = raised
+        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+        problems = self.messages(what, problem, patience=patience)
+        if failure is not None:
+            raise failure
+        for member, problem in zip(self.members, problems, strict=True):
+            if problem is not None:
+                raise RankFailedError(f"{what}: rank {member}: {problem}")
+        return result
 
     def total(self, what: str, numbers: Tensor) -> Tensor:
         """Add the tensors of all members, in place.

@@ -6,39 +6,49 @@ Its parts can be called one by one: `gather` (or a `Gatherer` per rank and `merg
 `OuterUpdate`. Stores need obstore, the extra `remote`.
 """
 
+from megalith.distributed.fingerprint import Fingerprint, fingerprint
 from megalith.distributed.surviving_ranks import Ranks
-from megalith.gather.artifact import ArtifactManifest, prune_artifacts, read_artifact_manifest
-from megalith.gather.catch_up import CatchUp, catch_up, load_artifact
-from megalith.gather.compress import (
-    Compressed,
-    ErrorFeedback,
+from megalith.gather.artifact import (
+    ArtifactManifest,
     Published,
-    compress,
-    decompress,
     peek,
+    prune_artifacts,
     publish,
+    read_artifact_manifest,
+)
+from megalith.gather.catch_up import CatchUp, catch_up, load_artifact
+from megalith.gather.compress import Compressed, ErrorFeedback, compress, decompress
+from megalith.gather.decision import (
+    Decision,
+    SkipReason,
+    decide,
+    lines,
+    metrics,
+    norm_medians,
+    to_penalise,
 )
 from megalith.gather.fetch import FetchOptions, Gatherer, gather
 from megalith.gather.overlap import Overlap, excluded_uids, find_overlap
 from megalith.gather.payload import Header, Label, Payload
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema, TableSpec
 from megalith.gather.plan import (
+    OUR_FAULTS,
+    PEER_FAULTS,
+    Fault,
     GatherPlan,
     Location,
     OverlapConfig,
+    Status,
     UpdateConfig,
     backfill,
     deal,
     partition,
     payload_key,
 )
-from megalith.gather.result import Decision, GatherResult, Partial, Record, SkipReason, decide, merge
-from megalith.gather.status import OUR_FAULTS, PEER_FAULTS, Fault, Status
+from megalith.gather.result import GatherResult, Partial, Record, merge
 from megalith.gather.table_rows import PeerTables, TableShards
 from megalith.gather.update import OuterUpdate, UpdateReport
-from megalith.gather.weight_parts import Fingerprint, fingerprint
 from megalith.gather.window import WindowReport, run_window
-from megalith.gather.window_metrics import lines, metrics, norm_medians, to_penalise
 from megalith.storage.object_store import ObjectStore, open_object_store
 
 __all__ = [

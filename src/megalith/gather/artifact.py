@@ -1,8 +1,10 @@
-"""Artifacts: the validated payloads of a window and its manifest, for nodes that catch up later.
+"""Objects in stores: the payload that a peer publishes, and the artifact of a window.
 
+    payloads/RUN/WINDOW/UID.gather              the payload of a peer
     artifacts/RUN/WINDOW/payloads/UID.gather    an accepted payload, written by the rank that holds it
     artifacts/RUN/WINDOW/manifest.json          written last, by the first rank: the artifact is complete
 
+An artifact consists of the validated payloads of a window and its manifest, for nodes that catch up later.
 Payloads are uploaded in the background while the weights are stepped. Nothing in an artifact comes from a
 clock or a rank: its bytes do not depend on the number of ranks.
 """
@@ -11,23 +13,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
-from megalith.errors import ArtifactError, InputError
+from megalith.distributed.fingerprint import Fingerprint
+from megalith.errors import ArtifactError, InputError, StoreError
+from megalith.gather.compress import Compressed
+from megalith.gather.decision import Decision, SkipReason
+from megalith.gather.payload import Header, Label, read_header
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import GatherPlan
+from megalith.gather.plan import Fault, GatherPlan, Status, payload_key
 from megalith.gather.reduce import clip_factors
-from megalith.gather.result import Decision, Gathered, GatherResult, SkipReason, as_result
-from megalith.gather.status import Status
-from megalith.gather.weight_parts import Fingerprint
+from megalith.gather.result import Gathered, as_result
 from megalith.ops import checks
 from megalith.storage.json_records import Sha256, canonical_json, from_json, to_json
 from megalith.storage.object_store import ObjectStore, RequestFailure, StoreRequestError
-from megalith.storage.retries import persist, run_async
+from megalith.storage.retries import ObjectBody, persist, put_body, run_async
+from megalith.storage.spool import SpoolWriter
 from megalith.storage.strict_json import parse_json_object
 
 T = TypeVar("T")
@@ -35,6 +41,108 @@ FORMAT = "megalith-gather-artifact"
 VERSION = 2
 MAX_MANIFEST_BYTES = 1 << 28
 _UPLOADS_AT_ONCE = 4
+_SLOWEST = 1 << 18  # bytes per second; a slower upload is given up and tried again
+
+
+@dataclass(frozen=True)
+class Published:
+    """A payload in a store.
+
+    Attributes:
+        key: Its key.
+        digest: Its digest.
+        bytes: Its size.
+        written: False if the same payload was there already.
+    """
+
+    key: str
+    digest: str
+    bytes: int
+    written: bool
+
+
+def publish(
+    store: ObjectStore,
+    compressed: Compressed,
+    label: Label,
+    *,
+    key: str | None = None,
+    overwrite: bool = False,
+    deadline: float = 300.0,
+    directory: Path | None = None,
+) -> Published:
+    """Write the payload of a peer to a store; tried again until it is there or the deadline passes.
+
+    Args:
+        store: The store.
+        compressed: The update.
+        label: Whose payload it is.
+        key: Where it goes; None: the `payload_key` of the label.
+        overwrite: Replace what is there. Otherwise a different payload raises, and the same one is accepted.
+        deadline: Seconds.
+        directory: Where the payload is made, in a file without a name: nothing remains of a killed process.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        StoreError: The time is up, or another payload is there. `ErrorFeedback.give_back` then takes the
+            update back.
+    """
+    checks.instance(store, ObjectStore, "store")
+    checks.instance(compressed, Compressed, "compressed")
+    checks.instance(label, Label, "label")
+    place = payload_key(label.run, label.window, label.uid) if key is None else checks.text(key, "key")
+    checks.seconds(deadline, "deadline")
+    checks.flag(overwrite, "overwrite")
+    spool = SpoolWriter(None if directory is None else checks.path(directory, "directory"))
+    try:
+        header = compressed.write(spool.file, label)
+        work = put_body(
+            store,
+            place,
+            spool.finish(),
+            create=not overwrite,
+            deadline=deadline,
+            request_timeout=30.0 + header.size / _SLOWEST,
+        )
+        written = run_async(work)
+    except StoreRequestError as error:
+        where = f"uid {label.uid}, window {label.window}"
+        raise StoreError(f"{where}: not published: {error}") from None
+    finally:
+        spool.discard()
+    if not written and peek(store, place, deadline=deadline).digest != header.digest:
+        raise StoreError(
+            f"{place!r} holds another payload: a peer sends one per window (or use overwrite=True)"
+        )
+    return Published(place, header.digest, header.size, written)
+
+
+def peek(store: ObjectStore, key: str, *, deadline: float = 60.0) -> Header:
+    """Read and verify the header of a payload in a store, by two ranged requests.
+
+    Args:
+        store: The store.
+        key: The key of the payload.
+        deadline: Seconds for each request.
+
+    Returns:
+        The header.
+
+    Raises:
+        Fault: It is missing, damaged or not a payload, or the store fails.
+    """
+
+    checks.instance(store, ObjectStore, "store")
+    checks.seconds(deadline, "deadline")
+    try:
+        return read_header(ObjectBody(store, key, deadline=deadline))
+    except StoreRequestError as error:
+        raise Fault(Status(error.failure), str(error)) from None
+
+
+# ---- artifacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +214,8 @@ class ArtifactManifest:
                 )
             if not all(0 <= number < 1e300 for number in (*entry.norms, *entry.factors)):
                 raise InputError(f"entries: norms and factors of uid {entry.uid} must be 0 or more")
-        sizes = {len(row) for row in self.gram}
-        if len(self.gram) not in (0, len(uids)) or not sizes <= {len(uids)} or any(map(_negative, self.gram)):
+        shapes = {len(self.gram), *map(len, self.gram)}
+        if (self.gram and shapes != {len(uids)}) or any(n < 0 for row in self.gram for n in row):
             raise InputError(f"gram must be empty or {len(uids)} by {len(uids)} counts")
         checks.integer(self.outer_step, "outer_step", 0)
 
@@ -143,23 +251,6 @@ class ArtifactManifest:
         return from_json(cls, fields)
 
 
-def _negative(row: tuple[int, ...]) -> bool:
-    return any(number < 0 for number in row)
-
-
-def artifact_prefix(run: str, window: int | None = None) -> str:
-    """Return the prefix of artifacts.
-
-    Args:
-        run: The run.
-        window: The window; None: all windows.
-
-    Returns:
-        The beginning of their keys, without a final "/".
-    """
-    return f"artifacts/{run}" if window is None else f"artifacts/{run}/{window}"
-
-
 def manifest_key(run: str, window: int) -> str:
     """Return the key of a manifest.
 
@@ -170,7 +261,7 @@ def manifest_key(run: str, window: int) -> str:
     Returns:
         The key.
     """
-    return f"{artifact_prefix(run, window)}/manifest.json"
+    return f"artifacts/{run}/{window}/manifest.json"
 
 
 def artifact_payload_key(run: str, window: int, uid: int) -> str:
@@ -184,7 +275,7 @@ def artifact_payload_key(run: str, window: int, uid: int) -> str:
     Returns:
         The key.
     """
-    return f"{artifact_prefix(run, window)}/payloads/{uid}.gather"
+    return f"artifacts/{run}/{window}/payloads/{uid}.gather"
 
 
 def make_manifest(
@@ -246,22 +337,13 @@ class PayloadUpload:
     Args:
         store: Where artifacts are.
         gathered: The result, whose payloads must stay open until `wait`.
-        uids: The peers; None: all.
         deadline: Seconds for all uploads.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        gathered: Gathered,
-        uids: Sequence[int] | None = None,
-        *,
-        deadline: float = 600.0,
-    ) -> None:
+    def __init__(self, store: ObjectStore, gathered: Gathered, *, deadline: float = 600.0) -> None:
         checks.instance(store, ObjectStore, "artifacts")
         self._result = as_result(gathered)
-        held = [uid for uid in self._result.uids if uid in self._result.payloads]
-        self._uids = held if uids is None else [uid for uid in held if uid in set(uids)]
+        self._uids = [uid for uid in self._result.uids if uid in self._result.payloads]
         self._store = store
         self._deadline = deadline
         self._error: BaseException | None = None
@@ -286,23 +368,15 @@ class PayloadUpload:
             self._error = error
 
     async def _write_all(self) -> None:
-        places = asyncio.Semaphore(_UPLOADS_AT_ONCE)
-        await asyncio.gather(*(self._write(uid, places) for uid in self._uids))
+        plan, places = self._result.plan, asyncio.Semaphore(_UPLOADS_AT_ONCE)
 
-    async def _write(self, uid: int, places: asyncio.Semaphore) -> None:
-        plan = self._result.plan
-        key = artifact_payload_key(plan.run, plan.window, uid)
-        async with places:
+        async def write(uid: int) -> None:
+            key, body = artifact_payload_key(plan.run, plan.window, uid), self._result.payloads[uid].body
+            async with places:
+                limit = self._deadline
+                await put_body(self._store, key, body, deadline=limit, request_timeout=limit)
 
-            async def put(limit: float) -> bool:
-                source: bytes | BinaryIO = self._result.payloads[uid].body.source()
-                try:
-                    return await self._store.put(key, source, timeout=limit)
-                finally:
-                    if not isinstance(source, bytes):
-                        source.close()
-
-            await persist(put, deadline=self._deadline, request_timeout=self._deadline)
+        await asyncio.gather(*map(write, self._uids))
 
 
 def write_manifest(store: ObjectStore, manifest: ArtifactManifest, *, deadline: float = 120.0) -> None:
@@ -317,8 +391,7 @@ def write_manifest(store: ObjectStore, manifest: ArtifactManifest, *, deadline: 
         ArtifactError: It cannot be written.
     """
     key, data = manifest_key(manifest.plan.run, manifest.plan.window), manifest.to_bytes()
-    work = persist(lambda limit: store.put(key, data, timeout=limit), deadline=deadline)
-    _try(work, f"{key!r} cannot be written")
+    _request(lambda limit: store.put(key, data, timeout=limit), deadline, f"{key!r} cannot be written")
 
 
 def read_artifact_manifest(
@@ -330,7 +403,7 @@ def read_artifact_manifest(
         store: Where artifacts are.
         run: The run.
         window: The window.
-        deadline: Seconds.
+        deadline: Seconds for each request.
 
     Returns:
         The manifest; None if there is none.
@@ -340,24 +413,15 @@ def read_artifact_manifest(
     """
     checks.instance(store, ObjectStore, "artifacts")
     key = manifest_key(checks.text(run, "run"), checks.integer(window, "window", 0))
-
-    async def read() -> bytes | None:
-        try:
-            info = await persist(lambda limit: store.head(key, timeout=limit), deadline=deadline)
-            if info.size > MAX_MANIFEST_BYTES:
-                raise ArtifactError(f"{key!r} has {info.size} bytes, more than a manifest can have")
-            return await persist(
-                lambda limit: store.get_range(key, 0, info.size, etag=info.etag, timeout=limit),
-                deadline=deadline,
-            )
-        except StoreRequestError as error:
-            if error.failure is RequestFailure.NOT_FOUND:
-                return None
-            raise
-
-    text = _try(read(), f"{key!r} cannot be read")
-    if text is None:
-        return None
+    try:
+        body = ObjectBody(store, key, deadline=checks.seconds(deadline, "deadline"))
+        if body.size > MAX_MANIFEST_BYTES:
+            raise ArtifactError(f"{key!r} has {body.size} bytes, more than a manifest can have")
+        text = body.source()
+    except StoreRequestError as error:
+        if error.failure is RequestFailure.NOT_FOUND:
+            return None
+        raise ArtifactError(f"{key!r} cannot be read: {error}") from None
     manifest = ArtifactManifest.from_bytes(text, key)
     if (manifest.plan.run, manifest.plan.window) != (run, window):
         raise ArtifactError(f"{key!r} belongs to run {manifest.plan.run!r}, window {manifest.plan.window}")
@@ -381,46 +445,24 @@ def prune_artifacts(store: ObjectStore, run: str, *, keep: int, deadline: float 
     """
     checks.integer(keep, "keep", 0)
     checks.instance(store, ObjectStore, "artifacts")
-    prefix = artifact_prefix(checks.text(run, "run"))
-
-    async def delete() -> tuple[int, ...]:
-        found = await persist(lambda limit: store.list(prefix, timeout=limit), deadline=deadline)
-        windows: dict[int, list[str]] = {}
-        for info in found:
-            number = info.key.removeprefix(prefix + "/").partition("/")[0]
-            if number.isascii() and number.isdecimal():
-                windows.setdefault(int(number), []).append(info.key)
-        old = sorted(windows)[: max(0, len(windows) - keep)]
-        for window in old:
-            # The manifest first: an artifact without one is not complete.
-            for key in sorted(windows[window], key=lambda key: not key.endswith("/manifest.json")):
-                await persist(lambda limit, key=key: store.delete(key, timeout=limit), deadline=deadline)  # type: ignore[misc]
-        return tuple(old)
-
-    return _try(delete(), f"old artifacts of run {run!r} cannot be deleted")
+    checks.seconds(deadline, "deadline")
+    prefix = f"artifacts/{checks.text(run, 'run')}"
+    problem = f"old artifacts of run {run!r} cannot be deleted"
+    windows: dict[int, list[str]] = {}
+    for info in _request(lambda limit: store.list(prefix, timeout=limit), deadline, problem):
+        number = info.key.removeprefix(prefix + "/").partition("/")[0]
+        if number.isascii() and number.isdecimal():
+            windows.setdefault(int(number), []).append(info.key)
+    old = sorted(windows)[: max(0, len(windows) - keep)]
+    for window in old:
+        # The manifest first: an artifact without one is not complete.
+        for key in sorted(windows[window], key=lambda key: not key.endswith("/manifest.json")):
+            _request(lambda limit, key=key: store.delete(key, timeout=limit), deadline, problem)  # type: ignore[misc]
+    return tuple(old)
 
 
-def check_payloads(manifest: ArtifactManifest, result: GatherResult) -> None:
-    """Check that a result has exactly the payloads of a manifest.
-
-    Args:
-        manifest: The manifest.
-        result: The result.
-
-    Raises:
-        ArtifactError: A payload is missing, damaged, or different.
-    """
-    for entry in manifest.entries:
-        record = result.records[entry.uid]
-        problem = record.detail if record.status is not Status.OK else ""
-        if not problem and (record.digest, result.accepted[entry.uid].norms) != (entry.digest, entry.norms):
-            problem = "its digest or norms are not those of the manifest"
-        if problem:
-            raise ArtifactError(f"window {manifest.plan.window}, payload of uid {entry.uid}: {problem}")
-
-
-def _try(work: Coroutine[Any, Any, T], problem: str) -> T:
+def _request(call: Callable[[float], Awaitable[T]], deadline: float, problem: str) -> T:
     try:
-        return run_async(work)
+        return run_async(persist(call, deadline=deadline))
     except StoreRequestError as error:
         raise ArtifactError(f"{problem}: {error}") from None

@@ -1,32 +1,31 @@
 """Catching up: windows replayed from their artifacts, with the same weights as those who took part.
 
 Windows are replayed through the same update code with the same order, settings and factors, by one process or
-by ranks that share the work. The hashes of the weights before and after each window are compared.
+by ranks that share the work. The hashes of the weights before and after each window are compared. An error on
+one rank is raised on all, so that none waits for another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
 
 from megalith.distributed.surviving_ranks import BrokenExchange, Ranks
 from megalith.errors import ArtifactError, InputError, RankTimeoutError
-from megalith.gather.artifact import (
-    ArtifactManifest,
-    artifact_payload_key,
-    check_payloads,
-    read_artifact_manifest,
-)
-from megalith.gather.columns import Columns
+from megalith.gather.artifact import ArtifactManifest, artifact_payload_key, read_artifact_manifest
 from megalith.gather.fetch import FetchOptions, Gatherer
 from megalith.gather.payload_schema import Weights
-from megalith.gather.plan import Location, deal
-from megalith.gather.result import GatherResult, Partial, merge
-from megalith.gather.table_rows import TableShards
-from megalith.gather.update import ApplyRows, OuterUpdate, row_taker
-from megalith.gather.window import tell
+from megalith.gather.plan import Location, Status, deal
+from megalith.gather.result import GatherResult, exchange_partials
+from megalith.gather.table_rows import ApplyRows, TableShards
+from megalith.gather.update import OuterUpdate
 from megalith.ops import checks
 from megalith.storage.object_store import ObjectStore
+
+_DEADLINE = 30.0  # seconds at least for the payloads, for which nobody waits here
 
 
 @dataclass(frozen=True)
@@ -81,21 +80,21 @@ def catch_up(
         ArtifactError: An artifact is missing, damaged or does not match, before its window changes anything;
             or the outcome of a window is different.
         InputError: An argument is wrong.
+        RankFailedError: Another rank raised an error.
         RankTimeoutError: A rank was lost.
     """
     checks.instance(update, OuterUpdate, "update")
-    together = checks.instance(ranks or Ranks.alone(), Ranks, "ranks")
-    if not isinstance(windows, Iterable) or isinstance(windows, str | bytes):
+    together = Ranks.or_alone(ranks)
+    if not isinstance(windows, Iterable) or isinstance(windows, str | bytes | Tensor):
         raise InputError(f"windows must be integers, got {checks.kind(windows)}")
+    if memory_budget is not None:
+        checks.integer(memory_budget, "memory_budget")
     applied, skipped, missing = [], [], []
     try:
         for window in windows:
-            manifest = read_artifact_manifest(store, run, window)
+            read = partial(_manifest, store, run, window, update, missing_ok)
+            manifest = together.agree("manifest", read)
             if manifest is None:
-                if not missing_ok:
-                    raise ArtifactError(
-                        f"run {run!r} has no artifact of window {window}: start from a later checkpoint"
-                    )
                 missing.append(window)
             elif not manifest.go:
                 skipped.append(window)
@@ -129,6 +128,21 @@ def load_artifact(
     return _load(store, manifest, Ranks.alone(), options)
 
 
+def _manifest(
+    store: ObjectStore, run: str, window: int, update: OuterUpdate, missing_ok: bool
+) -> ArtifactManifest | None:
+    """The manifest of a window, if it follows the steps so far; None if it is missing and may be."""
+    manifest = read_artifact_manifest(store, run, window)
+    if manifest is None and not missing_ok:
+        raise ArtifactError(f"run {run!r} has no artifact of window {window}: start from a later checkpoint")
+    if manifest is not None and manifest.go and update.outer_step + 1 != manifest.outer_step:
+        raise ArtifactError(
+            f"window {window} is outer step {manifest.outer_step}, "
+            f"the update has made {update.outer_step} steps"
+        )
+    return manifest
+
+
 def _load(
     store: ObjectStore, manifest: ArtifactManifest, ranks: Ranks, options: FetchOptions | None
 ) -> GatherResult:
@@ -142,23 +156,28 @@ def _load(
         locations=places,
         time_min=None,
         time_max=None,
+        deadline=max(plan.deadline, _DEADLINE),
         formats=("megalith",),
     )
-    gatherer = Gatherer(
-        replay, manifest.schema, {"default": store}, rank=ranks.rank, world_size=ranks.size, options=options
-    )
-    gatherer.fetch(deal(manifest.uids, [0] * ranks.size)[ranks.place])
-    own = gatherer.partial()
-    sent = ranks.exchange("partials", own.to_bytes(), patience=plan.deadline)
-    result = merge(
-        own if place == ranks.place else Partial.from_bytes(each, replay, manifest.schema)
-        for place, each in enumerate(sent)
-    )
-    try:
-        check_payloads(manifest, result)
-    except ArtifactError:
-        result.close()
-        raise
+
+    def fetch() -> Gatherer:
+        given = {"default": store}
+        made = Gatherer(
+            replay, manifest.schema, given, rank=ranks.rank, world_size=ranks.size, options=options
+        )
+        made.fetch(deal(manifest.uids, [0] * ranks.size)[ranks.place])
+        return made
+
+    own = ranks.agree("payloads", fetch, patience=replay.deadline).partial()
+    result = exchange_partials(own, ranks)
+    for entry in manifest.entries:
+        record = result.records[entry.uid]
+        problem = record.detail if record.status is not Status.OK else ""
+        if not problem and (record.digest, result.accepted[entry.uid].norms) != (entry.digest, entry.norms):
+            problem = "its digest or norms are not those of the manifest"
+        if problem:
+            result.close()
+            raise ArtifactError(f"window {plan.window}, payload of uid {entry.uid}: {problem}")
     return result
 
 
@@ -173,28 +192,21 @@ def _replay(
     options: FetchOptions | None,
 ) -> None:
     window = manifest.plan.window
-    if update.outer_step + 1 != manifest.outer_step:
-        raise ArtifactError(
-            f"window {window} is outer step {manifest.outer_step}, "
-            f"the update has made {update.outer_step} steps"
-        )
-    parts = update.parts(parameters, ranks)
+    ranks.agree("parameters", lambda: update.parts(parameters, ranks))
     before = manifest.weights_before
     if before is not None and update.fingerprint(parameters, ranks=ranks).hash != before:
         raise ArtifactError(f"the weights are not those before window {window}")
     result = _load(store, manifest, ranks, options)
-    columns = None
     try:
-        uids = tuple(uid for uid in result.uids if uid not in set(manifest.excluded))
-        update.check(result, uids)
-        take = row_taker(result, uids, ranks, tables, apply_rows)
-        columns = Columns(result, ranks, parts=parts)
-        update.prepare(parts, result.plan.update)
-        tell(ranks, "pre-update", {"outer_step": update.outer_step})
-        update.step(columns, uids, parts, take)
+        update.apply(
+            parameters,
+            result,
+            ranks=ranks,
+            exclude=manifest.excluded,
+            tables=tables,
+            apply_rows=apply_rows,
+        )
     finally:
-        if columns is not None:
-            columns.close()
         result.close()
     if manifest.weights is not None and update.fingerprint(parameters, ranks=ranks).hash != manifest.weights:
         raise ArtifactError(f"window {window} produced different weights than its manifest states")

@@ -15,7 +15,6 @@ not depend on blocks or ranges, except with exchange="fast".
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -25,16 +24,28 @@ import torch
 from torch import Tensor
 
 from megalith.distributed.surviving_ranks import Ranks
+from megalith.distributed.tensor_parts import Part, Span, shard_spans
 from megalith.errors import BudgetError
-from megalith.gather.chunks import unpack_indices
-from megalith.gather.memory_budget import BLOCK_BYTES, STEP_BYTES, Ledger, Travel, gram_row_bytes, row_bytes
-from megalith.gather.payload import Payload
+from megalith.gather.payload import Payload, raw_bytes, tensor_of
 from megalith.gather.payload_schema import ParameterSpec
 from megalith.gather.plan import OverlapConfig, UpdateConfig
-from megalith.gather.reduce import PeerRows, add_rows, decode, finish_sums, reduce_rows, reduce_table
+from megalith.gather.reduce import (
+    BLOCK_BYTES,
+    STEP_BYTES,
+    PeerRows,
+    TablePart,
+    Travel,
+    add_rows,
+    decode,
+    divide,
+    gram_row_bytes,
+    reduce_rows,
+    reduce_table,
+    row_bytes,
+)
 from megalith.gather.result import GatherResult
-from megalith.gather.weight_parts import Part, Span, first_row_of, rows_of, shard_spans
-from megalith.storage.spool import FileBody, SpoolWriter
+from megalith.ops.chunk_rows import unpack_indices
+from megalith.storage.spool import FileBody, Ledger, SpoolWriter
 
 _PAIR_BYTES = 32  # one pair of peers in the count of common positions
 
@@ -138,7 +149,7 @@ class Columns:
                     if spool is not None:
                         for uid, rows in got.items():
                             self._offsets[block, uid] = spool.file.tell()
-                            spool.write(rows.numpy().data if rows.numel() else b"")
+                            spool.write(raw_bytes(rows))
                     if _length(mine) and counted(spec, result.plan.overlap):
                         total += block_gram(spec, [self._of(got, uid, block, chosen) for uid in uids])
             if spool is not None:
@@ -208,7 +219,7 @@ class Columns:
             most = max(map(_length, block.shares))
             with self.ledger.hold(most * self._row_bytes(spec), "a block"):
                 rows = self._peer_rows(block, uids, lookups, there)
-                tile = reduce_rows(spec, _length(mine), rows, len(uids), config)
+                tile = reduce_rows(spec, _length(mine), rows, len(uids), config, there)
                 del rows  # with the codes that were received
                 start, stop = _common(mine, wanted[ranks.place])
                 if start < stop:
@@ -256,8 +267,9 @@ class Columns:
                     )
                     for n, uid in held
                 )
-                sums = self._ranks.total("sums", add_rows(spec, stop - start, peers, config))
-                tile = decode(finish_sums(sums, len(uids)).view(stop - start, spec.size), spec)
+                sums = add_rows(spec, stop - start, peers, len(uids), config, torch.device("cpu"))
+                total = [self._ranks.total("sums", each) for each in sums]
+                tile = decode(divide(total, len(uids)), spec)
                 first, last = _common((start, stop), wanted)
                 if first < last:
                     yield number, first, tile[first - start : last - start].to(there)
@@ -279,8 +291,7 @@ class Columns:
             if spooled is None:
                 return indices[uid], codes[uid]
             data = spooled.read(self._offsets[block, uid], count * spec.index_bytes)
-            own = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            return own.view(count, spec.index_bytes), codes[uid]
+            return tensor_of(data, torch.uint8).view(count, spec.index_bytes), codes[uid]
 
         return (
             PeerRows(packed[0].to(there), packed[1].to(there), lookup.to(there))
@@ -293,10 +304,10 @@ class Columns:
         held = [uid for uid in uids if self._holders[uid] == self._ranks.place]
         own = {uid: self.result.payloads[uid].lookup(number) for uid in held}
         if self._ranks.size > 1:
-            sent = b"".join(own[uid].numpy().astype("<f4").tobytes() for uid in held)
+            sent = b"".join(raw_bytes(own[uid]) for uid in held)
             for place, data in enumerate(self._ranks.exchange("values", sent)):
                 theirs = [uid for uid in uids if self._holders[uid] == place]
-                numbers = torch.from_numpy(np.frombuffer(bytearray(data), "<f4").astype(np.float32))
+                numbers = tensor_of(bytearray(data), torch.float32)
                 own |= dict(zip(theirs, numbers.view(len(theirs), bins), strict=True))
         return [own[uid] * factor for uid, factor in zip(uids, factors, strict=True)]
 
@@ -313,26 +324,20 @@ class Columns:
         Returns:
             An iterator over ids int64 [n], ascending, and reduced rows float32 [n, dim].
         """
-        table = self.result.schema.tables[number]
-        peers = [_SharedTable(self, uid, number, table.dim) for uid in uids]
-        return reduce_table(table, peers, factors, self.result.plan.update, self.ledger)
+        table, place = self.result.schema.tables[number], self._ranks.place
 
-    def send_part(self, what: str, uid: int, data: Tensor, read: Callable[[Payload], Tensor]) -> Tensor:
-        """Read a part of a payload on all ranks. A collective call.
+        def read(part: TablePart, peer: int, start: int, stop: int) -> Tensor:
+            ids = part == "ids"
+            shape = (stop - start,) if ids else (stop - start, table.dim)
+            data = torch.empty(shape, dtype=torch.int64 if ids else torch.float32)
+            holder = self._holders[uids[peer]]
+            if holder == place:
+                payload = self.result.payloads[uids[peer]]
+                data.copy_((payload.ids if ids else payload.rows)(number, start, stop))
+            return self._ranks.from_one(part, data, holder) if data.numel() else data
 
-        Args:
-            what: The name of the exchange.
-            uid: The peer.
-            data: A tensor of the shape of the part, which is filled.
-            read: Reads the part on the rank that holds the payload.
-
-        Returns:
-            `data`.
-        """
-        holder = self._holders[uid]
-        if holder == self._ranks.place:
-            data.copy_(read(self.result.payloads[uid]))
-        return self._ranks.from_one(what, data, holder) if data.numel() else data
+        counts = [self.result.accepted[uid].table_rows[number] for uid in uids]
+        return reduce_table(table, counts, read, factors, self.result.plan.update, self.ledger)
 
     # ---- blocks
 
@@ -341,7 +346,7 @@ class Columns:
         size = self._ranks.size
         if spec.name not in self._sharded:
             return [(0, spec.rows)] * size
-        return [rows_of(spec, span) for span in shard_spans(spec.shape[0], size)]
+        return [_rows_of(spec, span) for span in shard_spans(spec.shape[0], size)]
 
     def _fixed(self) -> int:
         count = len(self.result.uids)
@@ -369,7 +374,7 @@ class Columns:
         count = max(1, min(left, BLOCK_BYTES) * 7 // 8 // each)
         if spec.name in self._sharded:
             spans = shard_spans(spec.shape[0], size)
-            edges = [*(first_row_of(spec, start) for start, _ in spans), spec.rows]
+            edges = [*(_first_row_of(spec, start) for start, _ in spans), spec.rows]
         else:
             edges = [spec.rows * place // size for place in range(size + 1)]
         ranges = list(pairwise(edges))
@@ -405,28 +410,6 @@ class Columns:
         receive = [size * sum(self._holders[uid] == p for uid in senders) for p in range(ranks.size)]
         got = ranks.all_to_all(what, flat, send, receive).view(len(senders), counts[place], width)
         return dict(zip(senders, got, strict=True))
-
-
-@dataclass(frozen=True)
-class _SharedTable:
-    """The rows of a table in a payload that one rank holds, as all ranks read them, in step."""
-
-    columns: Columns
-    uid: int
-    number: int
-    dim: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.columns.result.accepted[self.uid].table_rows[self.number]
-
-    def ids(self, start: int, stop: int) -> Tensor:
-        data = torch.empty(stop - start, dtype=torch.int64)
-        return self.columns.send_part("ids", self.uid, data, lambda p: p.ids(self.number, start, stop))
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        data = torch.empty(stop - start, self.dim)
-        return self.columns.send_part("rows", self.uid, data, lambda p: p.rows(self.number, start, stop))
 
 
 def block_gram(spec: ParameterSpec, rows: Sequence[Tensor]) -> Tensor:
@@ -483,3 +466,19 @@ def _length(span: Span) -> int:
 def _common(a: Span, b: Span) -> Span:
     start, stop = max(a[0], b[0]), min(a[1], b[1])
     return (start, stop) if start < stop else (a[0], a[0])
+
+
+def _rows_of(spec: ParameterSpec, span: Span) -> Span:
+    """The chunks that some lines of the first dimension touch."""
+    height, width = spec.chunk
+    if span[0] >= span[1]:
+        return 0, 0
+    if len(spec.shape) < 2:
+        return span[0] // width, -(-span[1] // width)
+    return span[0] // height * spec.bands[1], -(-span[1] // height) * spec.bands[1]
+
+
+def _first_row_of(spec: ParameterSpec, line: int) -> int:
+    """The first chunk that begins at or after a line of the first dimension; `spec.rows` if there is none."""
+    height, width = spec.chunk
+    return -(-line // width) if len(spec.shape) < 2 else -(-line // height) * spec.bands[1]

@@ -1,4 +1,4 @@
-"""Compression: the side of a peer. Chunked top-k, coded values, error feedback, publishing; and the way back.
+"""Compression: the side of a peer. Chunked top-k, coded values, error feedback; and the way back.
 
 An update is a pseudo-gradient: weights before local training minus weights after it. Of each chunk the `keep`
 positions of largest magnitude are sent, coded in a few values that are computed
@@ -15,49 +15,25 @@ import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import BinaryIO, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megalith.distributed.surviving_ranks import Ranks
-from megalith.errors import InputError, StoreError, UsageError
-from megalith.gather.chunks import (
-    forward_dct,
-    from_chunks,
-    inverse_dct,
-    pack_codes,
-    pack_indices,
-    to_chunks,
-    unpack_codes,
-    unpack_indices,
-)
-from megalith.gather.payload import (
-    PRELUDE_BYTES,
-    Header,
-    Label,
-    Payload,
-    PayloadWriter,
-    header_span,
-    parse_header,
-)
+from megalith.distributed.tensor_parts import Part, Span, local_tensor, move_lines, part_of, shard_spans
+from megalith.errors import InputError, UsageError
+from megalith.gather.chunks import forward_dct, from_chunks, inverse_dct, to_chunks
+from megalith.gather.payload import Header, Label, Payload, PayloadWriter, raw_bytes, tensor_of
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
-from megalith.gather.plan import payload_key
-from megalith.gather.status import Fault, Status
-from megalith.gather.weight_parts import Part, Span, part_of, shard_spans
 from megalith.ops import checks
-from megalith.storage.object_store import ObjectStore, StoreRequestError
-from megalith.storage.retries import persist, run_async
+from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
 
 TableRows = Mapping[str, tuple[Tensor, Tensor]]
 """Rows of tables by name: ids int64 [n], rows float32 [n, dim]."""
 
 _SIGMAS = 6  # the range of values that codes cover
 _ROWS_AT_ONCE = 64  # rows of chunks whose largest values are selected together: they fit into a CPU cache
-_SLOWEST = 1 << 18  # bytes per second; a slower upload is given up and tried again
 
 
 class PackedParameter(NamedTuple):
@@ -98,6 +74,8 @@ class Compressed:
         Raises:
             UsageError: Another rank has the update.
         """
+        if not hasattr(file, "seek"):
+            raise InputError(f"file must be a seekable file, got {checks.kind(file)}")
         if len(self.parameters) != len(self.schema.parameters):
             raise UsageError("only the first rank has the compressed update: publish it there")
         counts = {name: ids.numel() for name, (ids, _) in self.tables.items()}
@@ -141,19 +119,37 @@ class ErrorFeedback:
         self.decay = value
         self.left: dict[str, Tensor] = {}
 
-    def give_back(self, compressed: Compressed) -> None:
-        """Take back an update that was compressed but never reached the store.
+    def give_back(self, compressed: Compressed, *, ranks: Ranks | None = None) -> None:
+        """Take back an update that was compressed but never reached the store. A collective call with ranks.
 
         Args:
-            compressed: The update, of weights that are not sharded.
+            compressed: What `compress` returned.
+            ranks: The ranks over which parameters are sharded.
 
         Raises:
-            InputError: It is of another model.
+            InputError: It is of another model; nothing has changed.
         """
-        for name, sent in decompress(compressed).items():
-            if name not in self.left or type(self.left[name]) is not Tensor:
-                raise InputError(f"the feedback has no whole parameter {name!r}: it cannot take it back")
-            self.left[name] += sent.to(self.left[name].device)
+        together = Ranks.or_alone(ranks)
+        specs = checks.instance(compressed, Compressed, "compressed").schema.parameters
+
+        def parts() -> list[Part]:
+            for spec in specs:
+                if spec.name not in self.left or tuple(self.left[spec.name].shape) != spec.shape:
+                    raise InputError(f"the feedback has no parameter {spec.name!r} of shape {spec.shape}")
+            return [part_of(spec.name, self.left[spec.name], together) for spec in specs]
+
+        for number, (spec, part) in enumerate(zip(specs, together.agree("feedback", parts), strict=True)):
+            # Only the first rank has it; packed, it is small.
+            given = compressed.parameters[number] if together.leads else ()
+            sent = [
+                together.exchange("packed", b"".join(map(raw_bytes, given[n : n + 1])))[0] for n in range(3)
+            ]
+            packed = PackedParameter(
+                tensor_of(bytearray(sent[0]), torch.uint8).view(spec.rows, spec.index_bytes),
+                tensor_of(bytearray(sent[1]), torch.float32),
+                tensor_of(bytearray(sent[2]), torch.uint8).view(spec.rows, spec.code_bytes),
+            )
+            part.tensor.add_(_unpack_lines(packed, spec, part.span).to(part.tensor.device))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what is left, by parameter."""
@@ -173,23 +169,11 @@ class ErrorFeedback:
                 )
         self.left = {name: tensor.detach().to(torch.float32).clone() for name, tensor in given.items()}
 
-    def add(self, name: str, part: Part) -> Tensor:
-        """Add an update to what is left.
-
-        Args:
-            name: The parameter.
-            part: What this process holds of the update.
-
-        Returns:
-            What there is to send: float32, the feedback's own memory.
-        """
+    def _add(self, name: str, part: Part) -> Tensor:
+        """Add an update to what is left; return what there is to send, the feedback's own memory."""
         if name not in self.left:
             self.left[name] = part.like(torch.zeros_like(part.tensor, dtype=torch.float32))
-        left = self.left[name]
-        own: Tensor = left.to_local() if hasattr(left, "to_local") else left
-        if own.shape != part.tensor.shape:
-            raise InputError(f"the feedback of {name!r} has shape {tuple(own.shape)}, its update is sharded")
-        return own.mul_(self.decay).add_(part.tensor.to(torch.float32))
+        return local_tensor(self.left[name]).mul_(self.decay).add_(part.tensor.to(torch.float32))
 
 
 def compress(
@@ -216,18 +200,25 @@ def compress(
         InputError: Names, shapes or values do not match; the feedback has not changed.
     """
     checks.instance(schema, PayloadSchema, "schema")
-    together = ranks or Ranks.alone()
-    parts = _check_update(update, schema, together)
-    given = checks.mapping(tables or {}, "tables", '{"users": (ids, rows)}')
-    sorted_tables = {name: _sorted_rows(schema, name, rows) for name, rows in given.items()}
+    if feedback is not None:
+        checks.instance(feedback, ErrorFeedback, "feedback")
+    together = Ranks.or_alone(ranks)
+    given = checks.mapping({} if tables is None else tables, "tables", '{"users": (ids, rows)}')
+
+    def check() -> tuple[dict[str, Part], dict[str, tuple[Tensor, Tensor]]]:
+        parts = _check_update(update, schema, together)
+        for name, left in feedback.left.items() if feedback is not None else ():
+            if name in parts and local_tensor(left).shape != parts[name].tensor.shape:
+                raise InputError(f"the feedback of {name!r} and its update are sharded differently")
+        return parts, {name: _sorted_rows(schema, name, rows) for name, rows in given.items()}
+
+    parts, sorted_tables = together.agree("update", check)
     packed = []
     for spec in schema.parameters:
         part = parts[spec.name]
-        pending = part.tensor if feedback is None else feedback.add(spec.name, part)
-        if part.span is None:
-            packed.append(_pack(pending, spec, subtract=feedback is not None))
-        else:
-            packed.append(_pack_sharded(pending, spec, together, subtract=feedback is not None))
+        pending = part.tensor if feedback is None else feedback._add(spec.name, part)
+        over = None if part.span is None else together
+        packed.append(_pack(pending, spec, over, subtract=feedback is not None))
     return Compressed(schema, tuple(packed) if together.leads else (), sorted_tables)
 
 
@@ -280,131 +271,39 @@ def quantise(values: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     return codes.to(torch.uint8), lookup
 
 
-# ---- publishing
-
-
-@dataclass(frozen=True)
-class Published:
-    """A payload in a store.
-
-    Attributes:
-        key: Its key.
-        digest: Its digest.
-        bytes: Its size.
-        written: False if the same payload was there already.
-    """
-
-    key: str
-    digest: str
-    bytes: int
-    written: bool
-
-
-def publish(
-    store: ObjectStore,
-    compressed: Compressed,
-    label: Label,
-    *,
-    key: str | None = None,
-    overwrite: bool = False,
-    deadline: float = 300.0,
-    directory: Path | None = None,
-) -> Published:
-    """Write the payload of a peer to a store; tried again until it is there or the deadline passes.
-
-    Args:
-        store: The store.
-        compressed: The update.
-        label: Whose payload it is.
-        key: Where it goes; None: the `payload_key` of the label.
-        overwrite: Replace what is there. Otherwise a different payload raises, and the same one is accepted.
-        deadline: Seconds.
-        directory: Where the file is made.
-
-    Returns:
-        Where it is.
-
-    Raises:
-        StoreError: The time is up, or another payload is there. `ErrorFeedback.give_back` then takes the
-            update back.
-    """
-    checks.instance(store, ObjectStore, "store")
-    checks.instance(compressed, Compressed, "compressed")
-    place = key or payload_key(checks.instance(label, Label, "label").run, label.window, label.uid)
-    checks.seconds(deadline, "deadline")
-    with TemporaryDirectory(prefix="gather-", dir=directory) as folder:
-        path = Path(folder) / "payload"
-        with open(path, "w+b") as file:
-            header = compressed.write(file, label)
-        try:
-            written = run_async(
-                persist(
-                    lambda limit: store.put(place, path, create=not overwrite, timeout=limit),
-                    deadline=deadline,
-                    request_timeout=30.0 + header.size / _SLOWEST,
-                )
-            )
-        except StoreRequestError as error:
-            where = f"uid {label.uid}, window {label.window}"
-            raise StoreError(f"{where}: not published: {error}") from None
-    if not written and peek(store, place, deadline=deadline).digest != header.digest:
-        raise StoreError(
-            f"{place!r} holds another payload: a peer sends one per window (or use overwrite=True)"
-        )
-    return Published(place, header.digest, header.size, written)
-
-
-def peek(store: ObjectStore, key: str, *, deadline: float = 60.0) -> Header:
-    """Read and verify the header of a payload in a store, by two ranged requests.
-
-    Args:
-        store: The store.
-        key: The key of the payload.
-        deadline: Seconds.
-
-    Returns:
-        The header.
-
-    Raises:
-        Fault: It is missing, damaged or not a payload, or the store fails.
-    """
-
-    async def read() -> Header:
-        info = await persist(lambda limit: store.head(key, timeout=limit), deadline=deadline)
-        if info.size < PRELUDE_BYTES:
-            raise Fault(Status.CORRUPT, f"{key!r} has {info.size} bytes, a payload at least {PRELUDE_BYTES}")
-
-        async def first(length: int) -> bytes:
-            return await persist(
-                lambda limit: store.get_range(key, 0, length, etag=info.etag, timeout=limit),
-                deadline=deadline,
-            )
-
-        header_bytes, size = header_span(await first(PRELUDE_BYTES))
-        if size != info.size:
-            raise Fault(Status.CORRUPT, f"{key!r} has {info.size} bytes, its prelude states {size}")
-        return parse_header(await first(PRELUDE_BYTES + header_bytes))
-
-    checks.instance(store, ObjectStore, "store")
-    try:
-        return run_async(read())
-    except StoreRequestError as error:
-        raise Fault(Status(error.failure), str(error)) from None
-
-
 # ---- parameters
 
 
-def _pack(pending: Tensor, spec: ParameterSpec, *, subtract: bool) -> PackedParameter:
-    """Pack a whole parameter; `subtract`: take what is sent from `pending`."""
-    indices, values = _select(pending, spec)
+def _pack(pending: Tensor, spec: ParameterSpec, ranks: Ranks | None, *, subtract: bool) -> PackedParameter:
+    """Pack a parameter; `subtract`: take what is sent from `pending`.
+
+    With ranks, over which it is sharded, each rank works on the chunks that begin in its lines.
+    """
+    block, own = pending, spec
+    if ranks is not None:
+        unit = spec.chunk[1] if len(spec.shape) < 2 else spec.chunk[0]
+        lines = spec.shape[0]
+        have = shard_spans(lines, ranks.size)
+        ends = [min(lines, -(-start // unit) * unit) for start, _ in have]
+        need = list(zip(ends, [*ends[1:], lines], strict=True))
+        block = move_lines(pending, have, need, ranks)
+        own = replace(spec, shape=(block.shape[0], *spec.shape[1:]))
+    indices, values = _select(block, own)
+    first = 0
+    if ranks is not None:
+        sent = ranks.exchange("kept values", bytes(raw_bytes(values)))
+        first = sum(len(each) for each in sent[: ranks.place]) // (4 * spec.keep)
+        values = tensor_of(bytearray(b"".join(sent)), torch.float32).view(-1, spec.keep)
     codes, lookup = quantise(values, spec.bins)
-    packed = PackedParameter(pack_indices(indices).cpu(), lookup.cpu(), pack_codes(codes, spec.bits).cpu())
-    if subtract and spec.dct:
-        pending -= _unpack(packed, spec).to(pending.device)
-    elif subtract:
-        _subtract(pending, spec, indices, lookup[codes.to(torch.int64)])
-    return packed
+    mine, packed = codes[first : first + own.rows], pack_indices(indices)
+    if subtract:
+        _subtract(block, own, indices, PackedParameter(packed, lookup, mine))
+    if ranks is not None:
+        if subtract:
+            pending.copy_(move_lines(block, need, have, ranks))
+        everything = bytearray(b"".join(ranks.exchange("packed indices", bytes(raw_bytes(packed)))))
+        packed = tensor_of(everything, torch.uint8).view(spec.rows, spec.index_bytes)
+    return PackedParameter(packed.cpu(), lookup.cpu(), pack_codes(codes, spec.bits).cpu())
 
 
 def _select(pending: Tensor, spec: ParameterSpec) -> tuple[Tensor, Tensor]:
@@ -432,54 +331,22 @@ def _largest(chunks: Tensor, spec: ParameterSpec) -> tuple[Tensor, Tensor]:
     return indices, chunks.gather(1, indices)
 
 
-def _subtract(pending: Tensor, spec: ParameterSpec, indices: Tensor, values: Tensor) -> None:
-    """Subtract values at positions of chunks from a tensor."""
+def _subtract(pending: Tensor, spec: ParameterSpec, indices: Tensor, sent: PackedParameter) -> None:
+    """Subtract what is sent; its codes are not packed."""
+    if spec.dct:
+        packed = PackedParameter(
+            sent.indices.cpu(), sent.lookup.cpu(), pack_codes(sent.codes, spec.bits).cpu()
+        )
+        pending -= _unpack(packed, spec).to(pending.device)
+        return
     (_, across), (height, width), (lines, columns) = spec.bands, spec.chunk, spec.matrix
     rows = torch.arange(spec.rows, device=indices.device)[:, None]
     line = rows // across * height + indices // width
     column = rows % across * width + indices % width
     inside = (line < lines) & (column < columns)
-    places = (line * columns + column)[inside]
+    places, values = (line * columns + column)[inside], sent.lookup[sent.codes.to(torch.int64)][inside]
     flat = pending.view(-1)
-    flat[places] -= values[inside].to(flat.device)
-
-
-def _pack_sharded(pending: Tensor, spec: ParameterSpec, ranks: Ranks, *, subtract: bool) -> PackedParameter:
-    """Pack this rank's chunks of a sharded parameter: those that begin in its lines."""
-    unit = spec.chunk[1] if len(spec.shape) < 2 else spec.chunk[0]
-    lines = spec.shape[0]
-    spans = shard_spans(lines, ranks.size)
-    ends = [min(lines, -(-start // unit) * unit) for start, _ in spans]
-    needed = list(zip(ends, [*ends[1:], lines], strict=True))
-    block = _move_lines(pending, spans, needed, ranks)
-    own = replace(spec, shape=(block.shape[0], *spec.shape[1:]))
-    indices, values = _select(block, own)
-    sent = ranks.exchange("kept values", values.contiguous().numpy().astype("<f4").tobytes())
-    everything = torch.from_numpy(np.frombuffer(bytearray(b"".join(sent)), "<f4").astype(np.float32))
-    codes, lookup = quantise(everything.view(-1, spec.keep), spec.bins)
-    first = sum(len(each) for each in sent[: ranks.place]) // (4 * spec.keep)
-    mine = codes[first : first + own.rows]
-    if subtract:
-        dense = _unpack(PackedParameter(pack_indices(indices), lookup, pack_codes(mine, spec.bits)), own)
-        pending -= _move_lines(dense, needed, spans, ranks).to(pending.device)
-    packed = b"".join(ranks.exchange("packed indices", pack_indices(indices).numpy().tobytes()))
-    whole = torch.frombuffer(bytearray(packed), dtype=torch.uint8).view(spec.rows, spec.index_bytes)
-    return PackedParameter(whole, lookup, pack_codes(codes, spec.bits))
-
-
-def _move_lines(tensor: Tensor, have: list[Span], need: list[Span], ranks: Ranks) -> Tensor:
-    """The lines that this rank needs, of a tensor whose lines each rank has."""
-    (start, _), (first, last), place = have[ranks.place], need[ranks.place], ranks.place
-    size = math.prod(tensor.shape[1:])
-
-    def common(a: Span, b: Span) -> Span:
-        return max(a[0], b[0]), max(max(a[0], b[0]), min(a[1], b[1]))
-
-    out = [common(have[place], span) for span in need]
-    into = [common(span, need[place]) for span in have]
-    sent = torch.cat([tensor[a - start : b - start].cpu().to(torch.float32).reshape(-1) for a, b in out])
-    got = ranks.all_to_all("lines", sent, [size * (b - a) for a, b in out], [size * (b - a) for a, b in into])
-    return got.view(last - first, *tensor.shape[1:])
+    flat[places] -= values.to(flat.device)
 
 
 def _unpack(packed: PackedParameter, spec: ParameterSpec) -> Tensor:
@@ -488,6 +355,19 @@ def _unpack(packed: PackedParameter, spec: ParameterSpec) -> Tensor:
     indices = unpack_indices(packed.indices, spec.keep).to(torch.int64)
     chunks.scatter_(1, indices, packed.lookup[codes])
     return from_chunks(inverse_dct(chunks, spec) if spec.dct else chunks, spec)
+
+
+def _unpack_lines(packed: PackedParameter, spec: ParameterSpec, span: Span | None) -> Tensor:
+    """Some lines of the first dimension; None: all. Only the chunks that they touch are unpacked."""
+    if span is None:
+        return _unpack(packed, spec)
+    unit, across = (spec.chunk[1], 1) if len(spec.shape) < 2 else (spec.chunk[0], spec.bands[1])
+    first, last = span[0] // unit, -(-span[1] // unit)
+    lines = max(0, min(spec.shape[0], last * unit) - first * unit)
+    rows = slice(first * across, last * across)
+    some = packed._replace(indices=packed.indices[rows], codes=packed.codes[rows])
+    dense = _unpack(some, replace(spec, shape=(lines, *spec.shape[1:])))
+    return dense[span[0] - first * unit : span[1] - first * unit]
 
 
 def _check_update(update: Mapping[str, Tensor], schema: PayloadSchema, ranks: Ranks) -> dict[str, Part]:

@@ -18,33 +18,29 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from megalith.errors import BudgetError, InputError
-from megalith.gather.memory_budget import Ledger
-from megalith.gather.payload import Payload, header_limit, least_size
+from megalith.gather.payload import header_limit, least_size
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import GatherPlan, backfill, partition
-from megalith.gather.result import Fetched, GatherResult, Partial, Record, Tier, make_partial, merge, tier_of
-from megalith.gather.status import RETRIED, Fault, Status
+from megalith.gather.plan import RETRIED, Fault, GatherPlan, Status, backfill, partition
+from megalith.gather.result import Fetched, GatherResult, Partial, Record, make_partial, merge, tier_of
 from megalith.gather.validate import CheckedPayload, least_work_bytes, validate
 from megalith.ops import checks
 from megalith.storage.object_store import DOWNLOAD_PIECE_BYTES, ObjectInfo, ObjectStore, StoreRequestError
 from megalith.storage.retries import RANGE_BYTES, backoff, download_ranges, run_async
-from megalith.storage.spool import Body, MemoryBody, SpoolWriter
+from megalith.storage.spool import Body, Ledger, MemoryWriter, SpoolWriter
 from megalith.units import show_bytes
 
 Stores = Mapping[str, ObjectStore]
 """Stores by the names that plans use."""
-STREAM_BYTES = 4 * DOWNLOAD_PIECE_BYTES
-"""Memory of one download: a piece that arrives, one that is handed over, and what the client keeps."""
+_STREAM_BYTES = 4 * DOWNLOAD_PIECE_BYTES  # a piece that arrives, one handed over, what the client keeps
 _TORCH_FILE = b"PK\x03\x04"
 _BYTES_PER_POSITION = 64  # of a block that is converted
 _log = logging.getLogger("megalith.gather")
 
 
-def utc_now() -> datetime:
-    """Return the time in UTC."""
+def _utc_now() -> datetime:
     return datetime.now(UTC)
 
 
@@ -66,7 +62,7 @@ class FetchOptions:
     """Seconds for one request, and for a download in addition to what its size takes."""
     slowest: float = 1 << 18
     """Bytes per second below which a download is given up and tried again."""
-    now: Callable[[], datetime] = utc_now
+    now: Callable[[], datetime] = _utc_now
     """The clock that time_max is compared with."""
 
     def __post_init__(self) -> None:
@@ -92,14 +88,15 @@ class _Phase:
     """All bodies that were downloaded, which are closed if the call is cancelled."""
 
 
-class Fetcher:
-    """Fetches peers for one rank.
+class Gatherer:
+    """Fetches for one rank and makes its partial. Faults become statuses; only wrong arguments raise.
 
     Args:
         plan: The plan.
         schema: The schema of the payloads.
         stores: The stores that the plan names.
-        slots: How many bodies it may have to keep; None: all of the plan.
+        rank: The rank.
+        world_size: The number of ranks.
         options: How it fetches.
 
     Raises:
@@ -113,7 +110,8 @@ class Fetcher:
         schema: PayloadSchema,
         stores: Stores,
         *,
-        slots: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
         options: FetchOptions | None = None,
     ) -> None:
         checks.instance(plan, GatherPlan, "plan")
@@ -123,7 +121,8 @@ class Fetcher:
         given = checks.mapping(stores, "stores", '{"default": store}')
         for name, store in given.items():
             checks.instance(store, ObjectStore, f"stores[{name!r}]")
-        missing = sorted({plan.location(u).store for u in (*plan.primary, *plan.reserve)} - set(given))
+        uids = (*plan.primary, *plan.reserve)
+        missing = sorted({plan.location(uid).store for uid in uids} - set(given))
         if missing:
             raise InputError(f"the plan names store {missing[0]!r}: pass it in stores")
         budget, least = plan.memory_budget, least_budget(schema)
@@ -132,69 +131,130 @@ class Fetcher:
                 f"fetching: a budget of {show_bytes(budget)} is too small, this schema takes "
                 f"{show_bytes(least)}: raise memory_budget"
             )
-        self.ledger = Ledger(budget, "fetching")
         self._plan = plan
         self._schema = schema
-        self._stores = stores
-        self._options = checks.instance(options or FetchOptions(), FetchOptions, "options")
+        self._stores = given
+        self._rank = checks.integer(rank, "rank", 0)
+        self._world_size = checks.integer(world_size, "world_size")
+        self._options = (
+            FetchOptions() if options is None else checks.instance(options, FetchOptions, "options")
+        )
+        self._assigned: list[int] = []
+        self._fetched: list[Fetched] = []
+        self._start = time.monotonic()
+        self._ledger = Ledger(budget, "fetching")
         quarter = budget // 4
-        most = slots if slots is not None else len(plan.primary) + len(plan.reserve)
-        self._kept_bytes = min(self._options.spool_from - 1, quarter // max(1, most))
-        self._in_flight = max(1, min(self._options.in_flight, quarter // STREAM_BYTES))
+        self._kept_bytes = min(self._options.spool_from - 1, quarter // max(1, len(uids)))
+        self._in_flight = max(1, min(self._options.in_flight, quarter // _STREAM_BYTES))
         self._workers = max(1, min(self._options.workers, quarter // least_work_bytes(schema)))
         self._work_bytes = quarter // self._workers
         self._ranges = min(4, quarter // (2 * RANGE_BYTES))  # a range exists twice while it arrives
         self._ranged_bytes = 2 * RANGE_BYTES * self._ranges
         self._ranged_at_once = max(1, quarter // max(1, self._ranged_bytes))
 
-    async def fetch(self, uids: Sequence[int], tier: Tier) -> list[Fetched]:
-        """Fetch peers, concurrently within the limits.
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that fetching and checking held at once, by the ledger."""
+        return self._ledger.peak
+
+    @property
+    def statuses(self) -> dict[int, Status]:
+        """The status of every uid so far."""
+        return {each.record.uid: each.record.status for each in self._fetched}
+
+    def fetch(self, uids: Sequence[int]) -> dict[int, Status]:
+        """Fetch peers, concurrently within the limits. A uid is fetched once.
+
+        Args:
+            uids: The peers, all of the plan.
+
+        Returns:
+            The status of every uid so far.
+        """
+        return run_async(self.fetch_async(uids))
+
+    async def fetch_async(self, uids: Sequence[int]) -> dict[int, Status]:
+        """Do the same as `fetch` in an event loop.
 
         Args:
             uids: The peers.
-            tier: The list of the plan that they are in.
 
         Returns:
-            Their outcomes, in the order of the uids.
+            The status of every uid so far.
         """
-        loop = asyncio.get_running_loop()
+        known = {*self._plan.primary, *self._plan.reserve}
+        for uid in checks.as_list(uids, "uids"):
+            if not isinstance(uid, int) or uid not in known:
+                raise InputError(f"uid {uid!r:.40} is not in the plan")
+        fresh = [uid for uid in dict.fromkeys(uids) if uid not in set(self._assigned)]
+        self._assigned += fresh
         with ThreadPoolExecutor(self._workers, "megalith-validate") as workers:
-            end = loop.time() + self._plan.deadline
+            end = asyncio.get_running_loop().time() + self._plan.deadline
             places, ranged = asyncio.Semaphore(self._in_flight), asyncio.Semaphore(self._ranged_at_once)
             phase = _Phase(end, places, ranged, workers)
             try:
-                return list(await asyncio.gather(*(self._one(uid, tier, phase) for uid in uids)))
+                self._fetched += await asyncio.gather(*(self._one(uid, phase) for uid in fresh))
             except BaseException:
                 for body in phase.bodies:
                     body.close()
                 raise
+        return self.statuses
 
-    async def _one(self, uid: int, tier: Tier, phase: _Phase) -> Fetched:
+    def use_plan(self, plan: GatherPlan, world_size: int) -> None:
+        """Continue under the plan of another attempt, after a rank was lost.
+
+        Args:
+            plan: The plan.
+            world_size: The number of ranks that are left.
+        """
+        self._plan = checks.instance(plan, GatherPlan, "plan")
+        self._world_size = checks.integer(world_size, "world_size")
+
+    def partial(self, error: str | None = None) -> Partial:
+        """Return the result of this rank.
+
+        Args:
+            error: What ended its work early; uids without a status are then RANK_LOST.
+
+        Returns:
+            The partial.
+        """
+        if error is not None:
+            checks.text(error, "error")
+        return make_partial(
+            self._plan,
+            self._schema,
+            self._assigned,
+            self._fetched,
+            rank=self._rank,
+            world_size=self._world_size,
+            seconds=time.monotonic() - self._start,
+            error=error,
+        )
+
+    async def _one(self, uid: int, phase: _Phase) -> Fetched:
         """Everything about one uid, up to its record; only cancellation leaves here as an exception."""
         loop = asyncio.get_running_loop()
         start = loop.time()
-        found = _Found(Record(uid, tier, Status.OK))
+        seen: dict[str, Any] = {}
+        payload, status, detail = None, Status.OK, ""
         try:
-            body = await self._download(uid, found, phase)
+            body = await self._download(uid, seen, phase)
             phase.bodies.append(body)
-            checked, payload = await loop.run_in_executor(phase.workers, self._check, body, uid)
+            payload = await loop.run_in_executor(phase.workers, self._check, body, uid)
+            seen |= {"digest": payload.header.digest, "global_step": payload.header.label.global_step}
         except Fault as fault:
-            done = Fetched(replace(found.record, status=fault.status, detail=fault.detail))
+            status, detail = fault.status, fault.detail
         except OSError as error:
-            done = Fetched(replace(found.record, status=Status.LOCAL_ERROR, detail=str(error)))
+            status, detail = Status.LOCAL_ERROR, str(error)
         except Exception as error:
             _log.exception("uid %d of window %d: an error in Megalith", uid, self._plan.window)
-            detail = f"{type(error).__name__}: {error}"
-            done = Fetched(replace(found.record, status=Status.LOCAL_ERROR, detail=detail))
-        else:
-            header = checked.header
-            record = replace(found.record, digest=header.digest, global_step=header.label.global_step)
-            done = Fetched(record, checked, payload)
-        record = replace(done.record, seconds=loop.time() - start)
-        _log.info("plan %s uid %d: %s %s", self._plan.digest[:12], uid, record.status, record.detail)
-        return replace(done, record=record)
+            status, detail = Status.LOCAL_ERROR, f"{type(error).__name__}: {error}"
+        _log.info("plan %s uid %d: %s %s", self._plan.digest[:12], uid, status, detail)
+        tier = tier_of(self._plan, uid)
+        return Fetched(Record(uid, tier, status, detail, seconds=loop.time() - start, **seen), payload)
 
-    async def _download(self, uid: int, found: _Found, phase: _Phase) -> Body:
+    async def _download(self, uid: int, seen: dict[str, Any], phase: _Phase) -> Body:
         """The bytes of the object, tried again as statuses and time allow."""
         loop = asyncio.get_running_loop()
         pauses = backoff(random.Random(f"{self._plan.digest}/{uid}"))
@@ -202,13 +262,13 @@ class Fetcher:
         while True:
             try:
                 async with phase.places:
-                    with self.ledger.hold(STREAM_BYTES, "a download"):
-                        return await self._attempt(uid, found, phase)
+                    with self._ledger.hold(_STREAM_BYTES, "a download"):
+                        return await self._attempt(uid, seen, phase)
             except StoreRequestError as error:
-                changed, status = error.failure == "CHANGED", Status(error.failure)
-                fault = Fault(status, str(error))
+                fault = Fault(Status(error.failure), str(error))
             except Fault as raised:
-                changed, fault = raised.status is Status.CHANGED, raised
+                fault = raised
+            changed = fault.status is Status.CHANGED
             if fault.status not in RETRIED or last or (changed and replaced):
                 raise fault
             replaced = replaced or changed
@@ -218,7 +278,7 @@ class Fetcher:
                 raise fault
             await asyncio.sleep(pause)
 
-    async def _attempt(self, uid: int, found: _Found, phase: _Phase) -> Body:
+    async def _attempt(self, uid: int, seen: dict[str, Any], phase: _Phase) -> Body:
         """One HEAD, and a download of the version that HEAD saw."""
         loop, options = asyncio.get_running_loop(), self._options
         location = self._plan.location(uid)
@@ -226,35 +286,47 @@ class Fetcher:
         left = phase.end - loop.time()
         if left <= 0:
             raise Fault(Status.TIMEOUT, "its turn came after the deadline")
-        found.update(tries=found.record.tries + 1)
+        seen["tries"] = seen.get("tries", 0) + 1
         info = await store.head(key, timeout=min(left, options.request_timeout))
-        found.update(last_modified=info.last_modified, etag=info.etag)
+        seen |= {"last_modified": info.last_modified, "etag": info.etag}
         self._check_info(info)
         limit = min(phase.end - loop.time(), options.request_timeout + info.size / options.slowest)
         if info.size >= options.ranged_from and info.etag is not None and self._ranges > 1:
             body = await self._ranged(store, replace(info, key=key), phase, limit)
         else:
             body = await self._streamed(store, key, info, limit)
-        found.update(bytes=info.size)
+        seen["bytes"] = info.size
         return body
 
     async def _streamed(self, store: ObjectStore, key: str, info: ObjectInfo, limit: float) -> Body:
-        spooled = info.size > self._kept_bytes
-        sink = _SpoolSink(info.size, self._options) if spooled else _MemorySink(info.size, self.ledger)
+        writer: SpoolWriter | MemoryWriter
+        if info.size > self._kept_bytes:
+            writer = SpoolWriter(self._options.spool_directory)
+        else:
+            writer = MemoryWriter(info.size, self._ledger)
+        left = info.size
+
+        def take(piece: memoryview) -> None:
+            nonlocal left
+            left -= len(piece)
+            if left < 0:
+                raise Fault(Status.CHANGED, f"more than the announced {info.size} bytes arrived")
+            writer.write(piece)
+
         try:
-            got = await store.get(key, sink.write, etag=info.etag, timeout=max(0.001, limit))
+            got = await store.get(key, take, etag=info.etag, timeout=max(0.001, limit))
             if (got.size, got.etag) != (info.size, info.etag):
                 raise Fault(Status.CHANGED, f"{key!r} was replaced between two requests")
-            return sink.finish()
+            return writer.finish()
         except BaseException:
-            sink.discard()
+            writer.discard()
             raise
 
     async def _ranged(self, store: ObjectStore, info: ObjectInfo, phase: _Phase, limit: float) -> Body:
         spool = SpoolWriter(self._options.spool_directory)
         try:
             async with phase.ranged:
-                with self.ledger.hold(self._ranged_bytes, "a ranged download"):
+                with self._ledger.hold(self._ranged_bytes, "a ranged download"):
                     await download_ranges(
                         store,
                         info,
@@ -291,33 +363,32 @@ class Fetcher:
                 Status.CORRUPT, f"has {info.size} bytes, a payload of this model has at least {least}"
             )
 
-    def _check(self, body: Body, uid: int) -> tuple[CheckedPayload, Payload]:
+    def _check(self, body: Body, uid: int) -> CheckedPayload:
         """Convert if necessary, then validate; on a worker. The body is closed if a Fault is raised."""
         plan = self._plan
         try:
             if "templar" in plan.formats and body.read(0, min(4, body.size)) == _TORCH_FILE:
                 body = self._converted(body, uid)
-            checked = validate(
+            return validate(
                 body,
                 self._schema,
                 run=plan.run,
                 window=plan.window,
                 uid=uid,
                 max_value=plan.max_value,
-                ledger=self.ledger,
+                ledger=self._ledger,
                 work_bytes=self._work_bytes,
             )
         except BaseException:
             body.close()
             raise
-        return checked, Payload(checked.header, body)
 
     def _converted(self, body: Body, uid: int) -> Body:
         """A payload in the spool with the content of a torch file."""
         plan, spool = self._plan, SpoolWriter(self._options.spool_directory)
         widest = max((spec.keep for spec in self._schema.parameters), default=1)
         try:
-            with self.ledger.hold(self._work_bytes, "converting"):
+            with self._ledger.hold(self._work_bytes, "converting"):
                 import_module("megalith.compat.templar").convert_payload(
                     body,
                     self._schema,
@@ -333,99 +404,6 @@ class Fetcher:
             raise
         body.close()
         return converted
-
-
-class Gatherer:
-    """Fetches for one rank and makes its partial. Faults become statuses; only wrong arguments raise.
-
-    Args:
-        plan: The plan.
-        schema: The schema of the payloads.
-        stores: The stores that the plan names.
-        rank: The rank.
-        world_size: The number of ranks.
-        slots: How many bodies it may have to keep; None: an equal share of the plan's uids.
-        options: How it fetches.
-    """
-
-    def __init__(
-        self,
-        plan: GatherPlan,
-        schema: PayloadSchema,
-        stores: Stores,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        slots: int | None = None,
-        options: FetchOptions | None = None,
-    ) -> None:
-        checks.instance(plan, GatherPlan, "plan")
-        checks.integer(world_size, "world_size")
-        self._plan = plan
-        self._schema = schema
-        self._rank = checks.integer(rank, "rank", 0)
-        self._world_size = world_size
-        share = -(-len(plan.primary) // world_size) + -(-len(plan.reserve) // world_size)
-        self._fetcher = Fetcher(plan, schema, stores, slots=slots or share, options=options)
-        self._assigned: list[int] = []
-        self._fetched: list[Fetched] = []
-        self._start = time.monotonic()
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory that fetching and checking held at once, by the ledger."""
-        return self._fetcher.ledger.peak
-
-    @property
-    def statuses(self) -> dict[int, Status]:
-        """The status of every uid so far."""
-        return {each.record.uid: each.record.status for each in self._fetched}
-
-    def fetch(self, uids: Sequence[int]) -> dict[int, Status]:
-        """Fetch peers. A uid is fetched once.
-
-        Args:
-            uids: The peers.
-
-        Returns:
-            The status of every uid so far.
-        """
-        fresh = [uid for uid in uids if uid not in set(self._assigned)]
-        self._assigned += fresh
-        for tier in get_args(Tier):
-            if chosen := [uid for uid in fresh if tier_of(self._plan, uid) == tier]:
-                self._fetched += run_async(self._fetcher.fetch(chosen, tier))
-        return self.statuses
-
-    def use_plan(self, plan: GatherPlan, world_size: int) -> None:
-        """Continue under the plan of another attempt, after a rank was lost.
-
-        Args:
-            plan: The plan.
-            world_size: The number of ranks that are left.
-        """
-        self._plan = plan
-        self._world_size = world_size
-
-    def partial(self, error: str | None = None) -> Partial:
-        """Return the result of this rank.
-
-        Args:
-            error: What ended its work early; uids without a status are then RANK_LOST.
-
-        Returns:
-            The partial.
-        """
-        return make_partial(
-            self._plan,
-            self._schema,
-            self._assigned,
-            self._fetched,
-            rank=self._rank,
-            world_size=self._world_size,
-            seconds=time.monotonic() - self._start,
-            error=error,
-        )
 
 
 def gather(
@@ -469,64 +447,4 @@ def least_budget(schema: PayloadSchema) -> int:
     Returns:
         The number of bytes.
     """
-    return 4 * max(STREAM_BYTES, least_work_bytes(schema))
-
-
-class _Found:
-    """A record as it grows."""
-
-    def __init__(self, record: Record) -> None:
-        self.record = record
-
-    def update(self, **fields: Any) -> None:
-        self.record = replace(self.record, **fields)
-
-
-class _Sink:
-    """Takes a body of known size; more bytes than announced are a fault, fewer never arrive here."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._done = 0
-
-    def write(self, piece: memoryview) -> None:
-        if self._done + len(piece) > self._size:
-            raise Fault(Status.CHANGED, f"more than the announced {self._size} bytes arrived")
-        self._keep(piece)
-        self._done += len(piece)
-
-    def _keep(self, piece: memoryview) -> None:
-        raise NotImplementedError
-
-
-class _MemorySink(_Sink):
-    def __init__(self, size: int, ledger: Ledger) -> None:
-        super().__init__(size)
-        ledger.take(size, "a body in memory")
-        self._ledger = ledger
-        self._data = bytearray(size)
-
-    def _keep(self, piece: memoryview) -> None:
-        self._data[self._done : self._done + len(piece)] = piece
-
-    def finish(self) -> Body:
-        return MemoryBody(self._data, on_close=lambda: self._ledger.give(self._size))
-
-    def discard(self) -> None:
-        self._data = bytearray()
-        self._ledger.give(self._size)
-
-
-class _SpoolSink(_Sink):
-    def __init__(self, size: int, options: FetchOptions) -> None:
-        super().__init__(size)
-        self._spool = SpoolWriter(options.spool_directory)
-
-    def _keep(self, piece: memoryview) -> None:
-        self._spool.write(piece)
-
-    def finish(self) -> Body:
-        return self._spool.finish()
-
-    def discard(self) -> None:
-        self._spool.discard()
+    return 4 * max(_STREAM_BYTES, least_work_bytes(schema))

@@ -17,6 +17,7 @@ from megalith.errors import InputError
 from megalith.gather.columns import Columns, counted
 from megalith.gather.plan import LEVELS, Level, OverlapConfig
 from megalith.gather.result import Gathered, GatherResult, as_result
+from megalith.ops import checks
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ class Overlap:
         Returns:
             The uids in canonical order.
         """
+        least = LEVELS.index(checks.one_of(level, LEVELS, "level"))
         return tuple(
-            u for u in self.uids if u in self.levels and LEVELS.index(self.levels[u]) >= LEVELS.index(level)
+            uid for uid in self.uids if uid in self.levels and LEVELS.index(self.levels[uid]) >= least
         )
 
 
@@ -107,7 +109,8 @@ def find_overlap(gathered: Gathered, matrix: Tensor | None = None, *, exact: boo
     if matrix is None:
         matrix, exact = Columns(result, Ranks.alone()).gram()
     counts = matrix
-    if not isinstance(counts, Tensor) or counts.shape != (len(uids), len(uids)):
+    checks.flag(exact, "exact")
+    if checks.tensor(counts, "matrix", None).is_meta or counts.shape != (len(uids), len(uids)):
         raise InputError(f"a Gram matrix of {len(uids)} peers must have the shape {[len(uids)] * 2}")
     total = sum(spec.kept for spec in result.schema.parameters if counted(spec, config))
     numbers = counts.tolist()
@@ -150,7 +153,9 @@ def excluded_uids(overlap: Overlap, config: OverlapConfig) -> tuple[int, ...]:
     Returns:
         Their uids.
     """
-    return () if config.exclude == "none" else overlap.at_least(config.exclude)
+    checks.instance(overlap, Overlap, "overlap")
+    exclude = checks.instance(config, OverlapConfig, "config").exclude
+    return () if exclude == "none" else overlap.at_least(exclude)
 
 
 def level_of(shared: int, total: int, config: OverlapConfig) -> Level | None:

@@ -16,15 +16,22 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UsageError
 from megalith.gather.payload_schema import LOOKUP_BYTES, ParameterSpec, PayloadSchema, TableSpec
-from megalith.gather.status import Fault, Status
+from megalith.gather.plan import Fault, Status
 from megalith.ops import checks
-from megalith.storage.json_records import INLINE, Sha256, canonical_json, from_json, to_json
+from megalith.storage.json_records import (
+    INLINE,
+    NOT_SAVED,
+    Sha256,
+    canonical_json,
+    from_json,
+    saved_as,
+    to_json,
+)
 from megalith.storage.spool import Body
 from megalith.storage.strict_json import MAX_INT, parse_json_object
 
@@ -110,44 +117,36 @@ class TableSections:
         return (("ids", 8 * self.num_rows), ("rows", 4 * self.spec.dim * self.num_rows))
 
 
-@dataclass(frozen=True)
-class _HeaderText:
-    """The JSON of a header, except for its free metadata."""
-
-    format: str
-    run: str
-    window: int
-    uid: int
-    global_step: int
-    schema: Sha256
-    parameters: tuple[ParameterSections, ...]
-    tables: tuple[TableSections, ...]
-
-
 _Sections = ParameterSections | TableSections
 
 
 @dataclass(frozen=True)
 class Header:
-    """Everything that is known before a section is read.
+    """Everything that is known before a section is read. Its JSON is the header of the file.
 
     Attributes:
         label: Whose payload it is.
         schema_digest: The digest of its schema.
         parameters: The sections of each parameter.
         tables: The sections of each table.
+        format: FORMAT.
         header_bytes: The length of the header.
         size: The length of the file.
         digest: The digest of the payload, which covers every byte of the file.
     """
 
-    label: Label
-    schema_digest: str
+    label: Label = field(metadata=INLINE)
+    schema_digest: Sha256 = field(metadata=saved_as("schema"))
     parameters: tuple[ParameterSections, ...]
     tables: tuple[TableSections, ...]
-    header_bytes: int
-    size: int
-    digest: str = _EMPTY
+    format: str = FORMAT
+    header_bytes: int = field(default=0, metadata=NOT_SAVED)
+    size: int = field(default=0, metadata=NOT_SAVED)
+    digest: str = field(default=_EMPTY, metadata=NOT_SAVED)
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise InputError(f"field format must be {FORMAT!r}")
 
     @cached_property
     def schema(self) -> PayloadSchema:
@@ -185,65 +184,6 @@ def least_size(schema: PayloadSchema) -> int:
 # ---- reading
 
 
-def header_span(prelude: bytes | bytearray) -> tuple[int, int]:
-    """Read the first 64 bytes of a payload.
-
-    Args:
-        prelude: The bytes.
-
-    Returns:
-        The number of bytes of the header, and of the whole file.
-
-    Raises:
-        Fault: CORRUPT, if it is not the beginning of a payload.
-    """
-    if len(prelude) != PRELUDE_BYTES:
-        raise _corrupt(f"a payload has at least {PRELUDE_BYTES} bytes, this one {len(prelude)}")
-    magic, version, header_bytes, size, spare, _ = _PRELUDE.unpack(prelude)
-    if magic != MAGIC:
-        raise _corrupt(f"starts with {bytes(magic)!r}, not {MAGIC!r}")
-    if version != VERSION or spare != 0:
-        raise _corrupt(f"has version {version}; this Megalith reads {VERSION}")
-    if header_bytes > MAX_HEADER_BYTES or size < PRELUDE_BYTES + header_bytes:
-        raise _corrupt(f"claims a header of {header_bytes} bytes in a file of {size}")
-    return header_bytes, size
-
-
-def parse_header(data: bytes | bytearray) -> Header:
-    """Read prelude and header of a payload.
-
-    Args:
-        data: Exactly these bytes.
-
-    Returns:
-        The header.
-
-    Raises:
-        Fault: CORRUPT, unless all of it is consistent.
-    """
-    header_bytes, size = header_span(data[:PRELUDE_BYTES])
-    text = bytes(data[PRELUDE_BYTES:])
-    if len(text) != header_bytes:
-        raise _corrupt(f"its header has {len(text)} bytes, its prelude states {header_bytes}")
-    claimed = bytes(data[32:PRELUDE_BYTES]).hex()
-    found = hashlib.sha256(bytes(data[:32]) + text).hexdigest()
-    if found != claimed:
-        raise _corrupt("its header does not fit the digest in its prelude")
-    fields = parse_json_object(text, _corrupt)
-    metadata = fields.object("metadata").data
-    del fields.data["metadata"]
-    written = from_json(_HeaderText, fields)
-    if written.format != FORMAT:
-        fields.fail("format", f"must be {FORMAT!r}")
-    try:
-        label = Label(written.run, written.window, written.uid, written.global_step, metadata)
-    except InputError as error:
-        raise _corrupt(str(error)) from None
-    header = Header(label, written.schema, written.parameters, written.tables, header_bytes, size, found)
-    _check_layout(header)
-    return header
-
-
 def read_header(body: Body, limit: int = MAX_HEADER_BYTES) -> Header:
     """Read the header of a body.
 
@@ -255,14 +195,30 @@ def read_header(body: Body, limit: int = MAX_HEADER_BYTES) -> Header:
         The header.
 
     Raises:
-        Fault: CORRUPT, also if the body does not have the length that its prelude states.
+        Fault: CORRUPT, unless all of it is consistent with itself and with the length of the body.
     """
-    header_bytes, size = header_span(body.read(0, min(PRELUDE_BYTES, body.size)))
+    prelude = bytes(body.read(0, min(PRELUDE_BYTES, body.size)))
+    if len(prelude) != PRELUDE_BYTES:
+        raise _corrupt(f"a payload has at least {PRELUDE_BYTES} bytes, this one {len(prelude)}")
+    magic, version, header_bytes, size, spare, claimed = _PRELUDE.unpack(prelude)
+    if magic != MAGIC:
+        raise _corrupt(f"starts with {magic!r}, not {MAGIC!r}")
+    if version != VERSION or spare != 0:
+        raise _corrupt(f"has version {version}; this Megalith reads {VERSION}")
+    if header_bytes > limit or size < PRELUDE_BYTES + header_bytes:
+        raise _corrupt(
+            f"claims a header of {header_bytes} bytes in a file of {size}; at most {limit} are used"
+        )
     if size != body.size:
         raise _corrupt(f"has {body.size} bytes, its prelude states {size}")
-    if header_bytes > limit:
-        raise _corrupt(f"claims a header of {header_bytes} bytes where {limit} are enough")
-    return parse_header(body.read(0, PRELUDE_BYTES + header_bytes))
+    text = bytes(body.read(PRELUDE_BYTES, header_bytes))
+    found = hashlib.sha256(prelude[:32] + text)
+    if found.digest() != claimed:
+        raise _corrupt("its header does not fit the digest in its prelude")
+    known = {"header_bytes": header_bytes, "size": size, "digest": found.hexdigest()}
+    header = from_json(Header, parse_json_object(text, _corrupt), **known)
+    _check_layout(header)
+    return header
 
 
 class Payload:
@@ -290,6 +246,8 @@ class Payload:
         Raises:
             Fault: CORRUPT, if it is not a payload.
         """
+        if not isinstance(body, Body):
+            raise InputError(f"body must be a Body, such as MemoryBody(data), got {checks.kind(body)}")
         return cls(read_header(body), body)
 
     def indices(self, number: int, start: int, stop: int) -> Tensor:
@@ -303,7 +261,7 @@ class Payload:
         Returns:
             uint8 [stop - start, index_bytes].
         """
-        entry = self.header.parameters[number]
+        entry = self._parameter(number, start, stop)
         return self._bytes(entry.offset, entry.spec.index_bytes, start, stop)
 
     def lookup(self, number: int) -> Tensor:
@@ -315,9 +273,9 @@ class Payload:
         Returns:
             float32 [bins].
         """
-        entry = self.header.parameters[number]
+        entry = self._parameter(number, 0, 0)
         offset = entry.offset + entry.spec.rows * entry.spec.index_bytes
-        return _numbers(self.body.read(offset, LOOKUP_BYTES * entry.spec.bins), "<f4")
+        return tensor_of(self.body.read(offset, LOOKUP_BYTES * entry.spec.bins), torch.float32)
 
     def codes(self, number: int, start: int, stop: int) -> Tensor:
         """Read packed codes of a parameter.
@@ -330,7 +288,7 @@ class Payload:
         Returns:
             uint8 [stop - start, code_bytes].
         """
-        entry = self.header.parameters[number]
+        entry = self._parameter(number, start, stop)
         spec = entry.spec
         offset = entry.offset + spec.rows * spec.index_bytes + LOOKUP_BYTES * spec.bins
         return self._bytes(offset, spec.code_bytes, start, stop)
@@ -346,8 +304,8 @@ class Payload:
         Returns:
             int64 [stop - start], ascending.
         """
-        entry = self.header.tables[number]
-        return _numbers(self.body.read(entry.offset + 8 * start, 8 * (stop - start)), "<i8")
+        entry = self._table(number, start, stop)
+        return tensor_of(self.body.read(entry.offset + 8 * start, 8 * (stop - start)), torch.int64)
 
     def rows(self, number: int, start: int, stop: int) -> Tensor:
         """Read rows of a table.
@@ -360,18 +318,28 @@ class Payload:
         Returns:
             float32 [stop - start, dim].
         """
-        entry = self.header.tables[number]
+        entry = self._table(number, start, stop)
         width = 4 * entry.spec.dim
         data = self.body.read(entry.offset + 8 * entry.num_rows + width * start, width * (stop - start))
-        return _numbers(data, "<f4").view(stop - start, entry.spec.dim)
+        return tensor_of(data, torch.float32).view(stop - start, entry.spec.dim)
 
     def close(self) -> None:
         """Release its bytes."""
         self.body.close()
 
+    def _parameter(self, number: int, start: int, stop: int) -> ParameterSections:
+        entry: ParameterSections = _chosen(self.header.parameters, number)
+        _check_rows(start, stop, entry.spec.rows)
+        return entry
+
+    def _table(self, number: int, start: int, stop: int) -> TableSections:
+        entry: TableSections = _chosen(self.header.tables, number)
+        _check_rows(start, stop, entry.num_rows)
+        return entry
+
     def _bytes(self, offset: int, width: int, start: int, stop: int) -> Tensor:
         data = self.body.read(offset + width * start, width * (stop - start))
-        return _numbers(data, "u1").view(stop - start, width)
+        return tensor_of(data, torch.uint8).view(stop - start, width)
 
 
 # ---- writing
@@ -391,16 +359,15 @@ class PayloadWriter:
         self, file: BinaryIO, schema: PayloadSchema, label: Label, table_rows: Mapping[str, int] | None = None
     ) -> None:
         self._file = file
-        self._schema = schema
         self._label = label
+        self._schema = schema
         self._entries, self._size = _place(schema, label, dict(table_rows or {}))
         self._sections = [
             (number, name, length)
             for number, entry in enumerate(self._entries)
             for name, length in entry.sections
         ]
-        self._at = 0
-        self._left = self._sections[0][2] if self._sections else 0
+        self._done = 0
         self._hash = hashlib.sha256()
         self._file.write(bytes(self._size))
         self._close_full_sections()
@@ -414,13 +381,14 @@ class PayloadWriter:
         Raises:
             UsageError: They do not fit into the section.
         """
-        view = raw_bytes(data)
-        if self._at == len(self._sections) or len(view) > self._left:
-            raise UsageError(f"{len(view)} bytes do not fit the current section ({self._left} are missing)")
+        view = raw_bytes(data) if isinstance(data, Tensor) else memoryview(data).cast("B")
+        missing = self._sections[0][2] - self._done if self._sections else 0
+        if len(view) > missing or not self._sections:
+            raise UsageError(f"{len(view)} bytes do not fit the current section ({missing} are missing)")
         self._file.write(view)
         self._hash.update(view)
         self._size += len(view)
-        self._left -= len(view)
+        self._done += len(view)
         self._close_full_sections()
 
     def finish(self) -> Header:
@@ -432,29 +400,40 @@ class PayloadWriter:
         Raises:
             UsageError: A section is not complete.
         """
-        if self._at != len(self._sections):
-            number, name, _ = self._sections[self._at]
+        if self._sections:
+            number, name, length = self._sections[0]
             where = f"{self._entries[number].spec.name!r}, section {name}"
-            raise UsageError(f"{where}: {self._left} bytes are missing")
-        text = _header_text(self._schema, self._label, self._entries)
+            raise UsageError(f"{where}: {length - self._done} bytes are missing")
+        header = _header(self._schema, self._label, self._entries)
+        text = canonical_json(to_json(header))
         prelude = _PRELUDE.pack(MAGIC, VERSION, len(text), self._size, 0, bytes(32))[:32]
-        digest = hashlib.sha256(prelude + text).digest()
+        digest = hashlib.sha256(prelude + text)
         self._file.seek(0)
-        self._file.write(prelude + digest + text)
+        self._file.write(prelude + digest.digest() + text)
         self._file.flush()
-        return parse_header(prelude + digest + text)
+        return replace(header, header_bytes=len(text), size=self._size, digest=digest.hexdigest())
 
     def _close_full_sections(self) -> None:
-        while self._at < len(self._sections) and self._left == 0:
-            number, name, _ = self._sections[self._at]
-            done: dict[str, Any] = {f"{name}_sha256": self._hash.hexdigest()}
-            self._entries[number] = replace(self._entries[number], **done)
-            self._at += 1
-            self._left = self._sections[self._at][2] if self._at < len(self._sections) else 0
+        while self._sections and self._done == self._sections[0][2]:
+            number, name, _ = self._sections.pop(0)
+            digest: dict[str, Any] = {f"{name}_sha256": self._hash.hexdigest()}
+            self._entries[number] = replace(self._entries[number], **digest)
+            self._done = 0
             self._hash = hashlib.sha256()
 
 
 # ---- helpers
+
+
+def _chosen(entries: Sequence[Any], number: int) -> Any:
+    if checks.integer(number, "number", 0) >= len(entries):
+        raise InputError(f"number must be below {len(entries)}, got {number}")
+    return entries[number]
+
+
+def _check_rows(start: int, stop: int, rows: int) -> None:
+    if not 0 <= checks.integer(start, "start", 0) <= checks.integer(stop, "stop", 0) <= rows:
+        raise InputError(f"rows must be a range of 0 to {rows}, got {start} to {stop}")
 
 
 def _corrupt(detail: str) -> Fault:
@@ -495,41 +474,38 @@ def _place(schema: PayloadSchema, label: Label, table_rows: dict[str, int]) -> t
         for table in schema.tables:
             entries.append(TableSections(table, table_rows.get(table.name, 0), at))
             at += sum(length for _, length in entries[-1].sections)
-        found = max(start, PRELUDE_BYTES + len(_header_text(schema, label, entries)))
+        text = canonical_json(to_json(_header(schema, label, entries)))
+        found = max(start, PRELUDE_BYTES + len(text))
     return entries, start
 
 
-def _header_text(schema: PayloadSchema, label: Label, entries: Sequence[_Sections]) -> bytes:
-    count = len(schema.parameters)
-    written = _HeaderText(
-        FORMAT,
-        label.run,
-        label.window,
-        label.uid,
-        label.global_step,
-        schema.digest,
-        tuple(entries[:count]),  # type: ignore[arg-type]
-        tuple(entries[count:]),  # type: ignore[arg-type]
-    )
-    return canonical_json({**to_json(written), "metadata": dict(label.metadata)})
+def _header(schema: PayloadSchema, label: Label, entries: Sequence[_Sections]) -> Header:
+    parameters = tuple(each for each in entries if isinstance(each, ParameterSections))
+    tables = tuple(each for each in entries if isinstance(each, TableSections))
+    return Header(label, schema.digest, parameters, tables)
 
 
-def raw_bytes(data: Tensor | bytes | bytearray | memoryview) -> memoryview:
-    """Return the bytes of a tensor as payloads hold them: contiguous, little-endian.
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor as payloads hold them.
 
     Args:
-        data: A tensor, or bytes, which are returned as they are.
+        tensor: The tensor.
 
     Returns:
-        The bytes, without a copy where possible.
+        The bytes, without a copy if it is contiguous and on the CPU.
     """
-    if not isinstance(data, Tensor):
-        return memoryview(data).cast("B")
-    array = data.detach().contiguous().cpu().numpy()
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return little.reshape(-1).view(np.uint8).data
+    flat = tensor.detach().contiguous().cpu().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
-def _numbers(data: bytearray, kind: str) -> Tensor:
-    array = np.frombuffer(data, dtype=kind)
-    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+def tensor_of(data: bytearray | bytes, dtype: torch.dtype) -> Tensor:
+    """Return the numbers in some bytes.
+
+    Args:
+        data: The bytes, which must not be used by others.
+        dtype: Their type.
+
+    Returns:
+        [n], in the same memory.
+    """
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)

@@ -193,7 +193,7 @@ class PayloadSchema:
             sides = _side(lines, chunk, padding), _side(columns, chunk, padding)
             kept = min(keep, prod(sides))
             specs.append(ParameterSpec(name, shape, sides, max(1, kept - kept % 2), bins, dct))
-        dims = checks.mapping(tables or {}, "schema: tables", '{"users": 16}')
+        dims = checks.mapping({} if tables is None else tables, "schema: tables", '{"users": 16}')
         return cls(tuple(specs), tuple(TableSpec(name, dim) for name, dim in dims.items()))
 
     @cached_property
@@ -213,6 +213,7 @@ class PayloadSchema:
         Raises:
             UnknownNameError: There is no such parameter.
         """
+        checks.text(name, "name")
         for spec in self.parameters:
             if spec.name == name:
                 return spec

@@ -1,8 +1,12 @@
-"""The plan: everything that ranks must agree on before a download starts, and who fetches whom.
+"""The plan: everything that ranks must agree on before a download starts; statuses; and who fetches whom.
 
 The first rank builds it and sends it to all; they compare digests. It holds no credentials: it names stores,
 and each rank maps the names to stores. `partition`, `backfill` and `deal` divide uids over ranks. They are
 pure functions of the plan and of statuses that all ranks know; no result depends on how uids are divided.
+
+An attempted uid has exactly one `Status`. Faults of peers and faults of this side are disjoint, so that
+penalties can depend on the first alone. `Fault` carries a status from where a check fails to the record of
+that peer, and no further.
 """
 
 from __future__ import annotations
@@ -10,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from enum import StrEnum
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from megalith.errors import InputError
-from megalith.gather.status import Status
+from torch import Tensor
+
+from megalith.errors import InputError, MegalithError
 from megalith.ops import checks
 from megalith.storage.json_records import Sha256, canonical_json, from_json, json_digest, to_json
 from megalith.storage.strict_json import MAX_INT, as_utc, parse_json_object
@@ -31,6 +37,66 @@ Level = Literal["high", "max", "mega"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 Shares = tuple[tuple[int, ...], ...]
 """Uids by rank."""
+
+
+class Status(StrEnum):
+    """The outcome of one peer in one attempt."""
+
+    OK = "OK"
+    NOT_FOUND = "NOT_FOUND"
+    """No object at its location by the deadline."""
+    TOO_EARLY = "TOO_EARLY"
+    """Written before the window opened."""
+    TOO_LATE = "TOO_LATE"
+    """Written after the window closed."""
+    TOO_LARGE = "TOO_LARGE"
+    """More bytes than the plan allows."""
+    CHANGED = "CHANGED"
+    """Replaced while it was read, twice."""
+    CORRUPT = "CORRUPT"
+    """Not a payload, or a digest that does not match its bytes."""
+    INVALID_SCHEMA = "INVALID_SCHEMA"
+    """A payload of another model, window or peer."""
+    INVALID_INDEX = "INVALID_INDEX"
+    """An index out of range, repeated or out of order."""
+    INVALID_VALUE = "INVALID_VALUE"
+    """A value that is not finite or too large, or a code without a value."""
+    TIMEOUT = "TIMEOUT"
+    """Not read before the deadline; the peer or the network was slow."""
+    STORE_ERROR = "STORE_ERROR"
+    """The store refused or failed: 5xx, 429, credentials, connection."""
+    LOCAL_ERROR = "LOCAL_ERROR"
+    """This machine failed: the spool is full, or Megalith has an error."""
+    RANK_LOST = "RANK_LOST"
+    """The rank that had to fetch it is lost."""
+    DIGEST_CONFLICT = "DIGEST_CONFLICT"
+    """Two ranks read different payloads of one peer."""
+
+
+OUR_FAULTS = frozenset(
+    {Status.TIMEOUT, Status.STORE_ERROR, Status.LOCAL_ERROR, Status.RANK_LOST, Status.DIGEST_CONFLICT}
+)
+"""Statuses for which no peer may be penalised."""
+
+PEER_FAULTS = frozenset(Status) - OUR_FAULTS - {Status.OK}
+"""Statuses that the peer caused."""
+
+RETRIED = frozenset({Status.NOT_FOUND, Status.TIMEOUT, Status.STORE_ERROR, Status.CHANGED})
+"""Statuses after which another try may succeed."""
+
+
+class Fault(MegalithError, ValueError):
+    """Why the object of one peer was not accepted.
+
+    Args:
+        status: The status that the peer gets.
+        detail: A sentence for the log.
+    """
+
+    def __init__(self, status: Status, detail: str) -> None:
+        super().__init__(f"{status}: {detail}")
+        self.status = status
+        self.detail = detail
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,11 +320,8 @@ class GatherPlan:
         Returns:
             Its location.
         """
+        checks.integer(uid, "uid", 0)
         return self.locations.get(uid) or Location(payload_key(self.run, self.window, uid))
-
-    def next_attempt(self) -> GatherPlan:
-        """Return the same plan for another attempt, after a rank was lost."""
-        return replace(self, attempt=self.attempt + 1)
 
     def differences(self, other: GatherPlan) -> list[str]:
         """Return the names of the fields that differ, sorted; `attempt` may differ.
@@ -269,6 +332,7 @@ class GatherPlan:
         Returns:
             The names.
         """
+        checks.instance(other, GatherPlan, "other")
         mine, theirs = to_json(replace(self, attempt=0)), to_json(replace(other, attempt=0))
         return sorted(name for name in mine if mine[name] != theirs[name])
 
@@ -307,7 +371,12 @@ def partition(plan: GatherPlan, world_size: int, sizes: Mapping[int, int] | None
     Returns:
         The uids of each rank. Without sizes, their numbers differ by one at most.
     """
+    checks.instance(plan, GatherPlan, "plan")
     checks.integer(world_size, "partition: world_size")
+    if sizes is not None and (
+        not isinstance(sizes, Mapping) or None in map(checks.as_integer, sizes.values())
+    ):
+        raise InputError(f"partition: sizes must be bytes by uid, got {checks.kind(sizes)}")
     if sizes is None:
         return deal(sorted(plan.primary), [0] * world_size)
     shares: list[list[int]] = [[] for _ in range(world_size)]
@@ -331,6 +400,9 @@ def backfill(plan: GatherPlan, statuses: Sequence[Mapping[int, Status]]) -> Shar
     Returns:
         The uids of each rank.
     """
+    checks.instance(plan, GatherPlan, "plan")
+    for share in checks.as_list(statuses, "statuses"):
+        checks.instance(share, Mapping, "statuses of a rank")  # type: ignore[type-abstract]
     attempted = {uid for share in statuses for uid in share}
     accepted = {uid for share in statuses for uid, status in share.items() if status is Status.OK}
     missing = max(0, len(plan.primary) - len(accepted))
@@ -348,16 +420,17 @@ def deal(uids: Iterable[int], attempted: Sequence[int]) -> Shares:
     Returns:
         The uids of each rank.
     """
+    checks.sizes(attempted, "attempted", 0)
     checks.integer(len(attempted), "the number of ranks")
     order = sorted(range(len(attempted)), key=lambda rank: (attempted[rank], rank))
     shares: list[list[int]] = [[] for _ in attempted]
-    for number, uid in enumerate(uids):
+    for number, uid in enumerate(_uids("uids", uids)):
         shares[order[number % len(order)]].append(uid)
     return tuple(tuple(share) for share in shares)
 
 
 def _uids(name: str, uids: Any) -> Collection[int]:
-    if not isinstance(uids, Iterable) or isinstance(uids, str | bytes | Mapping):
+    if not isinstance(uids, Iterable) or isinstance(uids, str | bytes | Mapping | Tensor):
         raise InputError(f"plan: {name} must be a tuple of uids, got {checks.kind(uids)}")
     found = list(uids)
     if len(found) > MAX_UIDS:

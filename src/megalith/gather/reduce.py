@@ -5,25 +5,42 @@ depends only on what was sent for it: the bits are equal for any blocks and any 
 
 Rows of embedding tables are reduced by the same rules. Payloads have their ids sorted, so the rows of all
 peers for a range of ids are read together.
+
+`row_bytes` is the memory of a row of a block, the largest over the phases of a block:
+
+    phase of a block          buffers that exist together, per row of a rank's own share
+    exchange of codes         packed rows for other ranks, packed rows from other ranks
+    reduction                 packed rows from other ranks, sums, counts, one peer's unpacked rows
+    delivery and step         own tile, a tile from another rank; the step works in small pieces
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from math import floor
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalith.errors import BudgetError
-from megalith.gather.chunks import inverse_dct, unpack_codes, unpack_indices
-from megalith.gather.memory_budget import Ledger
+from megalith.gather.chunks import inverse_dct
 from megalith.gather.payload_schema import ParameterSpec, TableSpec
 from megalith.gather.plan import UpdateConfig
+from megalith.ops.chunk_rows import add_chunk_rows, divide_by_counts, unpack_codes, unpack_indices
+from megalith.storage.spool import Ledger
 
 EPSILON = 1e-8
+TablePart = Literal["ids", "rows"]
+STEP_POSITIONS = 1 << 16
+"""Positions that a step changes at once."""
+STEP_BYTES = 24 * STEP_POSITIONS
+BLOCK_BYTES = 32 << 20
+"""Memory of a block at most, also with a larger budget: larger blocks are not faster."""
+_PEER_BYTES = 48  # one kept position of a peer, unpacked: index, place, code, value
+_ENTRY_BYTES = 72  # one value of a robust rule: place and value, sorted, ranked
+_GRAM_ENTRY_BYTES = 64  # one position in the count of common positions: key, place, peer, comparison
 
 
 class PeerRows(NamedTuple):
@@ -38,36 +55,6 @@ class PeerRows(NamedTuple):
     indices: Tensor
     codes: Tensor
     lookup: Tensor
-
-
-class PeerTable(Protocol):
-    """The rows of one table that one peer sent, sorted by id."""
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows."""
-
-    def ids(self, start: int, stop: int) -> Tensor:
-        """Read ids.
-
-        Args:
-            start: The first row.
-            stop: The row after the last one.
-
-        Returns:
-            int64 [n].
-        """
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Read rows.
-
-        Args:
-            start: The first row.
-            stop: The row after the last one.
-
-        Returns:
-            float32 [n, dim].
-        """
 
 
 def medians(norms: Tensor) -> Tensor:
@@ -98,7 +85,12 @@ def clip_factors(norms: Tensor, config: UpdateConfig) -> Tensor:
 
 
 def reduce_rows(
-    spec: ParameterSpec, num_rows: int, peers: Iterable[PeerRows], num_peers: int, config: UpdateConfig
+    spec: ParameterSpec,
+    num_rows: int,
+    peers: Iterable[PeerRows],
+    num_peers: int,
+    config: UpdateConfig,
+    device: torch.device,
 ) -> Tensor:
     """Return the decoded pseudo-gradient of a block.
 
@@ -108,42 +100,60 @@ def reduce_rows(
         peers: The parts of all peers in canonical order, read one at a time.
         num_peers: The number of peers.
         config: The outer step.
+        device: Where the parts are.
 
     Returns:
         float32 [num_rows, size], zero where no peer sent a value.
     """
-    tile = _reduce_entries(_entries(spec, peers), num_rows * spec.size, num_peers, config)
+    if config.rule == "mean":
+        tile = divide(add_rows(spec, num_rows, peers, num_peers, config, device), num_peers)
+    else:
+        tile = _robust(list(_entries(spec, peers)), num_rows * spec.size, num_peers, config)
     return decode(tile.view(num_rows, spec.size), spec)
 
 
-def add_rows(spec: ParameterSpec, num_rows: int, peers: Iterable[PeerRows], config: UpdateConfig) -> Tensor:
-    """Add the values of some peers; `finish_sums` makes a mean of the sums of all.
+def add_rows(
+    spec: ParameterSpec,
+    num_rows: int,
+    peers: Iterable[PeerRows],
+    num_peers: int,
+    config: UpdateConfig,
+    device: torch.device,
+) -> list[Tensor]:
+    """Add the values of some peers; `divide` makes a mean of the sums of all.
 
     Args:
         spec: The parameter.
         num_rows: The number of rows of the block.
         peers: The parts of these peers.
+        num_peers: The number of all peers.
         config: The outer step.
+        device: Where the parts are.
 
     Returns:
-        float32 [1 or 2, num_rows * size]: sums and, for a mean over contributors, counts.
+        Sums, float32 [num_rows, size], and, for a mean over contributors, counts.
     """
-    sums = torch.zeros(2 if config.mean == "contributors" else 1, num_rows * spec.size)
-    _add(_entries(spec, peers), sums[0], sums[1] if len(sums) > 1 else None)
-    return sums
+    total, count = torch.zeros(num_rows, spec.size, device=device), None
+    if config.mean == "contributors":
+        # A byte per position is enough for the counts of up to 255 peers.
+        count = torch.zeros_like(total, dtype=torch.uint8 if num_peers < 256 else torch.int32)
+    for peer in peers:
+        add_chunk_rows(total, count, peer.indices, peer.codes, peer.lookup, spec.keep, spec.bits)
+    return [total] if count is None else [total, count]
 
 
-def finish_sums(sums: Tensor, num_peers: int) -> Tensor:
-    """Divide sums.
+def divide(sums: list[Tensor], num_peers: int) -> Tensor:
+    """Divide sums, in place.
 
     Args:
-        sums: What `add_rows` returned, added over all peers; it changes.
+        sums: What `add_rows` returned, added over all peers.
         num_peers: The number of peers.
 
     Returns:
-        float32 [n], in the memory of `sums`.
+        float32, of the same shape.
     """
-    return sums[0].div_(sums[1].clamp_(min=1.0) if len(sums) > 1 else float(num_peers))
+    total, *count = sums
+    return divide_by_counts(total, count[0]) if count else total.div_(float(num_peers))
 
 
 def decode(tile: Tensor, spec: ParameterSpec) -> Tensor:
@@ -160,13 +170,20 @@ def decode(tile: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 def reduce_table(
-    table: TableSpec, peers: Sequence[PeerTable], factors: Tensor, config: UpdateConfig, ledger: Ledger
+    table: TableSpec,
+    counts: Sequence[int],
+    read: Callable[[TablePart, int, int, int], Tensor],
+    factors: Tensor,
+    config: UpdateConfig,
+    ledger: Ledger,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Reduce the rows of one table.
 
     Args:
         table: The table.
-        peers: What each peer sent, in canonical order.
+        counts: The number of rows that each peer sent, in canonical order.
+        read: Reads the ids, int64 [n], or the rows, float32 [n, dim], that a peer sent, sorted by id. It
+            takes the number of the peer, the first row, and the row after the last one.
         factors: float32 [peers], the factor of each peer's rows.
         config: The outer step.
         ledger: Memory is taken from it.
@@ -177,52 +194,93 @@ def reduce_table(
     Raises:
         BudgetError: Not even one row of each peer fits.
     """
-    if not peers:
-        return
-    each = len(peers) * table_row_bytes(table, config)
-    count = (ledger.budget - ledger.used) // each
-    if count < 1:
+    each = len(counts) * (48 + (24 if config.rule == "mean" else 112) * table.dim)
+    most = (ledger.budget - ledger.used) // each if counts else 0
+    if counts and most < 1:
         raise BudgetError(f"the update: one row of table {table.name!r} of each peer takes {each} bytes")
-    at = [0] * len(peers)
-    while any(start < peer.num_rows for start, peer in zip(at, peers, strict=True)):
-        with ledger.hold(count * each, "rows of a table"):
-            ids = [
-                peer.ids(start, min(start + count, peer.num_rows))
-                for peer, start in zip(peers, at, strict=True)
-            ]
+    at, peers = [0] * len(counts), range(len(counts))
+    while any(at[peer] < counts[peer] for peer in peers):
+        with ledger.hold(most * each, "rows of a table"):
+            ids = [read("ids", peer, at[peer], min(at[peer] + most, counts[peer])) for peer in peers]
             # Up to the lowest last id of the peers that have more, the rows of every peer are here.
-            lasts = [
-                int(own[-1])
-                for own, start, peer in zip(ids, at, peers, strict=True)
-                if start + len(own) < peer.num_rows
-            ]
-            counts = [int((own <= min(lasts)).sum()) if lasts else len(own) for own in ids]
-            taken = [own[:length] for own, length in zip(ids, counts, strict=True)]
+            lasts = [int(ids[peer][-1]) for peer in peers if at[peer] + len(ids[peer]) < counts[peer]]
+            taken = [own[: int((own <= min(lasts)).sum())] if lasts else own for own in ids]
             found = torch.cat(taken).unique()
-            columns = torch.arange(table.dim)
             sent = (
                 (
-                    (torch.searchsorted(found, own)[:, None] * table.dim + columns).flatten(),
-                    (peer.rows(start, start + len(own)) * factor).flatten(),
+                    torch.searchsorted(found, taken[peer]),
+                    read("rows", peer, at[peer], at[peer] + len(taken[peer])) * factors[peer],
                 )
-                for peer, start, own, factor in zip(peers, at, taken, factors, strict=True)
+                for peer in peers
             )
-            rows = _reduce_entries(sent, found.numel() * table.dim, len(peers), config)
-            yield found, rows.view(found.numel(), table.dim)
-            at = [start + length for start, length in zip(at, counts, strict=True)]
+            yield found, _reduce_table_rows(sent, len(found), table.dim, len(peers), config)
+            at = [at[peer] + len(taken[peer]) for peer in peers]
 
 
-def table_row_bytes(table: TableSpec, config: UpdateConfig) -> int:
-    """Return the memory of one sent row of a table while it is reduced.
+class Travel(NamedTuple):
+    """How many peers' rows a rank exchanges, on the rank where it is most.
+
+    Attributes:
+        sent: Rows that go to other ranks, per row of an own share.
+        received: Rows that come from other ranks.
+    """
+
+    sent: int
+    received: int
+
+    @classmethod
+    def of(cls, held: list[int]) -> Travel:
+        """Return the numbers for a division of peers over ranks.
+
+        Args:
+            held: The number of peers that each rank holds.
+
+        Returns:
+            The largest numbers over the ranks.
+        """
+        total, others = sum(held), len(held) - 1
+        return cls(max(held) * others, total - min(held))
+
+
+def row_bytes(spec: ParameterSpec, config: UpdateConfig, num_peers: int, travel: Travel) -> int:
+    """Return the memory of one row of a rank's own share, from packed bytes to the step.
 
     Args:
-        table: The table.
+        spec: The parameter.
         config: The outer step.
+        num_peers: The number of peers.
+        travel: What ranks exchange.
+
+    Returns:
+        The largest number of bytes over the phases of a block.
+    """
+    fast = config.exchange == "fast"
+    packed = spec.index_bytes + spec.code_bytes  # both travel together if indices were not spooled
+    exchange = 0 if fast else (travel.sent + travel.received) * packed
+    reduction = packed + (0 if fast else travel.received * packed)
+    if config.rule == "mean":
+        reduction += 8 * spec.size + _PEER_BYTES * spec.keep
+    else:
+        reduction += 28 * spec.size + (_PEER_BYTES + _ENTRY_BYTES * num_peers) * spec.keep
+    decoding = 12 * spec.size if spec.dct else 0
+    delivery = (12 if travel.received else 8) * spec.size  # the tile keeps its counts
+    return max(exchange, reduction, decoding, delivery)
+
+
+def gram_row_bytes(spec: ParameterSpec, num_peers: int, travel: Travel) -> int:
+    """Return the memory of one row of a rank's own share while common positions are counted.
+
+    Args:
+        spec: The parameter.
+        num_peers: The number of peers.
+        travel: What ranks exchange.
 
     Returns:
         The number of bytes.
     """
-    return 48 + (24 if config.rule == "mean" else 112) * table.dim
+    exchange = (travel.sent + travel.received) * spec.index_bytes
+    counting = num_peers * (spec.index_bytes + spec.keep * _GRAM_ENTRY_BYTES) + spec.keep * 16
+    return max(exchange, counting)
 
 
 def _entries(spec: ParameterSpec, peers: Iterable[PeerRows]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -234,33 +292,19 @@ def _entries(spec: ParameterSpec, peers: Iterable[PeerRows]) -> Iterator[tuple[T
         yield places, peer.lookup[codes.to(torch.int32).flatten()]
 
 
-def _add(sent: Iterable[tuple[Tensor, Tensor]], total: Tensor, count: Tensor | None) -> None:
-    for places, values in sent:
-        total.scatter_add_(0, places, values)
-        if count is not None:
-            count.scatter_add_(0, places, torch.ones_like(values))
-
-
-def _reduce_entries(
-    sent: Iterable[tuple[Tensor, Tensor]], size: int, num_peers: int, config: UpdateConfig
+def _reduce_table_rows(
+    sent: Iterable[tuple[Tensor, Tensor]], count: int, dim: int, num_peers: int, config: UpdateConfig
 ) -> Tensor:
-    """The value of each of `size` positions: float32 [size]."""
+    """The rows of `count` ids, of the places and rows that each peer sent: float32 [count, dim]."""
     if config.rule != "mean":
-        return _robust(list(sent), size, num_peers, config)
-    total = count = None
-    for places, values in sent:
-        if total is None:
-            total = torch.zeros(size, device=values.device)
-            if config.mean == "contributors":
-                # A byte per position is enough for the counts of up to 255 peers.
-                kind = torch.uint8 if num_peers < 256 else torch.int32
-                count = torch.zeros(size, dtype=kind, device=values.device)
-        total.scatter_add_(0, places, values)
-        if count is not None:
-            count.scatter_add_(0, places, torch.ones_like(places, dtype=count.dtype))
-    if total is None:
-        return torch.zeros(size)
-    return total.div_(float(num_peers) if count is None else count.clamp_(min=1))
+        columns = torch.arange(dim)
+        entries = [((places[:, None] * dim + columns).flatten(), rows.flatten()) for places, rows in sent]
+        return _robust(entries, count * dim, num_peers, config).view(count, dim)
+    total, contributors = torch.zeros(count, dim), torch.zeros(count, 1)
+    for places, rows in sent:
+        total.index_add_(0, places, rows)
+        contributors[places] += 1
+    return total.div_(contributors if config.mean == "contributors" else float(num_peers))
 
 
 def _robust(sent: list[tuple[Tensor, Tensor]], size: int, num_peers: int, config: UpdateConfig) -> Tensor:

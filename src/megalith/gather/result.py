@@ -1,4 +1,4 @@
-"""Results: the partial of each rank, the merged result of a window, and the decision about its update.
+"""Results: the partial of each rank, and the merged result of a window.
 
 Every rank makes a partial, also if nothing was assigned to it or nothing was valid. Its control part travels
 as bytes to all ranks; payloads stay where they are. `merge` makes one result of all partials, equal for any
@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from enum import IntEnum
 from functools import cached_property
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
@@ -20,20 +19,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import InputError
 from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import GatherPlan
-from megalith.gather.status import Status
+from megalith.gather.plan import GatherPlan, Status
 from megalith.gather.validate import CheckedPayload
-from megalith.storage.json_records import (
-    NOT_SAVED,
-    Sha256,
-    canonical_json,
-    from_json,
-    json_digest,
-    to_json,
-)
+from megalith.ops import checks
+from megalith.storage.json_records import NOT_SAVED, Sha256, canonical_json, from_json, to_json
 from megalith.storage.strict_json import parse_json_object
 
 Tier = Literal["primary", "reserve"]
@@ -85,19 +78,19 @@ class Accepted:
     table_rows: tuple[int, ...]
 
     @classmethod
-    def of(cls, checked: CheckedPayload) -> Accepted:
+    def of(cls, payload: CheckedPayload) -> Accepted:
         """Return what a checked payload amounts to.
 
         Args:
-            checked: The payload.
+            payload: The payload.
 
         Returns:
             Its norms, signature and numbers of rows.
         """
-        header = checked.header
+        header = payload.header
         digests = [each.indices_sha256 for each in header.parameters if not each.spec.full and each.spec.rows]
         signature = hashlib.sha256("".join(digests).encode()).hexdigest()
-        return cls(checked.norms, signature, tuple(each.num_rows for each in header.tables))
+        return cls(payload.norms, signature, tuple(each.num_rows for each in header.tables))
 
 
 @dataclass(frozen=True)
@@ -106,13 +99,11 @@ class Fetched:
 
     Attributes:
         record: What happened.
-        checked: With status OK, the checked payload.
-        payload: With status OK, its bytes.
+        payload: With status OK, its payload.
     """
 
     record: Record
-    checked: CheckedPayload | None = None
-    payload: Payload | None = None
+    payload: CheckedPayload | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +175,8 @@ class Partial:
         Raises:
             InputError: It is damaged, or belongs to another plan or schema.
         """
+        checks.instance(plan, GatherPlan, "plan")
+        checks.instance(schema, PayloadSchema, "schema")
         fields = parse_json_object(text, lambda problem: InputError(f"partial: {problem}"))
         fields.allow_only("plan", "partial")
         if fields.sha256("plan") != plan.digest:
@@ -227,23 +220,19 @@ def make_partial(
     Returns:
         The partial.
     """
-    outcomes = {each.record.uid: each for each in fetched}
-    wanted = tuple(assigned)
-    records = {
-        uid: outcomes[uid].record
-        if uid in outcomes
-        else Record(uid, tier_of(plan, uid), Status.RANK_LOST, error or "its rank ended early")
-        for uid in wanted
-    }
+    wanted, found = tuple(assigned), list(fetched)
+    payloads = {each.record.uid: each.payload for each in found if each.payload is not None}
+    why = error or "its rank ended early"
+    records = {uid: Record(uid, tier_of(plan, uid), Status.RANK_LOST, why) for uid in wanted}
     return Partial(
         plan=plan,
         schema=schema,
         rank=rank,
         world_size=world_size,
         assigned=wanted,
-        records=records,
-        accepted={u: Accepted.of(each.checked) for u, each in outcomes.items() if each.checked is not None},
-        payloads={u: each.payload for u, each in outcomes.items() if each.payload is not None},
+        records=records | {each.record.uid: each.record for each in found},
+        accepted={uid: Accepted.of(payload) for uid, payload in payloads.items()},
+        payloads=payloads,
         seconds=seconds,
         error=error,
     )
@@ -284,10 +273,21 @@ class GatherResult:
     """Uids that more than one rank attempted; they count once."""
     time: float = 0.0
     """Seconds of the slowest rank."""
-    upload_bytes: int = 0
-    """Always 0."""
     download_bytes: int = 0
     """Bytes of all objects that were downloaded."""
+
+    @classmethod
+    def empty(cls, plan: GatherPlan, schema: PayloadSchema) -> GatherResult:
+        """Return the result of a window in which nothing was attempted.
+
+        Args:
+            plan: The plan.
+            schema: The schema of the payloads.
+
+        Returns:
+            The result.
+        """
+        return cls(plan=plan, schema=schema, uids=(), records={}, accepted={}, holders={}, payloads={})
 
     @property
     def skipped_uids(self) -> tuple[int, ...]:
@@ -348,7 +348,7 @@ class GatherResult:
         Returns:
             float64 [peers, parameters and tables].
         """
-        chosen = self.uids if uids is None else uids
+        chosen = self.uids if uids is None else self._accepted(uids)
         rows = [self.accepted[uid].norms for uid in chosen]
         return torch.tensor(rows, dtype=torch.float64).view(len(chosen), len(self.schema.names))
 
@@ -364,10 +364,16 @@ class GatherResult:
         Raises:
             InputError: One is in another process.
         """
-        missing = [uid for uid in uids if uid not in self.payloads]
+        missing = [uid for uid in self._accepted(uids) if uid not in self.payloads]
         if missing:
             raise InputError(f"the payload of uid {missing[0]} is not in this process")
         return [self.payloads[uid] for uid in uids]
+
+    def _accepted(self, uids: Sequence[int]) -> Sequence[int]:
+        for uid in checks.as_list(uids, "uids"):
+            if not isinstance(uid, int) or uid not in self.accepted:
+                raise InputError(f"uid {uid!r:.40} was not accepted")
+        return uids
 
     @property
     def state_dict(self) -> dict[str, list[Any]]:
@@ -377,11 +383,6 @@ class GatherResult:
         """
         found: dict[str, list[Any]] = import_module("megalith.compat.templar").state_lists(self)
         return found
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of everything that does not depend on ranks or clocks."""
-        return json_digest(self.agreed())
 
     def agreed(self) -> dict[str, Any]:
         """Return what is equal for any number of ranks, as JSON data."""
@@ -457,6 +458,24 @@ def merge(partials: Iterable[Partial]) -> GatherResult:
     )
 
 
+def exchange_partials(own: Partial, ranks: Ranks, *, patience: float = 0.0) -> GatherResult:
+    """Exchange the partials of all ranks and merge them. A collective call.
+
+    Args:
+        own: The partial of this rank.
+        ranks: The ranks.
+        patience: Seconds of work that other ranks may still have before it.
+
+    Returns:
+        The result, equal on all ranks except for the payloads that they hold.
+    """
+    sent = ranks.exchange("partials", own.to_bytes(), patience=patience)
+    return merge(
+        own if place == ranks.place else Partial.from_bytes(each, own.plan, own.schema)
+        for place, each in enumerate(sent)
+    )
+
+
 def as_result(gathered: Gathered) -> GatherResult:
     """Return one result of what a consumer was given.
 
@@ -469,63 +488,6 @@ def as_result(gathered: Gathered) -> GatherResult:
     if isinstance(gathered, GatherResult):
         return gathered
     return merge([gathered] if isinstance(gathered, Partial) else gathered)
-
-
-class SkipReason(IntEnum):
-    """Why the update of a window is skipped; GO if it is not."""
-
-    GO = 0
-    NO_PEERS = 1
-    BELOW_MIN_PEERS = 2
-    PLAN_MISMATCH = 3
-    RANK_LOST = 4
-    BUDGET_TOO_SMALL = 5
-    DIGEST_CONFLICT = 6
-    OPERATOR = 7
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Whether the update of a window happens. A skip leaves weights and counters as they are on every rank.
-
-    Attributes:
-        reason: GO, or why not.
-        detail: For PLAN_MISMATCH, the ranks and fields that differ.
-    """
-
-    reason: SkipReason
-    detail: str = ""
-
-    @property
-    def go(self) -> bool:
-        """Whether the update happens."""
-        return self.reason is SkipReason.GO
-
-
-def decide(
-    gathered: Gathered, *, excluded: Sequence[int] = (), refuse: SkipReason = SkipReason.GO
-) -> Decision:
-    """Decide whether to update with a result.
-
-    Args:
-        gathered: The result.
-        excluded: Accepted uids that are left out.
-        refuse: A reason that is known already.
-
-    Returns:
-        The decision.
-    """
-    result = as_result(gathered)
-    count = len(set(result.uids) - set(excluded))
-    reason = refuse
-    if reason is SkipReason.GO and count < result.plan.min_peers:
-        reason = SkipReason.NO_PEERS if count == 0 else SkipReason.BELOW_MIN_PEERS
-        lost = sum(record.status is Status.RANK_LOST for record in result.records.values())
-        if lost and count + lost >= result.plan.min_peers:
-            reason = SkipReason.RANK_LOST
-        if result.conflicts and count + len(result.conflicts) >= result.plan.min_peers:
-            reason = SkipReason.DIGEST_CONFLICT
-    return Decision(reason)
 
 
 def _partials(partials: Any) -> list[Partial]:

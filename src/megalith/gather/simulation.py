@@ -26,13 +26,13 @@ from torch import Tensor
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import InputError
 from megalith.gather.compress import compress
+from megalith.gather.decision import metrics
 from megalith.gather.fetch import FetchOptions
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import GatherPlan, OverlapConfig, UpdateConfig, payload_key
 from megalith.gather.update import OuterUpdate
 from megalith.gather.window import WindowReport, run_window
-from megalith.gather.window_metrics import metrics
 from megalith.ops import checks
 from megalith.storage.object_store import ObjectInfo, ObjectStore, RequestFailure, StoreRequestError
 

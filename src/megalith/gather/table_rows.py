@@ -14,17 +14,21 @@ A peer that trains tables keeps two of them, of the same configuration and seed:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import InputError
+from megalith.gather.payload_schema import PayloadSchema
 from megalith.ops import checks
 
 RowChanges = dict[str, tuple[Tensor, Tensor]]
 """By table: ids int64 [n] and the change of their rows, float32 [n, dim]."""
+ApplyRows = Callable[[str, Tensor, Tensor], None]
+"""Takes the name of a table, ids int64 [n] ascending, and what to add to their rows, float32 [n, dim]."""
 
 
 class TableRouter(Protocol):
@@ -81,48 +85,54 @@ class TableShards(Protocol):
         """
 
 
-class RowAdder:
-    """Adds reduced rows to tables, each once.
+def row_taker(
+    schema: PayloadSchema, ranks: Ranks, tables: TableShards | None, apply_rows: ApplyRows | None
+) -> ApplyRows | None:
+    """Return what takes the changes of table rows.
 
     Args:
-        tables: The tables.
-        names: The tables of the schema.
-        place: The place of this rank.
-        size: The number of ranks.
+        schema: The schema of the payloads.
+        ranks: The ranks that share the work.
+        tables: The tables to which changes are added, each row once.
+        apply_rows: Called with all rows on every rank instead.
+
+    Returns:
+        The function; None if neither is given.
 
     Raises:
-        InputError: A table is unknown, or divided over another number of ranks.
+        InputError: Both are given, or a table is unknown or divided over another number of ranks.
     """
+    checks.callback(apply_rows, "apply_rows")
+    if tables is None:
+        return apply_rows
+    if apply_rows is not None:
+        raise InputError("give tables or apply_rows, not both")
+    for method in ("assign_add", "track", "drain_touched", "router"):
+        if not callable(getattr(tables, method, None)):
+            raise InputError(
+                f"tables must have the method {method}, as collection.shards has, got {checks.kind(tables)}"
+            )
+    if not getattr(tables, "holds_rows", True):
+        raise InputError("tables are on parameter servers, of which a gather cannot read rows")
+    owners: dict[str, TableRouter | None] = {}
+    for table in schema.tables:
+        router = tables.router(table.name)
+        shards = 1 if router is None else router.num_shards
+        if shards not in (1, ranks.size):
+            raise InputError(
+                f"table {table.name!r} is divided over {shards} ranks, but {ranks.size} ranks gather: "
+                "pass ranks=Ranks.of_group() of the same ranks"
+            )
+        owners[table.name] = None if shards == 1 else router
 
-    def __init__(self, tables: TableShards, names: list[str], place: int, size: int) -> None:
-        for method in ("assign_add", "track", "drain_touched", "router"):
-            if not callable(getattr(tables, method, None)):
-                raise InputError(
-                    f"tables must have the method {method}, as collection.shards has, "
-                    f"got {checks.kind(tables)}"
-                )
-        if not getattr(tables, "holds_rows", True):
-            raise InputError("tables are on parameter servers, of which a gather cannot read rows")
-        self._tables = tables
-        self._place = place
-        self._routers: dict[str, TableRouter | None] = {}
-        for name in names:
-            router = tables.router(name)
-            shards = 1 if router is None else router.num_shards
-            if shards not in (1, size):
-                raise InputError(
-                    f"table {name!r} is divided over {shards} ranks, but {size} ranks gather: "
-                    "pass ranks=Ranks.of_group() of the same ranks"
-                )
-            self._routers[name] = None if shards == 1 else router
-
-    def __call__(self, table: str, ids: Tensor, change: Tensor) -> None:
-        """Add the rows of which this process is the owner."""
-        router = self._routers[table]
+    def add(table: str, ids: Tensor, change: Tensor) -> None:
+        router = owners[table]
         if router is not None:
-            own = router.owner(ids) == self._place
+            own = router.owner(ids) == ranks.place
             ids, change = ids[own], change[own]
-        self._tables.assign_add({table: (ids, change)})
+        tables.assign_add({table: (ids, change)})
+
+    return add
 
 
 class PeerTables:
@@ -135,6 +145,11 @@ class PeerTables:
     """
 
     def __init__(self, local: Any, shared: Any, *, consumer: str = "gather") -> None:
+        for name, shards in (("local", local), ("shared", shared)):
+            if not hasattr(shards, "configs") or not hasattr(shards, "drain_touched"):
+                raise InputError(
+                    f"{name} must be shards such as collection.shards, got {checks.kind(shards)}"
+                )
         if set(local.configs) != set(shared.configs):
             raise InputError(
                 f"local has the tables {sorted(local.configs)}, shared has {sorted(shared.configs)}: "
@@ -142,7 +157,7 @@ class PeerTables:
             )
         self._local = local
         self._shared = shared
-        self._consumer = consumer
+        self._consumer = checks.text(consumer, "consumer")
         self._sent: dict[str, Tensor] = {}
         local.track(consumer)
         shared.track(consumer)

@@ -14,32 +14,26 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megalith.distributed.fingerprint import Fingerprint, fingerprint
 from megalith.distributed.surviving_ranks import Ranks
+from megalith.distributed.tensor_parts import Part, local_tensor, part_of
 from megalith.errors import InputError, UsageError
 from megalith.gather.chunks import Area, covered, lay_out, rectangles, within
 from megalith.gather.columns import Columns
-from megalith.gather.memory_budget import STEP_POSITIONS
-from megalith.gather.payload_schema import PayloadSchema, Weights
+from megalith.gather.payload_schema import ParameterSpec, PayloadSchema, Weights, named_weights
 from megalith.gather.plan import GatherPlan, UpdateConfig
-from megalith.gather.reduce import clip_factors, medians
+from megalith.gather.reduce import STEP_POSITIONS, clip_factors, medians
 from megalith.gather.result import Gathered, GatherResult, as_result
-from megalith.gather.table_rows import RowAdder, TableShards
-from megalith.gather.weight_parts import (
-    Fingerprint,
-    Part,
-    SnapshotPolicy,
-    WeightSnapshot,
-    area_of,
-    fingerprint,
-    part_of,
-    weights_of,
-)
+from megalith.gather.table_rows import ApplyRows, TableShards, row_taker
 from megalith.ops import checks
+from megalith.ops.chunk_rows import step_chunks
+from megalith.storage.tensor_snapshot import SnapshotPolicy, TensorSnapshot
 
 T = TypeVar("T")
-
-ApplyRows = Callable[[str, Tensor, Tensor], None]
-"""Takes the name of a table, ids int64 [n] ascending, and what to add to their rows, float32 [n, dim]."""
+TORN = (
+    "the update failed half-way and weights may be inconsistent: reload a checkpoint and catch up (or use a "
+    "snapshot): "
+)
 
 
 @dataclass(frozen=True)
@@ -86,17 +80,19 @@ class OuterUpdate:
         parameters: Weights,
         gathered: Gathered,
         *,
+        ranks: Ranks | None = None,
         exclude: Sequence[int] = (),
         tables: TableShards | None = None,
         apply_rows: ApplyRows | None = None,
         snapshot: SnapshotPolicy = "none",
         snapshot_directory: Path | None = None,
     ) -> UpdateReport:
-        """Make one step of all weights, in place, in this process.
+        """Make one step of all weights, in place. A collective call with ranks.
 
         Args:
             parameters: The model, or its parameters by name.
-            gathered: The result, whose payloads are all in this process.
+            gathered: The result; the payloads are in this process, or each on one of the ranks.
+            ranks: The ranks that share the work; all have the same result.
             exclude: Accepted uids to leave out.
             tables: The tables to which changes of rows are added.
             apply_rows: Called with changes of rows instead.
@@ -113,25 +109,29 @@ class OuterUpdate:
             UsageError: The window was applied already (nothing has changed), or the step failed half-way and
                 could not be undone.
         """
-        result, ranks = as_result(gathered), Ranks.alone()
-        parts = self.parts(parameters, ranks)
-        left_out = set(exclude)
+        result, together = as_result(gathered), Ranks.or_alone(ranks)
+        left_out = set(checks.sizes(exclude, "exclude", 0))
         uids = tuple(uid for uid in result.uids if uid not in left_out)
-        self.check(result, uids)
-        take = row_taker(result, uids, ranks, tables, apply_rows)
-        columns = Columns(result, ranks, parts=parts)
-        self.prepare(parts, result.plan.update)
-        saved = WeightSnapshot(self.local_tensors(parts), snapshot, snapshot_directory)
+
+        def prepare() -> tuple[dict[str, Part], ApplyRows, TensorSnapshot, Columns]:
+            parts = self.parts(parameters, together)
+            take = self.prepare(result, uids, parts, row_taker(self.schema, together, tables, apply_rows))
+            columns = Columns(result, together, parts=parts)
+            return (
+                parts,
+                take,
+                TensorSnapshot(self.local_tensors(parts), snapshot, snapshot_directory),
+                columns,
+            )
+
+        parts, take, saved, columns = together.agree("pre-update", prepare)
         try:
             return self.step(columns, uids, parts, take)
         except BaseException as error:
             saved.restore()
             if saved.can_restore or not isinstance(error, Exception):
                 raise
-            raise UsageError(
-                "the update failed half-way and weights may be inconsistent: reload a checkpoint and catch "
-                f"up (or use a snapshot): {type(error).__name__}: {error}"
-            ) from error
+            raise UsageError(f"{TORN}{type(error).__name__}: {error}") from error
         finally:
             saved.close()
             columns.close()
@@ -149,25 +149,7 @@ class OuterUpdate:
         Raises:
             InputError: A parameter does not match the schema, or is sharded over other ranks.
         """
-        tensors = weights_of(parameters, self.schema)
-        return {name: part_of(name, tensor, ranks) for name, tensor in tensors.items()}
-
-    def check(self, result: GatherResult, uids: Sequence[int]) -> None:
-        """Check that a result can be applied.
-
-        Args:
-            result: The result.
-            uids: The contributors.
-
-        Raises:
-            InputError: The result is of another schema, or there is no contributor.
-            UsageError: The window was applied already.
-        """
-        if result.schema != self.schema:
-            raise InputError("the gathered payloads have another schema than this update")
-        if not uids:
-            raise InputError("there is no peer to update with: `decide` returns whether to skip")
-        self.check_window(result.plan)
+        return {name: part_of(name, each, ranks) for name, each in self._weights(parameters).items()}
 
     def check_window(self, plan: GatherPlan) -> None:
         """Check that a window follows the last one that was applied.
@@ -178,25 +160,41 @@ class OuterUpdate:
         Raises:
             UsageError: It was applied already, or is older.
         """
-        if self.last_applied is not None:
-            run, window = self.last_applied
-            if run == plan.run and plan.window <= window:
-                raise UsageError(
-                    f"window {plan.window} of run {run!r} cannot be applied: window {window} was applied "
-                    "already, and applying a window twice would change the weights twice"
-                )
+        run, window = self.last_applied or (None, 0)
+        if run == checks.instance(plan, GatherPlan, "plan").run and plan.window <= window:
+            raise UsageError(
+                f"window {plan.window} of run {run!r} cannot be applied: window {window} was applied "
+                "already, and applying a window twice would change the weights twice"
+            )
 
-    def prepare(self, parts: Mapping[str, Part], config: UpdateConfig) -> None:
-        """Create the state of the optimizer where it is missing.
+    def prepare(
+        self, result: GatherResult, uids: Sequence[int], parts: Mapping[str, Part], take: ApplyRows | None
+    ) -> ApplyRows:
+        """Check that a result can be applied, and create the state of the optimizer where it is missing.
 
         Args:
+            result: The result.
+            uids: The contributors.
             parts: What this process holds of each parameter.
-            config: The outer step.
+            take: What takes the changes of table rows.
+
+        Returns:
+            `take`, or a function that is never called if no peer sent rows.
 
         Raises:
-            InputError: The momentum is sharded, but the weights are not.
+            InputError: The result is of another schema, there is no contributor, nothing takes the rows of
+                tables, or the momentum is sharded but the weights are not.
+            UsageError: The window was applied already.
         """
-        for name, part in parts.items() if config.optimizer == "nesterov" else ():
+        if result.schema != self.schema:
+            raise InputError("the gathered payloads have another schema than this update")
+        if not uids:
+            raise InputError("there is no peer to update with: `decide` returns whether to skip")
+        self.check_window(result.plan)
+        for number, table in enumerate(self.schema.tables):
+            if take is None and any(result.accepted[uid].table_rows[number] for uid in uids):
+                raise InputError(f"peers sent rows of table {table.name!r}: pass tables=collection.shards")
+        for name, part in parts.items() if result.plan.update.optimizer == "nesterov" else ():
             found = self.momentum.get(name)
             if found is None:
                 self.momentum[name] = part.like(torch.zeros_like(part.tensor, dtype=torch.float32))
@@ -208,6 +206,7 @@ class OuterUpdate:
                     f"the momentum of {name!r} is sharded, but the parameter is not: "
                     "load a state_dict with whole tensors (DTensor.full_tensor())"
                 )
+        return take or (lambda table, ids, change: None)
 
     def local_tensors(self, parts: Mapping[str, Part]) -> dict[str, Tensor]:
         """Return the tensors of this process that a step changes.
@@ -219,7 +218,7 @@ class OuterUpdate:
             Weights and momentum by name.
         """
         momentum = {name: local_tensor(tensor) for name, tensor in self.momentum.items()}
-        return {**{name: part.tensor for name, part in parts.items()}, **momentum_names(momentum)}
+        return {**{name: part.tensor for name, part in parts.items()}, **_of_momentum(momentum)}
 
     @torch.no_grad()
     def step(
@@ -246,7 +245,7 @@ class OuterUpdate:
         config = result.plan.update
         norms = result.norm_table(uids)
         factors = clip_factors(norms, config)
-        areas = [area_of(spec, parts[spec.name].span) for spec in specs]
+        areas = [_area(spec, parts[spec.name].span) for spec in specs]
         momentum = {name: local_tensor(tensor) for name, tensor in self.momentum.items()}
         for number, start, tile in columns.tiles(uids, factors, lambda n: parts[specs[n].name].tensor.device):
             on_change()
@@ -281,8 +280,8 @@ class OuterUpdate:
         Returns:
             The fingerprint, equal for any number of ranks.
         """
-        tensors = weights_of(parameters, self.schema)
-        return fingerprint({**tensors, **momentum_names(self.momentum)}, ranks=ranks)
+        tensors = self._weights(parameters)
+        return fingerprint({**tensors, **_of_momentum(self.momentum)}, ranks=ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """Return step counter, last window and momentum, as `load_state_dict` takes them.
@@ -318,72 +317,39 @@ class OuterUpdate:
         self.outer_step, self.momentum = outer_step, momentum
         self.last_applied = None if last is None else (str(last[0]), int(last[1]))
 
-
-def row_taker(
-    result: GatherResult,
-    uids: Sequence[int],
-    ranks: Ranks,
-    tables: TableShards | None,
-    apply_rows: ApplyRows | None,
-) -> ApplyRows:
-    """Return what is called with the changes of table rows.
-
-    Args:
-        result: The result.
-        uids: The contributors.
-        ranks: The ranks that share the work.
-        tables: The tables to which changes are added, each row once.
-        apply_rows: Called with all rows on every rank instead.
-
-    Returns:
-        The function.
-
-    Raises:
-        InputError: Peers sent rows, and neither is given; or both are; or tables do not match.
-    """
-    if tables is not None and apply_rows is not None:
-        raise InputError("give tables or apply_rows, not both")
-    names = [table.name for table in result.schema.tables]
-    if tables is not None:
-        return RowAdder(tables, names, ranks.place, ranks.size)
-    checks.callback(apply_rows, "apply_rows")
-    for number, name in enumerate(names):
-        if apply_rows is None and any(result.accepted[uid].table_rows[number] for uid in uids):
-            raise InputError(f"peers sent rows of table {name!r}: pass tables=collection.shards")
-    return apply_rows or _no_rows
+    def _weights(self, parameters: Weights) -> dict[str, Tensor]:
+        """The parameters of the schema by name, detached."""
+        given, found = named_weights(parameters, frozen=True), {}
+        for spec in self.schema.parameters:
+            tensor = given.get(spec.name)
+            if tensor is None:
+                raise InputError(f"parameter {spec.name!r} of the schema was not given")
+            if tuple(tensor.shape) != spec.shape or not tensor.is_floating_point():
+                raise InputError(
+                    f"parameter {spec.name!r} is {tensor.dtype} {tuple(tensor.shape)}, "
+                    f"its schema has floating point {spec.shape}"
+                )
+            if tensor.is_meta or not tensor.is_contiguous():
+                raise InputError(f"parameter {spec.name!r} is not contiguous: use .contiguous()")
+            found[spec.name] = tensor.detach()
+        return found
 
 
-def momentum_names(momentum: Mapping[str, T]) -> dict[str, T]:
-    """Return momentum under the names that it has in fingerprints and snapshots.
-
-    Args:
-        momentum: By the name of its parameter.
-
-    Returns:
-        By "momentum of NAME".
-    """
+def _of_momentum(momentum: Mapping[str, T]) -> dict[str, T]:
+    """Momentum under the names that it has in fingerprints and snapshots."""
     return {f"momentum of {name}": tensor for name, tensor in momentum.items()}
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds.
-
-    Args:
-        tensor: A plain tensor or a DTensor.
-
-    Returns:
-        A plain tensor that shares its memory.
-    """
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
-
-
-def _no_rows(table: str, ids: Tensor, change: Tensor) -> None:
-    return
+def _area(spec: ParameterSpec, span: tuple[int, int] | None) -> Area:
+    """The lines and columns of a parameter's matrix that a part covers."""
+    lines, columns = spec.matrix
+    if span is None:
+        return Area(0, lines, 0, columns)
+    return Area(0, 1, *span) if len(spec.shape) < 2 else Area(*span, 0, columns)
 
 
 def _step_tile(
-    spec: Any,
+    spec: ParameterSpec,
     weights: Tensor,
     momentum: Tensor | None,
     start: int,
@@ -394,6 +360,10 @@ def _step_tile(
     """Step the weights of an area that rows `start` and on cover, in small pieces."""
     shape = area.bottom - area.top, area.right - area.left
     height, width = spec.chunk
+    if config.optimizer == "sgd" and step_chunks(
+        tile, weights.view(shape), start, max(1, spec.bands[1]), spec.chunk, area.top, area.left, config.lr
+    ):
+        return
     each = max(1, STEP_POSITIONS // spec.size)
     for first in range(0, tile.shape[0], each):
         piece = tile[first : first + each]
@@ -412,12 +382,8 @@ def _step_tile(
                 own.mul_(config.momentum).add_(gradient)
                 gradient = (own * config.momentum).add_(gradient)
             # Multiplied, then subtracted: fused, the two would round once here and twice there.
-            scaled = gradient * config.lr if _shares_memory(gradient, tile) else gradient.mul_(config.lr)
+            scaled = gradient * config.lr
             if target.dtype is torch.float32:
                 target -= scaled
             else:
                 target.copy_(target.to(torch.float32) - scaled)
-
-
-def _shares_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import chain
@@ -18,12 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.gather.chunks import spare_code_bits, spare_index_bits, unpack_codes, unpack_indices
-from megalith.gather.memory_budget import Ledger
 from megalith.gather.payload import Header, Payload, header_limit, raw_bytes, read_header
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema, TableSpec
-from megalith.gather.status import Fault, Status
-from megalith.storage.spool import Body
+from megalith.gather.plan import Fault, Status
+from megalith.ops import chunk_rows
+from megalith.storage.spool import Body, Ledger
 
 Check = Callable[[Tensor], None]
 
@@ -32,17 +31,18 @@ _BYTES_PER_HEADER_BYTE = 32  # size of parsed JSON divided by its text
 _TABLE_BLOCK = 1 << 16  # elements of table rows summed at once; fixed, as norms must not depend on budgets
 
 
-@dataclass(frozen=True)
-class CheckedPayload:
+class CheckedPayload(Payload):
     """A payload that passed.
 
-    Attributes:
+    Args:
         header: Its header.
+        body: Its bytes.
         norms: The norm of each parameter, then of each table.
     """
 
-    header: Header
-    norms: tuple[float, ...]
+    def __init__(self, header: Header, body: Body, norms: tuple[float, ...]) -> None:
+        super().__init__(header, body)
+        self.norms = norms
 
 
 def least_work_bytes(schema: PayloadSchema) -> int:
@@ -83,7 +83,7 @@ def validate(
         work_bytes: Memory for blocks, at least `least_work_bytes`.
 
     Returns:
-        The header and norms.
+        The payload with its norms.
 
     Raises:
         Fault: With the status of the first thing that is wrong. A digest that does not match takes
@@ -100,7 +100,7 @@ def validate(
         for number in range(len(header.parameters))
     ]
     norms += [_check_table(payload, number, max_value, ledger) for number in range(len(header.tables))]
-    return CheckedPayload(header, tuple(norms))
+    return CheckedPayload(header, body, tuple(norms))
 
 
 def _check_identity(header: Header, schema: PayloadSchema, run: str, window: int, uid: int) -> None:
@@ -184,22 +184,23 @@ def _check_parameter(
 
 
 def _check_indices(spec: ParameterSpec, packed: Tensor) -> None:
-    if bool(spare_index_bits(packed, spec.keep).any()):
-        raise Fault(Status.INVALID_INDEX, f"{spec.name!r}: bits after the last index of a row are set")
-    indices = unpack_indices(packed, spec.keep)
-    if bool((indices[:, -1:] >= spec.size).any()):
-        raise Fault(Status.INVALID_INDEX, f"{spec.name!r}: an index is not below {spec.size}")
-    if bool((indices[:, 1:] <= indices[:, :-1]).any()):
-        raise Fault(Status.INVALID_INDEX, f"{spec.name!r}: indices of a row repeat or do not ascend")
+    found = chunk_rows.index_problems(packed, spec.keep, spec.size)
+    for problem, detail in (
+        (chunk_rows.SPARE_BITS, "bits after the last index of a row are set"),
+        (chunk_rows.TOO_HIGH, f"an index is not below {spec.size}"),
+        (chunk_rows.NOT_ASCENDING, "indices of a row repeat or do not ascend"),
+    ):
+        if found & problem:
+            raise Fault(Status.INVALID_INDEX, f"{spec.name!r}: {detail}")
 
 
 def _count_codes(spec: ParameterSpec, counts: Tensor, packed: Tensor) -> None:
-    if bool(spare_code_bits(packed, spec.keep, spec.bits).any()):
+    found, spare = chunk_rows.count_codes(packed, spec.keep, spec.bits)
+    if spare:
         raise Fault(Status.INVALID_VALUE, f"{spec.name!r}: bits after the last code of a row are set")
-    found = torch.bincount(unpack_codes(packed, spec.keep, spec.bits).flatten(), minlength=spec.bins)
-    if found.numel() > spec.bins:
+    if bool(found[spec.bins :].any()):
         raise Fault(Status.INVALID_VALUE, f"{spec.name!r}: a code is not below {spec.bins}")
-    counts += found
+    counts += found[: spec.bins]
 
 
 def _check_values(where: str, max_value: float, values: Tensor) -> None:

@@ -19,37 +19,29 @@ can refuse does so before "pre-update". The weights of a rank are in one of thes
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from megalith.distributed.fingerprint import Fingerprint
 from megalith.distributed.surviving_ranks import BrokenExchange, Ranks
-from megalith.errors import (
-    ArtifactError,
-    BudgetError,
-    InputError,
-    MegalithError,
-    RankFailedError,
-    RankTimeoutError,
-    UsageError,
-)
+from megalith.distributed.tensor_parts import Part
+from megalith.errors import ArtifactError, BudgetError, InputError, RankTimeoutError, UsageError
 from megalith.gather.artifact import PayloadUpload, make_manifest, prune_artifacts, write_manifest
 from megalith.gather.columns import Columns
+from megalith.gather.decision import Decision, SkipReason, decide
 from megalith.gather.fetch import FetchOptions, Gatherer, Stores
 from megalith.gather.overlap import Overlap, excluded_uids, find_overlap
 from megalith.gather.payload_schema import Weights
-from megalith.gather.plan import GatherPlan, backfill, deal
-from megalith.gather.result import Decision, GatherResult, Partial, SkipReason, decide, make_partial, merge
-from megalith.gather.status import Status
-from megalith.gather.table_rows import TableShards
-from megalith.gather.update import ApplyRows, OuterUpdate, UpdateReport, row_taker
-from megalith.gather.weight_parts import Fingerprint, Part, SnapshotPolicy, WeightSnapshot
+from megalith.gather.plan import GatherPlan, Status, backfill, deal
+from megalith.gather.result import GatherResult, exchange_partials
+from megalith.gather.table_rows import ApplyRows, TableShards, row_taker
+from megalith.gather.update import TORN, OuterUpdate, UpdateReport
 from megalith.ops import checks
-from megalith.storage.json_records import canonical_json
 from megalith.storage.object_store import ObjectStore
-from megalith.storage.strict_json import parse_json_object
+from megalith.storage.tensor_snapshot import SnapshotPolicy, TensorSnapshot
 
 Stage = Literal["fresh", "torn", "done", "final"]
 _log = logging.getLogger("megalith.gather")
@@ -126,36 +118,37 @@ def run_window(
     checks.one_of(on_artifact_error, ("raise", "warn"), "on_artifact_error")
     if plan is not None or ranks is None:
         checks.instance(plan, GatherPlan, "plan")
-    if ranks is not None:
-        checks.instance(ranks, Ranks, "ranks")
     if artifacts is not None:
         checks.instance(artifacts, ObjectStore, "artifacts")
     if keep_artifacts is not None:
         checks.integer(keep_artifacts, "keep_artifacts")
-    request = _WindowArguments(
-        plan,
-        parameters,
-        stores,
-        artifacts,
-        tables,
-        apply_rows,
-        checks.instance(options or FetchOptions(), FetchOptions, "options"),
-        snapshot,
-        snapshot_directory,
-        on_artifact_error,
-        keep_artifacts,
-        checks.flag(skip, "skip"),
-    )
-    return _GatherWindow(request, update, ranks or Ranks.alone()).run()
+    return _GatherWindow(
+        given=plan,
+        parameters=parameters,
+        update=update,
+        stores=stores,
+        ranks=Ranks.or_alone(ranks),
+        artifacts=artifacts,
+        tables=tables,
+        apply_rows=apply_rows,
+        options=FetchOptions() if options is None else checks.instance(options, FetchOptions, "options"),
+        snapshot=snapshot,
+        snapshot_directory=snapshot_directory,
+        on_artifact_error=on_artifact_error,
+        keep_artifacts=keep_artifacts,
+        skip=checks.flag(skip, "skip"),
+    ).run()
 
 
-@dataclass(frozen=True)
-class _WindowArguments:
-    """The arguments of `run_window`."""
+@dataclass(kw_only=True)
+class _GatherWindow:
+    """One window of one rank: the arguments of `run_window`, and what is known so far."""
 
-    plan: GatherPlan | None
+    given: GatherPlan | None
     parameters: Weights
+    update: OuterUpdate
     stores: Stores
+    ranks: Ranks
     artifacts: ObjectStore | None
     tables: TableShards | None
     apply_rows: ApplyRows | None
@@ -165,30 +158,22 @@ class _WindowArguments:
     on_artifact_error: str
     keep_artifacts: int | None
     skip: bool
-
-
-class _GatherWindow:
-    """One window of one rank."""
-
-    def __init__(self, request: _WindowArguments, update: OuterUpdate, ranks: Ranks) -> None:
-        self._request = request
-        self._update = update
-        self._ranks = ranks
-        self._plan: GatherPlan | None = None
-        self._stage: Stage = "fresh"
-        self._counters = (update.outer_step, update.last_applied)
-        self._saved: WeightSnapshot | None = None
-        self._gatherer: Gatherer | None = None
-        self._upload: PayloadUpload | None = None
-        self._parts: dict[str, Part] = {}
-        self._wanted: list[int] = []
-        self._rounds = 0
-        self._error: str | None = None
-        self._outcome: WindowReport | None = None
-        self._before: str | None = None
+    plan: GatherPlan | None = None
+    stage: Stage = "fresh"
+    counters: tuple[int, tuple[str, int] | None] = (0, None)
+    saved: TensorSnapshot | None = None
+    gatherer: Gatherer | None = None
+    upload: PayloadUpload | None = None
+    parts: dict[str, Part] = field(default_factory=dict)
+    wanted: list[int] = field(default_factory=list)
+    rounds: int = 0
+    error: str | None = None
+    outcome: WindowReport | None = None
+    before: str | None = None
 
     def run(self) -> WindowReport:
         """The window, tried again without ranks that are lost."""
+        self.counters = (self.update.outer_step, self.update.last_applied)
         try:
             while True:
                 try:
@@ -197,100 +182,78 @@ class _GatherWindow:
                     self._continue_without(broken)
         except BaseException as error:
             self._undo()
-            if self._stage == "torn" and isinstance(error, Exception) and not isinstance(error, UsageError):
+            if self.stage == "torn" and isinstance(error, Exception) and not isinstance(error, UsageError):
                 raise self._torn(f"{type(error).__name__}: {error}") from error
             raise
         finally:
-            if self._upload is not None:
+            if self.upload is not None:
                 with suppress(ArtifactError):
-                    self._upload.wait()
-            if self._saved is not None:
-                self._saved.close()
-            if self._gatherer is not None:
-                self._gatherer.partial().close()
+                    self.upload.wait()
+            if self.saved is not None:
+                self.saved.close()
+            if self.gatherer is not None:
+                self.gatherer.partial().close()
 
     # ---- the path of a window
 
     def _attempt(self) -> WindowReport:
-        if self._stage == "fresh":
+        if self.stage == "fresh":
             plan, mismatch = self._agree()
             if mismatch:
-                nothing = merge(
-                    [make_partial(replace(plan, primary=(), reserve=()), self._update.schema, (), ())]
-                )
-                decision = Decision(SkipReason.PLAN_MISMATCH, mismatch)
-                return WindowReport(replace(nothing, plan=plan), None, decision, None, None)
-            self._outcome = self._gather_and_step(plan)
-        assert self._outcome is not None
-        outcome, plan = self._outcome, self._outcome.result.plan
-        if plan.is_checked and (outcome.decision.go or self._request.artifacts is not None):
+                nothing = GatherResult.empty(plan, self.update.schema)
+                return WindowReport(nothing, None, Decision(SkipReason.PLAN_MISMATCH, mismatch), None, None)
+            self.outcome = self._gather_and_step(plan)
+        assert self.outcome is not None
+        outcome = self.outcome
+        if outcome.result.plan.is_checked and (outcome.decision.go or self.artifacts is not None):
             outcome = replace(outcome, fingerprint=self._compare_weights())
-        if self._stage == "done":
-            self._stage = "final"
-        if self._request.artifacts is not None:
-            outcome = replace(outcome, artifact_error=self._commit(outcome, self._request.artifacts))
+        if self.stage == "done":
+            self.stage = "final"
+        if self.artifacts is not None:
+            outcome = replace(outcome, artifact_error=self._commit(outcome, self.artifacts))
         return outcome
 
     def _agree(self) -> tuple[GatherPlan, str]:
         """The plan, and which ranks have different settings. An error of one rank is raised on all."""
-        own = self._plan or self._request.plan
-        sent = self._ranks.exchange("plan", b"" if own is None else own.to_bytes())
+        own = self.plan or self.given
+        sent = self.ranks.exchange("plan", b"" if own is None else own.to_bytes())
         found = next((each for each in sent if each), None)
         if found is None:
             raise InputError("no rank has a plan: the first one must pass it")
-        plan = self._plan = GatherPlan.from_bytes(found)
-        error: Exception | None = None
-        try:
-            self._prepare(plan)
-        except (MegalithError, OSError) as problem:
-            error = problem
-        mine = self._request.plan
+        plan = self.plan = GatherPlan.from_bytes(found)
+        self.ranks.agree("ready", lambda: self._prepare(plan))
         state = {
-            "fields": [] if mine is None else mine.differences(plan),
-            "outer_step": self._update.outer_step,
-            "last_applied": self._update.last_applied,
+            "fields": [] if self.given is None else self.given.differences(plan),
+            "outer_step": self.update.outer_step,
+            "last_applied": self.update.last_applied,
         }
-        replies = tell(self._ranks, "ready", state, error)
+        replies = self.ranks.messages("settings", state)
         differences = []
-        for place, each in enumerate(replies):
-            names = [
-                *each["fields"],
-                *(n for n in ("outer_step", "last_applied") if each[n] != replies[0][n]),
-            ]
-            if names:
-                differences.append(f"rank {self._ranks.members[place]}: {', '.join(names)}")
+        for rank, each in zip(self.ranks.members, replies, strict=True):
+            counters = [name for name in ("outer_step", "last_applied") if each[name] != replies[0][name]]
+            if names := [*each["fields"], *counters]:
+                differences.append(f"rank {rank}: {', '.join(names)}")
         return plan, "; ".join(differences)
 
     def _prepare(self, plan: GatherPlan) -> None:
         """Everything on this rank that can refuse before a request."""
-        if self._gatherer is not None:
+        if self.gatherer is not None:
             return
-        request, update, ranks = self._request, self._update, self._ranks
-        self._parts = update.parts(request.parameters, ranks)
-        update.check_window(plan)
-        schema = update.schema
-        row_taker(merge([make_partial(plan, schema, (), ())]), (), ranks, request.tables, request.apply_rows)
-        self._gatherer = Gatherer(
-            plan,
-            schema,
-            request.stores,
-            rank=ranks.rank,
-            world_size=ranks.size,
-            slots=len(plan.primary) + len(plan.reserve),
-            options=request.options,
+        ranks, schema = self.ranks, self.update.schema
+        self.parts = self.update.parts(self.parameters, ranks)
+        self.update.check_window(plan)
+        row_taker(schema, ranks, self.tables, self.apply_rows)
+        self.gatherer = Gatherer(
+            plan, schema, self.stores, rank=ranks.rank, world_size=ranks.size, options=self.options
         )
 
     def _gather_and_step(self, plan: GatherPlan) -> WindowReport:
         result = self._gather(plan)
         columns, overlap, refuse = None, None, SkipReason.GO
+        spool = self.options.spool_directory
         try:
             try:
-                columns = Columns(
-                    result,
-                    self._ranks,
-                    parts=self._parts,
-                    spool_directory=self._request.options.spool_directory,
-                )
+                columns = Columns(result, self.ranks, parts=self.parts, spool_directory=spool)
                 gram, exact = columns.gram()
                 overlap = find_overlap(result, gram, exact=exact)
             except BudgetError as error:
@@ -298,117 +261,98 @@ class _GatherWindow:
                 refuse = SkipReason.BUDGET_TOO_SMALL
             left_out = _left_out(overlap, plan)
             uids = tuple(uid for uid in result.uids if uid not in left_out)
-            refuse = SkipReason.OPERATOR if self._request.skip else refuse
-            decision = decide(result, excluded=left_out, refuse=refuse)
-            decision = Decision(
-                SkipReason(tell(self._ranks, "decision", {"reason": decision.reason})[0]["reason"])
-            )
-            take = self._before_update(result, uids, decision)
+            refuse = SkipReason.OPERATOR if self.skip else refuse
+            reason = decide(result, excluded=left_out, refuse=refuse).reason
+            decision = Decision(SkipReason(self.ranks.messages("decision", int(reason))[0]))
+            if self.artifacts is not None and plan.is_checked:
+                self.before = self.update.fingerprint(self.parameters, ranks=self.ranks).hash
+            take = self.ranks.agree("pre-update", lambda: self._before_update(result, uids, decision))
             report = None
             if decision.go:
                 assert columns is not None
-                report = self._update.step(columns, uids, self._parts, take, self._tear)
-                self._stage = "done"
+                report = self.update.step(columns, uids, self.parts, take, self._tear)
+                self.stage = "done"
             return WindowReport(result, overlap, decision, report, None)
         finally:
             if columns is not None:
                 columns.close()
 
     def _tear(self) -> None:
-        self._stage = "torn"
+        self.stage = "torn"
 
     def _gather(self, plan: GatherPlan) -> GatherResult:
         """The merged result, equal on all ranks."""
-        gatherer, ranks = self._gatherer, self._ranks
+        gatherer, ranks = self.gatherer, self.ranks
         assert gatherer is not None
-        self._wanted = self._wanted or sorted(plan.primary)
-        while share := self._next_share(plan):
+        self.wanted = self.wanted or sorted(plan.primary)
+        while share := self._next_share(plan, gatherer):
             try:
                 gatherer.fetch(share[ranks.place])
             except Exception as error:
-                self._error = f"{type(error).__name__}: {error}"
-        own = gatherer.partial(self._error)
-        sent = ranks.exchange("partials", own.to_bytes())
-        return merge(
-            own if place == ranks.place else Partial.from_bytes(each, plan, self._update.schema)
-            for place, each in enumerate(sent)
-        )
+                self.error = f"{type(error).__name__}: {error}"
+        return exchange_partials(gatherer.partial(self.error), ranks)
 
-    def _next_share(self, plan: GatherPlan) -> list[tuple[int, ...]]:
+    def _next_share(self, plan: GatherPlan, gatherer: Gatherer) -> list[tuple[int, ...]]:
         """The uids that each rank fetches next, from the statuses of all so far; empty if there are none."""
-        assert self._gatherer is not None
         mine = {
-            "statuses": {str(uid): status.value for uid, status in self._gatherer.statuses.items()},
-            "error": self._error,
-            "wanted": self._wanted,
-            "rounds": self._rounds,
+            "statuses": {str(uid): status.value for uid, status in gatherer.statuses.items()},
+            "error": self.error,
+            "wanted": self.wanted,
+            "rounds": self.rounds,
         }
-        replies = tell(self._ranks, "statuses", mine, patience=plan.deadline)
+        replies = self.ranks.messages("statuses", mine, patience=plan.deadline)
         # After a rank was lost, some may know of a round that others do not know.
-        self._wanted = max((each["wanted"] for each in replies), key=len)
-        self._rounds = max(each["rounds"] for each in replies)
+        self.wanted = max((each["wanted"] for each in replies), key=len)
+        self.rounds = max(each["rounds"] for each in replies)
         statuses = [{int(u): Status(s) for u, s in each["statuses"].items()} for each in replies]
         known = {uid for each in statuses for uid in each}
-        pending = [uid for uid in self._wanted if uid not in known]
-        if not pending and self._rounds < plan.backfill_rounds:
+        pending = [uid for uid in self.wanted if uid not in known]
+        if not pending and self.rounds < plan.backfill_rounds:
             pending = [uid for share in backfill(plan, statuses) for uid in share]
             pending.sort(key=plan.reserve.index)
-            self._wanted = self._wanted + pending
-            self._rounds += 1
+            self.wanted = self.wanted + pending
+            self.rounds += 1
         able = [place for place, each in enumerate(replies) if each["error"] is None]
         if not pending or not able:
             return []
         shares = dict(zip(able, deal(pending, [len(statuses[place]) for place in able]), strict=True))
-        return [shares.get(place, ()) for place in range(self._ranks.size)]
+        return [shares.get(place, ()) for place in range(self.ranks.size)]
 
     def _before_update(self, result: GatherResult, uids: tuple[int, ...], decision: Decision) -> ApplyRows:
-        """The last steps that can refuse, then the barrier before weights change."""
-        request, update, plan = self._request, self._update, result.plan
-        take: ApplyRows | None = None
-        error: Exception | None = None
-        if request.artifacts is not None and plan.is_checked:
-            self._before = update.fingerprint(request.parameters, ranks=self._ranks).hash
-        try:
-            if request.artifacts is not None:
-                self._upload = PayloadUpload(request.artifacts, result, deadline=self._ranks.timeout)
-            if decision.go:
-                update.check(result, uids)
-                take = row_taker(result, uids, self._ranks, request.tables, request.apply_rows)
-                self._take_snapshot(plan)
-        except (MegalithError, OSError) as problem:
-            error = problem
-        tell(self._ranks, "pre-update", {}, error)
-        return take if take is not None else lambda table, ids, change: None
-
-    def _take_snapshot(self, plan: GatherPlan) -> None:
-        if self._saved is not None:
-            self._saved.close()
-        self._update.prepare(self._parts, plan.update)
-        tensors = self._update.local_tensors(self._parts)
-        self._saved = WeightSnapshot(tensors, self._request.snapshot, self._request.snapshot_directory)
+        """The last steps on this rank that can refuse; what takes the changes of table rows."""
+        if self.artifacts is not None:
+            self.upload = PayloadUpload(self.artifacts, result, deadline=self.ranks.timeout)
+        take = row_taker(self.update.schema, self.ranks, self.tables, self.apply_rows)
+        if decision.go:
+            take = self.update.prepare(result, uids, self.parts, take)
+            if self.saved is not None:
+                self.saved.close()
+            tensors = self.update.local_tensors(self.parts)
+            self.saved = TensorSnapshot(tensors, self.snapshot, self.snapshot_directory)
+        return take or (lambda table, ids, change: None)
 
     def _compare_weights(self) -> Fingerprint:
         """The fingerprint of the weights. All ranks raise UsageError if theirs differ."""
-        found = self._update.fingerprint(self._request.parameters, ranks=self._ranks)
-        replies = tell(self._ranks, "fingerprints", {"hash": found.hash})
-        others = [self._ranks.members[p] for p, each in enumerate(replies) if each["hash"] != found.hash]
+        found = self.update.fingerprint(self.parameters, ranks=self.ranks)
+        hashes = self.ranks.messages("fingerprints", found.hash)
+        others = [rank for rank, each in zip(self.ranks.members, hashes, strict=True) if each != found.hash]
         if others:
             raise UsageError(
-                f"rank {self._ranks.rank} and rank {others[0]} have different weights: "
+                f"rank {self.ranks.rank} and rank {others[0]} have different weights: "
                 "were they equal before the window? reload a checkpoint"
             )
         return found
 
     def _commit(self, outcome: WindowReport, store: ObjectStore) -> str | None:
         """Wait for the payloads of all ranks, then write the manifest. Returns the problem."""
-        own = self._try_artifact(self._upload.wait) if self._upload is not None else None
-        replies = tell(self._ranks, "payloads", {"problem": own}, patience=self._ranks.timeout)
-        problem: str | None = next((each["problem"] for each in replies if each["problem"]), None)
-        if problem is None and self._ranks.leads:
-            problem = self._try_artifact(lambda: self._write_manifest(outcome, store))
-        replies = tell(self._ranks, "manifest", {"problem": problem}, patience=self._ranks.timeout)
-        problem = replies[0]["problem"]
-        if problem is not None and self._request.on_artifact_error == "raise":
+        patience = self.ranks.timeout
+        own = _problem_of(self.upload.wait) if self.upload is not None else None
+        problems = self.ranks.messages("payloads", own, patience=patience)
+        problem: str | None = next((each for each in problems if each), None)
+        if problem is None and self.ranks.leads:
+            problem = _problem_of(lambda: self._write_manifest(outcome, store))
+        problem = self.ranks.messages("manifest", problem, patience=patience)[0]
+        if problem is not None and self.on_artifact_error == "raise":
             raise ArtifactError(f"{problem}; the window itself is complete")
         if problem is not None:
             _log.warning("window %d: %s", outcome.result.plan.window, problem)
@@ -421,53 +365,45 @@ class _GatherWindow:
             outcome.decision,
             gram=None if outcome.overlap is None else outcome.overlap.gram,
             excluded=_left_out(outcome.overlap, result.plan),
-            outer_step=self._update.outer_step,
-            weights_before=self._before,
+            outer_step=self.update.outer_step,
+            weights_before=self.before,
             after=outcome.fingerprint,
         )
-        write_manifest(store, manifest, deadline=self._ranks.timeout)
-        if self._request.keep_artifacts is not None:
-            prune_artifacts(store, result.plan.run, keep=self._request.keep_artifacts)
-
-    @staticmethod
-    def _try_artifact(work: Callable[[], None]) -> str | None:
-        try:
-            work()
-        except (ArtifactError, OSError) as error:
-            return str(error)
-        return None
+        write_manifest(store, manifest, deadline=self.ranks.timeout)
+        if self.keep_artifacts is not None:
+            prune_artifacts(store, result.plan.run, keep=self.keep_artifacts)
 
     # ---- losing a rank
 
     def _continue_without(self, broken: BrokenExchange) -> None:
         """Continue with the ranks that are left, or raise on all of them why that is not possible."""
         what, _, _ = str(broken).partition(":")
-        plan = self._plan
-        patience = max(self._ranks.timeout, 0.0 if plan is None else plan.deadline)
+        plan = self.plan
+        patience = max(self.ranks.timeout, 0.0 if plan is None else plan.deadline)
         lost: list[int] = []
         while True:
-            lost += self._ranks.reform(what, patience)
+            lost += self.ranks.reform(what, patience)
             # Rows of tables belong to the caller: a snapshot does not have them.
-            can_undo = self._saved is not None and self._saved.can_restore
+            can_undo = self.saved is not None and self.saved.can_restore
             mine = {
-                "stage": self._stage,
-                "undo": can_undo and not self._update.schema.tables,
+                "stage": self.stage,
+                "undo": can_undo and not self.update.schema.tables,
                 "attempt": -1 if plan is None else plan.attempt,
             }
             try:
-                states = tell(self._ranks, "stages", mine)
+                states = self.ranks.messages("stages", mine)
                 break
             except BrokenExchange:
                 continue
         named = ", ".join(map(str, lost)) or "none"
-        if lost and any(part.span is not None for part in self._parts.values()):
+        if lost and any(part.span is not None for part in self.parts.values()):
             raise RankTimeoutError(
                 f"{what}: lost ranks: {named}; no other rank has their parts of parameters"
             )
         if plan is not None:
-            self._plan = replace(plan, attempt=max(each["attempt"] for each in states) + 1)
-            if self._gatherer is not None:
-                self._gatherer.use_plan(self._plan, self._ranks.size)
+            self.plan = replace(plan, attempt=max(each["attempt"] for each in states) + 1)
+            if self.gatherer is not None:
+                self.gatherer.use_plan(self.plan, self.ranks.size)
         stages = {each["stage"] for each in states}
         if stages == {"fresh"} or stages <= {"done", "final"}:
             return
@@ -477,55 +413,23 @@ class _GatherWindow:
 
     def _undo(self) -> None:
         """Undo a step that is not final, if a snapshot can."""
-        if self._stage in ("torn", "done") and self._saved is not None and self._saved.can_restore:
-            self._saved.restore()
-            self._update.outer_step, self._update.last_applied = self._counters
-            self._stage = "fresh"
+        if self.stage in ("torn", "done") and self.saved is not None and self.saved.can_restore:
+            self.saved.restore()
+            self.update.outer_step, self.update.last_applied = self.counters
+            self.stage = "fresh"
 
     def _torn(self, why: str) -> UsageError:
         with suppress(RuntimeError):
-            self._ranks.close()
-        return UsageError(
-            "the update failed half-way and weights may be inconsistent: reload a checkpoint and catch up "
-            f"(or use a snapshot): {why}"
-        )
+            self.ranks.close()
+        return UsageError(f"{TORN}{why}")
 
 
-def tell(
-    ranks: Ranks,
-    what: str,
-    message: Mapping[str, Any],
-    error: Exception | None = None,
-    *,
-    patience: float = 0.0,
-) -> list[dict[str, Any]]:
-    """Exchange messages. An error of one rank is raised there, and as RankFailedError on all others.
-
-    Args:
-        ranks: The ranks.
-        what: The name of the exchange.
-        message: JSON data of this rank.
-        error: The error of this rank.
-        patience: Seconds of work that other ranks may still have before it.
-
-    Returns:
-        The message of each rank, by place.
-
-    Raises:
-        RankFailedError: Another rank has an error; the message names it.
-    """
-    problem = None if error is None else f"{type(error).__name__}: {error}"
-    data = canonical_json({"message": message, "problem": problem})
-    replies = [
-        parse_json_object(each, lambda wrong: RankFailedError(f"{what}: {wrong}")).data
-        for each in ranks.exchange(what, data, patience=patience)
-    ]
-    if error is not None:
-        raise error
-    for place, each in enumerate(replies):
-        if each["problem"] is not None:
-            raise RankFailedError(f"{what}: rank {ranks.members[place]}: {each['problem']}")
-    return [each["message"] for each in replies]
+def _problem_of(work: Callable[[], None]) -> str | None:
+    try:
+        work()
+    except (ArtifactError, OSError) as error:
+        return str(error)
+    return None
 
 
 def _left_out(overlap: Overlap | None, plan: GatherPlan) -> tuple[int, ...]:

@@ -2,9 +2,10 @@
 
 The reader is strict like `strict_json`: every field must be there with its type, no other field may be there,
 and what a class itself refuses (InputError) is reported with the place in the document. Supported hints are
-bool, int, float, str, `Sha256`, datetime, Literal, enums (by name or, for str enums, by value), `X | None`,
-tuples, Mappings by str or int, and such dataclasses. `field(metadata=INLINE)` writes the fields of a nested
-dataclass beside those of its owner; `field(metadata=NOT_SAVED)` leaves a field out.
+bool, int, float, str, `Sha256`, datetime, Literal, enums (by name or, for str enums, by value), unions of
+these with None and each other, tuples, Mappings by str or int, and such dataclasses.
+`field(metadata=INLINE)` writes the fields of a nested dataclass beside those of its owner,
+`field(metadata=NOT_SAVED)` leaves a field out, and `field(metadata=saved_as(name))` gives it another name.
 """
 
 from __future__ import annotations
@@ -28,6 +29,18 @@ Sha256 = Annotated[str, "sha256"]
 INLINE = {"json": "inline"}
 NOT_SAVED = {"json": "not saved"}
 MAX_TEXT = 1 << 16
+
+
+def saved_as(name: str) -> dict[str, str]:
+    """Return the metadata of a field that has another name in JSON.
+
+    Args:
+        name: The name.
+
+    Returns:
+        The `metadata` of the field.
+    """
+    return {"name": name}
 
 
 def canonical_json(data: Any) -> bytes:
@@ -67,7 +80,7 @@ def to_json(value: Any) -> Any:
         found: dict[str, Any] = {}
         for each in _saved(type(value)):
             written = to_json(getattr(value, each.name))
-            found |= written if each.metadata.get("json") == "inline" else {each.name: written}
+            found |= written if each.metadata.get("json") == "inline" else {_name(each): written}
         return found
     if isinstance(value, Enum):
         return value.value if isinstance(value, StrEnum) else value.name
@@ -102,7 +115,7 @@ def _record(kind: type[T], source: JsonFields, given: Mapping[str, Any]) -> T:
     for each in _saved(kind):
         hint = hints[each.name]
         inline = each.metadata.get("json") == "inline"
-        values[each.name] = _record(hint, source, {}) if inline else _read(hint, source, each.name)
+        values[each.name] = _record(hint, source, {}) if inline else _read(hint, source, _name(each))
     try:
         return kind(**values)
     except InputError as error:
@@ -115,10 +128,11 @@ def _read(hint: Any, source: JsonFields, key: str) -> Any:
         return source.sha256(key)
     plain, arguments = get_origin(hint) or hint, get_args(hint)
     if plain in (Union, types.UnionType):
-        if key in source.data and source.data[key] is None:
+        value = source.data.get(key)
+        if value is None and key in source.data and type(None) in arguments:
             return None
-        (hint,) = (each for each in arguments if each is not type(None))
-        return _read(hint, source, key)
+        *others, last = (each for each in arguments if each is not type(None))
+        return _read(next((each for each in others if type(value) is each), last), source, key)
     if plain is Literal:
         value = source.string(key, 64)
         return value if value in arguments else source.fail(key, f"must be one of {', '.join(arguments)}")
@@ -166,8 +180,12 @@ def _names(kind: type[Any]) -> list[str]:
     found = []
     for each in _saved(kind):
         inline = each.metadata.get("json") == "inline"
-        found += _names(_hints(kind)[each.name]) if inline else [each.name]  # type: ignore[arg-type]
+        found += _names(_hints(kind)[each.name]) if inline else [_name(each)]  # type: ignore[arg-type]
     return found
+
+
+def _name(each: Field[Any]) -> str:
+    return str(each.metadata.get("name", each.name))
 
 
 @cache

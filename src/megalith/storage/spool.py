@@ -2,19 +2,86 @@
 
 A spool file has no name: it is deleted from its directory when it is created, so that nothing remains after a
 process was killed. A body is written once and then read by any number of threads; whoever opens it closes it.
+A `Ledger` counts the bytes that are held in memory against a budget.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO, cast
 
-from megalith.errors import StoreError
+from megalith.errors import BudgetError, StoreError
+from megalith.units import show_bytes
+
+
+class Ledger:
+    """Bytes in use now and at most, against a budget. Threads may share it.
+
+    It counts what the code declares; tests compare it with the memory that the operating system counts.
+
+    Args:
+        budget: The number of bytes.
+        phase: The name of the phase, for messages.
+
+    Attributes:
+        used: Bytes in use.
+        peak: Bytes that were in use at most.
+    """
+
+    def __init__(self, budget: int, phase: str) -> None:
+        self.budget = budget
+        self.phase = phase
+        self.used = 0
+        self.peak = 0
+        self._lock = threading.Lock()
+
+    def take(self, count: int, purpose: str) -> None:
+        """Record bytes as used.
+
+        Args:
+            count: The number of bytes.
+            purpose: What they are for, for messages.
+
+        Raises:
+            BudgetError: They exceed the budget; nothing is recorded.
+        """
+        with self._lock:
+            if self.used + count > self.budget:
+                raise BudgetError(
+                    f"{self.phase}: {purpose} takes {show_bytes(count)}, but {show_bytes(self.used)} of the "
+                    f"budget of {show_bytes(self.budget)} are in use: raise memory_budget"
+                )
+            self.used += count
+            self.peak = max(self.peak, self.used)
+
+    def give(self, count: int) -> None:
+        """Record bytes as free again.
+
+        Args:
+            count: The number of bytes.
+        """
+        with self._lock:
+            self.used -= count
+
+    @contextmanager
+    def hold(self, count: int, purpose: str) -> Iterator[None]:
+        """Take bytes for the duration of a `with` block.
+
+        Args:
+            count: The number of bytes.
+            purpose: What they are for.
+        """
+        self.take(count, purpose)
+        try:
+            yield
+        finally:
+            self.give(count)
 
 
 class Body(ABC):
@@ -172,3 +239,37 @@ class SpoolWriter:
         """Delete what was written."""
         with suppress(OSError):  # buffered bytes may not fit on the disk any more
             self.file.close()
+
+
+class MemoryWriter:
+    """A new body in memory, of known size, counted by a ledger until it is closed.
+
+    Args:
+        size: The number of bytes.
+        ledger: Where they are counted.
+    """
+
+    def __init__(self, size: int, ledger: Ledger) -> None:
+        ledger.take(size, "a body in memory")
+        self._ledger = ledger
+        self._data = bytearray(size)
+        self._done = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write bytes after the last ones.
+
+        Args:
+            data: The bytes.
+        """
+        self._data[self._done : self._done + len(data)] = data
+        self._done += len(data)
+
+    def finish(self) -> MemoryBody:
+        """Return the written bytes as a body."""
+        size = len(self._data)
+        return MemoryBody(self._data, on_close=lambda: self._ledger.give(size))
+
+    def discard(self) -> None:
+        """Release the bytes."""
+        self._ledger.give(len(self._data))
+        self._data = bytearray()

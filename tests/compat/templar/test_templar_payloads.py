@@ -17,7 +17,7 @@ from torch import Tensor
 from megalith.compat.templar import convert_payload
 from megalith.gather.payload import Header
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.status import Fault, Status
+from megalith.gather.plan import Fault, Status
 from megalith.storage.spool import MemoryBody
 from tests.gather import naive
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.gather.chunks import pack_codes, pack_indices, unpack_codes, unpack_indices
 from megalith.gather.compress import Compressed
 from megalith.gather.payload import Header, Label, Payload, PayloadWriter
 from megalith.gather.payload_schema import MAX_NAME, ParameterSpec, PayloadSchema
-from megalith.gather.status import Fault, Status
+from megalith.gather.plan import Fault, Status
 from megalith.ops import checks
+from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
 from megalith.storage.spool import Body, MemoryBody
 from megalith.storage.torch_files import PickledName, StoredTensor, TorchFile, TorchFileError
 
@@ -61,6 +61,13 @@ def convert_payload(
         Fault: CORRUPT if it is not a torch file of plain tensors; INVALID_SCHEMA if parameters are missing,
             unknown or misshaped, or it is of another window; INVALID_VALUE if a code has no value.
     """
+    if not isinstance(body, Body):
+        raise InputError(f"body must be a Body, such as MemoryBody(data), got {checks.kind(body)}")
+    checks.instance(schema, PayloadSchema, "schema")
+    if not hasattr(file, "seek"):
+        raise InputError(f"file must be a seekable file, got {checks.kind(file)}")
+    Label(run, window, uid)
+    checks.integer(block_rows, "block_rows")
     try:
         return _convert(body, schema, file, run, window, uid, block_rows)
     except TorchFileError as error:
@@ -86,11 +93,7 @@ def read_payload(data: bytes, schema: PayloadSchema, *, run: str, window: int, u
     file = io.BytesIO()
     if not isinstance(data, bytes):
         raise InputError(f"data must be bytes, got {checks.kind(data)}")
-    checks.instance(schema, PayloadSchema, "schema")
-    label = Label(run, window, uid)
-    header = convert_payload(
-        MemoryBody(data), schema, file, run=label.run, window=label.window, uid=label.uid
-    )
+    header = convert_payload(MemoryBody(data), schema, file, run=run, window=window, uid=uid)
     return Payload(header, MemoryBody(file.getvalue()))
 
 

@@ -15,12 +15,12 @@ import torch
 
 from megalith.compat.templar.templar_payloads import parameter_parts, read_payload
 from megalith.errors import ArtifactError, InputError
+from megalith.gather.decision import metrics, norm_medians
 from megalith.gather.overlap import Overlap
 from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
+from megalith.gather.plan import Fault
 from megalith.gather.result import Gathered, as_result
-from megalith.gather.status import Fault
-from megalith.gather.window_metrics import metrics, norm_medians
 from megalith.ops import checks
 from megalith.storage.spool import MemoryBody
 from megalith.storage.torch_files import PickledName, StoredTensor, TorchFile, TorchFileError
@@ -63,7 +63,7 @@ def gather_result(gathered: Gathered) -> SimpleNamespace | None:
         return None
     return SimpleNamespace(
         time=result.time,
-        upload_bytes=result.upload_bytes,
+        upload_bytes=0,
         download_bytes=result.download_bytes,
         success_rate=result.success_rate,
         state_dict=SimpleNamespace(**state_lists(result)),
@@ -144,7 +144,7 @@ def templar_metrics(
     Returns:
         By name.
     """
-    own = metrics(gathered, scores=scores or {}, overlap=overlap)
+    own = metrics(gathered, scores={} if scores is None else scores, overlap=overlap)
     names = {
         "validator/gather/success_rate": "gather/success_rate",
         "validator/gather/intended_mean_final": "gather/intended_mean",

@@ -1,4 +1,4 @@
-"""Metrics and log lines of a window, and the peers to penalise.
+"""What follows from a result: whether to update, numbers and log lines, and the peers to penalise.
 
 Everything is derived from the merged result, so it is equal for any number of ranks.
 """
@@ -7,11 +7,73 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 
+from megalith.errors import InputError
 from megalith.gather.overlap import Overlap
+from megalith.gather.plan import PEER_FAULTS, Status
 from megalith.gather.reduce import medians
 from megalith.gather.result import Gathered, as_result
-from megalith.gather.status import PEER_FAULTS
+from megalith.ops import checks
+
+
+class SkipReason(IntEnum):
+    """Why the update of a window is skipped; GO if it is not."""
+
+    GO = 0
+    NO_PEERS = 1
+    BELOW_MIN_PEERS = 2
+    PLAN_MISMATCH = 3
+    RANK_LOST = 4
+    BUDGET_TOO_SMALL = 5
+    DIGEST_CONFLICT = 6
+    OPERATOR = 7
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the update of a window happens. A skip leaves weights and counters as they are on every rank.
+
+    Attributes:
+        reason: GO, or why not.
+        detail: For PLAN_MISMATCH, the ranks and fields that differ.
+    """
+
+    reason: SkipReason
+    detail: str = ""
+
+    @property
+    def go(self) -> bool:
+        """Whether the update happens."""
+        return self.reason is SkipReason.GO
+
+
+def decide(
+    gathered: Gathered, *, excluded: Sequence[int] = (), refuse: SkipReason = SkipReason.GO
+) -> Decision:
+    """Decide whether to update with a result.
+
+    Args:
+        gathered: The result.
+        excluded: Accepted uids that are left out.
+        refuse: A reason that is known already.
+
+    Returns:
+        The decision.
+    """
+    result = as_result(gathered)
+    left_out = checks.sizes(excluded, "excluded", 0)
+    count = sum(uid not in left_out for uid in result.uids)
+    reason = checks.instance(refuse, SkipReason, "refuse")
+    if reason is SkipReason.GO and count < result.plan.min_peers:
+        reason = SkipReason.NO_PEERS if count == 0 else SkipReason.BELOW_MIN_PEERS
+        lost = sum(record.status is Status.RANK_LOST for record in result.records.values())
+        if lost and count + lost >= result.plan.min_peers:
+            reason = SkipReason.RANK_LOST
+        if result.conflicts and count + len(result.conflicts) >= result.plan.min_peers:
+            reason = SkipReason.DIGEST_CONFLICT
+    return Decision(reason)
 
 
 def norm_medians(gathered: Gathered) -> dict[str, float]:
@@ -27,23 +89,6 @@ def norm_medians(gathered: Gathered) -> dict[str, float]:
     if not result.uids:
         return {}
     return dict(zip(result.schema.names, medians(result.norm_table()).tolist(), strict=True))
-
-
-def quality(gathered: Gathered, scores: Mapping[int, float]) -> dict[str, float]:
-    """Return the mean score of the wanted and of the accepted peers.
-
-    Args:
-        gathered: The result.
-        scores: By uid; 0 for a uid without one.
-
-    Returns:
-        The two means by name.
-    """
-    result = as_result(gathered)
-    return {
-        "gather/intended_mean": _mean(result.intended, scores),
-        "gather/actual_mean": _mean(result.actual, scores),
-    }
 
 
 def metrics(
@@ -78,8 +123,12 @@ def metrics(
     if middles:
         found |= {"gather/min_median_norm": min(middles), "gather/max_median_norm": max(middles)}
     if scores is not None:
-        found |= quality(result, scores)
+        if not isinstance(scores, Mapping) or None in map(checks.as_number, scores.values()):
+            raise InputError(f"scores must be numbers by uid, got {checks.kind(scores)}")
+        for name, uids in (("intended", result.intended), ("actual", result.actual)):
+            found[f"gather/{name}_mean"] = sum(scores.get(uid, 0.0) for uid in uids) / max(1, len(uids))
     if overlap is not None:
+        checks.instance(overlap, Overlap, "overlap")
         found |= {
             "overlap/pairs_checked": overlap.pairs_checked,
             "overlap/pairs_high": len(overlap.pairs),
@@ -120,7 +169,3 @@ def lines(gathered: Gathered) -> list[str]:
         f"bytes={record.bytes} tries={record.tries}" + (f" detail={record.detail!r}" if record.detail else "")
         for uid, record in sorted(result.records.items())
     ]
-
-
-def _mean(uids: Sequence[int], scores: Mapping[int, float]) -> float:
-    return sum(scores.get(uid, 0.0) for uid in uids) / len(uids) if uids else 0.0

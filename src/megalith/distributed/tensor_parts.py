@@ -1,0 +1,149 @@
+"""Tensor parts: which part of a tensor this process holds, whole or as lines of a DTensor.
+
+FSDP2 shards the first dimension of a parameter over the ranks. A part is contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalith.distributed.surviving_ranks import Ranks
+from megalith.errors import InputError
+
+Span = tuple[int, int]
+"""A range: from, to."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process holds of a parameter.
+
+    Attributes:
+        tensor: A plain tensor.
+        span: Its lines in the whole parameter; None if it is the whole parameter.
+        whole: The parameter itself, a DTensor if it is sharded.
+    """
+
+    tensor: Tensor
+    span: Span | None
+    whole: Tensor
+
+    def like(self, local: Tensor) -> Tensor:
+        """Wrap a tensor like this parameter.
+
+        Args:
+            local: A tensor of the shape of `tensor`.
+
+        Returns:
+            A DTensor if the parameter is one; otherwise `local`.
+        """
+        if self.whole is self.tensor:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        whole: Any = self.whole
+        return DTensor.from_local(
+            local,
+            whole.device_mesh,
+            whole.placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+
+
+def part_of(name: str, tensor: Tensor, ranks: Ranks) -> Part:
+    """Return what this rank holds of a parameter.
+
+    Args:
+        name: The name of the parameter.
+        tensor: The parameter.
+        ranks: The ranks that share the work.
+
+    Returns:
+        Its part.
+
+    Raises:
+        InputError: The parameter is sharded over other ranks, or not by Shard(0).
+    """
+    if type(tensor) in (Tensor, nn.Parameter):
+        return Part(tensor, None, tensor)
+    # Importing it takes about as long as torch itself: only for those that shard.
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if not isinstance(tensor, DTensor):
+        return Part(tensor, None, tensor)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    local = tensor.to_local()
+    if mesh.ndim != 1 or mesh.size() != ranks.size:
+        raise InputError(
+            f"parameter {name!r} is sharded over a mesh of {tuple(mesh.shape)}, but {ranks.size} ranks "
+            "gather: pass ranks=Ranks.of_group() with all ranks of a one-dimensional mesh"
+        )
+    if placements == (Replicate(),):
+        return Part(local, None, tensor)
+    if placements != (Shard(0),):
+        raise InputError(f"parameter {name!r} is placed as {placements}: only Shard(0) or Replicate() works")
+    place = mesh.get_local_rank()
+    span = shard_spans(tensor.shape[0], mesh.size())[place]
+    if place != ranks.place or local.shape[0] != span[1] - span[0] or not local.is_contiguous():
+        raise InputError(f"parameter {name!r} is not sharded evenly and in the order of ranks")
+    return Part(local, span, tensor)
+
+
+def shard_spans(length: int, size: int) -> list[Span]:
+    """Return how FSDP2 divides the first dimension of a parameter.
+
+    Args:
+        length: The number of lines.
+        size: The number of ranks.
+
+    Returns:
+        The lines of each rank.
+    """
+    each = -(-length // size) if length else 0
+    return [(min(length, each * place), min(length, each * (place + 1))) for place in range(size)]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds.
+
+    Args:
+        tensor: A plain tensor or a DTensor.
+
+    Returns:
+        A plain tensor that shares its memory.
+    """
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def move_lines(tensor: Tensor, have: Sequence[Span], need: Sequence[Span], ranks: Ranks) -> Tensor:
+    """Return the lines that this rank needs of a tensor that is divided over ranks. A collective call.
+
+    Args:
+        tensor: The lines that this rank has.
+        have: The lines that each rank has, by place.
+        need: The lines that each rank needs.
+        ranks: The ranks.
+
+    Returns:
+        float32 on the CPU.
+    """
+    start, (first, last), place = have[ranks.place][0], need[ranks.place], ranks.place
+    size = math.prod(tensor.shape[1:])
+
+    def common(a: Span, b: Span) -> Span:
+        return max(a[0], b[0]), max(max(a[0], b[0]), min(a[1], b[1]))
+
+    out = [common(have[place], span) for span in need]
+    into = [common(span, need[place]) for span in have]
+    sent = torch.cat([tensor[a - start : b - start].cpu().to(torch.float32).reshape(-1) for a, b in out])
+    got = ranks.all_to_all("lines", sent, [size * (b - a) for a, b in out], [size * (b - a) for a, b in into])
+    return got.view(last - first, *tensor.shape[1:])
