@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.errors import BudgetError, InputError
-from megalith.gather.columns import block_gram
 from megalith.gather.overlap import excluded_uids, find_overlap, level_of
-from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
+from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import OverlapConfig
 from megalith.gather.reduce import STEP_BYTES
 from megalith.gather.result import GatherResult
-from megalith.ops.chunk_rows import pack_indices
+from megalith.ops.chunk_rows import common_positions, pack_indices
 from tests.gather import naive
 from tests.gather.support import forged, gathered, peer_bytes, small_schema
 
@@ -61,10 +60,9 @@ def test_counts_are_those_of_sets(full_rows: bool) -> None:
 
 @given(st.integers(0, 12), st.integers(1, 7), st.integers(1, 4), st.integers(0, 10**6))
 def test_block_counts_are_those_of_sets(peers: int, keep: int, rows: int, seed: int) -> None:
-    spec = ParameterSpec("w", (rows, 9), (1, 9), keep)
     make = torch.Generator().manual_seed(seed)
     sent = [torch.rand(rows, 9, generator=make).argsort(1)[:, :keep].sort(1).values for _ in range(peers)]
-    matrix = block_gram(spec, [pack_indices(each) for each in sent])
+    matrix = common_positions([pack_indices(each) for each in sent], keep, 9)
     assert matrix.shape == (peers, peers)
     for i in range(peers):
         for j in range(peers):

@@ -8,19 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import InputError
-from megalith.gather.chunks import (
-    Area,
-    covered,
-    forward_dct,
-    from_chunks,
-    inverse_dct,
-    lay_out,
-    rectangles,
-    to_chunks,
-    within,
-)
+from megalith.gather.chunks import Area, covered, from_chunks, lay_out, rectangles, to_chunks, within
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
 from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
+from megalith.ops.cosine_transform import forward_dct, inverse_dct
 from tests.gather import naive
 
 
@@ -140,9 +131,9 @@ def test_transform_is_orthonormal_and_invertible(shape: tuple[int, ...]) -> None
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     (spec,) = PayloadSchema.of({"w": tensor}, dct=True).parameters
     chunks = to_chunks(tensor, spec)
-    there = forward_dct(chunks, spec)
+    there = forward_dct(chunks, spec.chunk)
     torch.testing.assert_close(there.norm(), chunks.norm())
-    torch.testing.assert_close(inverse_dct(there, spec), chunks, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(inverse_dct(there, spec.chunk), chunks, atol=1e-5, rtol=1e-5)
     height, width = spec.chunk
     expected = naive.basis(height) @ chunks[0].view(height, width).double().numpy() @ naive.basis(width).T
     torch.testing.assert_close(
@@ -154,7 +145,7 @@ def test_transform_is_orthonormal_and_invertible(shape: tuple[int, ...]) -> None
 def test_inverse_transform_does_not_depend_on_neighbours(rows: int, data: st.DataObject) -> None:
     (spec,) = PayloadSchema.of({"w": torch.zeros(rows * 8, 8)}, chunk=8, dct=True).parameters
     chunks = torch.randn(rows, 64)
-    whole = inverse_dct(chunks, spec)
+    whole = inverse_dct(chunks, spec.chunk)
     cut = data.draw(st.integers(0, rows))
-    parts = torch.cat([inverse_dct(chunks[:cut], spec), inverse_dct(chunks[cut:], spec)])
+    parts = torch.cat([inverse_dct(chunks[:cut], spec.chunk), inverse_dct(chunks[cut:], spec.chunk)])
     assert torch.equal(whole, parts)

@@ -82,7 +82,7 @@ def plan_calls() -> Iterator[Call]:
     yield TableSpec, {"name": "t", "dim": 2}
     yield PayloadSchema, {"parameters": SCHEMA.parameters}
     yield PayloadSchema.of, {"model": weights()}
-    yield from methods(lambda: SCHEMA, {"parameter": {"name": "w"}, "of": {"model": weights()}})
+    yield from methods(lambda: SCHEMA, {"of": {"model": weights()}})
     yield gather.payload_key, {"run": RUN, "window": 3, "uid": 1}
     yield gather.partition, {"plan": plan(), "world_size": 2, "sizes": {1: 5}}
     yield gather.backfill, {"plan": plan(reserve=(7,)), "statuses": [{1: Status.OK, 2: Status.CORRUPT}]}

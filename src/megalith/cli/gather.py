@@ -29,8 +29,9 @@ from megalith.gather.payload import MAGIC, Header, read_header
 from megalith.gather.plan import Fault
 from megalith.gather.simulation import DEFAULT_FAULTS, FAULTS, Simulation, write_job
 from megalith.storage.json_records import to_json
+from megalith.storage.object_bodies import ObjectBody
 from megalith.storage.object_store import ObjectStore, StoreRequestError, open_object_store
-from megalith.storage.retries import ObjectBody, persist, run_async
+from megalith.storage.retries import persist, run_async
 from megalith.storage.spool import Body, FileBody
 from megalith.storage.torch_files import StoredTensor, TorchFile, TorchFileError
 from megalith.units import show_bytes, show_number

@@ -31,8 +31,9 @@ from megalith.gather.reduce import clip_factors
 from megalith.gather.result import Gathered, as_result
 from megalith.ops import checks
 from megalith.storage.json_records import Sha256, canonical_json, from_json, to_json
+from megalith.storage.object_bodies import ObjectBody, put_body
 from megalith.storage.object_store import ObjectStore, RequestFailure, StoreRequestError
-from megalith.storage.retries import ObjectBody, persist, put_body, run_async
+from megalith.storage.retries import persist, run_async
 from megalith.storage.spool import SpoolWriter
 from megalith.storage.strict_json import parse_json_object
 

@@ -1,15 +1,12 @@
-"""Chunks: tensors to chunks and back, and the cosine transform of a chunk.
+"""Chunks: tensors to chunks and back.
 
 Chunks are numbered band by band: all chunks across the first lines, then the next. A range of chunks is at
-most three rectangles of the matrix, so that an update can work on a range without the rest. The inverse
-transform adds in a fixed order, one product at a time: the bits of a chunk do not depend on its neighbours.
+most three rectangles of the matrix, so that an update can work on a range without the rest.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -153,52 +150,3 @@ def within(matrix: Tensor, area: Area, top: int, left: int) -> Tensor:
         A view.
     """
     return matrix[area.top - top : area.bottom - top, area.left - left : area.right - left]
-
-
-def forward_dct(chunks: Tensor, spec: ParameterSpec) -> Tensor:
-    """Compute the orthonormal cosine transform (DCT-II, both sides) of each chunk.
-
-    Args:
-        chunks: [n, size].
-        spec: The shape of a chunk.
-
-    Returns:
-        [n, size].
-    """
-    height, width = spec.chunk
-    down, across = _basis(height, chunks.device), _basis(width, chunks.device)
-    return (down @ chunks.view(-1, height, width) @ across.T).reshape(chunks.shape)
-
-
-def inverse_dct(chunks: Tensor, spec: ParameterSpec) -> Tensor:
-    """Compute the inverse of `forward_dct`. It needs twice the memory of its argument in addition.
-
-    Args:
-        chunks: [n, size].
-        spec: The shape of a chunk.
-
-    Returns:
-        [n, size].
-    """
-    height, width = spec.chunk
-    tile = chunks.view(-1, height, width)
-    out = torch.zeros_like(tile)
-    for line, row in enumerate(_basis(height, chunks.device)):
-        out += tile[:, line : line + 1, :] * row[:, None]
-    tile, out = out, torch.zeros_like(tile)
-    for column, row in enumerate(_basis(width, chunks.device)):
-        out += tile[:, :, column : column + 1] * row
-    return out.view(chunks.shape)
-
-
-@lru_cache(maxsize=256)
-def _basis(side: int, device: torch.device) -> Tensor:
-    """The rows of the orthonormal transform of `side` values: float32 [side, side]."""
-    rows = [
-        [
-            math.sqrt((1 if k == 0 else 2) / side) * math.cos(math.pi * (2 * j + 1) * k / (2 * side))
-            for j in range(side)
-        ]
-        for k in range(side)
-    ]
-    return torch.tensor(rows, dtype=torch.float64).to(torch.float32).to(device)

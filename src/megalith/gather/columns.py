@@ -36,7 +36,6 @@ from megalith.gather.reduce import (
     TablePart,
     Travel,
     add_rows,
-    decode,
     divide,
     gram_row_bytes,
     reduce_rows,
@@ -44,7 +43,8 @@ from megalith.gather.reduce import (
     row_bytes,
 )
 from megalith.gather.result import GatherResult
-from megalith.ops.chunk_rows import unpack_indices
+from megalith.ops.chunk_rows import common_positions
+from megalith.ops.cosine_transform import inverse_dct
 from megalith.storage.spool import FileBody, Ledger, SpoolWriter
 
 _PAIR_BYTES = 32  # one pair of peers in the count of common positions
@@ -151,7 +151,9 @@ class Columns:
                             self._offsets[block, uid] = spool.file.tell()
                             spool.write(raw_bytes(rows))
                     if _length(mine) and counted(spec, result.plan.overlap):
-                        total += block_gram(spec, [self._of(got, uid, block, chosen) for uid in uids])
+                        total += common_positions(
+                            [self._of(got, uid, block, chosen) for uid in uids], spec.keep, spec.size
+                        )
             if spool is not None:
                 self._spool = spool.finish()
         except BaseException:
@@ -269,7 +271,8 @@ class Columns:
                 )
                 sums = add_rows(spec, stop - start, peers, len(uids), config, torch.device("cpu"))
                 total = [self._ranks.total("sums", each) for each in sums]
-                tile = decode(divide(total, len(uids)), spec)
+                tile = divide(total, len(uids))
+                tile = inverse_dct(tile, spec.chunk) if spec.dct else tile
                 first, last = _common((start, stop), wanted)
                 if first < last:
                     yield number, first, tile[first - start : last - start].to(there)
@@ -410,40 +413,6 @@ class Columns:
         receive = [size * sum(self._holders[uid] == p for uid in senders) for p in range(ranks.size)]
         got = ranks.all_to_all(what, flat, send, receive).view(len(senders), counts[place], width)
         return dict(zip(senders, got, strict=True))
-
-
-def block_gram(spec: ParameterSpec, rows: Sequence[Tensor]) -> Tensor:
-    """Count common positions within one block.
-
-    Args:
-        spec: The parameter.
-        rows: The packed indices of each peer, uint8 [n, index_bytes].
-
-    Returns:
-        int64 [peers, peers].
-    """
-    count = len(rows)
-    num_rows = rows[0].shape[0] if count else 0
-    each = num_rows * spec.keep
-    keys = np.empty((count, each), np.int64)
-    starts = np.arange(num_rows, dtype=np.int64)[:, None] * spec.size
-    for number, packed in enumerate(rows):
-        places = unpack_indices(packed, spec.keep).cpu().numpy() + starts
-        keys[number] = places.reshape(-1) * count + number
-    flat = keys.reshape(-1)
-    flat.sort()
-    places, peers = np.divmod(flat, max(1, count))
-    found = np.zeros(count * count, np.int64)
-    for shift in range(1, count):
-        same = places[shift:] == places[:-shift]
-        if not same.any():
-            break
-        pairs = peers[:-shift][same] * count + peers[shift:][same]
-        found += np.bincount(pairs, minlength=count * count)
-    matrix = found.reshape(count, count)
-    matrix += matrix.T
-    matrix[np.arange(count), np.arange(count)] = each
-    return torch.from_numpy(matrix)
 
 
 def counted(spec: ParameterSpec, config: OverlapConfig) -> bool:

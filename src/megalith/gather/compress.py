@@ -23,11 +23,12 @@ from torch import Tensor
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.distributed.tensor_parts import Part, Span, local_tensor, move_lines, part_of, shard_spans
 from megalith.errors import InputError, UsageError
-from megalith.gather.chunks import forward_dct, from_chunks, inverse_dct, to_chunks
+from megalith.gather.chunks import from_chunks, to_chunks
 from megalith.gather.payload import Header, Label, Payload, PayloadWriter, raw_bytes, tensor_of
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
 from megalith.ops import checks
 from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
+from megalith.ops.cosine_transform import forward_dct, inverse_dct
 
 TableRows = Mapping[str, tuple[Tensor, Tensor]]
 """Rows of tables by name: ids int64 [n], rows float32 [n, dim]."""
@@ -310,7 +311,7 @@ def _select(pending: Tensor, spec: ParameterSpec) -> tuple[Tensor, Tensor]:
     """The positions of largest magnitude of each chunk, ascending, and their values: [rows, keep] each."""
     if spec.full or spec.dct:
         chunks = to_chunks(pending, spec)
-        return _largest(forward_dct(chunks, spec) if spec.dct else chunks, spec)
+        return _largest(forward_dct(chunks, spec.chunk) if spec.dct else chunks, spec)
     # A few bands of chunks at a time, which fit into a CPU cache.
     (down, across), height, (lines, columns) = spec.bands, spec.chunk[0], spec.matrix
     each = max(1, _ROWS_AT_ONCE // max(1, across)) if pending.is_cpu else max(1, down)
@@ -354,7 +355,7 @@ def _unpack(packed: PackedParameter, spec: ParameterSpec) -> Tensor:
     codes = unpack_codes(packed.codes, spec.keep, spec.bits).to(torch.int64)
     indices = unpack_indices(packed.indices, spec.keep).to(torch.int64)
     chunks.scatter_(1, indices, packed.lookup[codes])
-    return from_chunks(inverse_dct(chunks, spec) if spec.dct else chunks, spec)
+    return from_chunks(inverse_dct(chunks, spec.chunk) if spec.dct else chunks, spec)
 
 
 def _unpack_lines(packed: PackedParameter, spec: ParameterSpec, span: Span | None) -> Tensor:

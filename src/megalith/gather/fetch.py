@@ -27,8 +27,9 @@ from megalith.gather.plan import RETRIED, Fault, GatherPlan, Status, backfill, p
 from megalith.gather.result import Fetched, GatherResult, Partial, Record, make_partial, merge, tier_of
 from megalith.gather.validate import CheckedPayload, least_work_bytes, validate
 from megalith.ops import checks
+from megalith.storage.object_bodies import download_body
 from megalith.storage.object_store import DOWNLOAD_PIECE_BYTES, ObjectInfo, ObjectStore, StoreRequestError
-from megalith.storage.retries import RANGE_BYTES, backoff, download_ranges, run_async
+from megalith.storage.retries import RANGE_BYTES, backoff, run_async
 from megalith.storage.spool import Body, Ledger, MemoryWriter, SpoolWriter
 from megalith.units import show_bytes
 
@@ -291,54 +292,26 @@ class Gatherer:
         seen |= {"last_modified": info.last_modified, "etag": info.etag}
         self._check_info(info)
         limit = min(phase.end - loop.time(), options.request_timeout + info.size / options.slowest)
+        info = replace(info, key=key)
         if info.size >= options.ranged_from and info.etag is not None and self._ranges > 1:
-            body = await self._ranged(store, replace(info, key=key), phase, limit)
-        else:
-            body = await self._streamed(store, key, info, limit)
-        seen["bytes"] = info.size
-        return body
-
-    async def _streamed(self, store: ObjectStore, key: str, info: ObjectInfo, limit: float) -> Body:
-        writer: SpoolWriter | MemoryWriter
-        if info.size > self._kept_bytes:
-            writer = SpoolWriter(self._options.spool_directory)
-        else:
-            writer = MemoryWriter(info.size, self._ledger)
-        left = info.size
-
-        def take(piece: memoryview) -> None:
-            nonlocal left
-            left -= len(piece)
-            if left < 0:
-                raise Fault(Status.CHANGED, f"more than the announced {info.size} bytes arrived")
-            writer.write(piece)
-
-        try:
-            got = await store.get(key, take, etag=info.etag, timeout=max(0.001, limit))
-            if (got.size, got.etag) != (info.size, info.etag):
-                raise Fault(Status.CHANGED, f"{key!r} was replaced between two requests")
-            return writer.finish()
-        except BaseException:
-            writer.discard()
-            raise
-
-    async def _ranged(self, store: ObjectStore, info: ObjectInfo, phase: _Phase, limit: float) -> Body:
-        spool = SpoolWriter(self._options.spool_directory)
-        try:
             async with phase.ranged:
                 with self._ledger.hold(self._ranged_bytes, "a ranged download"):
-                    await download_ranges(
+                    body = await download_body(
                         store,
                         info,
-                        spool.write,
+                        SpoolWriter(options.spool_directory),
                         deadline=max(0.001, limit),
-                        request_timeout=self._options.request_timeout,
-                        at_once=self._ranges,
+                        request_timeout=options.request_timeout,
+                        ranges=self._ranges,
                     )
-            return spool.finish()
-        except BaseException:
-            spool.discard()
-            raise
+        else:
+            spooled = info.size > self._kept_bytes
+            writer = (
+                SpoolWriter(options.spool_directory) if spooled else MemoryWriter(info.size, self._ledger)
+            )
+            body = await download_body(store, info, writer, deadline=max(0.001, limit))
+        seen["bytes"] = info.size
+        return body
 
     def _window_is_over(self) -> bool:
         """Whether the next try is the last one: a peer that has not written by now is late."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megalith.errors import InputError, UnknownNameError
+from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.storage.json_records import json_digest, to_json
 
@@ -200,25 +200,6 @@ class PayloadSchema:
     def digest(self) -> str:
         """The SHA-256 of names, shapes, chunks, keep, bins and transform, which two sides compare."""
         return json_digest(to_json(self))
-
-    def parameter(self, name: str) -> ParameterSpec:
-        """Return a parameter.
-
-        Args:
-            name: Its name.
-
-        Returns:
-            Its spec.
-
-        Raises:
-            UnknownNameError: There is no such parameter.
-        """
-        checks.text(name, "name")
-        for spec in self.parameters:
-            if spec.name == name:
-                return spec
-        known = ", ".join(repr(spec.name) for spec in self.parameters[:20])
-        raise UnknownNameError(f"unknown parameter {name!r} (known: {known})")
 
     @property
     def names(self) -> list[str]:

@@ -17,18 +17,17 @@ peers for a range of ids are read together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from fractions import Fraction
-from math import floor
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalith.errors import BudgetError
-from megalith.gather.chunks import inverse_dct
 from megalith.gather.payload_schema import ParameterSpec, TableSpec
 from megalith.gather.plan import UpdateConfig
 from megalith.ops.chunk_rows import add_chunk_rows, divide_by_counts, unpack_codes, unpack_indices
+from megalith.ops.cosine_transform import inverse_dct
+from megalith.ops.middle_values import middle_values
 from megalith.storage.spool import Ledger
 
 EPSILON = 1e-8
@@ -108,8 +107,9 @@ def reduce_rows(
     if config.rule == "mean":
         tile = divide(add_rows(spec, num_rows, peers, num_peers, config, device), num_peers)
     else:
-        tile = _robust(list(_entries(spec, peers)), num_rows * spec.size, num_peers, config)
-    return decode(tile.view(num_rows, spec.size), spec)
+        tile = _middle(list(_entries(spec, peers)), num_rows * spec.size, num_peers, config)
+    tile = tile.view(num_rows, spec.size)
+    return inverse_dct(tile, spec.chunk) if spec.dct else tile
 
 
 def add_rows(
@@ -154,19 +154,6 @@ def divide(sums: list[Tensor], num_peers: int) -> Tensor:
     """
     total, *count = sums
     return divide_by_counts(total, count[0]) if count else total.div_(float(num_peers))
-
-
-def decode(tile: Tensor, spec: ParameterSpec) -> Tensor:
-    """Invert the transform of a block, if the parameter has one.
-
-    Args:
-        tile: float32 [rows, size].
-        spec: The parameter.
-
-    Returns:
-        float32 [rows, size].
-    """
-    return inverse_dct(tile, spec) if spec.dct else tile
 
 
 def reduce_table(
@@ -299,7 +286,7 @@ def _reduce_table_rows(
     if config.rule != "mean":
         columns = torch.arange(dim)
         entries = [((places[:, None] * dim + columns).flatten(), rows.flatten()) for places, rows in sent]
-        return _robust(entries, count * dim, num_peers, config).view(count, dim)
+        return _middle(entries, count * dim, num_peers, config).view(count, dim)
     total, contributors = torch.zeros(count, dim), torch.zeros(count, 1)
     for places, rows in sent:
         total.index_add_(0, places, rows)
@@ -307,41 +294,6 @@ def _reduce_table_rows(
     return total.div_(contributors if config.mean == "contributors" else float(num_peers))
 
 
-def _robust(sent: list[tuple[Tensor, Tensor]], size: int, num_peers: int, config: UpdateConfig) -> Tensor:
-    """Sorts all values of a position and takes the middle ones."""
-    if not sent:
-        return torch.zeros(size)
-    places = torch.cat([each for each, _ in sent])
-    values = torch.cat([each for _, each in sent])
-    sent.clear()
-    order = values.argsort(stable=True)
-    order = order[places[order].argsort(stable=True)]
-    places, values = places[order], values[order]
-    del order
-    count = torch.bincount(places, minlength=size)
-    number = torch.arange(places.numel(), device=places.device) - (count.cumsum(0) - count)[places]
-    if config.mean == "peers":
-        # Peers that sent nothing sent zero: between the negative and the positive values.
-        rank = number + (num_peers - count)[places] * (values > 0)
-        count = torch.full_like(count, num_peers)
-    else:
-        rank = number
-    if config.rule == "median":
-        low, high = values.new_zeros(size), values.new_zeros(size)
-        for out, middle in ((low, (count - 1) // 2), (high, count // 2)):
-            chosen = rank == middle[places]
-            out[places[chosen]] = values[chosen]
-        return (low + high) * 0.5
-    cuts = _cuts(config.trim, num_peers).to(places.device)[count]
-    kept = (rank >= cuts[places]) & (rank < (count - cuts)[places])
-    total = values.new_zeros(size)
-    for turn in range(int(number.max()) + 1 if number.numel() else 0):
-        chosen = kept & (number == turn)
-        total.scatter_add_(0, places[chosen], values[chosen])
-    return total.div_((count - 2 * cuts).clamp_(min=1).to(torch.float32))
-
-
-def _cuts(trim: float, num_peers: int) -> Tensor:
-    """How many values are left out at each end, by the number of values."""
-    share = Fraction(str(trim))
-    return torch.tensor([floor(share * n) for n in range(num_peers + 1)])
+def _middle(sent: list[tuple[Tensor, Tensor]], size: int, num_peers: int, config: UpdateConfig) -> Tensor:
+    total = num_peers if config.mean == "peers" else None
+    return middle_values(sent, size, trim=None if config.rule == "median" else config.trim, senders=total)

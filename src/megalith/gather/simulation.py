@@ -1,20 +1,18 @@
 """A simulated run: peers with seeded updates and faults in a directory, and ranks that gather them.
 
 What peers send and what goes wrong with them depends on the seed alone, and deadlines are far above the
-latency: the weights are equal for any number of ranks. `FaultyStore` injects latency and faults.
+latency: the weights are equal for any number of ranks. A `FaultyStore` injects latency and faults.
 `python -m megalith.gather.simulation FILE` is one rank; `megalith gather simulate` starts them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
 import random
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -34,7 +32,7 @@ from megalith.gather.plan import GatherPlan, OverlapConfig, UpdateConfig, payloa
 from megalith.gather.update import OuterUpdate
 from megalith.gather.window import WindowReport, run_window
 from megalith.ops import checks
-from megalith.storage.object_store import ObjectInfo, ObjectStore, RequestFailure, StoreRequestError
+from megalith.storage.faulty_store import FaultyStore
 
 RUN = "simulation"
 OPENS = datetime(2026, 1, 1, tzinfo=UTC)
@@ -52,50 +50,6 @@ FAULTS = {
 }
 """What can go wrong with a peer."""
 DEFAULT_FAULTS = dict.fromkeys(FAULTS, 0.05)
-
-
-class FaultyStore(ObjectStore):
-    """A directory with latency and faults.
-
-    Args:
-        directory: The objects.
-        latency: Seconds before each answer.
-        faults: "flaky", "cut" or "down" by key.
-
-    Attributes:
-        downloads: How often each object was downloaded completely.
-    """
-
-    def __init__(
-        self, directory: Path, *, latency: float = 0.0, faults: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(directory.absolute().as_uri())
-        self._latency = latency
-        self._faults = dict(faults or {})
-        self.downloads: Counter[str] = Counter()
-
-    async def head(self, key: str, *, timeout: float) -> ObjectInfo:
-        """See `ObjectStore.head`."""
-        await self._answer(key, "flaky", timeout)
-        return await super().head(key, timeout=timeout)
-
-    async def get(
-        self, key: str, sink: Callable[[memoryview], None], *, etag: str | None = None, timeout: float
-    ) -> ObjectInfo:
-        """See `ObjectStore.get`."""
-        await self._answer(key, "cut", timeout)
-        info = await super().get(key, sink, etag=etag, timeout=timeout)
-        self.downloads[key] += 1
-        return info
-
-    async def _answer(self, key: str, once: str, timeout: float) -> None:
-        await asyncio.sleep(min(self._latency, timeout))
-        fault = self._faults.get(key)
-        if fault == once:
-            del self._faults[key]
-        if fault in (once, "down") or self._latency > timeout:
-            failure = RequestFailure.TIMEOUT if self._latency > timeout else RequestFailure.STORE_ERROR
-            raise StoreRequestError(failure, f"request of {key!r}: injected fault {fault}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +101,7 @@ class Simulation:
         return GatherPlan(
             run=RUN,
             window=window,
-            schema=simulated_schema().digest,
+            schema=_schema().digest,
             primary=tuple(range(wanted)),
             reserve=tuple(range(wanted, self.peers)),
             time_min=OPENS,
@@ -160,7 +114,7 @@ class Simulation:
             overlap=OverlapConfig(exclude="max"),
         )
 
-    def fault_of(self, window: int) -> dict[int, str]:
+    def faults_of(self, window: int) -> dict[int, str]:
         """Return the faults of a window.
 
         Args:
@@ -169,7 +123,15 @@ class Simulation:
         Returns:
             By uid; they depend on seed, window and uid alone.
         """
-        return seeded_faults(self.seed * 1_000_003 + window, range(self.peers), self.faults)
+        drawn: dict[int, str] = {}
+        for uid in range(self.peers):
+            value = random.Random(f"{self.seed * 1_000_003 + window}/{uid}").random()
+            for name, rate in sorted(self.faults.items()):
+                if value < rate:
+                    drawn[uid] = name
+                    break
+                value -= rate
+        return drawn
 
     def fill(self, directory: Path) -> None:
         """Write the payloads of all peers and windows.
@@ -178,7 +140,7 @@ class Simulation:
             directory: The directory of the store.
         """
         for window in range(self.windows):
-            faults = self.fault_of(window)
+            faults = self.faults_of(window)
             for uid in range(self.peers):
                 self._publish(directory, window, uid, faults.get(uid))
 
@@ -194,7 +156,7 @@ class Simulation:
         faults = {
             payload_key(RUN, window, uid): fault
             for window in range(self.windows)
-            for uid, fault in self.fault_of(window).items()
+            for uid, fault in self.faults_of(window).items()
         }
         return FaultyStore(directory, latency=self.latency, faults=faults)
 
@@ -205,7 +167,7 @@ class Simulation:
         make = torch.Generator().manual_seed((self.seed * 1009 + window) * 1_000_003 + author)
         update = {name: 0.01 * torch.randn(shape, generator=make) for name, shape in SHAPES.items()}
         label = Label(RUN, window, uid, global_step=window)
-        data = bytearray(compress(update, simulated_schema()).to_bytes(label))
+        data = bytearray(compress(update, _schema()).to_bytes(label))
         if fault == "corrupt":
             data[-1] ^= 1
         written = {"early": OPENS - timedelta(seconds=1), "late": CLOSES + timedelta(seconds=1)}.get(
@@ -217,35 +179,12 @@ class Simulation:
         os.utime(path, (written.timestamp(), written.timestamp()))
 
 
-def seeded_faults(seed: int, uids: Sequence[int], rates: Mapping[str, float]) -> dict[int, str]:
-    """Draw faults, by seed and uid alone.
-
-    Args:
-        seed: The seed.
-        uids: The peers.
-        rates: The share of peers with each fault.
-
-    Returns:
-        The fault of each uid that has one.
-    """
-    drawn: dict[int, str] = {}
-    for uid in uids:
-        value = random.Random(f"{seed}/{uid}").random()
-        for name, rate in sorted(rates.items()):
-            if value < rate:
-                drawn[uid] = name
-                break
-            value -= rate
-    return drawn
+def _schema() -> PayloadSchema:
+    return PayloadSchema.of(_weights(), chunk=32, keep=32)
 
 
-def simulated_schema() -> PayloadSchema:
-    """Return the schema of the simulated model."""
-    return PayloadSchema.of(simulated_weights(), chunk=32, keep=32)
-
-
-def simulated_weights() -> dict[str, Tensor]:
-    """Return the initial weights of the simulated model, equal everywhere."""
+def _weights() -> dict[str, Tensor]:
+    """The initial weights, equal everywhere."""
     make = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=make) for name, shape in SHAPES.items()}
 
@@ -262,7 +201,7 @@ def run_rank(simulation: Simulation, directory: Path, ranks: Ranks | None, repor
     Returns:
         The hash of the weights.
     """
-    weights, update = simulated_weights(), OuterUpdate(simulated_schema())
+    weights, update = _weights(), OuterUpdate(_schema())
     store = simulation.store(directory)
     options = FetchOptions(in_flight=simulation.in_flight)
     leads = ranks is None or ranks.leads
@@ -302,26 +241,13 @@ def _numbers(done: WindowReport) -> dict[str, Any]:
     }
 
 
-class StatusFile(logging.Handler):
-    """Writes the status of each uid to a file, a line each, for whoever watches.
-
-    Args:
-        path: The file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
+class _StatusFile(logging.FileHandler):
+    """Writes the status of each uid, a line each, for whoever watches."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the lines that fetching logs.
-
-        Args:
-            record: A record of the log.
-        """
         if record.msg.startswith("plan %s uid") and isinstance(record.args, tuple):
-            with self._path.open("a") as file:
-                file.write(f"{record.args[1]} {record.args[2]}\n")
+            record.msg, record.args = "%s %s", record.args[1:3]
+            super().emit(record)
 
 
 def write_job(folder: Path, simulation: Simulation) -> Path:
@@ -352,7 +278,7 @@ def main(path: Path) -> None:
     ranks = Ranks.join(timeout=simulation.timeout)
     log = logging.getLogger("megalith.gather")
     log.setLevel(logging.INFO)
-    log.addHandler(StatusFile(folder / f"statuses-{ranks.rank}"))
+    log.addHandler(_StatusFile(folder / f"statuses-{ranks.rank}"))
     log.propagate = False
     run_rank(simulation, folder / "store", ranks, folder)
 

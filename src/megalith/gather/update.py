@@ -306,11 +306,11 @@ class OuterUpdate:
         if not isinstance(state, Mapping) or not {"outer_step", "momentum"} <= set(state):
             raise InputError("state must be what OuterUpdate.state_dict() returned")
         outer_step, last = checks.integer(state["outer_step"], "outer_step", 0), state.get("last_applied")
-        momentum = {}
+        momentum, shapes = {}, {spec.name: spec.shape for spec in self.schema.parameters}
         for name, tensor in checks.mapping(state["momentum"], "momentum", "{'weight': tensor}").items():
-            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != self.schema.parameter(name).shape:
-                got = tuple(tensor.shape) if isinstance(tensor, Tensor) else checks.kind(tensor)
-                raise InputError(f"momentum of {name!r} has shape {got}")
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else checks.kind(tensor)
+            if got != shapes.get(name):
+                raise InputError(f"momentum of {name!r} has shape {got}, the schema {shapes.get(name)}")
             momentum[name] = tensor.detach().to(torch.float32).clone()
         if last is not None and (not isinstance(last, list | tuple) or len(last) != 2):
             raise InputError(f"last_applied must be a run and a window, got {last!r:.80}")

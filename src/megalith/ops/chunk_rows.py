@@ -11,8 +11,10 @@ same bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -180,6 +182,41 @@ def divide_by_counts(total: Tensor, count: Tensor) -> Tensor:
         return total.div_(count.clamp(min=1))
     native.divide_by_counts(total, count, torch.get_num_threads())
     return total
+
+
+def common_positions(rows: Sequence[Tensor], keep: int, size: int) -> Tensor:
+    """Count the positions that each pair of peers has in common.
+
+    Args:
+        rows: The packed indices of each peer, uint8 [n, ceil(1.5 k)].
+        keep: k.
+        size: The number of positions of a row.
+
+    Returns:
+        int64 [peers, peers].
+    """
+    count = len(rows)
+    num_rows = rows[0].shape[0] if count else 0
+    each = num_rows * keep
+    keys = np.empty((count, each), np.int64)
+    starts = np.arange(num_rows, dtype=np.int64)[:, None] * size
+    for number, packed in enumerate(rows):
+        places = unpack_indices(packed, keep).cpu().numpy() + starts
+        keys[number] = places.reshape(-1) * count + number
+    flat = keys.reshape(-1)
+    flat.sort()
+    places, peers = np.divmod(flat, max(1, count))
+    found = np.zeros(count * count, np.int64)
+    for shift in range(1, count):
+        same = places[shift:] == places[:-shift]
+        if not same.any():
+            break
+        pairs = peers[:-shift][same] * count + peers[shift:][same]
+        found += np.bincount(pairs, minlength=count * count)
+    matrix = found.reshape(count, count)
+    matrix += matrix.T
+    matrix[np.arange(count), np.arange(count)] = each
+    return torch.from_numpy(matrix)
 
 
 def step_chunks(

@@ -1,8 +1,7 @@
 """Retries: requests of an ObjectStore repeated until they succeed or a deadline passes.
 
 The asynchronous methods of `ObjectStore` make one request each; what is repeated, and how often, is decided
-here, on one clock. `run_async` makes the way from ordinary code into them. `ObjectBody` reads an object by
-ranges, each requested when it is read.
+here, on one clock. `run_async` makes the way from ordinary code into them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any, TypeVar
 
 from megalith.storage.object_store import DOWNLOAD_PIECE_BYTES, ObjectInfo, ObjectStore, StoreRequestError
 from megalith.storage.object_store import RequestFailure as Failure
-from megalith.storage.spool import Body
 
 T = TypeVar("T")
 RANGE_BYTES = 8 * DOWNLOAD_PIECE_BYTES
@@ -54,43 +52,6 @@ async def persist(
             if error.failure not in (Failure.TIMEOUT, Failure.STORE_ERROR) or loop.time() + pause >= end:
                 raise
             await asyncio.sleep(pause)
-
-
-async def put_body(
-    store: ObjectStore,
-    key: str,
-    body: Body,
-    *,
-    create: bool = False,
-    deadline: float,
-    request_timeout: float = 30.0,
-) -> bool:
-    """Write a body to a store, repeated like any request.
-
-    Args:
-        store: The store.
-        key: The object's name.
-        body: Its bytes.
-        create: Write only if the object does not exist.
-        deadline: Seconds for all tries together.
-        request_timeout: Seconds for one try.
-
-    Returns:
-        Whether the object was written.
-
-    Raises:
-        StoreRequestError: The last failure.
-    """
-
-    async def put(limit: float) -> bool:
-        source = body.source()
-        try:
-            return await store.put(key, source, create=create, timeout=limit)
-        finally:
-            if not isinstance(source, bytes):
-                source.close()
-
-    return await persist(put, deadline=deadline, request_timeout=request_timeout)
 
 
 async def download_ranges(
@@ -184,40 +145,3 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
-
-
-class ObjectBody(Body):
-    """An object of a store, of which one version is read by ranges.
-
-    Args:
-        store: The store.
-        key: The object's name.
-        deadline: Seconds for each request, repetitions included.
-
-    Raises:
-        StoreRequestError: The object does not exist, or the store fails; here and whenever it is read.
-    """
-
-    def __init__(self, store: ObjectStore, key: str, *, deadline: float = 60.0) -> None:
-        self._store = store
-        self._deadline = deadline
-        self._key = key
-        info = run_async(persist(lambda limit: store.head(key, timeout=limit), deadline=deadline))
-        self._etag = info.etag
-        self.size = info.size
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """See `Body.read_into`."""
-
-        def get(limit: float) -> Coroutine[Any, Any, bytes]:
-            return self._store.get_range(self._key, offset, len(view), etag=self._etag, timeout=limit)
-
-        if len(view):
-            view[:] = run_async(persist(get, deadline=self._deadline))
-
-    def source(self) -> bytes:
-        """See `Body.source`."""
-        return bytes(self.read(0, self.size))
-
-    def close(self) -> None:
-        """See `Body.close`: nothing is held."""

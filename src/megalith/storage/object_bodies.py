@@ -1,0 +1,139 @@
+"""Bodies and objects of stores: one version of an object, downloaded or read by ranges; bodies uploaded."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any
+
+from megalith.storage.object_store import ObjectInfo, ObjectStore, StoreRequestError
+from megalith.storage.object_store import RequestFailure as Failure
+from megalith.storage.retries import download_ranges, persist, run_async
+from megalith.storage.spool import Body, MemoryWriter, SpoolWriter
+
+
+async def download_body(
+    store: ObjectStore,
+    info: ObjectInfo,
+    writer: SpoolWriter | MemoryWriter,
+    *,
+    deadline: float,
+    request_timeout: float = 30.0,
+    ranges: int = 1,
+) -> Body:
+    """Download one version of an object.
+
+    Args:
+        store: The store.
+        info: The object, as `head` reported it.
+        writer: Takes the bytes; what it holds is deleted if the download fails.
+        deadline: Seconds for the whole download.
+        request_timeout: Seconds for one range.
+        ranges: Ranges in flight, which a SpoolWriter takes; 1: the object is streamed by one request.
+
+    Returns:
+        The bytes.
+
+    Raises:
+        StoreRequestError: The object cannot be read in time, or was replaced.
+    """
+    left = info.size
+
+    def take(piece: memoryview) -> None:
+        nonlocal left
+        left -= len(piece)
+        if left < 0:
+            raise StoreRequestError(Failure.CHANGED, f"more than the announced {info.size} bytes arrived")
+        writer.write(piece)
+
+    try:
+        if ranges > 1 and isinstance(writer, SpoolWriter):
+            await download_ranges(
+                store,
+                info,
+                writer.write,
+                deadline=deadline,
+                request_timeout=request_timeout,
+                at_once=ranges,
+            )
+        else:
+            got = await store.get(info.key, take, etag=info.etag, timeout=deadline)
+            if (got.size, got.etag) != (info.size, info.etag):
+                raise StoreRequestError(Failure.CHANGED, f"{info.key!r} was replaced between two requests")
+        return writer.finish()
+    except BaseException:
+        writer.discard()
+        raise
+
+
+async def put_body(
+    store: ObjectStore,
+    key: str,
+    body: Body,
+    *,
+    create: bool = False,
+    deadline: float,
+    request_timeout: float = 30.0,
+) -> bool:
+    """Write a body to a store, repeated like any request.
+
+    Args:
+        store: The store.
+        key: The object's name.
+        body: Its bytes.
+        create: Write only if the object does not exist.
+        deadline: Seconds for all tries together.
+        request_timeout: Seconds for one try.
+
+    Returns:
+        Whether the object was written.
+
+    Raises:
+        StoreRequestError: The last failure.
+    """
+
+    async def put(limit: float) -> bool:
+        source = body.source()
+        try:
+            return await store.put(key, source, create=create, timeout=limit)
+        finally:
+            if not isinstance(source, bytes):
+                source.close()
+
+    return await persist(put, deadline=deadline, request_timeout=request_timeout)
+
+
+class ObjectBody(Body):
+    """An object of a store, of which one version is read by ranges.
+
+    Args:
+        store: The store.
+        key: The object's name.
+        deadline: Seconds for each request, repetitions included.
+
+    Raises:
+        StoreRequestError: The object does not exist, or the store fails; here and whenever it is read.
+    """
+
+    def __init__(self, store: ObjectStore, key: str, *, deadline: float = 60.0) -> None:
+        self._store = store
+        self._deadline = deadline
+        self._key = key
+        info = run_async(persist(lambda limit: store.head(key, timeout=limit), deadline=deadline))
+        self._etag = info.etag
+        self.size = info.size
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """See `Body.read_into`."""
+
+        def get(limit: float) -> Coroutine[Any, Any, bytes]:
+            return self._store.get_range(self._key, offset, len(view), etag=self._etag, timeout=limit)
+
+        if len(view):
+            view[:] = run_async(persist(get, deadline=self._deadline))
+
+    def source(self) -> bytes:
+        """See `Body.source`."""
+        return bytes(self.read(0, self.size))
+
+    def close(self) -> None:
+        """See `Body.close`: nothing is held."""
