@@ -76,6 +76,7 @@ def servable() -> serving.Servable:
 
 def export_calls() -> Iterator[Call]:
     yield serving.export_model, {"model": Scorer(), "out": Path("out"), "name": "movies"}
+    yield serving.ServingModule, {"module": Scorer()}
     yield serving.Servable, {"directory": exported() / "1"}
     rows = {"rows": {"a": (ids(), torch.ones(3, 2))}}
     yield from methods(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megalith.serving.client.credentials import Credentials as Credentials
     from megalith.serving.client.predict_client import PredictClient as PredictClient
     from megalith.serving.export.exporter import export_model as export_model
+    from megalith.serving.export.model_parts import ServingModule as ServingModule
     from megalith.serving.export.servable import Servable as Servable
     from megalith.serving.server.model_server import ModelServer as ModelServer
     from megalith.serving.server.security import Security as Security
@@ -37,6 +38,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".client.credentials": "Credentials",
         ".client.predict_client": "PredictClient",
         ".export.exporter": "export_model",
+        ".export.model_parts": "ServingModule",
         ".export.servable": "Servable",
         ".server.model_server": "ModelServer",
         ".server.security": "Security",

@@ -81,6 +81,7 @@ def _export(
     latest = manifest.latest.collections[COLLECTION]
     if block_size is None:
         block_size = _block_size(manifest, options.get("num_shards", 0))
+    features = [feature.name for feature in model.embeddings.features]
     return export_model(
         model,
         out,
@@ -88,7 +89,8 @@ def _export(
         block_size=block_size,
         rows=_rows_of(root, manifest),
         source=Provenance(manifest.tip, latest.global_step),
-        id_kinds=_id_kinds(config.data, [feature.name for feature in model.embeddings.features]),
+        id_kinds=_id_kinds(config.data, features),
+        single_ids=_single_ids(features, progress.get("list_features")),
         **options,
     )
 
@@ -102,6 +104,12 @@ def _id_kinds(config: DataConfig, features: Sequence[str]) -> dict[str, str]:
         if isinstance(column, Mapping) and (column.get("slot") is not None or column.get("ids")):
             kinds[name] = column["ids"] if column.get("slot") is None else "fid"
     return kinds
+
+
+def _single_ids(features: Sequence[str], list_features: Any) -> list[str]:
+    """Returns the features of which training saw one id per row; none for a checkpoint that does not say."""
+    known = isinstance(list_features, list)
+    return [name for name in features if name not in list_features] if known else []
 
 
 def count_rows(path: str | Path) -> int:

@@ -174,6 +174,7 @@ class Run:
         self._saved = (manifest.tip, self.step)
         self._continue_counters(saved.get("counters"))
         self.ranks.agreed(lambda: self.batches.seek(saved["position"]))
+        self.batches.list_features.update(saved.get("list_features", self.source.train.feature_names))
         checkpoint.set_rng_state(saved["rng"])
         self.ranks.on_rank_0(self._continue_logs)
         return self
@@ -483,6 +484,7 @@ class Run:
             "position": self.batches.position(),
             "features": self.source.train.feature_names,
             "num_dense": self.source.train.num_dense,
+            "list_features": sorted(self.batches.list_features),
             "counters": self.counters(),
             "rng": checkpoint.rng_state(),
         }

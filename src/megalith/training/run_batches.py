@@ -26,6 +26,9 @@ from megalith.data.equal_batches import EqualBatchLoader
 from megalith.errors import InputError
 from megalith.training.run_ranks import RunRanks, bounds, part_of
 
+WATCHED_BATCHES = 100
+"""Number of batches in which features with several ids per row are noticed."""
+
 
 class StepBatch(NamedTuple):
     """The rows of one step."""
@@ -76,6 +79,9 @@ class RunBatches:
         reader: The reader of all rows.
         ranks: The ranks of the run.
         shards: Whether each rank reads its own shard.
+
+    Attributes:
+        list_features: Features of which a row with several ids was seen, in the first batches.
     """
 
     def __init__(self, reader: Reader, ranks: RunRanks, *, shards: bool = False) -> None:
@@ -85,14 +91,28 @@ class RunBatches:
         self._sharded = _RankShards(reader, ranks)
         self._equal: EqualBatchLoader | None = None
         self._skipped: Counter[str] = Counter()
+        self.list_features: set[str] = set()
+        self._watched = 0
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Yields the steps from the position to the end of the epoch. All ranks yield equally many."""
+        for step in self._steps():
+            if self._watched < WATCHED_BATCHES:
+                self._watched += 1
+                self._watch_lists(step.batch)
+            yield step
+
+    def _steps(self) -> Iterator[StepBatch]:
         if self._sharded.begun or (self.shards and not self._in_stream):
             yield from self._from_shards()
         else:
             for batch in self.reader:
                 yield StepBatch(batch, None)
+
+    def _watch_lists(self, batch: Batch) -> None:
+        for name, column in batch.features.items():
+            if name not in self.list_features and bool((column.lengths() > 1).any()):
+                self.list_features.add(name)
 
     @property
     def _in_stream(self) -> bool:

@@ -20,7 +20,8 @@ from megalith.checkpoint.dense_state import dense_state
 from megalith.errors import ExportError, InputError
 from megalith.models import Model
 from megalith.serving.export.dense_program import DenseProgram
-from megalith.serving.export.exporter import export_program
+from megalith.serving.export.model_parts import ModelParts
+from megalith.serving.export.program_export import export_program
 from tests.serving.exported import trained
 
 
@@ -41,7 +42,7 @@ class Wide(Model):
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("program") / "dense.pt2"
-    export_program(Wide(), path)
+    export_program(ModelParts(Wide()), path)
     return path
 
 
@@ -52,7 +53,7 @@ def program(archive: Path) -> DenseProgram:
 
 def run(program: DenseProgram, size: int = 1) -> Tensor:
     with torch.inference_mode():
-        return program({"rows": torch.ones(size, 2)}, None)
+        return program({"rows": torch.ones(size, 2)}, None)[0]
 
 
 def constant(value: float) -> dict[str, Tensor]:
@@ -150,7 +151,7 @@ class Shared(Wide):
 def test_a_weight_with_several_names_is_one_weight(tmp_path: Path, name: str) -> None:
     """What a checkpoint saves, or a trainer pushes, under any of them is what both layers then use."""
     model = Shared()
-    export_program(model, tmp_path / "dense.pt2")
+    export_program(ModelParts(model), tmp_path / "dense.pt2")
     program = DenseProgram(tmp_path / "dense.pt2")
     assert list(program.names) == ["deep.weight", "deep.bias"]
     assert program.names.keys() <= dense_state(model).keys()
@@ -173,7 +174,7 @@ def test_the_statistics_of_batch_norm_are_weights(tmp_path: Path) -> None:
             return logits
 
     model = Normed()
-    export_program(model, tmp_path / "dense.pt2")
+    export_program(ModelParts(model), tmp_path / "dense.pt2")
     program = DenseProgram(tmp_path / "dense.pt2")
     assert program.names.keys() == dense_state(model).keys()
     model.norm.running_mean = torch.ones(2)
@@ -229,17 +230,17 @@ class Sequences(Wide):
 def test_what_people_put_into_models_is_let_through(tmp_path: Path, part: str) -> None:
     torch.manual_seed(0)
     model = Sequences(part)
-    export_program(model, tmp_path / "dense.pt2")
+    export_program(ModelParts(model), tmp_path / "dense.pt2")
     program = DenseProgram(tmp_path / "dense.pt2")
     rows = {"rows": torch.randn(5, 32)}
     with torch.inference_mode():
-        torch.testing.assert_close(program(dict(rows), None), model.eval().score(rows, None))
+        torch.testing.assert_close(program(dict(rows), None)[0], model.eval().score(rows, None))
 
 
 def test_source_paths_are_not_exported(archive: Path) -> None:
     for name in ("din", "dlrm"):
         path = archive.with_name(f"{name}.pt2")
-        export_program(trained(name), path)
+        export_program(ModelParts(trained(name)), path)
         with zipfile.ZipFile(path) as file:
             text = b"".join(file.read(each) for each in file.namelist())
         assert b".py" not in text
@@ -249,7 +250,7 @@ def test_the_mode_of_every_module_is_as_before(archive: Path) -> None:
     model = Wide()
     model.train()
     model.deep.eval()
-    export_program(model, archive.with_name("modes.pt2"))
+    export_program(ModelParts(model), archive.with_name("modes.pt2"))
     assert (model.training, model.deep.training) == (True, False)
 
 
@@ -259,8 +260,8 @@ class Branches(Wide):
 
 
 def test_what_cannot_be_traced_says_so(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"Branches.score cannot be exported"):
-        export_program(Branches(), tmp_path / "dense.pt2")
+    with pytest.raises(InputError, match=r"Branches cannot be exported"):
+        export_program(ModelParts(Branches()), tmp_path / "dense.pt2")
 
 
 # ---- malicious archives

@@ -36,6 +36,7 @@ from megalith.errors import CheckpointError, ExportError, InputError, MegalithEr
 from megalith.models import Model
 from megalith.serving.export import exporter as module
 from megalith.serving.export.exporter import Provenance, export_model
+from megalith.serving.export.model_parts import ModelParts
 from megalith.serving.export.servable import Fetch, Servable
 from megalith.serving.export.signature import Signature
 from megalith.serving.server.tf_service import inputs_of
@@ -61,10 +62,10 @@ def wide(ids: Tensor | None = None, rows: Tensor | None = None) -> Wide:
 def fast(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Exports write a program that was traced before: most tests are about the rest."""
     made = tmp_path_factory.mktemp("program") / "dense.pt2"
-    entry = module.export_program(Wide(), made)
+    entry = module.export_program(ModelParts(Wide()), made)
     data = made.read_bytes()
 
-    def write(model: Any, path: Path) -> Any:
+    def write(parts: Any, path: Path, **options: Any) -> Any:
         path.write_bytes(data)
         return entry
 
@@ -253,8 +254,8 @@ class Unpooled(Wide):
         (Wide, {"version": 2**63}, InputError, "must be an integer"),
         (Wide, {"precision": "int4"}, InputError, "precision"),
         (Wide, {"num_shards": -1}, InputError, "num_shards"),
-        (lambda: nn.Linear(1, 1), {}, InputError, "Linear without embeddings"),
-        (object, {}, InputError, "object without"),
+        (lambda: nn.Linear(1, 1), {}, InputError, "Linear has no EmbeddingCollection"),
+        (object, {}, InputError, "expected a model or Shards, got object"),
         (Two, {}, InputError, "2 EmbeddingCollections"),
         (Unpooled, {}, InputError, "give it a combiner"),
     ],

@@ -114,7 +114,9 @@ DELETED = object()
 HUGE = 10**400
 WRONG: list[tuple[tuple[Any, ...], Any]] = [
     (("format",), "other"),
-    (("format_version",), 2),
+    (("format_version",), 3),
+    (("format_version",), 1),
+    (("format_version",), True),
     (("model",), "a/b"),
     (("model",), ""),
     (("model",), None),
@@ -135,6 +137,14 @@ WRONG: list[tuple[tuple[Any, ...], Any]] = [
     (("dense_name",), "u"),
     (("outputs",), ["logits"]),
     (("outputs",), [None]),
+    (("outputs",), []),
+    (("outputs", 0, "name"), "probabilities"),
+    (("outputs", 0, "dtype"), "float16"),
+    (("outputs", 0, "shape"), [-1]),
+    (("outputs", 0, "shape"), [2**20, 2**20]),
+    (("outputs", 0, "shape"), [1] * 8),
+    (("joint_rows",), 1),
+    (("features", 0, "single"), 1),
     (("program",), None),
     (("program",), []),
     (("tables",), []),
@@ -257,6 +267,7 @@ def test_any_other_json_is_read_or_refused(path: tuple[Any, ...], value: Any) ->
         return
     for feature in data["features"]:
         feature.setdefault("ids", None)  # earlier exports do not have it
+        feature.setdefault("single", False)
     for table in data["tables"].values():
         table.setdefault("kinds", None)
     assert json.loads(signature.to_json()) == data
@@ -321,9 +332,13 @@ def test_the_schema_knows_every_field_that_is_written() -> None:
         (table["file"], defs["file"]),
         (table["routing"], defs["routing"]),
         (data["features"][0], defs["feature"]),
+        (data["outputs"][0], defs["output"]),
         (data["layouts"][0], defs["layout"]),
     ):
-        later = {id(defs["feature"]): {"ids"}, id(defs["table"]): {"kinds"}}  # not in earlier exports
+        later = {
+            id(defs["feature"]): {"ids", "single"},
+            id(defs["table"]): {"kinds"},
+        }  # not in earlier exports
         optional = later.get(id(known), set())
         assert written.keys() == known["properties"].keys() == {*known["required"], *optional}
 

@@ -1,4 +1,4 @@
-"""Dense program: a model's `score`, traced by torch.export, with weights that can be replaced.
+"""Dense program: a model's dense part, traced by torch.export, with weights that can be replaced.
 
 There are two copies. Requests run the front copy. New weights are written to the back copy, which then
 becomes the front copy, so no request sees a mixture. A copy that is in use keeps its weights.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ PREFIX = "model."
 
 
 class DenseProgram:
-    """Computes logits [B] from rows by name and dense values. Thread-safe.
+    """Computes outputs [B, ...] from rows by name and dense values. Thread-safe.
 
     Args:
         path: An archive of torch.export.
@@ -67,8 +67,8 @@ class DenseProgram:
         """The weights in use; do not write to them."""
         return dict(self._now)
 
-    def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Tensor:
-        """Return the logits, float32 [B]."""
+    def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Sequence[Tensor]:
+        """Return the outputs, in the order of the signature."""
         while True:
             copy = self.front
             with copy:
@@ -159,11 +159,14 @@ class ProgramCopy:
         self._running = 0
         self._changed = threading.Condition()
 
-    def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Tensor:
-        """Return the logits, float32 [B]."""
+    def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Sequence[Tensor]:
+        """Return the outputs, in the order of the signature."""
         # `forward` skips the hooks of a module's call, whose size checks would dominate the time.
-        logits: Tensor = self.module.forward(rows, dense)
-        return logits
+        outputs: Tensor | Sequence[Tensor] = self.module.forward(rows, dense)
+        if isinstance(outputs, Tensor):  # an export of format version 1
+            logits = outputs.float()
+            return logits, torch.sigmoid(logits)
+        return outputs
 
     def __enter__(self) -> None:
         with self._changed:

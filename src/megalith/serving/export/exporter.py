@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import time
 import uuid
-import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +30,14 @@ from megalith.distributed.agreement import agree
 from megalith.distributed.dense_broadcast import fsdp1_module
 from megalith.distributed.ranks import RankGroup
 from megalith.errors import ExportError, InputError, MegalithError, UsageError
-from megalith.nn import EmbeddingCollection
 from megalith.nn.feature_plan import FeaturePlan
 from megalith.ops import checks
 from megalith.ragged import Ragged
 from megalith.serving.export import precision as precisions
-from megalith.serving.export.archive import write_archive
 from megalith.serving.export.frozen_rows import FrozenWriter
+from megalith.serving.export.model_parts import Exportable, ModelParts, ServingModule
+from megalith.serving.export.output_specs import ACTIVATIONS
+from megalith.serving.export.program_export import WrittenProgram, export_program
 from megalith.serving.export.rank_rows import RankRows, RowSource
 from megalith.serving.export.signature import (
     DENSE,
@@ -53,30 +53,10 @@ from megalith.serving.export.signature import (
 from megalith.serving.export.staging import StagingDirectories
 from megalith.serving.export.warmup_examples import Example, write_examples
 from megalith.shards import Shards
-from megalith.storage.store import StoredFile, checksum
 from megalith.table import ServingPrecision, TableConfig
 
 _EXAMPLE_SIZES = (1, 8)
 _MAX_FILE_NAME = 100
-
-
-class Exportable(Protocol):
-    """A model that `export_model` accepts, such as a `megalith.models.Model`."""
-
-    embeddings: EmbeddingCollection
-    masks: Mapping[str, str]
-    num_dense: int
-
-    def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """Compute logits; traced by torch.export, with any batch size B.
-
-        Args:
-            rows: Embeddings by name of the feature or layout, [B, ...], and masks, bool [B, n].
-            dense: Dense values, float32 [B, num_dense]; None if `num_dense` is 0.
-
-        Returns:
-            Logits [B].
-        """
 
 
 @dataclass(frozen=True)
@@ -90,7 +70,7 @@ class Provenance:
 
 
 def export_model(
-    model: Exportable | Shards,
+    model: Exportable | ServingModule | nn.Module | Shards,
     out: str | Path,
     *,
     name: str,
@@ -101,6 +81,9 @@ def export_model(
     rows: RowSource | None = None,
     source: Provenance | None = None,
     id_kinds: Mapping[str, str] | None = None,
+    single_ids: Sequence[str] = (),
+    outputs: Sequence[str] | None = None,
+    activations: Mapping[str, str] | None = None,
     on_rows: Callable[[int], object] | None = None,
 ) -> Path:
     """Write a version of a model below `out`. A call that fails leaves no files.
@@ -109,8 +92,9 @@ def export_model(
     with the rows of all ranks and its own dense weights. If it fails on one rank, it raises on all.
 
     Args:
-        model: The model; its `score` is traced in eval mode. Shards are exported as rows without a model:
-            servers answer lookups of them, but no requests for scores.
+        model: A model with `score`, which is traced in eval mode, or any other `nn.Module` that contains
+            EmbeddingCollections; a ServingModule says how to call one that takes dense values. Shards are
+            exported as rows without a model: servers answer lookups of them, but no requests for scores.
         out: Directory of the versions.
         name: Name of the model in requests.
         precision: Precision of the rows: "float32", "float16" or "int8". A segment with its own
@@ -124,6 +108,12 @@ def export_model(
         id_kinds: Feature -> what its ids were in training: "integer", "xxhash64" (hashes of text) or "fid".
             Servers refuse requests with others: strings for integers and fids, integers for text. A feature
             that is not listed is not checked.
+        single_ids: Features whose rows have one id each; metadata then gives their shape as [B].
+        outputs: Names of the tensors that the model returns as one tensor or as a tuple; a dict has names
+            already. None: `output`, or `output_0`, `output_1` ...; and `logits` and `probabilities` (their
+            sigmoid) if the model's `score` returns a tensor [B] or [B, 1].
+        activations: Output -> "sigmoid", "softmax" (over the last dimension), "exp" or "tanh", which is
+            applied before the output is returned. Other outputs are returned as the model computes them.
         on_rows: Called with the number of rows of each chunk written; over ranks, on rank 0.
 
     Returns:
@@ -135,9 +125,9 @@ def export_model(
         UsageError: The dense weights are sharded over ranks.
         RankTimeoutError: A rank does not make this call.
     """
-    collection = None if isinstance(model, Shards) else _collection(model)
-    shards = model if isinstance(model, Shards) else model.embeddings.shards
-    ranks = shards.ranks if rows is None else RankGroup()
+    parts = None if isinstance(model, Shards) else ModelParts(model)
+    tables = dict.fromkeys(model.configs, model) if isinstance(model, Shards) else _tables_of(parts)
+    ranks = next(iter(tables.values())).ranks if rows is None else RankGroup()
 
     def check() -> Signature:
         check_name(name)
@@ -150,11 +140,12 @@ def export_model(
             checks.instance(source, Provenance, "export: source")
         checks.callback(rows, "export: rows")
         checks.callback(on_rows, "export: on_rows")
+        _check_outputs(outputs, activations)
         if ranks.size > 1:
-            _check_whole(model)
-            shards.flush()
-        step = 0 if collection is None else collection.global_step
-        origin = source or Provenance(f"live-{uuid.uuid4().hex}", step)
+            _check_whole(parts)
+            for shards in set(tables.values()):
+                shards.flush()
+        origin = source or Provenance(f"live-{uuid.uuid4().hex}", 0 if parts is None else parts.step)
         signature = Signature(
             model=name,
             version=origin.step if version is None else version,
@@ -167,28 +158,58 @@ def export_model(
             precision=precision,
             tables={},
         )
-        if isinstance(model, Shards):
+        if parts is None:
             return signature
-        return _describe(signature, model, _checked_kinds(id_kinds, model.embeddings))
+        return _describe(
+            signature, parts, _checked_kinds(id_kinds, parts), _checked_singles(single_ids, parts)
+        )
 
     signature = agree(ranks, check, error=ExportError)
 
+    def write_program(path: Path) -> WrittenProgram:
+        assert parts is not None
+        return export_program(parts, path, names=outputs, activations=activations)
+
     def write(found: RowSource) -> None:
-        _write_version(model, Path(out), signature, block_size, found, on_rows)
+        writer = _VersionWriter(
+            Path(out), signature, parts, tables, None if parts is None else write_program, block_size
+        )
+        writer.write(found, on_rows)
 
     if rows is not None:
         write(rows)
     elif ranks.size == 1:
-        write(_live_rows(shards))
+        write(_live_rows(tables))
     else:
-        RankRows(shards).write(write)
+        RankRows(tables).write(write)
     return Path(out)
 
 
-def _check_whole(model: Exportable | Shards) -> None:
+def _tables_of(parts: ModelParts | None) -> dict[str, Shards]:
+    assert parts is not None
+    return parts.shards
+
+
+def _check_outputs(outputs: Any, activations: Any) -> None:
+    if outputs is not None:
+        _names(outputs, "export: outputs")
+    given = {} if activations is None else activations
+    for name, each in checks.mapping(given, "export: activations", '{"ctr": "sigmoid"}').items():
+        checks.text(name, "export: activations: an output")
+        checks.one_of(each, list(ACTIVATIONS), f"export: activation of {name!r}")
+
+
+def _names(given: Any, what: str) -> list[str]:
+    if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
+        raise InputError(f"{what} must be a list of names, got {repr(given)[:100]}")
+    return list(given)
+
+
+def _check_whole(parts: ModelParts | None) -> None:
     """Raise UsageError unless this rank has the whole dense part of a model."""
-    if not isinstance(model, nn.Module):
+    if parts is None:
         return
+    model = parts.module
     reshard(model)
     sharded = any(is_sharded(each) for each in (*model.parameters(), *model.buffers()))
     if sharded or fsdp1_module(model) is not None:
@@ -198,117 +219,111 @@ def _check_whole(model: Exportable | Shards) -> None:
         )
 
 
-def _write_version(
-    model: Exportable | Shards,
-    out: Path,
-    signature: Signature,
-    block_size: int | None,
-    rows: RowSource,
-    on_rows: Callable[[int], object] | None,
-) -> None:
-    shards = model if isinstance(model, Shards) else model.embeddings.shards
-    kept = {} if isinstance(model, Shards) else model.embeddings.checkpoint_state.routing
-    num_shards = signature.sub_graph_num
-    parts = [f"ps_{number}" for number in range(num_shards)] or [STANDALONE]
-    if num_shards and not isinstance(model, Shards):
-        parts.append(ENTRY)  # the last to be published, because it needs the others
-    try:
-        with StagingDirectories(out, signature.version, parts) as staging:
-            tables = {
-                table: _TableExporter(
-                    staging,
-                    config,
-                    routing_of(shards, table, kept).dist_type,
-                    signature.precision,
-                    num_shards,
-                    block_size,
-                ).write(rows, on_rows)
-                for table, config in shards.configs.items()
-            }
-            _write_parts(model, staging, signature, tables)
-            staging.publish()
-    except OSError as error:
-        if isinstance(error, MegalithError):
-            raise
-        raise ExportError(f"cannot write {out}: {error}") from error
-
-
-def _collection(model: Any) -> EmbeddingCollection:
-    """Return the model's collection; raise InputError unless it is the only one."""
-    lacking = [name for name in ("embeddings", "masks", "num_dense", "score") if not hasattr(model, name)]
-    if not isinstance(model, nn.Module) or lacking:
-        raise InputError(
-            f"export: expected a model or Shards, got {type(model).__name__}"
-            + (f" without {', '.join(lacking)}" if lacking else "")
-            + (
-                "; to export its rows alone, pass its `shards`"
-                if isinstance(model, EmbeddingCollection)
-                else ""
-            )
-        )
-    collections = [each for each in model.modules() if isinstance(each, EmbeddingCollection)]
-    if len(collections) != 1 or collections[0] is not model.embeddings:
-        raise InputError(
-            f"export: {type(model).__name__} has {len(collections)} EmbeddingCollections; it must have "
-            "exactly one, `embeddings`"
-        )
-    return collections[0]
-
-
-def _checked_kinds(id_kinds: Any, collection: EmbeddingCollection) -> Mapping[str, str]:
+def _checked_kinds(id_kinds: Any, parts: ModelParts) -> Mapping[str, str]:
     given = checks.mapping({} if id_kinds is None else id_kinds, "export: id_kinds", '{"user": "integer"}')
-    known = [feature.name for feature in collection.features]
     for name, each in given.items():
-        checks.one_of(name, known, "export: id_kinds: a feature")
+        checks.one_of(name, list(parts.plan.features), "export: id_kinds: a feature")
         checks.one_of(each, ID_KINDS, f"export: id_kinds of {name!r}")
     return given
 
 
-def _describe(signature: Signature, model: Exportable, id_kinds: Mapping[str, str]) -> Signature:
+def _checked_singles(single_ids: Any, parts: ModelParts) -> set[str]:
+    names = _names(single_ids, "export: single_ids")
+    for name in names:
+        checks.one_of(name, list(parts.plan.features), "export: single_ids: a feature")
+    return set(names)
+
+
+def _describe(
+    signature: Signature, parts: ModelParts, id_kinds: Mapping[str, str], single_ids: set[str]
+) -> Signature:
     """Return a signature with the inputs of a model."""
-    collection = model.embeddings
+    features = parts.plan.features.values()
     return replace(
         signature,
-        features=tuple(FeatureSpec.of(each, id_kinds.get(each.name)) for each in collection.features),
-        layouts=_layouts(collection.plan),
-        masks=dict(model.masks),
-        num_dense=model.num_dense,
-        dense_name=_dense_name(collection),
+        features=tuple(
+            FeatureSpec.of(each, id_kinds.get(each.name), single=each.name in single_ids) for each in features
+        ),
+        layouts=_layouts(parts.plan),
+        masks=dict(parts.masks),
+        num_dense=parts.num_dense,
+        dense_name=_dense_name(parts.plan),
     )
 
 
-def _dense_name(collection: EmbeddingCollection) -> str:
+def _dense_name(plan: FeaturePlan) -> str:
     """Return the name of the dense values in requests, which no feature has."""
     name = DENSE
-    while any(feature.name == name for feature in collection.features):
+    while name in plan.features:
         name += "_values"
     return name
 
 
-def _write_parts(
-    model: Exportable | Shards,
-    staging: StagingDirectories,
-    signature: Signature,
-    tables: Mapping[str, _WrittenTable],
-) -> None:
-    for number, part in enumerate(staging.parts):
-        own = replace(
-            signature,
-            part=part,
-            tables={
-                table: written.without_rows if part == ENTRY else written.specs[number]
-                for table, written in tables.items()
-            },
-        )
-        if part not in (ENTRY, STANDALONE):
-            own = replace(own, features=(), layouts=None, masks={}, num_dense=0)
-        elif not isinstance(model, Shards):
-            path = staging.path(part)
-            samples = {table: written.sample for table, written in tables.items()}
-            program = export_program(model, path / "dense.pt2")
-            examples = write_examples(path / "examples.json", _examples(signature, samples))
-            own = replace(own, program=program, examples=examples)
-        staging.write(part, own)
+@dataclass(frozen=True)
+class _VersionWriter:
+    """Writes all parts of a version."""
+
+    out: Path
+    signature: Signature
+    model: ModelParts | None
+    tables: Mapping[str, Shards]
+    write_program: Callable[[Path], WrittenProgram] | None
+    block_size: int | None
+
+    def write(self, rows: RowSource, on_rows: Callable[[int], object] | None) -> None:
+        num_shards = self.signature.sub_graph_num
+        parts = [f"ps_{number}" for number in range(num_shards)] or [STANDALONE]
+        if num_shards and self.model is not None:
+            parts.append(ENTRY)  # the last to be published, because it needs the others
+        try:
+            with StagingDirectories(self.out, self.signature.version, parts) as staging:
+                tables = {
+                    table: _TableExporter(
+                        staging,
+                        shards.configs[table],
+                        self._dist_type(table),
+                        self.signature.precision,
+                        num_shards,
+                        self.block_size,
+                    ).write(rows, on_rows)
+                    for table, shards in self.tables.items()
+                }
+                self._write_parts(staging, tables)
+                staging.publish()
+        except OSError as error:
+            if isinstance(error, MegalithError):
+                raise
+            raise ExportError(f"cannot write {self.out}: {error}") from error
+
+    def _dist_type(self, table: str) -> str:
+        kept = {} if self.model is None else self.model.routing(table)
+        return routing_of(self.tables[table], table, kept).dist_type
+
+    def _write_parts(self, staging: StagingDirectories, tables: Mapping[str, _WrittenTable]) -> None:
+        for number, part in enumerate(staging.parts):
+            own = replace(
+                self.signature,
+                part=part,
+                tables={
+                    table: written.without_rows if part == ENTRY else written.specs[number]
+                    for table, written in tables.items()
+                },
+            )
+            if part not in (ENTRY, STANDALONE):
+                own = replace(own, features=(), layouts=None, masks={}, num_dense=0)
+            elif self.write_program is not None:
+                path = staging.path(part)
+                samples = {table: written.sample for table, written in tables.items()}
+                program = self.write_program(path / "dense.pt2")
+                examples = write_examples(path / "examples.json", _examples(self.signature, samples))
+                own = replace(
+                    own,
+                    program=program.file,
+                    outputs=program.outputs,
+                    joint_rows=program.joint_rows,
+                    examples=examples,
+                )
+            staging.write(part, own)
 
 
 # ---- rows
@@ -413,76 +428,15 @@ class _TableExporter:
         return torch.cat(found), largest
 
 
-def _live_rows(shards: Shards) -> RowSource:
+def _live_rows(tables: Mapping[str, Shards]) -> RowSource:
     def rows(table: str) -> Iterator[tuple[Tensor, Tensor]]:
-        for chunk in shards.scan(table):
+        for chunk in tables[table].scan(table):
             yield chunk.ids, chunk.rows
 
     return rows
 
 
-# ---- the dense part
-
-
-class _Score(nn.Module):
-    """The dense part as a module."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, rows: dict[str, Any], dense: Tensor | None) -> Tensor:
-        logits: Tensor = self.model.score(rows, dense)
-        return logits
-
-
-def export_program(model: Exportable, path: Path) -> StoredFile:
-    """Trace `score` with torch.export, for any batch size, and write it.
-
-    Args:
-        model: The model.
-        path: The new file.
-
-    Returns:
-        The entry of the file.
-
-    Raises:
-        InputError: `score` cannot be traced.
-    """
-    assert isinstance(model, nn.Module)
-    plan = model.embeddings.plan
-    size = 3
-    rows: dict[str, Any] = {}
-    for output in plan.outputs:
-        rows.setdefault(output.name, []).append(torch.zeros(size, *output.shape))
-    lists = {layout.name for layout in plan.layouts or () if layout.kind == "none"}
-    rows = {name: each if name in lists else each[0] for name, each in rows.items()}
-    for name, feature in model.masks.items():
-        rows[name] = torch.ones(size, plan.features[feature].combiner.inner, dtype=torch.bool)  # type: ignore[union-attr]
-    dense = torch.zeros(size, model.num_dense) if model.num_dense else None
-    batch = torch.export.Dim("batch", min=0)
-    any_size = {0: batch}
-    sizes = {
-        name: [any_size] * len(each) if isinstance(each, list) else any_size for name, each in rows.items()
-    }
-    dynamic = (sizes, None if dense is None else any_size)
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            program = torch.export.export(_Score(model), (rows, dense), dynamic_shapes=dynamic)
-            data = write_archive(program)
-    except Exception as error:  # torch raises many types
-        raise InputError(
-            f"{type(model).__name__}.score cannot be exported: it must compute tensors from tensors, "
-            f"without branches on values ({error})"
-        ) from error
-    finally:
-        for module in training:
-            module.training = True
-    path.write_bytes(data)
-    return StoredFile(path.name, len(data), checksum(zlib.crc32(data)))
+# ---- inputs
 
 
 def _layouts(plan: FeaturePlan) -> tuple[LayoutSpec, ...] | None:

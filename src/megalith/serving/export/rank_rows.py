@@ -15,7 +15,7 @@ together; rank 0 never holds a table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -48,12 +48,13 @@ class RankRows:
     """The rows of all ranks, in an order that is the same as long as no table changes.
 
     Args:
-        shards: Tables over several ranks.
+        tables: The shards of each table, all over the same ranks.
     """
 
-    def __init__(self, shards: Shards) -> None:
-        assert isinstance(shards.ranks, Exchange)
-        self._shards, self._exchange = shards, shards.ranks
+    def __init__(self, tables: Mapping[str, Shards]) -> None:
+        exchange = next(iter(tables.values())).ranks
+        assert isinstance(exchange, Exchange)
+        self._tables, self._exchange = tables, exchange
         self._chunk_size = max(1, ROWS_PER_ROUND // self._exchange.size)
         self._scan: Iterator[Chunk] = iter(())
         self._failure: Exception | None = None
@@ -137,8 +138,9 @@ class RankRows:
     def _next_chunk(self, command: _Command) -> Chunk | None:
         try:
             if command.table is not None:
-                self._scan = self._shards.scan(command.table, self._chunk_size)
-                self._dim = self._shards.configs[command.table].dim
+                shards = self._tables[command.table]
+                self._scan = shards.scan(command.table, self._chunk_size)
+                self._dim = shards.configs[command.table].dim
             return next(self._scan, None)
         except Exception as error:
             self._failure = error

@@ -8,9 +8,10 @@ files never change.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +33,7 @@ from megalith.ops.checks import callback, flag, instance, kind, mapping
 from megalith.ops.checks import path as check_path
 from megalith.serving.export.dense_program import DenseProgram, ProgramCopy
 from megalith.serving.export.frozen_rows import FrozenRows
+from megalith.serving.export.output_specs import OUTPUT_DTYPES
 from megalith.serving.export.overlay import PRESENT, REMOVED, Overlay, RowsByTable
 from megalith.serving.export.row_checks import check_ids, check_rows
 from megalith.serving.export.row_gathering import Gathered, Gathering
@@ -153,7 +155,7 @@ class Servable:
             dense: float32 [B, num_dense].
 
         Returns:
-            {"logits": float32 [B], "probabilities": float32 [B]}.
+            The outputs of the signature by name, each [B, ...].
 
         Raises:
             InputError: An input has a wrong dtype or shape.
@@ -185,15 +187,30 @@ class Servable:
                 with span("megalith.rows"):
                     self._fill(gathered, request, fetch)
                 # The dense weights are not held during the fetch, which may take long.
-                logits = program(self._rows(plan, request, gathered), values)
+                outputs = program(self._rows(plan, request, gathered), values)
             else:
                 with self._hold_snapshot() as (overlay, copy):
                     with span("megalith.rows"):
                         for name, out in gathered.rows.items():
                             self._read(overlay, frozen[name], name, request.ids[name], out)
-                    logits = copy(self._rows(plan, request, gathered), values)
-            logits = logits.float()
-            return {"logits": logits, "probabilities": torch.sigmoid(logits)}
+                    outputs = copy(self._rows(plan, request, gathered), values)
+            return self._named(outputs, request.batch.size)
+
+    def _named(self, outputs: Sequence[Tensor], size: int) -> dict[str, Tensor]:
+        """Give the outputs their names; raise ExportError unless they are what the signature describes."""
+        named = {}
+        for spec, tensor in zip_longest(self.signature.outputs, outputs):
+            if (
+                spec is None
+                or not isinstance(tensor, Tensor)
+                or tensor.dtype != OUTPUT_DTYPES[spec.dtype]
+                or tuple(tensor.shape) != (size, *spec.shape)
+            ):
+                raise ExportError(
+                    f"{self.directory}: the program does not return the outputs that the signature describes"
+                )
+            named[spec.name] = tensor
+        return named
 
     @contextmanager
     def _hold_snapshot(self) -> Iterator[tuple[Overlay, ProgramCopy]]:

@@ -18,6 +18,7 @@ from megalith.errors import ExportError, InputError
 from megalith.nn import Combiner, Feature, FirstN, Layout, Mean, Slice, Sqrtn, Sum
 from megalith.nn.feature_plan import FeaturePlan
 from megalith.routing import MODES, Router
+from megalith.serving.export.output_specs import LOGIT_OUTPUTS, MAX_OUTPUTS, OutputSpec, read_output
 from megalith.serving.export.precision import PRECISIONS
 from megalith.serving.export.row_format import Formats, RowFormat, RowPart
 from megalith.storage.store import LocalStore, StoredFile
@@ -25,13 +26,12 @@ from megalith.storage.strict_json import parse_json
 from megalith.table import SGD, Segment, TableConfig
 
 FORMAT = "megalith-export"
-VERSION = 1
+VERSION = 2
 NAME = "signature.json"
 MAX_BYTES = 1 << 24
 STANDALONE, ENTRY = "standalone", "entry"
 DENSE = "dense"
 """The name of the input that holds dense values."""
-OUTPUTS = ("logits", "probabilities")
 ID_KINDS = ("integer", "xxhash64", "fid")
 """What the ids of a feature are: integers as they are, hashes of text, or results of `megalith.fid`."""
 _MAX_TEXT = 4096
@@ -47,6 +47,7 @@ class FeatureSpec:
     Attributes:
         max_length: Number of ids that a FirstN feature uses.
         ids: One of ID_KINDS: what the ids were in training. Requests must send the same; None: unknown.
+        single: Whether rows have one id each, so that its shape in metadata is [B].
     """
 
     name: str
@@ -56,6 +57,7 @@ class FeatureSpec:
     pad: int = -1
     max_length: int | None = None
     ids: str | None = None
+    single: bool = False
 
     def feature(self) -> Feature:
         """Return the feature of the collection."""
@@ -68,12 +70,13 @@ class FeatureSpec:
         return Feature(self.name, self.table, combiner, self.shared, pad=self.pad)
 
     @classmethod
-    def of(cls, feature: Feature, ids: str | None = None) -> FeatureSpec:
+    def of(cls, feature: Feature, ids: str | None = None, *, single: bool = False) -> FeatureSpec:
         """Describe a feature.
 
         Args:
             feature: A feature of a collection.
             ids: One of ID_KINDS, or None if it is unknown.
+            single: Whether rows have one id each.
 
         Returns:
             Its description.
@@ -83,13 +86,14 @@ class FeatureSpec:
         """
         combiner = feature.combiner
         if isinstance(combiner, FirstN):
-            return cls(feature.name, feature.table, "first_n", feature.shared, feature.pad, combiner.n, ids)
+            name, length = "first_n", combiner.n
+            return cls(feature.name, feature.table, name, feature.shared, feature.pad, length, ids, single)
         for name, known in _COMBINERS.items():
             # A subclass under another name is the same combiner; one that pools in another way is not.
             if isinstance(combiner, known) and all(
                 getattr(type(combiner), method) is getattr(known, method) for method in _POOLING_METHODS
             ):
-                return cls(feature.name, feature.table, name, feature.shared, feature.pad, None, ids)
+                return cls(feature.name, feature.table, name, feature.shared, feature.pad, None, ids, single)
         raise InputError(f"feature {feature.name!r}: {combiner!r} cannot be exported; give it a combiner")
 
 
@@ -167,6 +171,8 @@ class Signature:
         base: Id of the save that was exported.
         step: Global step of that save.
         masks: Name -> FirstN feature; the mask marks the positions that hold ids.
+        outputs: What the program returns, in its order.
+        joint_rows: Whether the outputs of a row depend on the other rows of its batch.
     """
 
     model: str
@@ -184,7 +190,8 @@ class Signature:
     masks: dict[str, str] = field(default_factory=dict)
     num_dense: int = 0
     dense_name: str = DENSE
-    outputs: tuple[str, ...] = OUTPUTS
+    outputs: tuple[OutputSpec, ...] = LOGIT_OUTPUTS
+    joint_rows: bool = False
     program: StoredFile | None = None
     examples: StoredFile | None = None
 
@@ -205,8 +212,8 @@ class Signature:
 
     @property
     def batchable(self) -> bool:
-        """Whether requests may be computed together: no feature is shared by a whole batch."""
-        return not any(feature.shared for feature in self.features)
+        """Whether requests may be computed together: no row depends on others, and no feature is shared."""
+        return not self.joint_rows and not any(feature.shared for feature in self.features)
 
     @property
     def dims(self) -> dict[str, int]:
@@ -274,17 +281,24 @@ class Signature:
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ExportError(f"{where} is not the signature of an exported model")
-        if data.get("format_version") != VERSION:
-            raise ExportError(
-                f"{where} has format version {data.get('format_version')!r}; this Megalith reads {VERSION}"
-            )
+        version = data.get("format_version")
+        if type(version) is not int or not 1 <= version <= VERSION:
+            raise ExportError(f"{where} has format version {version!r}; this Megalith reads 1 to {VERSION}")
         try:
-            signature = _signature(data)
+            signature = _signature(data if version == VERSION else _upgraded(data))
             _check(signature)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             named = f"it lacks {error}" if type(error) is KeyError else str(error)
             raise ExportError(f"{where}: {named}") from None
         return signature
+
+
+def _upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a signature of format version 1, whose program returns logits [B] alone, as version 2."""
+    if data["outputs"] != [each.name for each in LOGIT_OUTPUTS]:
+        raise ValueError("outputs are not logits and probabilities")
+    outputs = [{**asdict(each), "shape": list(each.shape)} for each in LOGIT_OUTPUTS]
+    return {**data, "outputs": outputs, "joint_rows": False}
 
 
 def _signature(data: Mapping[str, Any]) -> Signature:
@@ -298,7 +312,8 @@ def _signature(data: Mapping[str, Any]) -> Signature:
         features=tuple(_feature(each) for each in data["features"]),
         layouts=None if layouts is None else tuple(_layout(each) for each in layouts),
         masks={_text(k, "mask"): _text(v, "mask") for k, v in data["masks"].items()},
-        outputs=tuple(_text(each, "outputs") for each in data["outputs"]),
+        outputs=tuple(read_output(each) for each in data["outputs"]),
+        joint_rows=_flag(data["joint_rows"], "joint_rows"),
         program=_file(data["program"]),
         examples=_file(data["examples"]),
     )
@@ -319,7 +334,8 @@ def _feature(data: Mapping[str, Any]) -> FeatureSpec:
     if ids is not None and (not isinstance(ids, str) or ids not in ID_KINDS):
         raise ValueError(f"ids is {ids!r}, not one of {', '.join(ID_KINDS)}")
     texts = [_text(data[name], name) for name in ("name", "table", "combiner")]
-    return FeatureSpec(texts[0], texts[1], texts[2], _flag(data["shared"], "shared"), pad, length, ids)
+    flags = [_flag(data["shared"], "shared"), _flag(data.get("single", False), "single")]
+    return FeatureSpec(texts[0], texts[1], texts[2], flags[0], pad, length, ids, flags[1])
 
 
 def _layout(data: Mapping[str, Any]) -> LayoutSpec:
@@ -418,8 +434,9 @@ def _check(signature: Signature) -> None:
         if part == ENTRY or signature.features:
             raise ValueError(f"part {part!r} has no program")
         return
-    if signature.outputs != OUTPUTS:
-        raise ValueError(f"outputs are {', '.join(signature.outputs)}, not {', '.join(OUTPUTS)}")
+    names = {each.name for each in signature.outputs}
+    if not 1 <= len(signature.outputs) <= MAX_OUTPUTS or len(names) != len(signature.outputs):
+        raise ValueError(f"outputs must be 1 to {MAX_OUTPUTS} with different names")
     if signature.num_dense and any(spec.name == signature.dense_name for spec in signature.features):
         raise ValueError(f"a feature and the dense values have the same name {signature.dense_name!r}")
     plan = signature.plan()

@@ -61,7 +61,7 @@ class ScoreRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """Outputs by name, each [rows], and the version that computed them."""
+    """Outputs by name, each [rows, ...], and the version that computed them."""
 
     version: int
     outputs: dict[str, Array]

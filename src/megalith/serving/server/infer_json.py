@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.proto.infer_tensors import BYTES, from_raw, from_values
+from megalith.serving.export.output_specs import OUTPUT_DTYPES
+from megalith.serving.proto.infer_tensors import BYTES, DATATYPES, from_raw, from_values
 from megalith.serving.proto.limits import MAX_RANK, POINTER_BYTES
 from megalith.serving.proto.tf_tensors import Strings
 from megalith.serving.server.batching import Alive
@@ -81,7 +82,8 @@ class InferRequest:
             reply["id"] = self._request["id"]
         outputs, binary = [], []
         for output, array in scored.outputs.items():
-            described: dict[str, Any] = {"name": output, "datatype": "FP32", "shape": list(array.shape)}
+            datatype = DATATYPES[OUTPUT_DTYPES[array.dtype.name]]
+            described: dict[str, Any] = {"name": output, "datatype": datatype, "shape": list(array.shape)}
             if self._binary.get(output, given):
                 described["parameters"] = {"binary_data_size": array.nbytes}
                 binary.append(array.tobytes())
@@ -200,5 +202,5 @@ def _flat(data: Any, name: str) -> list[Any]:
 
 
 def _numbers(array: Array) -> list[float | None]:
-    """Return values for JSON: null where they are not finite."""
-    return [value if math.isfinite(value) else None for value in array.tolist()]
+    """Return values for JSON in row-major order: null where they are not finite."""
+    return [value if math.isfinite(value) else None for value in array.reshape(-1).tolist()]

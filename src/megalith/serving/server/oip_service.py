@@ -16,6 +16,7 @@ import torch
 
 from megalith import __version__
 from megalith.errors import InputError
+from megalith.serving.export.output_specs import OUTPUT_DTYPES
 from megalith.serving.export.signature import Signature
 from megalith.serving.proto import (
     ModelInferRequest,
@@ -29,7 +30,7 @@ from megalith.serving.proto import (
     ServerReadyResponse,
     datatype_of,
 )
-from megalith.serving.proto.infer_tensors import BYTES
+from megalith.serving.proto.infer_tensors import BYTES, DATATYPES
 from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.methods import GrpcScoreRequest, grpc_handler, parse, remaining, serialize
 from megalith.serving.server.request_errors import RequestError
@@ -160,7 +161,7 @@ class OIPService:
             model_name=request.model_name, model_version=str(scored.version), id=request.id
         )
         for name, array in scored.outputs.items():
-            response.outputs.add(name=name, datatype="FP32", shape=array.shape)
+            response.outputs.add(name=name, datatype=datatype_of_output(array.dtype.name), shape=array.shape)
             response.raw_output_contents.append(array.tobytes())
         return serialize(response)
 
@@ -237,8 +238,22 @@ def describe(dispatcher: Dispatcher, name: str, version: str) -> dict[str, Any]:
 
 
 def _outputs(signature: Signature) -> list[dict[str, Any]]:
-    names = signature.outputs if signature.predicts else ()
-    return [{"name": name, "datatype": datatype_of(torch.float32), "shape": [-1]} for name in names]
+    return [
+        {"name": each.name, "datatype": datatype_of_output(each.dtype), "shape": [-1, *each.shape]}
+        for each in (signature.outputs if signature.predicts else ())
+    ]
+
+
+def datatype_of_output(dtype: str) -> str:
+    """Return the protocol's name of an output's type.
+
+    Args:
+        dtype: One of OUTPUT_DTYPES.
+
+    Returns:
+        The name, such as "FP32".
+    """
+    return DATATYPES[OUTPUT_DTYPES[dtype]]
 
 
 def _datatype(dtype: torch.dtype | None) -> str:

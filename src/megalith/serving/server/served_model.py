@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.errors import DiscoveryError, RemoteError
+from megalith.errors import DiscoveryError, InputError, RemoteError
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, STANDALONE, Signature
@@ -106,16 +106,22 @@ class Version:
             alive: Returns whether the client still waits.
 
         Returns:
-            Outputs by name, each [rows].
+            Outputs by name, each [rows, ...].
 
         Raises:
             InputError: The request is too large.
             RequestError: The queue is full, or the timeout has passed.
         """
         if not rows.count:
-            return {name: np.empty(0, np.float32) for name in self.signature.outputs}
+            outputs = self.signature.outputs
+            return {each.name: np.empty((0, *each.shape), each.dtype) for each in outputs}
         if rows.count <= self._max_rows:
             return self._score(rows, timeout, alive)
+        if self.signature.joint_rows:
+            raise InputError(
+                f"{self.signature.name} computes the rows of a request together: a request has at most "
+                f"{self._max_rows} rows (--max-batch-rows), not {rows.count}"
+            )
         self._batcher.check(rows.count, rows.cost)
         end = time.monotonic() + timeout
         parts = [

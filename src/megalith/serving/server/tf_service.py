@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.library import MessageBuffers
+from megalith.serving.export.output_specs import OUTPUT_DTYPES
 from megalith.serving.export.signature import ENTRY, Signature
 from megalith.serving.proto import (
-    DataType,
     ErrorCode,
     GetModelMetadataRequest,
     GetModelMetadataResponse,
@@ -38,6 +38,7 @@ from megalith.serving.proto import (
     to_tensor_proto,
 )
 from megalith.serving.proto.contents import LARGE, cut_contents
+from megalith.serving.proto.tf_tensors import DTYPES
 from megalith.serving.server.batching import Alive
 from megalith.serving.server.dispatcher import Dispatcher, unknown_signature
 from megalith.serving.server.methods import GrpcScoreRequest, grpc_handler, parse, remaining, serialize
@@ -58,7 +59,7 @@ METHOD = "tensorflow/serving/predict"
 METADATA_FIELD = "signature_def"
 METADATA_PREFIX = "megalith-"
 """Prefix of the metadata that parameter sync uses."""
-_FLOAT = int(DataType.DT_FLOAT)
+_DTYPES = {name: DTYPES[dtype] for name, dtype in OUTPUT_DTYPES.items()}
 _LARGEST = 16 << 20
 """Bytes of a tensor whose memory is kept for the next message."""
 
@@ -203,8 +204,9 @@ class TFService:
         _fill_spec(response, spec.name, PREDICT, scored.version)
         for name, array in scored.outputs.items():
             proto = response.outputs[name]
-            proto.dtype = _FLOAT
-            proto.tensor_shape.dim.add(size=len(array))
+            proto.dtype = _DTYPES[array.dtype.name]
+            for size in array.shape:
+                proto.tensor_shape.dim.add(size=size)
             proto.tensor_content = array.tobytes()
         return response
 
@@ -277,7 +279,10 @@ def _signatures(signature: Signature, writes: bool) -> Message:
 
     if signature.predicts:
         inputs = {name: tensor_info(name, dtype, shape) for name, dtype, shape in inputs_of(signature)}
-        outputs = {name: tensor_info(name, torch.float32, [None]) for name in signature.outputs}
+        outputs = {
+            each.name: tensor_info(each.name, OUTPUT_DTYPES[each.dtype], [None, *each.shape])
+            for each in signature.outputs
+        }
         define(PREDICT, inputs, outputs)
     if signature.part != ENTRY:
         dims = signature.dims
@@ -310,7 +315,7 @@ def inputs_of(signature: Signature) -> list[tuple[str, torch.dtype | None, list[
     """
     described: list[tuple[str, torch.dtype | None, list[int | None]]] = []
     for feature in signature.features:
-        length = [] if feature.max_length == 1 else [None]
+        length: list[int | None] = [] if feature.single or feature.max_length == 1 else [None]
         dtype = None if feature.ids == "xxhash64" else torch.int64
         described.append((feature.name, dtype, [None, *length]))
     if signature.num_dense:

@@ -1,0 +1,181 @@
+"""Export of the dense part: traces it with torch.export, runs it, and writes it.
+
+The traced program is run before it is written, with several batch sizes. So an output without a batch
+dimension is refused when the model is exported, not when a server computes the first request.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalith.errors import InputError, MegalithError
+from megalith.serving.export.archive import write_archive
+from megalith.serving.export.model_parts import ModelParts
+from megalith.serving.export.output_specs import (
+    LOGITS,
+    PROBABILITIES,
+    OutputSpec,
+    activate,
+    describe_outputs,
+    name_tensors,
+)
+from megalith.storage.store import StoredFile, checksum
+
+TRACED_SIZE = 3
+RUN_SIZES = (5, 1, 2)
+"""Batch sizes with which the program is run; the first is the largest."""
+
+
+@dataclass(frozen=True)
+class WrittenProgram:
+    """A program on disk, and what it computes."""
+
+    file: StoredFile
+    outputs: tuple[OutputSpec, ...]
+    joint_rows: bool
+    """Whether the outputs of a row depend on the other rows of its batch."""
+
+
+def export_program(
+    parts: ModelParts,
+    path: Path,
+    *,
+    names: Sequence[str] | None = None,
+    activations: Mapping[str, str] | None = None,
+) -> WrittenProgram:
+    """Trace the dense part with torch.export, for any batch size, run it, and write it.
+
+    Args:
+        parts: The model.
+        path: The new file.
+        names: Names of the tensors that the model returns without names; see `name_tensors`.
+        activations: Output -> one of ACTIVATIONS.
+
+    Returns:
+        The file and the outputs.
+
+    Raises:
+        InputError: The dense part cannot be traced, or an output has no batch dimension.
+    """
+    dense_part = _DensePart(parts, names, activations)
+    model = parts.module
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            rows, dense = _inputs(parts, TRACED_SIZE)
+            # Any size: torch.export would fix the size of a batch that it saw as 0 or 1.
+            any_size = {0: torch.export.Dim("batch", min=0)}
+            sizes = {
+                name: [any_size] * len(each) if isinstance(each, list) else any_size
+                for name, each in rows.items()
+            }
+            dynamic = (sizes, None if dense is None else any_size)
+            program = torch.export.export(dense_part, (rows, dense), dynamic_shapes=dynamic, strict=False)
+            outputs, joint_rows = _run(parts, program.module(check_guards=False), dense_part.names)
+            data = write_archive(program)
+    except MegalithError:
+        raise
+    except Exception as error:  # torch raises many types
+        raise InputError(
+            f"{type(model).__name__} cannot be exported: its dense part must compute tensors from tensors, "
+            f"without branches on values ({error})"
+        ) from error
+    finally:
+        for module in training:
+            module.training = True
+    path.write_bytes(data)
+    return WrittenProgram(StoredFile(path.name, len(data), checksum(zlib.crc32(data))), outputs, joint_rows)
+
+
+class _FoundNames:
+    """The names of a traced call. Not in the module, whose attributes torch.export restores after a trace."""
+
+    names: Sequence[str] = ()
+
+
+class _DensePart(nn.Module):
+    """The dense part as a module that returns a list of tensors; `names` are known once it has run."""
+
+    def __init__(
+        self, parts: ModelParts, names: Sequence[str] | None, activations: Mapping[str, str] | None
+    ) -> None:
+        super().__init__()
+        self.model = parts.module  # its attribute's name begins the names of the weights in the program
+        self._parts = parts
+        self._given, self._activations = names, activations
+        self._found = _FoundNames()
+
+    def forward(self, rows: dict[str, Any], dense: Tensor | None) -> list[Tensor]:
+        result = self._parts.run(rows, dense)
+        if self._is_logit(result):
+            named = {LOGITS: result, PROBABILITIES: torch.sigmoid(result.float())}
+        else:
+            named = name_tensors(result, self._given)
+        named = activate(named, self._activations or {})
+        self._found.names = list(named)
+        return list(named.values())
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._found.names
+
+    def _is_logit(self, result: Any) -> bool:
+        """Return whether a `score` returned [B] or [B, 1], and the exporter was not told what it is."""
+        if not self._parts.is_scorer or self._given is not None or self._activations:
+            return False
+        if not isinstance(result, Tensor) or not result.is_floating_point():
+            return False
+        return result.dim() == 1 or (result.dim() == 2 and result.shape[1] == 1)
+
+
+def _inputs(parts: ModelParts, size: int) -> tuple[dict[str, Any], Tensor | None]:
+    """Return rows and dense values of a size; equal rows for equal positions, whatever the size."""
+    random = torch.Generator().manual_seed(0)
+    rows: dict[str, Any] = {}
+    for output in parts.plan.outputs:
+        rows.setdefault(output.name, []).append(torch.randn(max(RUN_SIZES), *output.shape, generator=random))
+    lists = {layout.name for layout in parts.plan.layouts or () if layout.kind == "none"}
+    rows = {
+        name: [each[:size] for each in found] if name in lists else found[0][:size]
+        for name, found in rows.items()
+    }
+    for name, feature in parts.masks.items():
+        inner = parts.plan.features[feature].combiner.inner  # type: ignore[union-attr]
+        rows[name] = torch.ones(size, inner, dtype=torch.bool)
+    dense = None
+    if parts.num_dense:
+        dense = torch.randn(max(RUN_SIZES), parts.num_dense, generator=random)[:size]
+    return rows, dense
+
+
+def _run(parts: ModelParts, module: nn.Module, names: Sequence[str]) -> tuple[tuple[OutputSpec, ...], bool]:
+    """Run a program with several sizes; return its outputs, and whether rows depend on each other."""
+    found: list[list[Tensor]] = []
+    specs: list[tuple[OutputSpec, ...]] = []
+    for size in RUN_SIZES:
+        tensors: list[Tensor] = module.forward(*_inputs(parts, size))
+        specs.append(describe_outputs(dict(zip(names, tensors, strict=True)), size))
+        found.append(tensors)
+    for other in specs:
+        if other != specs[0]:
+            changed = next(a.name for a, b in zip(specs[0], other, strict=True) if a != b)
+            raise InputError(
+                f"export: output {changed!r} has another shape in a batch of another size: only its first "
+                "dimension may vary"
+            )
+    joint = any(
+        not torch.allclose(whole[: part.shape[0]].double(), part.double(), 1e-3, 1e-4, equal_nan=True)
+        for tensors in found[1:]
+        for whole, part in zip(found[0], tensors, strict=True)
+    )
+    return specs[0], joint
