@@ -230,6 +230,20 @@ def test_lookup_gives_rows_and_counts(servable: Servable) -> None:
     assert torch.equal(servable.lookup("user", torch.tensor([[3, 5], [5, 5]])[:, 0]), found[[0, 2]])
 
 
+def test_ids_without_a_row_are_counted_by_feature(servable: Servable) -> None:
+    features, _ = request(2)
+    features |= {
+        "user": Ragged.from_lists([[1], [NUM_IDS]]),
+        "tags": Ragged.from_lists([[1, 2, -5, -6], [NUM_IDS + 1]]),
+    }
+    assert servable.count_missing(features) == {"user": 1, "tags": 3}
+    width = servable.signature.dims["tags"]
+    written = {"tags": (torch.tensor([-5, 2]), torch.ones(2, width))}
+    servable.apply(written, removed={"user": torch.tensor([1])})
+    assert servable.count_missing(features) == {"user": 2, "tags": 2}
+    servable.reset()
+
+
 def test_wrong_lookups(servable: Servable) -> None:
     with pytest.raises(UnknownNameError, match=r"'nobody' \(known: 'user'"):
         servable.lookup("nobody", torch.arange(2))

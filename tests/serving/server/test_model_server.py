@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import socket
 import threading
@@ -158,6 +159,23 @@ def test_a_feature_that_is_not_sent_is_empty_and_counted(
     assert (
         'megalith_missing_features_total{feature="tags",model="movies"} 1.0' in server.metrics.text().decode()
     )
+
+
+@pytest.mark.parametrize("protocol", ["tf", "oip"])
+def test_ids_without_a_row_are_reported_to_who_asks(channel: grpc.Channel, protocol: str) -> None:
+    features, dense = rows(3)
+    inputs = {**features, "user": torch.tensor([1, -7, NUM_IDS]), "dense": dense}
+    if protocol == "tf":
+        method, request = "/tensorflow.serving.PredictionService/Predict", request_of(inputs)
+    else:
+        method = "/inference.GRPCInferenceService/ModelInfer"
+        request = to_infer_request(inputs, model_name="movies")
+    call = channel.unary_unary(method).with_call
+    data = request.SerializeToString()
+    _, answered = call(data, timeout=20, metadata=[("megalith-missing-ids", "1")])
+    assert json.loads(dict(answered.trailing_metadata())["megalith-missing-ids"]) == {"user": 2}
+    _, answered = call(data, timeout=20)
+    assert "megalith-missing-ids" not in dict(answered.trailing_metadata())
 
 
 def test_the_outputs_asked_for(ask: ServerClient) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from megalith import hash_strings
 from megalith.models import Model
-from megalith.serving.server.http import MAX_CONNECTIONS
+from megalith.serving.server.http_connections import MAX_CONNECTIONS, SPARE_CONNECTIONS, HttpConnections
 from megalith.serving.server.infer_json import HEADER_LENGTH
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
@@ -197,28 +197,40 @@ def test_bodies_that_are_not_read(made: Made, head: str, status: int) -> None:
         assert sock.recv(100).startswith(f"HTTP/1.1 {status} ".encode())
 
 
-def test_connections_are_bounded(made: Made) -> None:
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /v2", b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 9\r\n\r\n"]
+)
+def test_clients_that_are_idle_or_slow_keep_nobody_out(made: Made, sent: bytes) -> None:
     host, _, port = str(made[1].http_address).partition(":")
     idle = []
     try:
         for _ in range(MAX_CONNECTIONS + 8):
             idle.append(socket.create_connection((host, int(port)), timeout=20))
-        assert idle[-1].recv(100).startswith(b"HTTP/1.1 503 ")
+            idle[-1].sendall(sent)
+        assert Rest(made[1])("GET", "/v2/health/ready")[0] == 200
+        assert Rest(made[1]).infer({"inputs": inputs()})[0] == 200
+        assert idle[0].recv(100) == b"", "the connection that waited longest was closed"
     finally:
         for sock in idle:
             sock.close()
-    wait_for_places(made[1])
 
 
-def wait_for_places(server: ModelServer) -> None:
-    """Until connections are taken again: their threads end a little after them."""
-    for _ in range(1000):
-        try:
-            Rest(server)("GET", "/v2")
-            return
-        except (ConnectionError, http.client.HTTPException, ValueError):
-            continue
-    raise AssertionError("no places came back")
+def test_connections_that_are_being_answered_are_kept() -> None:
+    connections = HttpConnections()
+    sockets = [socket.socket() for _ in range(MAX_CONNECTIONS + SPARE_CONNECTIONS + 1)]
+    opened = [connections.open(each) for each in sockets[:MAX_CONNECTIONS]]
+    assert all(each is not None and connections.begin_answer(each) for each in opened)
+    spare = [connections.open(each) for each in sockets[MAX_CONNECTIONS:-1]]
+    assert all(each is not None and each.is_spare and connections.begin_answer(each) for each in spare)
+    assert connections.open(sockets[-1]) is None
+    assert opened[0] is not None
+    connections.end_answer(opened[0])
+    last = connections.open(sockets[-1])
+    assert last is not None
+    assert not connections.begin_answer(opened[0]), "it was closed for the last one"
+    connections.close(last)
+    for each in sockets:
+        each.close()
 
 
 def test_a_connection_slot_is_released_if_no_thread_starts(
@@ -248,6 +260,14 @@ def test_json_is_short(rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalith.serving.server.infer_json.MAX_JSON_BYTES", 100)
     status, answer, _ = rest.infer({"inputs": inputs()})
     assert (status, "send tensors as bytes" in answer["error"]) == (413, True)
+
+
+def test_ids_without_a_row_are_reported_to_who_asks(rest: Rest) -> None:
+    body = json.dumps({"inputs": [{**inputs()[0], "data": [1, 10**9]}, *inputs()[1:]]}).encode()
+    path = "/v2/models/movies/infer"
+    _, answer, _ = rest("POST", path, body, {"Megalith-Missing-Ids": "1"})
+    assert answer["parameters"] == {"missing_ids": {"user": 1}}
+    assert "parameters" not in rest("POST", path, body)[1]
 
 
 def test_a_request_may_set_its_timeout(rest: Rest) -> None:

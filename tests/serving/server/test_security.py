@@ -22,7 +22,7 @@ from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery.addresses import is_loopback
 from megalith.serving.proto import GetModelStatusRequest
-from megalith.serving.server.health import MAX_STREAMS
+from megalith.serving.server.guard import MAX_STREAMS
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Security, read_token
 from megalith.serving.server.served_model import MAX_WRITERS
@@ -131,7 +131,7 @@ def test_who_shows_none_is_refused_before_anything_is_read(guarded: ModelServer)
 def test_health_checks_have_a_deadline(
     guarded: ModelServer, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr("megalith.serving.server.health.READ_SECONDS", 0.05)
+    monkeypatch.setattr("megalith.serving.server.read_deadlines.READ_SECONDS", 0.05)
     with silent(guarded, f"/grpc.health.v1.Health/{method}", 200) as calls:
         codes = {call.code() for call in calls}
         assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}

@@ -33,6 +33,7 @@ from megalith.ops.checks import callback, flag, instance, kind, mapping
 from megalith.ops.checks import path as check_path
 from megalith.serving.export.dense_program import DenseProgram, ProgramCopy
 from megalith.serving.export.frozen_rows import FrozenRows
+from megalith.serving.export.missing_ids import count_missing
 from megalith.serving.export.output_specs import OUTPUT_DTYPES
 from megalith.serving.export.overlay import PRESENT, REMOVED, Overlay, RowsByTable
 from megalith.serving.export.row_checks import check_ids, check_rows
@@ -289,6 +290,39 @@ class Servable:
             got = f"{dense.dtype} {list(dense.shape)}" if isinstance(dense, Tensor) else kind(dense)
             raise InputError(f"{self.signature.dense_name} must be float32 {[size, width]}, got {got}")
         return dense.to(torch.float32)
+
+    def count_missing(self, features: Mapping[str, Any]) -> dict[str, int]:
+        """Count the ids of a request that have no row.
+
+        An entry fetches the rows again for it, and counts rows of zeros.
+
+        Args:
+            features: As for `predict`.
+
+        Returns:
+            Feature -> number of its ids without a row; features that have none are left out.
+
+        Raises:
+            UsageError: It holds rows without a model, or it is closed.
+        """
+        plan, frozen, fetch = self._plan, self._frozen, self._fetch
+        self._check_open()
+        if plan is None:
+            raise UsageError(f"{self.signature.name} holds rows without a model")
+
+        def has_rows(asked: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            if fetch is not None:
+                fetched = fetch(dict(asked))
+                return {table: (fetched[table] != 0).any(1) for table in asked}
+            overlay = self.overlay
+            found = {}
+            for table, ids in asked.items():
+                flags = overlay.read(table, ids)[1]
+                exported = torch.zeros_like(ids) if overlay.hides_base else frozen[table].find(ids) + 1
+                found[table] = (flags == PRESENT) | ((flags == 0) & (exported > 0))
+            return found
+
+        return count_missing(plan, features, has_rows)
 
     def lookup(self, table: str, ids: Tensor) -> Tensor:
         """Return the rows of ids; an id without a row reads as zeros.

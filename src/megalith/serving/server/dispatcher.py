@@ -43,6 +43,8 @@ class ScoreRequest(Protocol):
     """Seconds until the client stops waiting; None: no deadline. Valid after `read`."""
     alive: Alive | None
     """Whether the client still waits."""
+    reports_missing: bool
+    """Whether the response must give the number of ids without a row."""
 
     def read(self, reader: InputReader, /) -> Rows:
         """Read the rows; called once, after the request is admitted.
@@ -65,6 +67,8 @@ class ScoreResult:
 
     version: int
     outputs: dict[str, Array]
+    missing_ids: dict[str, int] | None = None
+    """Feature -> number of its ids without a row; None unless the request asked for it."""
 
 
 class Dispatcher:
@@ -118,7 +122,9 @@ class Dispatcher:
             for feature in version.reader.missing(rows):
                 self.metrics.missing_feature(model.name, feature)
             scores = version.predict(rows, timeout=_seconds(request.timeout), alive=request.alive)
-            return ScoreResult(version.number, _select_outputs(scores, request.outputs))
+            outputs = _select_outputs(scores, request.outputs)
+            missing = version.count_missing(rows) if request.reports_missing else None
+            return ScoreResult(version.number, outputs, missing)
 
     def lookup(
         self,

@@ -1,7 +1,8 @@
 """HTTP: a server with one thread for each connection, and the base class of its handlers.
 
 Connections, requests and waits are limited. A connection that is silent, or sends its request too slowly, is
-closed. Beyond MAX_CONNECTIONS a client gets a 503 without a body.
+closed, and at once if others need its place (http_connections.py). If all are being answered, a client gets a
+503 without a body.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 
 from megalith import __version__
+from megalith.serving.server.http_connections import HttpConnection, HttpConnections
 from megalith.serving.server.security import Security
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 128
 IDLE_SECONDS = 30.0
 """Seconds after which a silent connection is closed, also within a request."""
 REQUEST_SECONDS = 120.0
@@ -50,7 +51,8 @@ class HttpServer(ThreadingMixIn, HTTPServer):
 
     def __init__(self, handler: type[Handler], security: Security, host: str, port: int) -> None:
         self._context = security.ssl_context()
-        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.connections = HttpConnections()
+        self._own = threading.local()
         self._changed = threading.Condition()
         self._busy = 0
         if ":" in host:
@@ -76,26 +78,40 @@ class HttpServer(ThreadingMixIn, HTTPServer):
         with self._changed:
             self._changed.wait_for(lambda: not self._busy, timeout)
 
+    @property
+    def connection(self) -> HttpConnection:
+        """The connection that this thread serves."""
+        opened: HttpConnection = self._own.connection
+        return opened
+
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Mark a request as in progress."""
+        """Mark a request, which has arrived completely, as in progress.
+
+        Raises:
+            ConnectionAbortedError: The connection was closed for another one.
+        """
+        if not self.connections.begin_answer(self.connection):
+            raise ConnectionAbortedError("closed for another connection")
         with self._changed:
             self._busy += 1
         try:
             yield
         finally:
+            self.connections.end_answer(self.connection)
             with self._changed:
                 self._busy -= 1
                 self._changed.notify_all()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, or send a 503 without a body if there are too many.
+        """Start a thread for a connection, or send a 503 without a body if there is no room for it.
 
         Args:
             request: The socket of the connection.
             client_address: Host and port of the client.
         """
-        if not self._slots.acquire(blocking=False):
+        opened = self.connections.open(request)
+        if opened is None:
             try:
                 if self._context is None:  # TLS would need a handshake first
                     request.send(_FULL)
@@ -103,29 +119,35 @@ class HttpServer(ThreadingMixIn, HTTPServer):
                 self.shutdown_request(request)
             return
         try:
-            super().process_request(request, client_address)
+            super().process_request(opened, client_address)
         except BaseException:
-            self._slots.release()
+            self.connections.close(opened)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve a connection; the TLS handshake happens here, so that a slow client delays no other.
 
         Args:
-            request: The socket of the connection.
+            request: The HttpConnection.
             client_address: Host and port of the client.
         """
+        opened: HttpConnection = request
+        client = opened.client
         try:
-            request.settimeout(IDLE_SECONDS)
+            client.settimeout(IDLE_SECONDS)
             if self._context is not None:
                 try:
-                    request = self._context.wrap_socket(request, server_side=True)
+                    client = opened.client = self._context.wrap_socket(
+                        client, server_side=True, do_handshake_on_connect=False
+                    )
+                    client.do_handshake()
                 except (OSError, ssl.SSLError):
-                    self.shutdown_request(request)
+                    self.shutdown_request(client)
                     return
-            super().process_request_thread(request, client_address)
+            self._own.connection = opened
+            super().process_request_thread(client, client_address)
         finally:
-            self._slots.release()
+            self.connections.close(opened)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a broken connection, for debugging only.

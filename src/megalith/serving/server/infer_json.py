@@ -37,12 +37,21 @@ class InferRequest:
         version: None: the newest version.
         body: JSON, perhaps followed by tensors.
         header: The value of HEADER_LENGTH.
+        reports_missing: Whether the response must give the number of ids without a row.
     """
 
     alive: Alive | None = None
 
-    def __init__(self, model: str, version: int | None, body: bytes, header: str | None) -> None:
+    def __init__(
+        self,
+        model: str,
+        version: int | None,
+        body: bytes,
+        header: str | None,
+        reports_missing: bool = False,
+    ) -> None:
         self.model, self.version = model, version
+        self.reports_missing = reports_missing
         self.outputs: Sequence[str] = ()
         self.timeout: float | None = None
         self._body, self._header = body, header
@@ -80,6 +89,8 @@ class InferRequest:
         reply: dict[str, Any] = {"model_name": self.model, "model_version": str(scored.version)}
         if isinstance(self._request.get("id"), str):
             reply["id"] = self._request["id"]
+        if scored.missing_ids is not None:
+            reply["parameters"] = {"missing_ids": scored.missing_ids}
         outputs, binary = [], []
         for output, array in scored.outputs.items():
             datatype = DATATYPES[OUTPUT_DTYPES[array.dtype.name]]

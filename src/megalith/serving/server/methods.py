@@ -6,6 +6,7 @@ such a failure without a reason.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.inputs import InputReader, Rows
 from megalith.serving.server.request_errors import RequestError
 
+MISSING_IDS = "megalith-missing-ids"
+"""Metadata, or HTTP header, by which a request asks for the number of its ids without a row."""
 Method = Callable[[bytes, Any], bytes]
 NO_DEADLINE = 1e9
 """Seconds above which a deadline is ignored: gRPC reports centuries for a call without a deadline."""
@@ -32,6 +35,7 @@ class GrpcScoreRequest:
     timeout: float | None
     alive: Alive | None
     read: Callable[[InputReader], Rows]
+    reports_missing: bool = False
 
 
 def grpc_handler(service: str, methods: Mapping[str, Method]) -> Any:
@@ -96,6 +100,29 @@ def serialize(message: Message) -> bytes:
     """
     data: bytes = message.SerializeToString()
     return data
+
+
+def asks_for_missing(context: Any) -> bool:
+    """Return whether a call asks for the number of ids without a row, by the metadata MISSING_IDS.
+
+    Args:
+        context: The `grpc.ServicerContext` of the call.
+
+    Returns:
+        True if the metadata has the key, whatever its value.
+    """
+    return any(key == MISSING_IDS for key, _ in context.invocation_metadata())
+
+
+def report_missing(context: Any, missing_ids: Mapping[str, int] | None) -> None:
+    """Send the number of ids without a row, as JSON in the trailing metadata MISSING_IDS.
+
+    Args:
+        context: The `grpc.ServicerContext` of the call.
+        missing_ids: Feature -> number of ids; None: the call did not ask for it.
+    """
+    if missing_ids is not None:
+        context.set_trailing_metadata(((MISSING_IDS, json.dumps(missing_ids)),))
 
 
 def remaining(context: Any) -> float | None:

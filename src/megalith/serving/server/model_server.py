@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,7 +30,8 @@ from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, Signature
 from megalith.serving.proto import MAX_BYTES
 from megalith.serving.server.dispatcher import Dispatcher
-from megalith.serving.server.health import MAX_CHECKS, MAX_STREAMS, Health, add_reflection, guard
+from megalith.serving.server.guard import Guard
+from megalith.serving.server.health import Health, add_reflection
 from megalith.serving.server.oip_service import SERVICE as OIP_SERVICE
 from megalith.serving.server.oip_service import OIPService
 from megalith.serving.server.repository import Repository
@@ -47,11 +47,10 @@ logger = logging.getLogger(__name__)
 SERVICES = (PREDICTION_SERVICE, MODEL_SERVICE, OIP_SERVICE)
 LAST_SECONDS = 1.0
 """Seconds in which computed responses may reach their clients when the server stops."""
-SPARE_THREADS = MAX_STREAMS + MAX_CHECKS + 16
-"""Threads in addition to those of requests, so that a full server still answers health checks."""
+SPARE_REQUESTS = 16
+"""Requests that are accepted beyond `max_concurrent`, to be refused with the number in progress."""
 IDLE_SECONDS, MAX_AGE_SECONDS, GRACE_SECONDS = 300, 600, 300
-"""Limits of a gRPC connection: without calls; in total, which ends calls that never send their message; and
-the time that other calls then have to end."""
+"""Limits of a gRPC connection: without calls; in total; and the time that calls then have to end."""
 
 
 class ModelServer:
@@ -104,6 +103,7 @@ class ModelServer:
         self._dispatcher = Dispatcher(self._repository, self._metrics, config)
         self._health = Health()
         self._server: Any = None
+        self._guard: Guard | None = None
         self._rest: RestServer | None = None
         self._metrics_server: MetricsServer | None = None
         self._state = "new"
@@ -154,6 +154,8 @@ class ModelServer:
             self._rest.stop(LAST_SECONDS)
         if self._server is not None:
             self._server.stop(LAST_SECONDS).wait()
+        if self._guard is not None:
+            self._guard.close()
         self._repository.stop(max(0.0, end - time.monotonic()))
         if self._metrics_server is not None:
             self._metrics_server.stop(LAST_SECONDS)
@@ -231,11 +233,11 @@ class ModelServer:
 
     def _listen(self) -> None:
         grpc, config = grpc_module(), self._config
-        threads = config.max_concurrent + SPARE_THREADS
+        self._guard = Guard(config.security, config.max_concurrent + SPARE_REQUESTS)
         self._server = grpc.server(
-            ThreadPoolExecutor(threads, thread_name_prefix="megalith-rpc"),
+            self._guard.pool,
             handlers=[*TFService(self._dispatcher).handlers(), *OIPService(self._dispatcher).handlers()],
-            interceptors=[guard(config.security)],
+            interceptors=[self._guard.interceptor],
             options=(
                 ("grpc.max_receive_message_length", config.max_request_bytes + MAX_MESSAGE_BYTES - MAX_BYTES),
                 ("grpc.max_send_message_length", -1),
@@ -245,7 +247,6 @@ class ModelServer:
                 ("grpc.max_connection_age_ms", 1000 * MAX_AGE_SECONDS),
                 ("grpc.max_connection_age_grace_ms", 1000 * GRACE_SECONDS),
             ),
-            maximum_concurrent_rpcs=threads,
         )
         self._health.add_to(self._server)
         add_reflection(self._server, SERVICES)

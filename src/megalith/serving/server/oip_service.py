@@ -32,7 +32,15 @@ from megalith.serving.proto import (
 )
 from megalith.serving.proto.infer_tensors import BYTES, DATATYPES
 from megalith.serving.server.dispatcher import Dispatcher
-from megalith.serving.server.methods import GrpcScoreRequest, grpc_handler, parse, remaining, serialize
+from megalith.serving.server.methods import (
+    GrpcScoreRequest,
+    asks_for_missing,
+    grpc_handler,
+    parse,
+    remaining,
+    report_missing,
+    serialize,
+)
 from megalith.serving.server.request_errors import RequestError
 from megalith.serving.server.tf_service import inputs_of
 
@@ -155,8 +163,10 @@ class OIPService:
                 remaining(context),
                 context.is_active,
                 lambda reader: reader.read_infer(request),
+                asks_for_missing(context),
             )
         )
+        report_missing(context, scored.missing_ids)
         response = ModelInferResponse(
             model_name=request.model_name, model_version=str(scored.version), id=request.id
         )

@@ -21,6 +21,7 @@ from megalith.errors import InputError
 from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.http import Handler, HttpServer
 from megalith.serving.server.infer_json import HEADER_LENGTH, InferRequest
+from megalith.serving.server.methods import MISSING_IDS
 from megalith.serving.server.oip_service import EXTENSIONS, SERVER, describe, model_ready, parse_version
 from megalith.serving.server.request_errors import HTTP_STATUS, Code, RequestError
 from megalith.serving.server.security import Security
@@ -49,20 +50,26 @@ class _RestHandler(Handler):
     server: RestServer
 
     def do_GET(self) -> None:
-        with self.server.answering():
-            self._answer(self._get)
+        self._answer(self._get)
 
     def do_POST(self) -> None:
-        with self.server.answering():
-            self._answer(self._post)
+        self._answer(self._post)
 
     def _answer(self, method: Callable[[list[str], bytes], Reply]) -> None:
-        status: int
         try:
-            parts = self._admitted()
-            status, reply, tensors = method(parts, self._body())
+            parts, body = self._admitted(), self._body()
         except RequestError as error:
-            status, reply, tensors = HTTP_STATUS.get(error.code, 500), {"error": str(error)}, b""
+            with self.server.answering():
+                self._send(*_error_reply(error))
+            return
+        with self.server.answering():
+            try:
+                reply = method(parts, body)
+            except RequestError as error:
+                reply = _error_reply(error)
+            self._send(*reply)
+
+    def _send(self, status: int, reply: dict[str, Any], tensors: bytes) -> None:
         if self.server.dispatcher.closing:
             self.close_connection = True
         text = json.dumps(reply, allow_nan=False).encode()
@@ -82,6 +89,8 @@ class _RestHandler(Handler):
         open_to_all = parts[:2] == ["v2", "health"]
         if not open_to_all and not self.server.security.admits(self.headers.get("authorization")):
             raise RequestError(Code.UNAUTHENTICATED, "this server requires a token")
+        if not open_to_all and self.server.connection.is_spare:
+            raise RequestError(Code.UNAVAILABLE, "the server has too many connections; try again later")
         self.close_connection = close
         return parts
 
@@ -139,8 +148,13 @@ class _RestHandler(Handler):
             number = parse_version(version)
         except InputError as error:
             raise dispatcher.reject(error) from None
-        request = InferRequest(name, number, body, self.headers.get(HEADER_LENGTH))
+        reports = MISSING_IDS in self.headers
+        request = InferRequest(name, number, body, self.headers.get(HEADER_LENGTH), reports)
         return 200, *request.response(dispatcher.predict(request))
+
+
+def _error_reply(error: RequestError) -> Reply:
+    return HTTP_STATUS.get(error.code, 500), {"error": str(error)}, b""
 
 
 def _ready(ready: bool) -> Reply:

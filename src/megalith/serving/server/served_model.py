@@ -130,6 +130,17 @@ class Version:
         ]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
+    def count_missing(self, rows: Rows) -> dict[str, int]:
+        """Count the ids of a request that have no row.
+
+        Args:
+            rows: The request.
+
+        Returns:
+            Feature -> number of its ids without a row, if there are any.
+        """
+        return self.servable.count_missing(self.reader.join([rows])[0]) if rows.count else {}
+
     def _score(self, rows: Rows, timeout: float, alive: Alive | None) -> dict[str, Array]:
         outputs, begin, end = self._batcher.submit(
             rows, rows.count, cost=rows.cost, timeout=timeout, alive=alive

@@ -197,4 +197,5 @@ class _MetricsHandler(Handler):
     def do_GET(self) -> None:
         self.close_connection = True
         kind = prometheus().CONTENT_TYPE_LATEST
-        self.reply(200, kind, self.server.metrics.text())
+        with self.server.answering():
+            self.reply(200, kind, self.server.metrics.text())

@@ -39,9 +39,16 @@ from megalith.serving.proto import (
 )
 from megalith.serving.proto.contents import LARGE, cut_contents
 from megalith.serving.proto.tf_tensors import DTYPES
-from megalith.serving.server.batching import Alive
 from megalith.serving.server.dispatcher import Dispatcher, unknown_signature
-from megalith.serving.server.methods import GrpcScoreRequest, grpc_handler, parse, remaining, serialize
+from megalith.serving.server.methods import (
+    GrpcScoreRequest,
+    asks_for_missing,
+    grpc_handler,
+    parse,
+    remaining,
+    report_missing,
+    serialize,
+)
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.row_lookup import FLAT_ROWS
 from megalith.serving.wire_names import (
@@ -107,7 +114,7 @@ class TFService:
         read_inputs = functools.partial(self._read_inputs, request, contents)
         if signature == PREDICT:
             whole = self._parse(PredictRequest, data) if contents else request
-            response = self._scores(whole, timeout, context.is_active)
+            response = self._scores(whole, timeout, context)
         elif signature in (LOOKUP, RAW_LOOKUP):
             number, rows = self._dispatcher.lookup(
                 spec.name,
@@ -188,7 +195,7 @@ class TFService:
                 raise RequestError(Code.NOT_FOUND, f"model {model.name!r} has no version {number}")
         return serialize(response)
 
-    def _scores(self, request: Message, timeout: float | None, alive: Alive) -> Message:
+    def _scores(self, request: Message, timeout: float | None, context: Any) -> Message:
         spec = request.model_spec
         scored = self._dispatcher.predict(
             GrpcScoreRequest(
@@ -196,10 +203,12 @@ class TFService:
                 version_of(spec),
                 request.output_filter,
                 timeout,
-                alive,
+                context.is_active,
                 lambda reader: reader.read_protos(request.inputs),
+                asks_for_missing(context),
             )
         )
+        report_missing(context, scored.missing_ids)
         response = PredictResponse()
         _fill_spec(response, spec.name, PREDICT, scored.version)
         for name, array in scored.outputs.items():

@@ -1,0 +1,180 @@
+"""Guard: the interceptor in front of every gRPC method, which checks the token and limits calls.
+
+Each group of methods has threads and places of its own, so that one cannot starve another:
+
+    group       methods                                              places
+    requests    Predict, ModelInfer                                  max_concurrent and some more
+    control     status, metadata, live, ready                        MAX_CONTROLS
+    reflection  ServerReflectionInfo, a stream                       MAX_REFLECTIONS
+    health      Check and Watch of grpc.health.v1.Health             MAX_CHECKS, MAX_STREAMS
+
+A call without a place is refused at once with RESOURCE_EXHAUSTED. A call without the token is refused before
+its message is read; health needs no token, because probes send none. A call whose message does not arrive in
+time is cancelled (read_deadlines.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megalith.serving.client.credentials import grpc_module
+from megalith.serving.server.health import HEALTH
+from megalith.serving.server.read_deadlines import ReadDeadlines
+from megalith.serving.server.request_errors import Code
+from megalith.serving.server.security import Security
+
+MAX_STREAMS = MAX_CHECKS = MAX_CONTROLS = 16
+MAX_REFLECTIONS = 4
+REQUESTS = ("/tensorflow.serving.PredictionService/Predict", "/inference.GRPCInferenceService/ModelInfer")
+"""Methods of the group `requests`."""
+
+
+class _Group:
+    """Methods that share places and threads."""
+
+    def __init__(self, name: str, places: int) -> None:
+        self.places = threading.BoundedSemaphore(places)
+        self.pool = ThreadPoolExecutor(places, thread_name_prefix=f"megalith-{name}")
+
+
+class Guard:
+    """The places of a server's calls, and who may make them; `close` it.
+
+    Args:
+        security: Has the token; without one, nothing is required.
+        max_requests: Number of places for requests.
+    """
+
+    def __init__(self, security: Security, max_requests: int) -> None:
+        grpc = grpc_module()
+        self._security = security
+        self._requests = _Group("rpc", max_requests)
+        self._control = _Group("control", MAX_CONTROLS)
+        self._checks = _Group("health", MAX_CHECKS)
+        self._streams = _Group("streams", MAX_STREAMS)
+        self._reflection = _Group("reflection", MAX_REFLECTIONS)
+        self._refusals = ThreadPoolExecutor(1, thread_name_prefix="megalith-refusal")
+        self._deadlines = ReadDeadlines()
+        self._no_token = self._refusal(
+            Code.UNAUTHENTICATED, "this server requires a token: authorization: Bearer ..."
+        )
+        self._full = self._refusal(
+            Code.RESOURCE_EXHAUSTED, "too many calls of this kind are in progress; try again later"
+        )
+        guard = self
+
+        class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc, name-defined]
+            def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+                return guard._intercept(continuation, details)
+
+        self.interceptor: Any = Interceptor()
+        """The `grpc.ServerInterceptor`."""
+
+    @property
+    def pool(self) -> ThreadPoolExecutor:
+        """The threads of requests."""
+        return self._requests.pool
+
+    def close(self) -> None:
+        """End the threads; calls in progress continue."""
+        self._deadlines.close()
+        groups = (self._requests, self._control, self._checks, self._streams, self._reflection)
+        for group in groups:
+            group.pool.shutdown(wait=False)
+        self._refusals.shutdown(wait=False)
+
+    def _intercept(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        method = details.method
+        is_health = method.startswith(f"/{HEALTH}/")
+        if self._security.token is not None and not is_health:
+            sent = [value for key, value in details.invocation_metadata if key == "authorization"]
+            if len(sent) != 1 or not self._security.admits(sent[0]):
+                return self._no_token
+        handler = continuation(details)
+        if handler is None:
+            return None
+        if method in REQUESTS:
+            group = self._requests
+        elif handler.response_streaming:
+            group = self._streams if is_health else self._reflection
+        else:
+            group = self._checks if is_health else self._control
+        if not group.places.acquire(blocking=False):
+            return self._full
+        return self._guarded(handler, group)
+
+    def _guarded(self, handler: Any, group: _Group) -> Any:
+        """Return a handler that runs in the threads of its group and gives its place back."""
+        grpc = grpc_module()
+        if handler.request_streaming:
+            behavior = self._every_message(handler.stream_stream or handler.stream_unary)
+        else:
+            behavior = self._first_message(handler.unary_stream or handler.unary_unary)
+        # A handler of a stream starts before a message arrives, so that it can be cancelled without one.
+        make = grpc.stream_unary_rpc_method_handler
+        if handler.response_streaming:
+            make = grpc.stream_stream_rpc_method_handler
+        return make(_placed(behavior, group), handler.request_deserializer, handler.response_serializer)
+
+    def _first_message(self, behavior: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a unary method as a streaming method whose first message must arrive in time."""
+        deadlines = self._deadlines
+
+        @functools.wraps(behavior)
+        def call(requests: Iterator[Any], context: Any, *more: Any) -> Any:
+            wait = deadlines.begin(context)
+            try:
+                request = next(requests, None)
+            finally:
+                deadlines.end(wait)
+            if request is None:
+                context.abort(Code.INVALID_ARGUMENT, "the call has no message")
+            return behavior(request, context, *more)
+
+        return call
+
+    def _every_message(self, behavior: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a streaming method, each of whose messages must arrive in time."""
+        deadlines = self._deadlines
+
+        def timed(requests: Iterator[Any], context: Any) -> Iterator[Any]:
+            while True:
+                wait = deadlines.begin(context)
+                try:
+                    request = next(requests, None)
+                finally:
+                    deadlines.end(wait)
+                if request is None:
+                    return
+                yield request
+
+        @functools.wraps(behavior)
+        def call(requests: Iterator[Any], context: Any, *more: Any) -> Any:
+            return behavior(timed(requests, context), context, *more)
+
+        return call
+
+    def _refusal(self, code: Any, message: str) -> Any:
+        def refuse(_: Any, context: Any) -> None:
+            context.abort(code, message)
+
+        refuse.experimental_thread_pool = self._refusals  # type: ignore[attr-defined]
+        return grpc_module().stream_unary_rpc_method_handler(refuse)
+
+
+def _placed(behavior: Callable[..., Any], group: _Group) -> Callable[..., Any]:
+    """Give the place of a call back when the call ends."""
+
+    @functools.wraps(behavior)
+    def call(request: Any, context: Any, *more: Any) -> Any:
+        if not context.add_callback(group.places.release):
+            group.places.release()
+            context.abort(Code.CANCELLED, "the client no longer waits")
+        return behavior(request, context, *more)
+
+    call.experimental_thread_pool = group.pool  # type: ignore[attr-defined]
+    return call

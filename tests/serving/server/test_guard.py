@@ -1,0 +1,96 @@
+"""The guard of gRPC calls: calls that never send their message take nothing from others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from megalith.errors import RemoteError
+from megalith.serving.proto import GetModelStatusRequest
+from megalith.serving.server.guard import MAX_REFLECTIONS, REQUESTS
+from megalith.serving.server.model_server import SPARE_REQUESTS, ModelServer
+from megalith.serving.server.server_config import ServerConfig
+from tests.serving.exports import ServerClient, export_version, rows
+from tests.serving.server.test_security import silent
+
+FEATURES, DENSE = rows(2)
+INPUTS = {**FEATURES, "dense": DENSE}
+STATUS = "/tensorflow.serving.ModelService/GetModelStatus"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+MAX_CONCURRENT = 4
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+    out = tmp_path_factory.mktemp("exports")
+    export_version(out)
+    with ModelServer(out, ServerConfig(max_concurrent=MAX_CONCURRENT)) as started:
+        yield started
+
+
+def is_healthy(server: ModelServer) -> bool:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def has_status(server: ModelServer) -> bool:
+    request = GetModelStatusRequest()
+    request.model_spec.name = "movies"
+    with ServerClient(server.address) as ask:
+        return bool(ask.connection.get_model_status(request, timeout=20).model_version_status)
+
+
+@pytest.mark.parametrize("method", REQUESTS)
+def test_half_open_requests_leave_health_alone_and_end(
+    server: ModelServer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr("megalith.serving.server.read_deadlines.READ_SECONDS", 0.3)
+    places = MAX_CONCURRENT + SPARE_REQUESTS
+    with silent(server, method, places + 156) as calls:
+        assert is_healthy(server)
+        assert has_status(server)
+        codes = [call.code() for call in calls]
+        assert set(codes) <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
+        assert codes.count(grpc.StatusCode.CANCELLED) >= places
+    with ServerClient(server.address) as ask:
+        assert ask(INPUTS)["logits"].shape == (2,)
+
+
+@pytest.mark.parametrize("method", [STATUS, REFLECTION])
+def test_half_open_calls_of_other_methods_leave_requests_alone(
+    server: ModelServer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr("megalith.serving.server.read_deadlines.READ_SECONDS", 0.3)
+    with silent(server, method, 40) as calls, ServerClient(server.address) as ask:
+        assert ask(INPUTS)["logits"].shape == (2,)
+        assert is_healthy(server)
+        codes = [call.code() for call in calls]
+        assert set(codes) <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
+        assert codes.count(grpc.StatusCode.CANCELLED) >= MAX_REFLECTIONS
+
+
+def test_a_call_without_a_message_is_refused(server: ModelServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        for method in (*REQUESTS, STATUS):
+            with pytest.raises(grpc.RpcError) as raised:
+                channel.stream_unary(method)(iter(()), timeout=20)
+            assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_places_come_back(server: ModelServer) -> None:
+    """More requests than places, several at a time: each is answered, or refused because of the others."""
+    with ServerClient(server.address) as ask, ThreadPoolExecutor(2) as pool:
+
+        def score() -> str:
+            try:
+                return str(ask(INPUTS)["logits"].shape[0])
+            except RemoteError as error:
+                return str(error.code)
+
+        assert {future.result() for future in [pool.submit(score) for _ in range(60)]} == {"2"}
