@@ -116,7 +116,7 @@ def test_a_run_is_exported_again_only_if_its_checkpoint_changed(tmp_path: Path) 
     ("arguments", "message"),
     [
         (["absent"], "holds no exported model"),
-        (["absent", "--follow", "--host", "0.0.0.0"], "--token-file"),
+        (["absent", "--follow", "--host", "0.0.0.0"], "--write-token-file"),
         (["absent", "--token-file", "nowhere"], "token: cannot read nowhere"),
         (["absent", "--tls-cert", "x"], "--tls-key"),
         (["absent", "--discovery", "dns:x"], "must start with one of"),

@@ -19,6 +19,7 @@ from megalith import EmbeddingCollection, Feature, serving
 from megalith.compat import monolith
 from megalith.compat.monolith.sync_config import SyncConfig
 from megalith.serving import discovery
+from megalith.serving.server.security import Permission
 from megalith.serving.wire_names import HASHTABLE_ASSIGN
 from tests.valid_calls.core import local
 from tests.valid_calls.sweep import Arguments, Call, config, count, ids, methods
@@ -83,6 +84,7 @@ def export_calls() -> Iterator[Call]:
         servable,
         lambda made: {
             "predict": {"features": {"f": ids()}},
+            "count_missing": {"features": {"f": ids()}},
             "check": rows,
             "apply": rows,
             "adopt": {"overlay": made.stage()},
@@ -105,8 +107,12 @@ def server_calls() -> Iterator[Call]:
     yield serving.ServerConfig, {}
     yield serving.Security, {"token": "secret-token"}
     yield from methods(
-        lambda: serving.Security("secret-token"),
-        {"check_exposure": {"host": "127.0.0.1", "writes": True}, "admits": {"authorization": "Bearer x"}},
+        lambda: serving.Security(write_token="secret-token"),
+        {
+            "check_exposure": {"host": "127.0.0.1", "writes": True},
+            "admits": {"authorization": "Bearer x"},
+            "permits": {"authorization": "Bearer x", "permission": Permission.WRITE},
+        },
     )
     yield serving.ModelServer, {"directory": exported()}
     yield from methods(lambda: serving.ModelServer(exported()))

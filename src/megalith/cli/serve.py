@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.5
     "security",
     Security,
     flags={"certificate": "--tls-cert", "key": "--tls-key", "client_ca": "--tls-ca"},
-    omit=["token"],
+    omit=["token", "lookup_token", "write_token", "admin_token"],
 )
 @config_options(
     "batching", Batching, flags={"max_rows": "--max-batch-rows"}, omit=["max_bytes", "max_queue_bytes"]
@@ -56,6 +56,15 @@ def serve(
         Path | None,
         typer.Option(help="File of the token that clients must send, or set MEGALITH_SERVE_TOKEN."),
     ] = None,
+    lookup_token_file: Annotated[
+        Path | None, typer.Option(help="File of the token for rows of ids, such as an entry's fetches.")
+    ] = None,
+    write_token_file: Annotated[
+        Path | None, typer.Option(help="File of the token with which training may push.")
+    ] = None,
+    admin_token_file: Annotated[
+        Path | None, typer.Option(help="File of the token that permits everything.")
+    ] = None,
     fetch_token_file: Annotated[
         Path | None, typer.Option(help="File of the token that an entry sends to the servers of its rows.")
     ] = None,
@@ -73,7 +82,13 @@ def serve(
         config = ServerConfig(
             **server,
             batching=Batching(**batching),
-            security=replace(tls, token=read_token(token_file)),
+            security=replace(
+                tls,
+                token=read_token(token_file),
+                lookup_token=lookup_token_file,
+                write_token=write_token_file,
+                admin_token=admin_token_file,
+            ),
             fetch_credentials=Credentials.from_files(
                 token=fetch_token_file,
                 root_certificates=fetch_ca,

@@ -42,7 +42,7 @@ class Publishing:
         config: The config of the run.
         ranks: The ranks of the run.
         base: Id of the save that holds the current rows of the model.
-        session: The session id, the same on all ranks.
+        session: The id and the number of the session, the same on all ranks.
 
     Raises:
         InputError: The config of the publisher is wrong.
@@ -51,7 +51,7 @@ class Publishing:
     """
 
     def __init__(
-        self, model: nn.Module, config: RunConfig, ranks: RunRanks, *, base: str, session: str
+        self, model: nn.Module, config: RunConfig, ranks: RunRanks, *, base: str, session: tuple[str, int]
     ) -> None:
         # Not at the top: other runs do not need the packages of serving.
         from megalith.serving.client.credentials import Credentials
@@ -69,13 +69,16 @@ class Publishing:
             credentials=Credentials.from_files(
                 token=train.publish_token_file, root_certificates=train.publish_ca_file
             ),
-            session=session,
+            session=session[0],
+            session_number=session[1],
             index=ranks.rank,
             count=ranks.size,
         )
 
     @classmethod
-    def begin(cls, model: nn.Module, config: RunConfig, ranks: RunRanks, *, base: str) -> Publishing:
+    def begin(
+        cls, model: nn.Module, config: RunConfig, ranks: RunRanks, *, base: str, number: int | None
+    ) -> Publishing:
         """Creates the publisher on every rank, or raises on every rank. A collective call.
 
         Args:
@@ -83,6 +86,7 @@ class Publishing:
             config: The config of the run; `train.publish` names the discovery.
             ranks: The ranks of the run, one publisher each.
             base: Id of the save that the rows of the model are equal to now.
+            number: The number of the session, above those of earlier ones; only that of rank 0 is used.
 
         Returns:
             The publisher of this rank.
@@ -91,7 +95,7 @@ class Publishing:
             InputError: The discovery or a credential is malformed.
             DiscoveryError: The discovery cannot be started.
         """
-        session = ranks.gather(uuid.uuid4().hex)[0]
+        session = ranks.gather((uuid.uuid4().hex, number))[0]
         return ranks.rank_0_first(lambda: cls(model, config, ranks, base=base, session=session))
 
     def step(self) -> None:

@@ -16,6 +16,7 @@ import random
 import shutil
 import time as clock
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from megalith.training.run_batches import RunBatches, StepBatch
 from megalith.training.run_checkpoints import FOLDER as KEPT
 from megalith.training.run_checkpoints import RunCheckpoints
 from megalith.training.run_config import RunConfig
+from megalith.training.run_lock import RunLock
 from megalith.training.run_log import MetricsLog, ScalarWriter
 from megalith.training.run_model import CHECKPOINT, config_of, model_for, updates_in_step
 from megalith.training.run_ranks import RunRanks
@@ -246,24 +248,31 @@ class Run:
 
         Raises:
             InputError: A row or the loss is bad, or the data has no valid row.
+            UsageError: Another process trains in the directory of the run.
         """
         watcher = _watcher(watcher)
-        with using_threads(self.threads):
-            self._train_and_publish(watcher)
+        with ExitStack() as stack:
+            lock = self.ranks.on_rank_0(lambda: stack.enter_context(RunLock(self.directory)))
+            stack.enter_context(using_threads(self.threads))
+            self._train_and_publish(watcher, lock)
 
     @property
     def threads(self) -> int:
         """The number of threads of torch while this run trains and evaluates."""
         return threads_of(self.config, self.source.train.feature_names, self.ranks.size)
 
-    def _train_and_publish(self, watcher: Watcher) -> None:
+    def _train_and_publish(self, watcher: Watcher, lock: RunLock | None) -> None:
         if not self.config.train.publish:
             self._train(watcher)
             return
         if self._saved is None or self._saved[1] != self.step:
             self.save(watcher)  # the servers start from this save
         assert self._saved is not None
-        with Publishing.begin(self.model, self.config, self.ranks, base=self._saved[0]) as self._publishing:
+        number = None if lock is None else lock.next_session()
+        base = self._saved[0]
+        with Publishing.begin(
+            self.model, self.config, self.ranks, base=base, number=number
+        ) as self._publishing:
             try:
                 self._train(watcher)
                 watcher.pushed(self._publishing.finish())

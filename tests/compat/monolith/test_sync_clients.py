@@ -672,9 +672,9 @@ def test_one_client_may_push_to_the_parts_in_turn(parts: Parts) -> None:
 def test_credentials_are_presented(tmp_path: Path) -> None:
     shards = shards_of(t=1)
     export_model(shards, tmp_path, name="m", num_shards=1)
-    security = Security(token="secret-token-1")
+    security = Security(write_token="secret-token-1")
     config = ServerConfig(allow_writes=True, poll_seconds=60.0, security=security)
-    credentials = Credentials(token=security.token)
+    credentials = Credentials(token="secret-token-1")
     with ExitStack() as stack:
         server = stack.enter_context(ModelServer(tmp_path / "ps_0", config))
         targets = SyncConfig(model_name="m:ps_0", targets=(server.address,), timeout_ms=3000).to_bytes()

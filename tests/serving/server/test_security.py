@@ -151,11 +151,15 @@ def test_what_does_not_admit(shown: str | bytes | None) -> None:
 def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(f"{TOKEN}\n")
-    assert read_token(path, {"MEGALITH_SERVE_TOKEN": "other"}) == TOKEN
+    found = read_token(path, {"MEGALITH_SERVE_TOKEN": "other"})
+    assert Security(found).admits(f"Bearer {TOKEN}")
     assert read_token(None, {"MEGALITH_SERVE_TOKEN": TOKEN}) == TOKEN
     assert read_token(None, {}) is None
     with pytest.raises(InputError, match="cannot read"):
-        read_token(tmp_path / "absent")
+        Security(tmp_path / "absent")
+    (tmp_path / "empty").write_text(" \n")
+    with pytest.raises(InputError, match="is empty"):
+        Security(tmp_path / "empty")
     for bad in ("short", "has a space", "ü" * 10):
         with pytest.raises(InputError, match="a token must be"):
             Security(bad)
@@ -256,7 +260,10 @@ def test_a_write_shows_at_once(exported: Path) -> None:
         assert rows.tolist() == [[2.0] * 5]
         after = ask(INPUTS)
         assert before["logits"][0] != after["logits"][0]
-        assert 'megalith_overlay_rows{model="movies"} 1.0' in server.metrics.text().decode()
+        metrics = server.metrics.text().decode()
+        assert 'megalith_overlay_rows{model="movies"} 1.0' in metrics
+        for event in ("begun", "refused", "replaced"):
+            assert f'megalith_sessions_{event}_total{{model="movies"}} 0.0' in metrics
         with pytest.raises(RemoteError) as raised:
             ask({"user_id": ids, "user_value": torch.full((1, 4), 2.0)}, signature="hashtable_assign")
         assert raised.value.code == "INVALID_ARGUMENT"
@@ -284,10 +291,16 @@ def test_writes_wait_for_one_another(exported: Path) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
 def test_writes_from_elsewhere_need_a_credential(exported: Path, host: str) -> None:
-    with pytest.raises(UsageError, match=r"--token-file.*--tls-ca"):
+    with pytest.raises(UsageError, match=r"--write-token-file.*--tls-ca"):
         ModelServer(exported, ServerConfig(host=host, allow_writes=True))
-    ModelServer(exported, ServerConfig(host=host, allow_writes=True, security=Security(TOKEN))).stop()
+    guarded = Security(write_token=TOKEN)
+    ModelServer(exported, ServerConfig(host=host, allow_writes=True, security=guarded)).stop()
     ModelServer(exported, ServerConfig(host=host)).stop()
+
+
+def test_the_token_that_reads_does_not_write(exported: Path) -> None:
+    with pytest.raises(UsageError, match="needs a token for them: --write-token-file"):
+        ServerConfig(allow_writes=True, security=Security(TOKEN))
 
 
 def test_loopback() -> None:

@@ -39,6 +39,6 @@ def test_none_leaves_optional_ports_and_the_default_number_of_versions() -> None
 
 
 def test_writes_beyond_this_machine_require_authentication() -> None:
-    with pytest.raises(UsageError, match="--token-file"):
+    with pytest.raises(UsageError, match="--write-token-file"):
         ServerConfig(host="0.0.0.0", allow_writes=True)
-    ServerConfig(host="0.0.0.0", allow_writes=True, security=Security("s3cret-token"))
+    ServerConfig(host="0.0.0.0", allow_writes=True, security=Security(write_token="s3cret-token"))

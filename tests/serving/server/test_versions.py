@@ -98,7 +98,7 @@ def test_a_broken_version_is_reported_and_the_old_one_continues(tmp_path: Path) 
     ):
         export_version(tmp_path, version=2)
         table = tmp_path / "2" / "signature.json"
-        table.write_text(table.read_text().replace('"format_version": 1', '"format_version": 99'))
+        table.write_text(table.read_text().replace('"format_version": 2', '"format_version": 99'))
         server.refresh()
         server.refresh()
         assert version_of(ask) == 1

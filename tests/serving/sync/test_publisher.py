@@ -37,6 +37,33 @@ from tests.serving.sync_support import (
     sync_server,
 )
 
+# ---- several trainers
+
+
+def test_the_older_of_two_trainers_is_refused_and_told(
+    online: Online, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two live trainers of one model flipped what was served, and neither was told."""
+    replica = online.replica()
+    older = online.publisher([replica], session_number=1)
+    online.trainer.step()
+    online.assert_arrives(older, replica)
+    newer = online.publisher([replica], session_number=2, base=None)
+    online.trainer.step()
+    online.assert_arrives(newer, replica)
+
+    while "a newer training session" not in (older.report()[0].error or ""):
+        assert not older.flush(0.02)
+
+    online.trainer.step()
+    online.assert_arrives(newer, replica)
+    counts = replica.subscriber.counters
+    assert (counts.sessions, counts.replaced_sessions) == (2, 1)
+    assert counts.old_sessions >= 1
+    assert "another trainer pushes to movies, so nothing of this one is served" in caplog.text
+    assert "a newer training session" in str(older.lagging()[0].error)
+
+
 # ---- what arrives
 
 

@@ -334,6 +334,42 @@ def test_another_session_begins_from_the_exported_rows(served: Servable) -> None
         push(subscriber, user(1, value=1.0), 3)
 
 
+def test_an_older_session_is_refused_whatever_it_sends(served: Servable) -> None:
+    """A rank of a killed run, or a second trainer, must not overwrite what the newest session pushes."""
+    subscriber = Subscriber(served)
+    begin(subscriber, number=7)
+    push(subscriber, user(1, value=1.0), 2, number=7)
+    begin(subscriber, session=OTHER, number=8)
+    push(subscriber, user(1, value=2.0), 2, session=OTHER, number=8)
+
+    for number in (7, 0):
+        for signature in ("sync_begin", "sync_reload", "sync_end", "hashtable_assign"):
+            with pytest.raises(SequenceError, match=r"a newer training session pushes .*: number 8"):
+                subscriber.handle(signature, {"base": string("")}, header(3, number=number))
+    assert Position.read(subscriber.handle("sync_position", {}, header(number=7))).session == OTHER
+    assert first(served, 1) == 2.0
+    counts = subscriber.counters
+    assert (counts.sessions, counts.replaced_sessions, counts.old_sessions) == (2, 1, 8)
+
+
+def test_the_number_of_a_session_outlives_its_rows(served: Servable, exported: tuple[Model, Path]) -> None:
+    subscriber = Subscriber(served)
+    begin(subscriber, number=8)
+    subscriber.move_to(Servable(exported[1] / "1"))
+    with pytest.raises(SequenceError, match="a newer training session"):
+        begin(subscriber, session=OTHER, number=7)
+    begin(subscriber, session=OTHER, number=9)
+
+
+def test_a_write_without_a_session_is_refused_while_one_is_followed(served: Servable) -> None:
+    subscriber = Subscriber(served)
+    subscriber.handle("hashtable_assign", user(1, value=1.0), {})
+    begin(subscriber)
+    with pytest.raises(SequenceError, match="a training session pushes to this model"):
+        subscriber.handle("hashtable_assign", user(1, value=3.0), {})
+    assert subscriber.counters.refused == 1
+
+
 def test_starting_over_in_a_session_keeps_what_others_of_it_pushed(served: Servable) -> None:
     subscriber = Subscriber(served)
     for index in (0, 1):

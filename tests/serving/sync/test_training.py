@@ -16,7 +16,7 @@ from megalith.errors import InputError
 from megalith.models import Model
 from megalith.serving.export.servable import Servable
 from megalith.serving.server.model_server import ModelServer
-from megalith.serving.server.security import Security, read_token
+from megalith.serving.server.security import Security
 from megalith.serving.server.server_config import ServerConfig
 from megalith.training import Run, RunConfig, Watcher, load_trained
 from megalith.training.exporting import export_run
@@ -212,7 +212,7 @@ def test_pushes_travel_by_tls_and_show_a_token(tmp_path: Path, stack: ExitStack)
     Run(config_of(train_max_steps=2), tmp_path / "run").train()
     export_run(tmp_path / "run", tmp_path / "exports", name="clicks")
     security = Security(
-        certificate=certificates.server, key=certificates.server_key, token=read_token(tmp_path / "token")
+        certificate=certificates.server, key=certificates.server_key, write_token=tmp_path / "token"
     )
     server = stack.enter_context(
         ModelServer(tmp_path / "exports", ServerConfig(allow_writes=True, security=security))

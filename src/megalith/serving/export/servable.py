@@ -174,11 +174,7 @@ class Servable:
             raise UsageError(
                 f"{self.signature.name} holds rows without a model: request scores from the entry"
             )
-        if not isinstance(features, Mapping):
-            raise InputError(f"features must be a dict of columns by name, got {kind(features)}")
-        missing = plan.features.keys() - features.keys()
-        if missing:
-            raise UnknownNameError(f"feature {min(missing)!r} is missing from the request")
+        _check_features(plan, features)
         with torch.inference_mode():
             with span("megalith.ids"):
                 request = self._singles(plan, features) or self._columns(plan, features)
@@ -303,12 +299,15 @@ class Servable:
             Feature -> number of its ids without a row; features that have none are left out.
 
         Raises:
+            InputError: A feature has a wrong dtype or shape.
+            UnknownNameError: A feature is missing.
             UsageError: It holds rows without a model, or it is closed.
         """
         plan, frozen, fetch = self._plan, self._frozen, self._fetch
         self._check_open()
         if plan is None:
             raise UsageError(f"{self.signature.name} holds rows without a model")
+        _check_features(plan, features)
 
         def has_rows(asked: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if fetch is not None:
@@ -525,3 +524,11 @@ class Servable:
         self._closed = True
         self._frozen = {}
         self._plan = self._program = None
+
+
+def _check_features(plan: FeaturePlan, features: Any) -> None:
+    if not isinstance(features, Mapping):
+        raise InputError(f"features must be a dict of columns by name, got {kind(features)}")
+    missing = plan.features.keys() - features.keys()
+    if missing:
+        raise UnknownNameError(f"feature {min(missing)!r} is missing from the request")

@@ -18,10 +18,12 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.serving.proto.tf_tensors import Strings
 from megalith.serving.server.batching import Alive
+from megalith.serving.server.freed_memory import FreedMemory
 from megalith.serving.server.inputs import InputReader, Inputs, Rows
 from megalith.serving.server.repository import Repository
 from megalith.serving.server.request_errors import Code, RequestError, as_request_error
 from megalith.serving.server.row_lookup import lookup_rows
+from megalith.serving.server.security import Permission
 from megalith.serving.server.served_model import Array, ServedModel
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.server_metrics import UNKNOWN, Metrics
@@ -85,6 +87,9 @@ class Dispatcher:
         self.metrics = metrics
         self.allow_writes = config.allow_writes
         self.max_bytes = config.max_request_bytes
+        self.max_predict_bytes = min(config.max_predict_bytes, config.max_request_bytes)
+        self.memory = FreedMemory()
+        self._security = config.security
         self._max_concurrent = config.max_concurrent
         self._changed = threading.Condition()
         self._running = 0
@@ -99,6 +104,42 @@ class Dispatcher:
     def closing(self) -> bool:
         """Whether the server is shutting down."""
         return self._closing
+
+    def permit(self, authorization: str | bytes | None, permission: Permission) -> None:
+        """Check what a client may do.
+
+        Args:
+            authorization: The `authorization` that it sent; None: nothing.
+            permission: What it wants to do.
+
+        Raises:
+            RequestError: It may not; the refusal is counted.
+        """
+        if not self._security.permits(authorization, permission):
+            name = permission.value.replace("_", " ")
+            raise self.reject(
+                RequestError(
+                    Code.PERMISSION_DENIED, f"this call needs another token: the {name} of the server"
+                )
+            )
+
+    def check_size(self, size: int) -> None:
+        """Check the bytes of a request for scores, before it is parsed.
+
+        Args:
+            size: Its bytes.
+
+        Raises:
+            RequestError: They are more than `max_predict_bytes`.
+        """
+        self.memory.received(size)
+        if size > self.max_predict_bytes:
+            raise self.reject(
+                RequestError(
+                    Code.RESOURCE_EXHAUSTED,
+                    f"the request has {size} bytes, more than {self.max_predict_bytes}; send it in parts",
+                )
+            )
 
     def predict(self, request: ScoreRequest) -> ScoreResult:
         """Compute the scores of a request's rows.

@@ -25,7 +25,7 @@ from megalith.serving.client.credentials import grpc_module
 from megalith.serving.server.health import HEALTH
 from megalith.serving.server.read_deadlines import ReadDeadlines
 from megalith.serving.server.request_errors import Code
-from megalith.serving.server.security import Security
+from megalith.serving.server.security import Permission, Security, authorization_of
 
 MAX_STREAMS = MAX_CHECKS = MAX_CONTROLS = 16
 MAX_REFLECTIONS = 4
@@ -33,7 +33,7 @@ REQUESTS = ("/tensorflow.serving.PredictionService/Predict", "/inference.GRPCInf
 """Methods of the group `requests`."""
 
 
-class _Group:
+class _CallGroup:
     """Methods that share places and threads."""
 
     def __init__(self, name: str, places: int) -> None:
@@ -52,11 +52,11 @@ class Guard:
     def __init__(self, security: Security, max_requests: int) -> None:
         grpc = grpc_module()
         self._security = security
-        self._requests = _Group("rpc", max_requests)
-        self._control = _Group("control", MAX_CONTROLS)
-        self._checks = _Group("health", MAX_CHECKS)
-        self._streams = _Group("streams", MAX_STREAMS)
-        self._reflection = _Group("reflection", MAX_REFLECTIONS)
+        self._requests = _CallGroup("rpc", max_requests)
+        self._control = _CallGroup("control", MAX_CONTROLS)
+        self._checks = _CallGroup("health", MAX_CHECKS)
+        self._streams = _CallGroup("streams", MAX_STREAMS)
+        self._reflection = _CallGroup("reflection", MAX_REFLECTIONS)
         self._refusals = ThreadPoolExecutor(1, thread_name_prefix="megalith-refusal")
         self._deadlines = ReadDeadlines()
         self._no_token = self._refusal(
@@ -90,9 +90,11 @@ class Guard:
     def _intercept(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         method = details.method
         is_health = method.startswith(f"/{HEALTH}/")
-        if self._security.token is not None and not is_health:
-            sent = [value for key, value in details.invocation_metadata if key == "authorization"]
-            if len(sent) != 1 or not self._security.admits(sent[0]):
+        if self._security.requires_token and not is_health:
+            # Without a read token, scores are for everyone; what else a request wants is in its message.
+            sent = authorization_of(details.invocation_metadata)
+            is_open = method in REQUESTS and self._security.permits(sent, Permission.READ)
+            if not is_open and not self._security.admits(sent):
                 return self._no_token
         handler = continuation(details)
         if handler is None:
@@ -107,7 +109,7 @@ class Guard:
             return self._full
         return self._guarded(handler, group)
 
-    def _guarded(self, handler: Any, group: _Group) -> Any:
+    def _guarded(self, handler: Any, group: _CallGroup) -> Any:
         """Return a handler that runs in the threads of its group and gives its place back."""
         grpc = grpc_module()
         if handler.request_streaming:
@@ -166,7 +168,7 @@ class Guard:
         return grpc_module().stream_unary_rpc_method_handler(refuse)
 
 
-def _placed(behavior: Callable[..., Any], group: _Group) -> Callable[..., Any]:
+def _placed(behavior: Callable[..., Any], group: _CallGroup) -> Callable[..., Any]:
     """Give the place of a call back when the call ends."""
 
     @functools.wraps(behavior)

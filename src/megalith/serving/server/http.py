@@ -50,7 +50,8 @@ class HttpServer(ThreadingMixIn, HTTPServer):
     request_queue_size = 128
 
     def __init__(self, handler: type[Handler], security: Security, host: str, port: int) -> None:
-        self._context = security.ssl_context()
+        self._security = security
+        security.ssl_context()  # raises if its files cannot be read
         self.connections = HttpConnections()
         self._own = threading.local()
         self._changed = threading.Condition()
@@ -113,7 +114,7 @@ class HttpServer(ThreadingMixIn, HTTPServer):
         opened = self.connections.open(request)
         if opened is None:
             try:
-                if self._context is None:  # TLS would need a handshake first
+                if not self._security.secure:  # TLS would need a handshake first
                     request.send(_FULL)
             finally:
                 self.shutdown_request(request)
@@ -135,9 +136,10 @@ class HttpServer(ThreadingMixIn, HTTPServer):
         client = opened.client
         try:
             client.settimeout(IDLE_SECONDS)
-            if self._context is not None:
+            context = self._security.ssl_context()
+            if context is not None:
                 try:
-                    client = opened.client = self._context.wrap_socket(
+                    client = opened.client = context.wrap_socket(
                         client, server_side=True, do_handshake_on_connect=False
                     )
                     client.do_handshake()

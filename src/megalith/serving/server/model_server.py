@@ -241,6 +241,8 @@ class ModelServer:
             options=(
                 ("grpc.max_receive_message_length", config.max_request_bytes + MAX_MESSAGE_BYTES - MAX_BYTES),
                 ("grpc.max_send_message_length", -1),
+                # A few compressed bytes can become a message of the largest size before it is admitted.
+                ("grpc.compression_enabled_algorithms_bitset", 7 if config.accept_compressed else 1),
                 # Otherwise two servers could share one port, and each would get some of the requests.
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
@@ -271,6 +273,7 @@ class ModelServer:
 
     def _announce(self) -> None:
         """Report the available models to health and discovery; retry registrations that failed."""
+        self._dispatcher.memory.release()
         with self._announcing:
             if self._state == "serving":
                 self._announce_all()

@@ -42,6 +42,7 @@ from megalith.serving.server.methods import (
     serialize,
 )
 from megalith.serving.server.request_errors import RequestError
+from megalith.serving.server.security import Permission, authorization_of
 from megalith.serving.server.tf_service import inputs_of
 
 SERVICE = "inference.GRPCInferenceService"
@@ -154,6 +155,8 @@ class OIPService:
         Raises:
             RequestError: The request cannot be answered.
         """
+        self._dispatcher.permit(authorization_of(context.invocation_metadata()), Permission.READ)
+        self._dispatcher.check_size(len(data))
         request = parse(self._dispatcher, ModelInferRequest, data)
         scored = self._dispatcher.predict(
             GrpcScoreRequest(

@@ -24,7 +24,7 @@ from megalith.serving.server.infer_json import HEADER_LENGTH, InferRequest
 from megalith.serving.server.methods import MISSING_IDS
 from megalith.serving.server.oip_service import EXTENSIONS, SERVER, describe, model_ready, parse_version
 from megalith.serving.server.request_errors import HTTP_STATUS, Code, RequestError
-from megalith.serving.server.security import Security
+from megalith.serving.server.security import Permission, Security
 
 Reply = tuple[int, dict[str, Any], bytes]
 """Status, JSON, and the bytes of the tensors that follow it."""
@@ -87,7 +87,9 @@ class _RestHandler(Handler):
         except ValueError:
             raise RequestError(Code.INVALID_ARGUMENT, "the path is malformed") from None
         open_to_all = parts[:2] == ["v2", "health"]
-        if not open_to_all and not self.server.security.admits(self.headers.get("authorization")):
+        sent, security = self.headers.get("authorization"), self.server.security
+        is_read = parts[-1] == "infer" and security.permits(sent, Permission.READ)
+        if not open_to_all and not is_read and not security.admits(sent):
             raise RequestError(Code.UNAUTHENTICATED, "this server requires a token")
         if not open_to_all and self.server.connection.is_spare:
             raise RequestError(Code.UNAVAILABLE, "the server has too many connections; try again later")
@@ -106,8 +108,8 @@ class _RestHandler(Handler):
         given = lengths[0]
         if len(lengths) > 1 or not given.isascii() or not given.isdecimal() or len(given) > 18:
             raise RequestError(Code.INVALID_ARGUMENT, "Content-Length must be one decimal number")
-        if int(given) > self.server.dispatcher.max_bytes:
-            limit = self.server.dispatcher.max_bytes
+        if int(given) > self.server.dispatcher.max_predict_bytes:
+            limit = self.server.dispatcher.max_predict_bytes
             raise RequestError(Code.OUT_OF_RANGE, f"the body has more than {limit} bytes")
         body = self.rfile.read(int(given))
         if len(body) != int(given):
@@ -144,6 +146,8 @@ class _RestHandler(Handler):
 
     def _infer(self, name: str, version: str, body: bytes) -> Reply:
         dispatcher = self.server.dispatcher
+        dispatcher.permit(self.headers.get("authorization"), Permission.READ)
+        dispatcher.memory.received(len(body))
         try:
             number = parse_version(version)
         except InputError as error:

@@ -17,6 +17,7 @@ from megalith.serving.server.security import Security
 from megalith.serving.wire_names import MAX_REQUEST_BYTES
 
 _MAX_PORT = 65535
+MAX_PREDICT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,10 @@ class ServerConfig:
     """Seconds for which pushed rows override those of a new version while no further push arrives."""
     max_request_bytes: int = MAX_REQUEST_BYTES
     """Maximum bytes of a request's tensors, and of the rows of its ids."""
+    max_predict_bytes: int = MAX_PREDICT_BYTES
+    """Maximum bytes of a message that asks for scores; rows of ids and writes may take max_request_bytes."""
+    accept_compressed: bool = False
+    """Accept gzip and deflate over gRPC: a small message may then take max_request_bytes of memory."""
     security: Security = field(default_factory=Security)
     """Token and TLS of this server."""
     batching: Batching = field(default_factory=Batching)
@@ -101,12 +106,12 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("port", "http_port", "metrics_port"):
             _check_integer(self, name, 0, _MAX_PORT)
-        for name in ("max_concurrent", "keep_versions", "max_request_bytes"):
+        for name in ("max_concurrent", "keep_versions", "max_request_bytes", "max_predict_bytes"):
             _check_integer(self, name, 1)
         _check_integer(self, "replica_id", -1)
         for name in ("fetch_timeout", "drain_seconds", "poll_seconds", "carry_seconds"):
             _check_seconds(self, name)
-        for name in ("allow_writes", "fail_soft"):
+        for name in ("allow_writes", "fail_soft", "accept_compressed"):
             checks.flag(getattr(self, name), name)
         for name in ("host", "metrics_host", "discovery", "advertise"):
             if getattr(self, name) is not None or getattr(type(self), name) is not None:

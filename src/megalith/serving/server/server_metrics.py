@@ -19,6 +19,11 @@ BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 """Upper bounds of latencies, in seconds."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 UNKNOWN = "unknown"
+_SESSIONS = {
+    "begun": "Training sessions that pushed to the model.",
+    "refused": "Messages refused because a newer session had begun.",
+    "replaced": "Training sessions that were pushing when another one began.",
+}
 
 
 def prometheus(module: str = "prometheus_client") -> Any:
@@ -154,6 +159,10 @@ class _Models:
         missing = counter("ids_missing", "Ids of requests without a row.")
         failed = counter("fetch_failures", "Parts that failed to return the rows of a request.")
         zeros = counter("fetch_missing_rows", "Ids that read as zeros because a part failed.")
+        sessions = {
+            event: core.CounterMetricFamily(f"megalith_sessions_{event}", text, labels=["model"])
+            for event, text in _SESSIONS.items()
+        }
         for model in self._models():
             for number, status in model.statuses.items():
                 state.add_metric([model.name, str(number)], float(status.state))
@@ -170,10 +179,16 @@ class _Models:
             newest = model.newest
             if newest is not None:
                 overlay.add_metric([model.name], float(len(newest.servable.overlay)))
+            if model.subscriber is not None:
+                counts = model.subscriber.counters
+                for event, number in zip(
+                    _SESSIONS, (counts.sessions, counts.old_sessions, counts.replaced_sessions), strict=True
+                ):
+                    sessions[event].add_metric([model.name], float(number))
             age = None if model.subscriber is None else model.subscriber.staleness()
             if age is not None:
                 stale.add_metric([model.name], float(age))
-        yield from (queue, state, overlay, stale, looked_up, missing, failed, zeros)
+        yield from (queue, state, overlay, stale, looked_up, missing, failed, zeros, *sessions.values())
 
 
 class MetricsServer(HttpServer):

@@ -51,6 +51,7 @@ from megalith.serving.server.methods import (
 )
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.row_lookup import FLAT_ROWS
+from megalith.serving.server.security import Permission, authorization_of
 from megalith.serving.wire_names import (
     HASHTABLE_ASSIGN,
     LOOKUP,
@@ -112,7 +113,9 @@ class TFService:
         signature = spec.signature_name or PREDICT
         timeout = remaining(context)
         read_inputs = functools.partial(self._read_inputs, request, contents)
+        self._permit(signature, context)
         if signature == PREDICT:
+            self._dispatcher.check_size(len(data))
             whole = self._parse(PredictRequest, data) if contents else request
             response = self._scores(whole, timeout, context)
         elif signature in (LOOKUP, RAW_LOOKUP):
@@ -194,6 +197,14 @@ class TFService:
             if number and not response.model_version_status:
                 raise RequestError(Code.NOT_FOUND, f"model {model.name!r} has no version {number}")
         return serialize(response)
+
+    def _permit(self, signature: str, context: Any) -> None:
+        permission = Permission.READ
+        if signature in (LOOKUP, RAW_LOOKUP):
+            permission = Permission.LOOKUP
+        elif write_signature(signature) is not None:
+            permission = Permission.WRITE
+        self._dispatcher.permit(authorization_of(context.invocation_metadata()), permission)
 
     def _scores(self, request: Message, timeout: float | None, context: Any) -> Message:
         spec = request.model_spec

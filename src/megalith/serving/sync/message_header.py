@@ -5,6 +5,7 @@ A header travels as gRPC metadata with every message of a publisher; messages of
     metadata key       | value
     -------------------+------------------------------------------------------------------------
     megalith-session   | 32 hex digits; all publishers of one training session share it
+    megalith-number    | the number of the session; a server that followed a higher one refuses it
     megalith-publisher | "r/n": publisher r of n
     megalith-sequence  | the sequence number of the message, from 1; absent: not numbered
     megalith-complete  | seconds since 1970; everything trained until then has been sent
@@ -42,7 +43,9 @@ from megalith.serving.proto.tf_tensors import Strings
 from megalith.storage.strict_json import parse_json
 
 SESSION, PUBLISHER = "megalith-session", "megalith-publisher"
-SEQUENCE, COMPLETE = "megalith-sequence", "megalith-complete"
+SEQUENCE, COMPLETE, NUMBER = "megalith-sequence", "megalith-complete", "megalith-number"
+NEWER_SESSION = "a newer training session pushes to this model"
+"""The beginning of the refusal of an older session."""
 WINDOW = 2
 """The number of messages of a publisher that may be in flight; they are applied in order."""
 MAX_PUBLISHERS = 65536
@@ -65,6 +68,7 @@ class MessageHeader:
         count: The number of publishers in the session.
         sequence: The sequence number of the message; 0 if it has none.
         complete: Everything trained until this time (seconds since 1970) is in the messages up to this one.
+        number: The number of the session, which orders sessions of one model; 0: it has none.
 
     Raises:
         InputError: The session, the index or the count is malformed.
@@ -75,6 +79,7 @@ class MessageHeader:
     count: int = 1
     sequence: int = 0
     complete: float | None = None
+    number: int = 0
 
     def __post_init__(self) -> None:
         if not _SESSION.fullmatch(self.session):
@@ -87,6 +92,8 @@ class MessageHeader:
         pairs = [(SESSION, self.session), (PUBLISHER, f"{self.index}/{self.count}")]
         if self.sequence:
             pairs.append((SEQUENCE, str(self.sequence)))
+        if self.number:
+            pairs.append((NUMBER, str(self.number)))
         if self.complete is not None:
             pairs.append((COMPLETE, repr(self.complete)))
         return tuple(pairs)
@@ -109,9 +116,10 @@ class MessageHeader:
         publisher = _PUBLISHER.fullmatch(metadata.get(PUBLISHER, "0/1"))
         if publisher is None:
             raise InputError(f"{PUBLISHER} must be r/n, got {metadata[PUBLISHER][:100]!r}")
-        sequence = metadata.get(SEQUENCE, "0")
-        if not _INTEGER.fullmatch(sequence):
-            raise InputError(f"{SEQUENCE} must be an integer, got {sequence[:100]!r}")
+        sequence, number = metadata.get(SEQUENCE, "0"), metadata.get(NUMBER, "0")
+        for key, value in ((SEQUENCE, sequence), (NUMBER, number)):
+            if not _INTEGER.fullmatch(value):
+                raise InputError(f"{key} must be an integer, got {value[:100]!r}")
         complete = None
         if COMPLETE in metadata:
             try:
@@ -120,7 +128,9 @@ class MessageHeader:
                 complete = math.nan
             if not math.isfinite(complete):
                 raise InputError(f"{COMPLETE} must be seconds since 1970, got {metadata[COMPLETE][:100]!r}")
-        return cls(metadata[SESSION], int(publisher[1]), int(publisher[2]), int(sequence), complete)
+        return cls(
+            metadata[SESSION], int(publisher[1]), int(publisher[2]), int(sequence), complete, int(number)
+        )
 
 
 class SequenceCounter:

@@ -69,6 +69,8 @@ class Publisher:
         max_journal: The number of ids remembered for targets that connect later.
         timeout: Seconds for one message.
         session: The session id that all ranks agreed on, 32 hex digits; random if not given.
+        session_number: Orders the sessions of a model: servers that have followed a session refuse those with
+            lower numbers. The same on all ranks; None: microseconds since 1970.
         index: The number of this publisher in the session, from 0.
         count: The number of publishers in the session.
 
@@ -93,6 +95,7 @@ class Publisher:
         max_journal: int = 20_000_000,
         timeout: float = 3.0,
         session: str | None = None,
+        session_number: int | None = None,
         index: int = 0,
         count: int = 1,
     ) -> None:
@@ -111,6 +114,9 @@ class Publisher:
         if not isinstance(signature, str) or not is_assign(signature):
             raise InputError(f"signature must be 'hashtable_assign' or 'raw_assign', got {signature!r}")
         self.session = uuid.uuid4().hex if session is None else checks.text(session, "publisher: session")
+        number = clock.time_ns() // 1000
+        if session_number is not None:
+            number = checks.integer(session_number, "publisher: session_number")
         checks.integer(index, "publisher: index", least=0)
         checks.integer(count, "publisher: count")
         MessageHeader(self.session, index, count)
@@ -126,6 +132,7 @@ class Publisher:
         self._seconds = interval
         self._options = SenderOptions(
             session=self.session,
+            number=number,
             index=index,
             count=count,
             signature=signature,

@@ -69,6 +69,8 @@ class SenderOptions:
     """The options that all senders of a publisher share."""
 
     session: str
+    number: int
+    """The number of the session."""
     index: int
     count: int
     signature: str

@@ -215,6 +215,13 @@ class Sender:
     def _reset(self, reason: str) -> None:
         if self._closed.is_set():
             return
+        if headers.NEWER_SESSION in reason and headers.NEWER_SESSION not in (self.report.error or ""):
+            logger.error(
+                "%s: another trainer pushes to %s, so nothing of this one is served: %s",
+                self.report.address,
+                self.report.model,
+                reason,
+            )
         with self._publisher.lock:
             self._backlog = None
             self._ready.clear()
@@ -380,7 +387,9 @@ class Sender:
 
     def _header(self, sequence: int, complete: float | None = None) -> MessageHeader:
         options = self._options
-        return MessageHeader(options.session, options.index, options.count, sequence, complete)
+        return MessageHeader(
+            options.session, options.index, options.count, sequence, complete, options.number
+        )
 
     # ---- handshake
 

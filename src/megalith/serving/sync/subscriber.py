@@ -17,6 +17,7 @@ There is one subscriber per served model; it outlives the versions of the model.
     any       | new version otherwise              | drop pushed rows                           | IDLE
     FOLLOWING | no message before the timer ends   | drop pushed rows                           | IDLE
     any       | sync_position                      | answer with the position                   | unchanged
+    any       | any other, of an older session     | refuse                                     | unchanged
 
 `_session == ""` means IDLE, and `_stage is not None` means REPLACING.
 
@@ -29,13 +30,15 @@ Order of messages, by their sequence number, for each publisher of the session:
     up to last + WINDOW | wait up to EARLY_SECONDS for the missing earlier messages
     any other           | refuse it with SequenceError: the publisher asks for the position and starts over
 
+A session is older if its number is lower than that of any session that has begun here.
+
 Invariants:
 - Nothing is written by a message that is refused.
 - Rows of two sessions are never mixed: a new session starts from the rows of a save, or replaces all rows.
 - While rows are being replaced, requests see the old rows; all publishers of a session replace together.
 
-Messages of a Monolith client have no header and are applied as they arrive; the `rows_id` of a position
-changes when they are dropped. See docs/guides/online.md.
+Messages of a Monolith client have no header and are applied as they arrive, unless a session is followed; the
+`rows_id` of a position changes when they are dropped. See docs/guides/online.md.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ from megalith.serving.export.overlay import Overlay
 from megalith.serving.proto.tf_tensors import Strings
 from megalith.serving.sync.dense_parts import DenseAssembly
 from megalith.serving.sync.message_header import (
+    NEWER_SESSION,
     WINDOW,
     MessageHeader,
     ModelLayout,
@@ -98,6 +102,12 @@ class SyncCounters:
     replacements: int = 0
     dropped: int = 0
     """How often pushed rows were dropped because no message followed a new version."""
+    sessions: int = 0
+    """Sessions that were followed."""
+    replaced_sessions: int = 0
+    """Sessions that were followed when another one began."""
+    old_sessions: int = 0
+    """Messages refused because a newer session had begun."""
 
 
 class Subscriber:
@@ -126,6 +136,8 @@ class Subscriber:
         """The base on which the rows were pushed; rows of another base may be newer than the pushed ones."""
         self._rows_id = uuid.uuid4().hex
         self._session = ""
+        self._number = 0
+        """The highest number of a session that has begun."""
         self._count = 0
         self._positions: dict[int, int] = {}
         self._completes: dict[int, float] = {}
@@ -163,6 +175,7 @@ class Subscriber:
                 header = MessageHeader.read(metadata)
                 if signature == SYNC_POSITION:
                     return self._position(header)
+                self._check_not_older(header)
                 if signature == SYNC_RELOAD:
                     if not self._is_late(header):
                         self._reload()
@@ -189,6 +202,10 @@ class Subscriber:
         if header is None:
             if push.parts:
                 raise InputError("parts of dense weights need a session and a sequence")
+            if self._session:
+                raise SequenceError(
+                    "a training session pushes to this model; writes without a session would mix with it"
+                )
             self.servable.write(push.rows, push.removed, push.dense)
             self._count_push(push, push.dense)
             return outputs
@@ -231,6 +248,12 @@ class Subscriber:
         self._dirty = self._dirty or bool(push.num_ids or dense)
 
     # ---- order
+
+    def _check_not_older(self, header: MessageHeader | None) -> None:
+        """Raise SequenceError for a session that began before one that was followed here."""
+        if header is not None and header.number < self._number and header.session != self._session:
+            self.counters.old_sessions += 1
+            raise SequenceError(f"{NEWER_SESSION}: number {self._number}, this one has {header.number}")
 
     def _await_turn(self, header: MessageHeader) -> None:
         """Wait, not for long, until the message before this one has been applied."""
@@ -316,6 +339,17 @@ class Subscriber:
 
     def _follow(self, header: MessageHeader) -> None:
         """Follow a session from its beginning."""
+        if header.session != self._session:
+            self.counters.sessions += 1
+            self.counters.replaced_sessions += bool(self._session)
+            if self._session:
+                logger.warning(
+                    "%s: session %s replaces session %s, which is refused from now on",
+                    self.servable.signature.name,
+                    header.session,
+                    self._session,
+                )
+        self._number = max(self._number, header.number)
         self._session, self._count = header.session, header.count
         self._forget_positions()
 

@@ -1,0 +1,72 @@
+"""RunLock: one process trains in the directory of a run, and its training sessions have rising numbers.
+
+Servers refuse what a session with a lower number pushes. So a rank of a killed run that is still alive cannot
+overwrite what the resumed run pushes, and of two trainers of one model the one that began later wins.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megalith.errors import UsageError
+from megalith.ops import checks
+
+NAME = ".lock"
+"""The file in the directory of the run; it holds the number of the last session."""
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+
+
+class RunLock:
+    """Locks the directory of a run for this process, as a context manager.
+
+    A process that ends, or is killed, releases the lock. On a file system without locks nothing is locked.
+
+    Args:
+        directory: The directory of the run.
+
+    Raises:
+        UsageError: Another process, or another call in this one, trains in the directory.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self._path = checks.path(directory, "run lock: directory") / NAME
+        self._file: int | None = None
+
+    def __enter__(self) -> Self:
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                return self
+            self._close()
+            raise UsageError(
+                f"another process trains in {self._path.parent}: stop it first, or use another --run"
+            ) from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def next_session(self) -> int:
+        """Return the number of a new session: microseconds since 1970, but above that of the last one."""
+        assert self._file is not None
+        text = os.pread(self._file, 32, 0).decode("ascii", "replace").strip()
+        last = int(text) if text.isdecimal() else 0
+        number = max(last + 1, time.time_ns() // 1000)
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"{number}\n".encode(), 0)
+        return number
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)  # releases the lock
+            self._file = None

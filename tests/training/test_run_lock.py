@@ -1,0 +1,41 @@
+"""The lock of a run's directory, and the numbers of its sessions."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+from pathlib import Path
+
+import pytest
+
+from megalith.errors import UsageError
+from megalith.training.run_lock import NAME, RunLock
+
+
+def test_two_cannot_train_in_one_directory(tmp_path: Path) -> None:
+    with RunLock(tmp_path), pytest.raises(UsageError, match="another process trains in"), RunLock(tmp_path):
+        pass
+    with RunLock(tmp_path):
+        pass
+
+
+def test_numbers_of_sessions_rise_also_if_the_clock_does_not(tmp_path: Path) -> None:
+    with RunLock(tmp_path) as lock:
+        first = lock.next_session()
+        assert lock.next_session() > first
+    far = 10**18
+    (tmp_path / NAME).write_text(f"{far}\n")
+    with RunLock(tmp_path) as lock:
+        assert lock.next_session() == far + 1
+    (tmp_path / NAME).write_text("not a number, and longer than any")
+    with RunLock(tmp_path) as lock:
+        assert lock.next_session() > first
+
+
+def test_a_file_system_without_locks_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with RunLock(tmp_path) as lock, RunLock(tmp_path):
+        assert lock.next_session() > 0
