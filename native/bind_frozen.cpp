@@ -50,8 +50,8 @@ int64_t frozen_read(handle ids, handle buckets, handle rows, handle parts, handl
     require(k.ndim == 1 && k.shape[0] == q.shape[0], "skip: [queries]");
     skipped = k.as<uint8_t>();
   }
-  const FrozenRows frozen{i.as<int64_t>(), b.as<int64_t>(), r.data,    stored.data(),       p.shape[0],
-                          s.as<float>(),   dim,             row_bytes, bits_of(b.shape[0])};
+  const FrozenRows frozen{i.as<int64_t>(), i.shape[0], b.as<int64_t>(), r.data,   stored.data(),
+                          p.shape[0],      s.as<float>(), dim,          row_bytes, bits_of(b.shape[0])};
   nb::gil_scoped_release release;
   return frozen.read(q.as<int64_t>(), q.shape[0], skipped, o.as<float>());
 }

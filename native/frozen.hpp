@@ -51,6 +51,7 @@ struct StoredPart {
 
 struct FrozenRows {
   const int64_t* ids;
+  int64_t num_ids;
   const int64_t* buckets;  // [2^bits + 1]
   const void* rows;
   const StoredPart* parts;
@@ -62,8 +63,10 @@ struct FrozenRows {
 
   uint64_t bucket(int64_t id) const { return bits ? slot_hash(id) >> (64 - bits) : 0; }
 
+  // The file may have been overwritten since its buckets were checked, so their bounds are checked again.
   int64_t find_in(uint64_t bucket, int64_t id) const {
-    for (int64_t at = buckets[bucket], end = buckets[bucket + 1]; at < end; ++at)
+    const int64_t end = std::min(buckets[bucket + 1], num_ids);
+    for (int64_t at = std::max<int64_t>(buckets[bucket], 0); at < end; ++at)
       if (ids[at] == id) return at;
     return -1;
   }

@@ -71,7 +71,7 @@ struct Table {
 
   FrozenRows view() const {
     const int64_t count = static_cast<int64_t>(parts.size()), bytes = dim * static_cast<int64_t>(sizeof(T));
-    return {ids.get(), buckets.get(), rows.get(), parts.data(), count, steps.get(), dim, bytes, bits};
+    return {ids.get(), n, buckets.get(), rows.get(), parts.data(), count, steps.get(), dim, bytes, bits};
   }
 };
 
@@ -181,12 +181,27 @@ void parts_of_a_row() {
 void an_empty_table_needs_no_memory() {
   const int64_t buckets[] = {0, 0};
   const StoredPart parts[] = {{Stored::int8, 2}};
-  const FrozenRows frozen{nullptr, buckets, nullptr, parts, 1, nullptr, 2, 2, 0};
+  const FrozenRows frozen{nullptr, 0, buckets, nullptr, parts, 1, nullptr, 2, 2, 0};
   const int64_t queries[] = {0, -1};
   float out[] = {1, 1, 1, 1};
   CHECK(frozen.read(queries, 2, nullptr, out) == 2);
   for (float x : out) CHECK(x == 0.0f);
   CHECK(frozen.read(nullptr, 0, nullptr, nullptr) == 0);
+}
+
+// A file that is overwritten after it was checked must not lead a lookup outside its ids.
+void buckets_that_were_overwritten() {
+  Table<float> table(every_third(8), 2, 1, float_cell);
+  const FrozenRows frozen = table.frozen(Stored::float32);
+  const int64_t queries[] = {0, 3};
+  for (const int64_t wrong : {INT64_MIN, int64_t{-5}, int64_t{9}, INT64_MAX})
+    for (int64_t k = 0; k < 3; ++k) {
+      const int64_t before = table.buckets[k];
+      table.buckets[k] = wrong;
+      float out[4];
+      CHECK(frozen.read(queries, 2, nullptr, out) <= 2);
+      table.buckets[k] = before;
+    }
 }
 
 void buckets_that_do_not_fit() {
@@ -208,6 +223,7 @@ int main() {
   halves_and_bytes();
   parts_of_a_row();
   an_empty_table_needs_no_memory();
+  buckets_that_were_overwritten();
   buckets_that_do_not_fit();
   std::puts("frozen ok");
 }

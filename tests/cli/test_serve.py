@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ import torch
 from typer.testing import CliRunner
 
 from megalith.cli.main import app
-from megalith.cli.serve import export_newest
 from megalith.models import Model
 from megalith.serving.discovery import FileDiscovery
 from megalith.serving.server.model_server import ModelServer
+from megalith.training.run_exports import export_newest
 from megalith.training.run_model import load_trained
 from tests.serving.exports import ServerClient, export_version, logits, request_of, rows
 
@@ -32,6 +33,7 @@ class ServeProcess:
 
     def __init__(self, *arguments: object) -> None:
         command = [sys.executable, "-m", "megalith", "serve", *map(str, arguments), "--port", "0"]
+        command += [] if "--trial" in arguments else ["--trial", "never"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
 
@@ -72,7 +74,7 @@ def train(run: Path, *more: str) -> Model:
 def test_a_signal_stops_the_server(tmp_path: Path) -> None:
     model = export_version(tmp_path / "exports")
     found = tmp_path / "servers.json"
-    with served(tmp_path / "exports", "--discovery", f"file:{found}") as server:
+    with served(tmp_path / "exports", "--discovery", f"file:{found}", "--trial", "always") as server:
         address = server.wait_for(r"gRPC on (\S+)")
         assert "movies version 1\n" in server.lines
         with ServerClient(address) as ask:
@@ -105,11 +107,12 @@ def test_following_a_run_waits_for_its_first_checkpoint_and_serves_it(tmp_path: 
 def test_a_run_is_exported_again_only_if_its_checkpoint_changed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(run)
-    for again, versions in ((False, ["5"]), (False, ["5"]), (True, ["5", "6"])):
+    for again, versions in ((False, ["5"]), (False, ["5"]), (True, ["5", "6"]), (True, ["6", "7"])):
         if again:
             train(run, "--start-over")  # to the same step, but another checkpoint
-        export_newest(run, None)
-        assert sorted(path.name for path in (run / "exports").iterdir()) == versions
+        with ThreadPoolExecutor(2) as pool:  # as two servers that start together
+            assert len(set(pool.map(lambda _: export_newest(run, None), range(2)))) == 1
+        assert sorted(path.name for path in (run / "exports").iterdir() if path.is_dir()) == versions
 
 
 @pytest.mark.parametrize(
@@ -143,6 +146,6 @@ def test_a_signal_ends_a_start_that_takes_long(tmp_path: Path, monkeypatch: pyte
         ended.append("it continued")
 
     monkeypatch.setattr(ModelServer, "_open", opens)
-    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0"])
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0", "--trial", "never"])
     assert (result.exit_code, ended) == (0, [])
     assert "shutting down" in result.stdout

@@ -21,7 +21,7 @@ from megalith.serving.client.credentials import Credentials
 from megalith.serving.server.security import Security, read_token
 from megalith.serving.server.server_config import Batching, ServerConfig
 
-CHECKPOINT, EXPORTS = "checkpoint", "exports"
+CHECKPOINT = "checkpoint"
 MANIFEST = "manifest.json"
 _POLL_SECONDS = 0.5
 
@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.5
     "server",
     ServerConfig,
     flags={"allow_writes": "--follow"},
-    defaults={"port": 8500},
+    defaults={"port": 8500, "trial": "always"},
     omit=["poll_seconds", "carry_seconds", "max_request_bytes", "security", "batching", "fetch_credentials"],
 )
 @config_options(
@@ -182,37 +182,13 @@ def _find_models(directory: Path, name: str | None, wait: bool, stop: threading.
         while not manifest.exists():
             if stop.wait(_POLL_SECONDS):
                 return None
-    export_newest(directory, name)
-    return directory / EXPORTS
+    from megalith.training.run_exports import export_newest
 
-
-def export_newest(run: Path, name: str | None) -> None:
-    """Exports the newest checkpoint of a run as a new version, unless the newest version is of it.
-
-    Args:
-        run: The directory of the run.
-        name: The name of the model in requests (None: the kind of model).
-    """
-    from megalith.checkpoint import read_manifest
-    from megalith.serving.export.signature import Signature
-    from megalith.serving.server.repository import versions_of
-    from megalith.training.exporting import export_run
-
-    out = run / EXPORTS
-    newest = max(versions_of(out), default=None)
-    version = None
-    if newest is not None:
-        signature = Signature.read(out / str(newest))
-        manifest = read_manifest(run / CHECKPOINT)
-        if signature.base == manifest.tip and name in (None, signature.model):
-            return
-        steps = [each.global_step for each in manifest.latest.collections.values()]
-        version = max(newest + 1, *steps)
-    export_run(run, out, name=name, version=version)
+    return export_newest(directory, name)
 
 
 def _has_versions(directory: Path) -> bool:
-    from megalith.serving.server.repository import DEPTH, version_roots
+    from megalith.serving.server.version_directories import DEPTH, version_roots
 
     return any(True for _ in version_roots(directory, DEPTH))
 

@@ -41,6 +41,16 @@ READER = InputReader(SIGNATURE)
 
 ids = st.integers(-(2**63), 2**63 - 1).filter(lambda id: id != PAD)
 lists = st.lists(ids, max_size=3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_dense_values_that_are_not_finite_are_refused_if_asked_for(value: float) -> None:
+    inputs = {"user": torch.tensor([1]), "dense": torch.tensor([[value]])}
+    assert READER.read(inputs).count == 1
+    with pytest.raises(InputError, match="input 'dense' holds NaN or infinity"):
+        InputReader(SIGNATURE, refuse_nan=True).read(inputs)
+
+
 Inputs = dict[str, Tensor | Strings]
 
 

@@ -26,6 +26,7 @@ from megalith.models import Model
 from megalith.serving.proto import (
     GetModelMetadataRequest,
     GetModelStatusRequest,
+    ServerReadyResponse,
     SignatureDefMap,
     from_infer_request,
     to_infer_request,
@@ -444,6 +445,28 @@ def test_a_second_port_that_is_taken(tmp_path: Path, port: str) -> None:
         starting.start()
         starting.join(60)
         assert [error.errno for error in raised] == [errno.EADDRINUSE]
+
+
+def test_a_server_that_leaves_still_answers_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_version(tmp_path)
+    seen: dict[str, Any] = {}
+    server = ModelServer(tmp_path, ServerConfig(lame_duck_seconds=7.0)).start()
+
+    def linger(seconds: float) -> None:
+        with grpc.insecure_channel(server.address) as channel, ServerClient(server.address) as ask:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            ready = channel.unary_unary("/inference.GRPCInferenceService/ServerReady")(b"", timeout=20)
+            seen["seconds"] = seconds
+            seen["health"] = check(health_pb2.HealthCheckRequest(), timeout=20).status
+            seen["ready"] = ServerReadyResponse.FromString(ready).ready
+            features, dense = rows(2)
+            seen["scores"] = ask({**features, "dense": dense})["logits"].shape
+
+    monkeypatch.setattr("megalith.serving.server.model_server.linger", linger)
+    server.stop()
+    assert seen == {"seconds": 7.0, "health": 2, "ready": False, "scores": (2,)}
 
 
 def test_version_0_is_a_version(tmp_path: Path) -> None:

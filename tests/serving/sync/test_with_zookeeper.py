@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from megalith.models import Model
 from megalith.serving.discovery import ZooKeeperDiscovery
 from megalith.serving.export.servable import Servable
@@ -62,4 +64,23 @@ def test_zookeeper_restarts_in_the_middle_of_publishing(
     trainer.step(2)
     servers.append(serve(tmp_path, zookeeper.hosts, stack))
 
+    pushed(publisher, servers, model)
+
+
+def test_training_starts_while_zookeeper_is_away(
+    zookeeper: ZooKeeper, tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalith.serving.sync.publisher.START_SECONDS", 0.05)
+    model = make_model()
+    trainer = Trainer(model)
+    trainer.step(3)
+    export_version(model, tmp_path, base="one")
+    zookeeper.kill()
+    try:
+        url = f"zk://{zookeeper.hosts}/sync"
+        publisher = stack.enter_context(Publisher(model, url, model_name="movies", interval=HOUR, base="one"))
+        trainer.step(2)
+    finally:
+        zookeeper.start()
+    servers = [serve(tmp_path, zookeeper.hosts, stack)]
     pushed(publisher, servers, model)

@@ -170,6 +170,11 @@ class SyncBackend(ABC):
             DiscoveryError: It is not ready after `timeout` seconds.
         """
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether what it reads from can be reached; most have nothing to reach."""
+        return True
+
     def stop(self) -> None:  # noqa: B027
         """Stop the backend without delay. A stopped backend cannot be started again."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,7 @@ def check_archive(data: bytes, where: str) -> None:
     from torch.export.pt2_archive._package import PT2ArchiveReader
 
     try:
+        _check_stored(data)
         with PT2ArchiveReader(io.BytesIO(data)) as archive:
             files = archive.get_file_names()
             for name in files:
@@ -99,8 +101,24 @@ def check_archive(data: bytes, where: str) -> None:
             for name in _CONFIGS:
                 _check_config(_parse(archive.read_bytes(name)))
             _check_graph(_parse(archive.read_bytes(_GRAPH)))
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RuntimeError,
+        OSError,
+        zipfile.BadZipFile,
+    ) as error:
         raise ExportError(f"{where} is not a program that a server may run: {error}") from None
+
+
+def _check_stored(data: bytes) -> None:
+    """Raise ValueError for a compressed entry: a small file could take any amount of memory."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+                raise ValueError(f"its entry {entry.filename[:200]!r} is compressed")
 
 
 def load_archive(data: bytes) -> ExportedProgram:

@@ -44,20 +44,21 @@ def slot_hash(ids: Tensor) -> Tensor:
 
 
 class FrozenRows:
-    """The rows of a memory-mapped file.
+    """The rows of a file, which is mapped into memory or read.
 
     Args:
         path: The file.
         format: How the rows are stored.
+        in_memory: Read the whole file: a mapped file that another process truncates ends this process.
 
     Raises:
         ExportError: The file is damaged, or holds other rows.
     """
 
-    def __init__(self, path: Path, format: RowFormat) -> None:
+    def __init__(self, path: Path, format: RowFormat, *, in_memory: bool = False) -> None:
         self._path = path
         self._format = format
-        tensors = decode(_mapped(path), str(path), ExportError)
+        tensors = decode(_read(path) if in_memory else _mapped(path), str(path), ExportError)
         forms = {name: (tensor.dtype, tensor.dim()) for name, tensor in tensors.items()}
         wanted = {"ids": (torch.int64, 1), "buckets": (torch.int64, 1)}
         wanted["rows"] = (format.dtype, 2)
@@ -218,6 +219,18 @@ def _bits(buckets: int, path: Path) -> int:
     if buckets != (1 << max(bits, 0)) + 1 or bits > 40:
         raise ExportError(f"{path} is damaged: it has {buckets} bucket bounds, not 2^k + 1")
     return bits
+
+
+def _read(path: Path) -> Tensor:
+    """Return the bytes of a file, uint8."""
+    try:
+        data = torch.empty(path.stat().st_size, dtype=torch.uint8)
+        with open(path, "rb") as file:
+            if file.readinto(data.numpy()) != data.numel():  # type: ignore[arg-type]
+                raise OSError("it changed while it was read")
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read: {error}") from None
+    return data
 
 
 def _mapped(path: Path) -> Tensor:

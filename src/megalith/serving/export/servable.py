@@ -87,6 +87,8 @@ class Servable:
         directory: The directory of the version.
         fetch: For an entry: {table: ids int64 [n]} -> {table: rows float32 [n, dim]}.
         verify_files: Compare the checksums of all files first.
+        in_memory: Read the files of rows instead of mapping them, so that a file that is overwritten or
+            truncated later changes nothing.
 
     Raises:
         ExportError: The directory is incomplete or damaged.
@@ -94,11 +96,17 @@ class Servable:
     """
 
     def __init__(
-        self, directory: str | Path, *, fetch: Fetch | None = None, verify_files: bool = True
+        self,
+        directory: str | Path,
+        *,
+        fetch: Fetch | None = None,
+        verify_files: bool = True,
+        in_memory: bool = False,
     ) -> None:
         self.directory = check_path(directory, "directory")
         callback(fetch, "fetch")
         flag(verify_files, "verify_files")
+        self._in_memory = flag(in_memory, "in_memory")
         self.signature = Signature.read(self.directory)
         self.counters = ServingCounters()
         self._closed = False
@@ -139,7 +147,8 @@ class Servable:
         for name, table in self.signature.tables.items():
             assert table.file is not None  # the signature was checked
             format = table.format(self.signature.precision)
-            frozen[name] = FrozenRows(self.directory / table.file.path, format)
+            path = self.directory / table.file.path
+            frozen[name] = FrozenRows(path, format, in_memory=self._in_memory)
             if len(frozen[name]) != table.rows:
                 raise ExportError(
                     f"{self.directory / table.file.path} holds {len(frozen[name])} rows, not {table.rows}"

@@ -94,11 +94,12 @@ class Dispatcher:
         self._changed = threading.Condition()
         self._running = 0
         self._closing = False
+        self._leaving = False
 
     @property
     def ready(self) -> bool:
         """Whether some model is available and the server is not shutting down."""
-        return not self._closing and any(model.available for model in self.repository.models)
+        return not self._leaving and any(model.available for model in self.repository.models)
 
     @property
     def closing(self) -> bool:
@@ -264,6 +265,10 @@ class Dispatcher:
         self.metrics.request(UNKNOWN, UNKNOWN, status.name, 0.0)
         return RequestError(status, text)
 
+    def leave(self) -> None:
+        """Report that the server is not ready any more; requests are still answered."""
+        self._leaving = True
+
     def close(self, timeout: float) -> bool:
         """Refuse new requests and wait for those in progress.
 
@@ -274,7 +279,7 @@ class Dispatcher:
             False if some requests are still in progress.
         """
         with self._changed:
-            self._closing = True
+            self._closing = self._leaving = True
             return self._changed.wait_for(lambda: not self._running, timeout)
 
     def _enter(self) -> None:

@@ -105,9 +105,11 @@ class InputReader:
     Args:
         signature: The model.
         max_bytes: Maximum number of bytes of a request's tensors, and of the rows of its ids.
+        refuse_nan: Refuse dense values that hold NaN or infinity.
     """
 
-    def __init__(self, signature: Signature, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, signature: Signature, *, max_bytes: int = MAX_BYTES, refuse_nan: bool = False) -> None:
+        self._refuse_nan = refuse_nan
         self.features = signature.features
         self.names = tuple(feature.name for feature in signature.features)
         self.num_dense = signature.num_dense
@@ -292,6 +294,8 @@ class InputReader:
         return Rows(count, (), dense, count * self._row_bytes + len(dense or b""), ids)
 
     def _check_cost(self, rows: Rows) -> Rows:
+        if self._refuse_nan and not np.isfinite(np.frombuffer(rows.dense or b"", np.float32)).all():
+            raise InputError(f"input {self.dense_name!r} holds NaN or infinity")
         # A few bytes can represent many ids: TensorProto repeats the last of its typed values.
         if rows.cost > self.max_bytes:
             raise InputError(

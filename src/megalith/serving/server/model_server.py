@@ -8,7 +8,10 @@ answered.
     new        constructed; no port is open                  started, stopped
     started    models and ports are being opened             serving, stopped
     serving    requests are answered; health is SERVING      stopped
-    stopped    requests are refused; a server is used once   -
+    stopped    health is NOT_SERVING; requests are answered  -
+               for lame_duck_seconds, then refused
+
+A server is used once.
 """
 
 from __future__ import annotations
@@ -136,16 +139,21 @@ class ModelServer:
         return self
 
     def stop(self) -> None:
-        """Refuse new requests, answer the accepted ones, then end; further calls do nothing.
+        """Report NOT_SERVING, refuse new requests, answer the accepted ones, then end.
 
-        Takes at most about `drain_seconds`; requests that are still in progress then are cancelled.
+        Further calls do nothing. Takes at most about `lame_duck_seconds`, in which requests are accepted, and
+        `drain_seconds`; requests that are in progress then are cancelled.
         """
         if self._state in ("new", "stopped"):
             self._state = "stopped"
             return
+        serving = self._state == "serving"
         self._state = "stopped"
+        self._dispatcher.leave()
         self._health.shut_down()
         self._unregister()
+        if serving:
+            linger(self._config.lame_duck_seconds)
         seconds = self._config.drain_seconds
         end = time.monotonic() + seconds
         if not self._dispatcher.close(seconds):
@@ -213,7 +221,7 @@ class ModelServer:
     def _open(self, directory: Path) -> tuple[Servable, RowFetcher | None]:
         signature = Signature.read(directory)
         if signature.part != ENTRY:
-            return Servable(directory), None
+            return Servable(directory, in_memory=self._config.in_memory), None
         if self._discovery is None:
             raise UsageError(
                 f"{signature.name} fetches its rows from other servers: give a discovery (--discovery)"
@@ -304,6 +312,15 @@ class ModelServer:
                 except MegalithError as error:
                     logger.warning("cannot unregister %s: %s", service, error)
             self._registered = {}
+
+
+def linger(seconds: float) -> None:
+    """Wait while requests are still answered, so that load balancers learn that the server leaves.
+
+    Args:
+        seconds: The lame-duck period.
+    """
+    time.sleep(seconds)
 
 
 def _bracketed(host: str) -> str:

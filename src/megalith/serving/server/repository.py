@@ -4,18 +4,18 @@ The directories of versions have numbers as names. They are in the given directo
 DIR/{version}, DIR/{part}/{version}, DIR/{model}/{version}, DIR/{model}/{part}/{version}. The name of a model
 comes from its signature, not from its path.
 
-A new version is opened and warmed up while the old one still answers, and then replaces it; the old one is
-closed when its last request ends. If a version cannot be opened, the error is reported and the old version
-continues to answer.
+A new version is opened and warmed up while the old one still answers, first in a child process (trial.py),
+and then replaces it; the old one is closed when its last request ends. If a version cannot be opened, the
+error is reported and the old version continues to answer. A version whose files change after it was loaded is
+reported.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,22 +24,21 @@ from megalith.errors import InputError
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY
+from megalith.serving.export.trial import try_version
 from megalith.serving.model_state import ModelState
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.served_model import ServedModel, Version, names_of
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.server_metrics import Metrics
+from megalith.serving.server.version_directories import DEPTH, version_roots, versions_of
 from megalith.serving.sync.subscriber import Subscriber
 
 logger = logging.getLogger(__name__)
 
 OpenVersion = Callable[[Path], tuple[Servable, RowFetcher | None]]
 MakeSubscriber = Callable[[Servable], Subscriber]
-MAX_FOLDERS = 1000
-"""Maximum number of folders searched at each level, in case the directory is the wrong one."""
 MAX_FILES = 10_000
 """Maximum number of files of a version that are compared to detect a change."""
-DEPTH = 2
 KEPT_VERSIONS, KEPT_VERSIONS_OF_PARTS = 1, 2
 """Default number of versions served; a ps part also serves the previous one, which an entry may need."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 600.0
@@ -88,6 +87,8 @@ class Repository:
         self._on_refresh = on_refresh
         self._roots: dict[Path, ServedModel] = {}
         self._failed: dict[Path, _FailedVersion] = {}
+        self._loaded: dict[Path, Files] = {}
+        """The files of each served version when it was loaded, or when a change was reported."""
         self._names: dict[str, ServedModel] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="megalith-repository", daemon=True)
@@ -176,7 +177,10 @@ class Repository:
         for number in sorted(versions_of(root), reverse=True):
             if len(wanted) == self._num_kept(model) or self._stopping.is_set():
                 break
-            if number in model.versions or self._load(model, root, number):
+            if number in model.versions:
+                self._report_change(model, root / str(number), number)
+                wanted.append(number)
+            elif self._load(model, root, number):
                 wanted.append(number)
         if not wanted:
             return
@@ -202,6 +206,8 @@ class Repository:
         model.set_status(number, ModelState.LOADING)
         servable = fetcher = version = None
         try:
+            if self._needs_trial:
+                try_version(directory, self._stopping)
             servable, fetcher = self._open_version(directory)
             self._check(model, servable, number, root)
             servable.warm_up()
@@ -223,11 +229,28 @@ class Repository:
                 _close(servable, fetcher)
             return False
         self._failed.pop(directory, None)
+        self._loaded[directory] = files
         model.add(version)
         for alias in names_of(servable.signature):
             self._names.setdefault(alias, model)
         logger.info("serving %s version %d from %s", model.name, number, directory)
         return True
+
+    @property
+    def _needs_trial(self) -> bool:
+        running = any(model.available for model in self.models)
+        return self._config.trial == "always" or (self._config.trial == "running" and running)
+
+    def _report_change(self, model: ServedModel, directory: Path, number: int) -> None:
+        """Report a version that was replaced, or written to, under the same number."""
+        files = _files(directory)
+        if files in ((), self._loaded.get(directory)):  # or it is being deleted
+            return
+        self._loaded[directory] = files
+        text = "its files have changed since it was loaded; export to a new version number instead"
+        logger.error("%s version %d: %s", model.name, number, text)
+        self._metrics.version_changed(model.name)
+        model.set_status(number, ModelState.AVAILABLE, text)
 
     def _version(self, name: str, servable: Servable, fetcher: RowFetcher | None) -> Version:
         return Version(
@@ -272,45 +295,6 @@ def _close(servable: Servable | None, fetcher: RowFetcher | None) -> None:
     for each in (servable, fetcher):
         if each is not None:
             each.close()
-
-
-def version_roots(directory: Path, depth: int) -> Iterator[Path]:
-    """Yield the directories that hold versions.
-
-    Args:
-        directory: Where to search.
-        depth: How many levels below it to search; directories below one with versions are not searched.
-
-    Yields:
-        Directories, those of one level in the order of their names.
-    """
-    if versions_of(directory):
-        yield directory
-    elif depth:
-        for child in _folders(directory)[:MAX_FOLDERS]:
-            yield from version_roots(directory / child, depth - 1)
-
-
-def versions_of(directory: Path) -> list[int]:
-    """Return the version numbers in a directory; only names that are int64 numbers count.
-
-    Args:
-        directory: The directory of the versions; a missing one has none.
-
-    Returns:
-        The numbers, unsorted.
-    """
-    names = [name for name in _folders(directory) if name.isascii() and name.isdecimal()]
-    return [int(name) for name in names if str(int(name)) == name and int(name) < 2**63]
-
-
-def _folders(directory: Path) -> list[str]:
-    try:
-        with os.scandir(directory) as entries:
-            names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
-    except OSError:
-        return []  # it may have been deleted meanwhile
-    return sorted(names)
 
 
 def _files(directory: Path) -> Files:

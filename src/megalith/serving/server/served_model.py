@@ -62,7 +62,9 @@ class Version:
         self.fetcher = fetcher
         self.signature = servable.signature
         self.number = servable.signature.version
-        self.reader = InputReader(servable.signature, max_bytes=config.max_request_bytes)
+        self.reader = InputReader(
+            servable.signature, max_bytes=config.max_request_bytes, refuse_nan=config.refuse_nan
+        )
         self._max_rows = config.batching.max_rows
         self._batcher: Batcher[Rows, Scores] = Batcher(
             self._compute,

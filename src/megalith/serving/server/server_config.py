@@ -84,6 +84,8 @@ class ServerConfig:
     """Maximum number of requests in progress."""
     keep_versions: int | None = None
     """Number of the newest versions that are served. Default: 2 for ps parts, otherwise 1."""
+    lame_duck_seconds: float = 0.0
+    """Seconds for which a server that stops answers requests while its health is NOT_SERVING."""
     drain_seconds: float = 30.0
     """Seconds in which requests in progress may end when the server stops."""
     poll_seconds: float = 1.0
@@ -96,6 +98,12 @@ class ServerConfig:
     """Maximum bytes of a message that asks for scores; rows of ids and writes may take max_request_bytes."""
     accept_compressed: bool = False
     """Accept gzip and deflate over gRPC: a small message may then take max_request_bytes of memory."""
+    in_memory: bool = False
+    """Read the rows of a version into memory instead of mapping its files."""
+    trial: str = "running"
+    """When a version is first opened in a child process: always, running (if a model is served), or never."""
+    refuse_nan: bool = False
+    """Refuse requests whose dense values hold NaN or infinity."""
     security: Security = field(default_factory=Security)
     """Token and TLS of this server."""
     batching: Batching = field(default_factory=Batching)
@@ -109,9 +117,9 @@ class ServerConfig:
         for name in ("max_concurrent", "keep_versions", "max_request_bytes", "max_predict_bytes"):
             _check_integer(self, name, 1)
         _check_integer(self, "replica_id", -1)
-        for name in ("fetch_timeout", "drain_seconds", "poll_seconds", "carry_seconds"):
+        for name in ("fetch_timeout", "lame_duck_seconds", "drain_seconds", "poll_seconds", "carry_seconds"):
             _check_seconds(self, name)
-        for name in ("allow_writes", "fail_soft", "accept_compressed"):
+        for name in ("allow_writes", "fail_soft", "accept_compressed", "in_memory", "refuse_nan"):
             checks.flag(getattr(self, name), name)
         for name in ("host", "metrics_host", "discovery", "advertise"):
             if getattr(self, name) is not None or getattr(type(self), name) is not None:
@@ -122,6 +130,7 @@ class ServerConfig:
         checks.instance(self.batching, Batching, "batching")
         if self.fetch_credentials is not None:
             checks.instance(self.fetch_credentials, Credentials, "fetch_credentials")
+        checks.one_of(self.trial, ("always", "running", "never"), "trial")
         if not self.fetch_timeout:
             raise InputError("fetch_timeout must be above 0")
         self.security.check_exposure(self.host, writes=self.allow_writes)

@@ -79,6 +79,12 @@ class Metrics:
             ["model"],
             registry=self.registry,
         )
+        self._changed = client.Counter(
+            "megalith_changed_versions",
+            "Versions whose files changed after they were loaded.",
+            ["model"],
+            registry=self.registry,
+        )
         self.registry.register(_Models(models))
         self._children: dict[tuple[str, ...], Any] = {}
 
@@ -120,6 +126,14 @@ class Metrics:
             model: Name of the model.
         """
         self._failed_loads.labels(model).inc()
+
+    def version_changed(self, model: str) -> None:
+        """Count a version whose files changed after it was loaded.
+
+        Args:
+            model: Name of the model.
+        """
+        self._changed.labels(model).inc()
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus's text format."""

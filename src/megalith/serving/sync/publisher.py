@@ -43,6 +43,8 @@ MISSING_SECONDS = 60.0
 """How long a target may be missing from discovery before its sender is closed."""
 COMPACT_IDLE, COMPACT_ALWAYS = 0.5, 0.75
 """The fullness above which the journal is compacted: while nothing is being sent, and in any case."""
+START_SECONDS = 15.0
+"""How long a publisher waits for its discovery before training begins without it."""
 _JOIN_SECONDS = 5.0
 
 
@@ -76,7 +78,7 @@ class Publisher:
 
     Raises:
         InputError: An argument is out of range or malformed.
-        DiscoveryError: The discovery cannot be started.
+        DiscoveryError: The discovery cannot be started. If it only cannot be reached, it is connected later.
     """
 
     def __init__(
@@ -162,12 +164,21 @@ class Publisher:
         self._due = clock.monotonic() + interval
         try:
             if self._owned is not None:
-                self._owned.start()
+                self._start_discovery(self._owned)
             self._targets.subscribe_model(self.model_name)
             self._find_targets()
         except BaseException:
             self.close()
             raise
+
+    def _start_discovery(self, discovery: Discovery) -> None:
+        """Start a discovery; one that cannot be reached connects later, and training begins without it."""
+        discovery.start(0)
+        deadline = clock.monotonic() + START_SECONDS
+        while not discovery.is_connected and clock.monotonic() < deadline:
+            clock.sleep(0.02)
+        if not discovery.is_connected:
+            logger.warning("%s: discovery does not answer; rows are pushed when it does", self.model_name)
 
     # ---- the training thread
 

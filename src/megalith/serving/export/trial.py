@@ -1,0 +1,91 @@
+"""Trial: opens an exported version and computes its examples in a child process, before a server opens it.
+
+The checks of an archive allow only ops that compute. Some of them can still end a process: the integer
+division of the smallest number by -1 raises SIGFPE, and a program may need more memory than there is. In a
+child process that costs nothing but the version.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ExportError, MegalithError
+from megalith.serving.export.servable import Servable
+from megalith.serving.export.signature import ENTRY, Signature
+
+logger = logging.getLogger(__name__)
+
+TRIAL_SECONDS = 600.0
+_POLL_SECONDS = 0.1
+REFUSED = 3
+"""Exit status of a child process that raised an error of Megalith, which opening the version raises again."""
+
+
+def try_version(directory: Path, stopping: threading.Event) -> None:
+    """Open a version in a child process.
+
+    Args:
+        directory: The directory of the version.
+        stopping: Ends the wait, without an error.
+
+    Raises:
+        ExportError: The child process was ended by a signal, or did not end in time.
+    """
+    command = [sys.executable, "-m", __name__, str(directory)]
+    path = os.pathsep.join(each for each in sys.path if each)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    try:
+        child = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+    except OSError as error:
+        logger.warning("%s is opened without a trial: %s", directory, error)
+        return
+    waited = 0.0
+    while (status := _status(child)) is None:
+        waited += _POLL_SECONDS
+        if stopping.is_set() or waited > TRIAL_SECONDS:
+            child.kill()
+            child.wait()
+            if stopping.is_set():
+                return
+            raise ExportError(f"{directory}: a trial in a child process took over {TRIAL_SECONDS:g} seconds")
+    if status < 0:
+        name = signal.Signals(-status).name
+        raise ExportError(f"{directory}: opening it and computing its examples ends a process with {name}")
+
+
+def _status(child: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return child.wait(_POLL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _run(directory: Path) -> None:
+    """Open a version and compute its examples; an entry gets rows of zeros."""
+    signature = Signature.read(directory)
+    dims = signature.dims
+
+    def zeros(ids: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        return {name: torch.zeros(each.numel(), dims[name]) for name, each in ids.items()}
+
+    # The server itself compares the checksums.
+    Servable(directory, fetch=zeros if signature.part == ENTRY else None, verify_files=False).warm_up()
+
+
+if __name__ == "__main__":
+    try:
+        _run(Path(sys.argv[1]))
+    except MegalithError:
+        sys.exit(REFUSED)

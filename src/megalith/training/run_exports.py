@@ -1,0 +1,71 @@
+"""Exports of a run for its servers, below RUN/exports.
+
+Servers that are started together on one run share its exports: one writes the newest checkpoint, the others
+wait for it. Older exports are deleted: they can be written again from checkpoints that are kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megalith.checkpoint import read_manifest
+from megalith.errors import ExportError
+from megalith.serving.export.signature import Signature
+from megalith.serving.server.version_directories import versions_of
+from megalith.training.exporting import export_run
+from megalith.training.run_model import CHECKPOINT
+
+EXPORTS = "exports"
+KEPT_EXPORTS = 2
+"""Exports that stay: the newest, and the one before, to which an operator may return."""
+_LOCK = ".lock"
+
+
+def export_newest(run: Path, name: str | None) -> Path:
+    """Export the newest checkpoint of a run as a new version, unless the newest version is of it.
+
+    Args:
+        run: The directory of the run.
+        name: The name of the model in requests (None: the kind of model).
+
+    Returns:
+        The directory of the versions.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
+        ExportError: The version cannot be written.
+    """
+    out = run / EXPORTS
+    out.mkdir(exist_ok=True)
+    with _locked(out / _LOCK):
+        newest = max(versions_of(out), default=None)
+        version = None
+        if newest is not None:
+            manifest = read_manifest(run / CHECKPOINT)
+            with suppress(ExportError):  # a version that cannot be read is replaced by a newer one
+                signature = Signature.read(out / str(newest))
+                if signature.base == manifest.tip and name in (None, signature.model):
+                    return out
+            steps = [each.global_step for each in manifest.latest.collections.values()]
+            version = max(newest + 1, *steps)
+        export_run(run, out, name=name, version=version)
+        for old in sorted(versions_of(out))[:-KEPT_EXPORTS]:
+            shutil.rmtree(out / str(old), ignore_errors=True)  # a server that has it open keeps its files
+    return out
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait for the lock of a file, and hold it; on a file system without locks, hold nothing."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)

@@ -1,0 +1,130 @@
+"""Versions that would end the server, or that change after they were loaded."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.errors import ExportError
+from megalith.serving.export import program_export
+from megalith.serving.export.archive import check_archive
+from megalith.serving.export.exporter import export_model
+from megalith.serving.export.output_specs import OutputSpec
+from megalith.serving.export.servable import Servable
+from megalith.serving.export.trial import try_version
+from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
+from tests.serving.export.test_dense_program import Wide
+from tests.serving.exports import ServerClient, request_of
+
+INPUTS = {"f": torch.tensor([1, 2])}
+
+
+class Dividing(Wide):
+    """Divides the smallest integer by a buffer, which raises SIGFPE if that is -1."""
+
+    smallest: Tensor
+    divisor: Tensor
+
+    def __init__(self, divisor: int) -> None:
+        super().__init__()
+        self.embeddings.shards.assign({"t": (torch.arange(5), torch.ones(5, 2))})
+        self.register_buffer("smallest", torch.tensor([-(2**63)]))
+        self.register_buffer("divisor", torch.tensor([divisor]))
+
+    def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
+        quotient = torch.div(self.smallest, self.divisor, rounding_mode="trunc")
+        return rows["rows"].sum(1) + quotient.float()
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Version 1 divides by 1, version 2 by -1."""
+    out = tmp_path_factory.mktemp("exports")
+    with pytest.MonkeyPatch.context() as patch:
+        # The exporter would run the program itself, and end this process.
+        outputs = (OutputSpec("logits"), OutputSpec("probabilities"))
+        patch.setattr(program_export, "_run", lambda *_: (outputs, False))
+        for version, divisor in ((1, 1), (2, -1)):
+            export_model(Dividing(divisor), out, name="movies", version=version)
+    return out
+
+
+@pytest.fixture
+def served(exports: Path, tmp_path: Path) -> Path:
+    """A directory with version 1 only."""
+    shutil.copytree(exports / "1", tmp_path / "served" / "1")
+    return tmp_path / "served"
+
+
+def test_a_version_that_ends_a_process_does_not_end_the_server(exports: Path, served: Path) -> None:
+    with (
+        ModelServer(served, ServerConfig(poll_seconds=3600)) as server,
+        ServerClient(server.address) as ask,
+    ):
+        shutil.copytree(exports / "2", served / "2")
+        server.refresh()
+        assert ask.send(request_of(INPUTS))[1].version.value == 1
+        (model,) = server.models
+        assert "ends a process with SIGFPE" in model.statuses[2].error
+        assert 'megalith_failed_versions_total{model="movies"} 1.0' in server.metrics.text().decode()
+
+
+def test_a_trial_stops_with_the_server(exports: Path) -> None:
+    stopping = threading.Event()
+    stopping.set()
+    try_version(exports / "2", stopping)  # its child is killed at once
+
+
+def test_a_version_replaced_under_its_number_is_reported(
+    served: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ModelServer(served, ServerConfig(poll_seconds=3600)) as server, ServerClient(server.address) as ask:
+        (served / "1" / "examples.json").write_text('{"examples": []}')
+        server.refresh()
+        server.refresh()
+        (model,) = server.models
+        assert "its files have changed since it was loaded" in model.statuses[1].error
+        assert 'megalith_changed_versions_total{model="movies"} 1.0' in server.metrics.text().decode()
+        assert ask(INPUTS)["logits"].shape == (2,)
+    assert caplog.text.count("its files have changed") == 1
+
+
+def test_compressed_entries_of_an_archive_are_refused(exports: Path) -> None:
+    """A few bytes of zeros, compressed, could take any amount of memory."""
+    written = io.BytesIO()
+    with (
+        zipfile.ZipFile(exports / "1" / "dense.pt2") as old,
+        zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    check_archive((exports / "1" / "dense.pt2").read_bytes(), "the program")
+    with pytest.raises(ExportError, match="is compressed"):
+        check_archive(written.getvalue(), "the program")
+
+
+def test_rows_in_memory_do_not_depend_on_their_file(served: Path) -> None:
+    servable = Servable(served / "1", in_memory=True)
+    wanted = servable.lookup("t", torch.arange(5))
+    with open(served / "1" / "t.safetensors", "r+b") as file:
+        file.truncate(0)
+    assert torch.equal(servable.lookup("t", torch.arange(5)), wanted)
+    assert bool((wanted == 1).all())
+
+
+def test_a_file_that_is_overwritten_in_place_leads_no_lookup_outside(served: Path) -> None:
+    servable = Servable(served / "1")
+    path = served / "1" / "t.safetensors"
+    size = path.stat().st_size
+    for byte in (b"\xff", b"\x7f", b"\x80"):
+        with open(path, "r+b") as file:
+            file.write(byte * size)
+        assert servable.lookup("t", torch.arange(100)).shape == (100, 2)
