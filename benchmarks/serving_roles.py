@@ -10,6 +10,7 @@ processes agree on them without files.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -336,7 +337,11 @@ class Process:
 
     def __init__(self, role: str, *arguments: object) -> None:
         command = [sys.executable, str(Path(__file__)), role, *map(str, arguments)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # torch.set_num_threads does not reach the threads in which handlers run.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self._role = role
 
     def wait(self) -> dict[str, Any]:

@@ -98,7 +98,8 @@ def export_calls() -> Iterator[Call]:
         "metadata": {},
     }
     yield from methods(
-        lambda: serving.Subscriber(servable()), {"handle": push, "move_to": {"servable": servable()}}
+        lambda: serving.Subscriber(servable()),
+        {"handle": push, "move_to": {"servable": servable()}, "set_older": {"servables": [servable()]}},
     )
 
 

@@ -31,7 +31,15 @@ _POLL_SECONDS = 0.5
     ServerConfig,
     flags={"allow_writes": "--follow"},
     defaults={"port": 8500, "trial": "always"},
-    omit=["poll_seconds", "carry_seconds", "max_request_bytes", "security", "batching", "fetch_credentials"],
+    omit=[
+        "poll_seconds",
+        "carry_seconds",
+        "max_request_bytes",
+        "freeze_gc",
+        "security",
+        "batching",
+        "fetch_credentials",
+    ],
 )
 @config_options(
     "security",
@@ -40,7 +48,11 @@ _POLL_SECONDS = 0.5
     omit=["token", "lookup_token", "write_token", "admin_token"],
 )
 @config_options(
-    "batching", Batching, flags={"max_rows": "--max-batch-rows"}, omit=["max_bytes", "max_queue_bytes"]
+    "batching",
+    Batching,
+    flags={"max_rows": "--max-batch-rows"},
+    defaults={"threads": 1},
+    omit=["max_bytes", "max_queue_bytes"],
 )
 def serve(
     directory: Annotated[
@@ -81,6 +93,7 @@ def serve(
         tls = Security(**security)
         config = ServerConfig(
             **server,
+            freeze_gc=True,
             batching=Batching(**batching),
             security=replace(
                 tls,

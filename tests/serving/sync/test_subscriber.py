@@ -610,6 +610,20 @@ def test_a_new_version_inherits_rows_weights_and_position(
     subscriber.close()
 
 
+def test_an_older_version_that_is_still_served_gets_pushes_too(
+    exported: tuple[Model, Path], served: Servable
+) -> None:
+    newer = Servable(exported[1] / "1")
+    subscriber = Subscriber(newer)
+    subscriber.set_older([served, newer])
+    begin(subscriber)
+    push(subscriber, user(1, value=4.0), 2)
+    assert (first(newer, 1), first(served, 1)) == (4.0, 4.0)
+    subscriber.set_older([])
+    push(subscriber, user(1, value=5.0), 3)
+    assert (first(newer, 1), first(served, 1)) == (5.0, 4.0)
+
+
 def test_starting_over_after_a_new_version_drops_what_may_be_older_than_it(
     exported: tuple[Model, Path], served: Servable
 ) -> None:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+import torch
+
 from megalith.errors import InputError
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.server_config import Batching
@@ -144,6 +146,8 @@ class Batcher(Generic[Work, Result]):
             thread.join()
 
     def _work(self) -> None:
+        if self._settings.threads is not None:
+            torch.set_num_threads(self._settings.threads)  # for this thread
         while batch := self._take():
             waiting = [queued for queued in batch if _awaited(queued)]
             if not waiting:

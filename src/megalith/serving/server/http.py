@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megalith import __version__
 from megalith.serving.server.http_connections import HttpConnection, HttpConnections
@@ -120,7 +120,7 @@ class HttpServer(ThreadingMixIn, HTTPServer):
                 self.shutdown_request(request)
             return
         try:
-            super().process_request(opened, client_address)
+            super().process_request(cast(Any, opened), client_address)  # passed to process_request_thread
         except BaseException:
             self.connections.close(opened)
             raise

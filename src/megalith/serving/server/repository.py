@@ -12,6 +12,7 @@ reported.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -186,6 +187,8 @@ class Repository:
             return
         # After a rollback, pushes must not go to the version that is retired.
         self._follow(model, model.versions[wanted[0]].servable)
+        if model.subscriber is not None:
+            model.subscriber.set_older([model.versions[number].servable for number in wanted[1:]])
         for number in model.versions:
             if number not in wanted:
                 model.remove(number)  # does not wait: its last request closes it
@@ -233,6 +236,8 @@ class Repository:
         model.add(version)
         for alias in names_of(servable.signature):
             self._names.setdefault(alias, model)
+        if self._config.freeze_gc:
+            _freeze_garbage_collection()
         logger.info("serving %s version %d from %s", model.name, number, directory)
         return True
 
@@ -289,6 +294,16 @@ class Repository:
             model.subscriber = self._make_subscriber(servable)
         elif model.subscriber.servable is not servable:
             model.subscriber.move_to(servable)
+
+
+def _freeze_garbage_collection() -> None:
+    """Exclude all objects from garbage collection, after one that also frees versions that were closed.
+
+    A program of torch.export has so many objects that a full collection takes more than 100 ms.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _close(servable: Servable | None, fetcher: RowFetcher | None) -> None:

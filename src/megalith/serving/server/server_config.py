@@ -40,9 +40,11 @@ class Batching:
     """Maximum bytes of embedding rows and dense values of the queued requests."""
     workers: int = 1
     """Number of compute threads for each version of a model."""
+    threads: int | None = None
+    """Number of torch threads of each compute thread. Default: as many as torch uses."""
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "max_bytes", "max_queue_rows", "max_queue_bytes", "workers"):
+        for name in ("max_rows", "max_bytes", "max_queue_rows", "max_queue_bytes", "workers", "threads"):
             _check_integer(self, name, 1)
         _check_seconds(self, "max_wait")
 
@@ -104,6 +106,8 @@ class ServerConfig:
     """When a version is first opened in a child process: always, running (if a model is served), or never."""
     refuse_nan: bool = False
     """Refuse requests whose dense values hold NaN or infinity."""
+    freeze_gc: bool = False
+    """Exclude what a version has loaded from Python's garbage collection, which would stall requests."""
     security: Security = field(default_factory=Security)
     """Token and TLS of this server."""
     batching: Batching = field(default_factory=Batching)
@@ -119,7 +123,14 @@ class ServerConfig:
         _check_integer(self, "replica_id", -1)
         for name in ("fetch_timeout", "lame_duck_seconds", "drain_seconds", "poll_seconds", "carry_seconds"):
             _check_seconds(self, name)
-        for name in ("allow_writes", "fail_soft", "accept_compressed", "in_memory", "refuse_nan"):
+        for name in (
+            "allow_writes",
+            "fail_soft",
+            "accept_compressed",
+            "in_memory",
+            "refuse_nan",
+            "freeze_gc",
+        ):
             checks.flag(getattr(self, name), name)
         for name in ("host", "metrics_host", "discovery", "advertise"):
             if getattr(self, name) is not None or getattr(type(self), name) is not None:

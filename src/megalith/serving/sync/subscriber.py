@@ -47,7 +47,7 @@ import logging
 import threading
 import time as clock
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,6 +149,8 @@ class Subscriber:
         self._stage: Overlay | None = None
         self._ended: set[int] = set()
         self._timer: threading.Timer | None = None
+        self._older: list[Servable] = []
+        """Older versions that are still served."""
 
     # ---- messages
 
@@ -206,7 +208,7 @@ class Subscriber:
                 raise SequenceError(
                     "a training session pushes to this model; writes without a session would mix with it"
                 )
-            self.servable.write(push.rows, push.removed, push.dense)
+            self._write_all(push, push.dense)
             self._count_push(push, push.dense)
             return outputs
         if self._follows(header):
@@ -221,11 +223,16 @@ class Subscriber:
         if self._stage is not None:
             self._stage.apply(push.rows, push.removed)
         elif push.num_ids or now:
-            self.servable.write(push.rows, push.removed, now)
+            self._write_all(push, now)
         if dense and not now:
             self._waiting[header.index] = dense
         self._count_push(push, now)
         self._advance(header)
+
+    def _write_all(self, push: PushMessage, dense: Mapping[str, Tensor]) -> None:
+        """Write rows and weights to the version that is followed, and to older ones that are still served."""
+        for servable in (self.servable, *self._older):
+            servable.write(push.rows, push.removed, dense)
 
     def _assembled(self, push: PushMessage, header: MessageHeader) -> dict[str, Tensor]:
         """Add the parts of a message to those before; return the weights that are complete with them."""
@@ -447,6 +454,23 @@ class Subscriber:
             timer.daemon = True
             self._timer = timer
             timer.start()
+
+    def set_older(self, servables: Sequence[Servable]) -> None:
+        """Also write what is pushed to older versions, which entries that have not moved yet still use.
+
+        They are not changed when all rows are replaced, or when the pushed rows are dropped.
+
+        Args:
+            servables: The versions; those with another layout than the newest are left out.
+
+        Raises:
+            InputError: One of them is not a Servable.
+        """
+        given = [_checked(each) for each in checks.as_list(servables, "subscriber: servables")]
+        with self._lock:
+            layout = _layout_of(self.servable).to_json()
+            older = [each for each in given if each is not self.servable]
+            self._older = [each for each in older if _layout_of(each).to_json() == layout]
 
     def _drop(self, timer: threading.Timer) -> None:
         with self._lock:
