@@ -1,8 +1,11 @@
 """Batcher: computes concurrent requests together.
 
 Each caller waits for its own result. A worker takes the queued requests, computes them as one batch and wakes
-the callers. The queue is bounded by rows, and by the bytes that the computation gathers. Requests whose
-caller no longer waits are not computed.
+the callers. A caller that finds the queue empty and a worker idle computes its request itself, which saves
+waking two threads. The queue is bounded by rows, and by the bytes that the computation gathers. A request
+whose caller no longer waits is not computed.
+
+Invariant: at most `workers` batches are computed at a time, by workers and callers together.
 """
 
 from __future__ import annotations
@@ -70,6 +73,9 @@ class Batcher(Generic[Work, Result]):
         self._changed = threading.Condition()
         self._rows = 0
         self._cost = 0
+        self._busy = 0
+        """Number of batches that are being computed."""
+        self._own = threading.local()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"megalith-batch-{name}-{k}", daemon=True)
@@ -127,10 +133,16 @@ class Batcher(Generic[Work, Result]):
                 raise RequestError(
                     Code.RESOURCE_EXHAUSTED, f"{self._rows} rows are already queued; try again later"
                 )
-            self._queue.append(queued)
-            self._rows += rows
-            self._cost += cost
-            self._changed.notify()
+            inline = not self._queue and self._busy < settings.workers and not settings.max_wait
+            if inline:
+                self._busy += 1
+            else:
+                self._queue.append(queued)
+                self._rows += rows
+                self._cost += cost
+                self._changed.notify()
+        if inline:
+            self._compute_batch([queued])
         if not queued.wake.acquire(timeout=max(timeout, 0.0)):
             raise _too_late()
         if queued.error is not None:
@@ -144,39 +156,60 @@ class Batcher(Generic[Work, Result]):
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy)
 
     def _work(self) -> None:
-        if self._settings.threads is not None:
-            torch.set_num_threads(self._settings.threads)  # for this thread
         while batch := self._take():
+            self._compute_batch(batch)
+
+    def _compute_batch(self, batch: Sequence[_QueuedRequest[Work, Result]]) -> None:
+        """Compute a batch, which is counted in `_busy`, and wake its callers."""
+        try:
+            self._set_threads()
             waiting = [queued for queued in batch if _awaited(queued)]
-            if not waiting:
-                continue
-            results: Sequence[Result | Exception]
-            try:
-                self._on_batch(sum(queued.rows for queued in waiting))
-                results = self._compute([queued.work for queued in waiting])
-            except Exception as error:
-                results = [error] * len(waiting)
-            for queued, result in zip(waiting, results, strict=True):
-                if isinstance(result, Exception):
-                    queued.error = result
-                else:
-                    queued.result = result
-                queued.wake.release()
+            if waiting:
+                self._fill(waiting)
+        finally:
+            with self._changed:
+                self._busy -= 1
+                if self._queue or self._closed:
+                    self._changed.notify_all()
+
+    def _set_threads(self) -> None:
+        """Set the number of torch threads of this thread, once."""
+        if self._settings.threads is not None and not hasattr(self._own, "threads"):
+            self._own.threads = self._settings.threads
+            torch.set_num_threads(self._settings.threads)
+
+    def _fill(self, waiting: Sequence[_QueuedRequest[Work, Result]]) -> None:
+        results: Sequence[Result | Exception]
+        try:
+            self._on_batch(sum(queued.rows for queued in waiting))
+            results = self._compute([queued.work for queued in waiting])
+        except Exception as error:
+            results = [error] * len(waiting)
+        for queued, result in zip(waiting, results, strict=True):
+            if isinstance(result, Exception):
+                queued.error = result
+            else:
+                queued.result = result
+            queued.wake.release()
 
     def _take(self) -> list[_QueuedRequest[Work, Result]]:
-        """Wait for the next batch; empty once the queue is closed and empty."""
+        """Wait for the next batch, and count it in `_busy`; empty once the queue is closed and empty."""
         with self._changed:
             batch: list[_QueuedRequest[Work, Result]] = []
             while not batch:
-                while not self._queue:
-                    if self._closed:
+                while not self._queue or self._busy >= self._settings.workers:
+                    if self._closed and not self._queue:
                         return []
                     self._changed.wait()
                 if self._settings.max_wait and self._combines:
                     self._wait_for_more()
-                batch = self._cut()
+                if self._busy < self._settings.workers:
+                    batch = self._cut()
+            self._busy += 1
             return batch
 
     def _cut(self) -> list[_QueuedRequest[Work, Result]]:
