@@ -142,7 +142,7 @@ def test_a_server_that_comes_back_is_sent_no_number_twice(
         for _, _, _, metadata in replica.server.requests
         if "megalith-sequence" in metadata
     ]
-    assert numbers == sorted(set(numbers))
+    assert len(numbers) == len(set(numbers))  # two may be in flight, so they may arrive in another order
     assert_equal(replica.servable, online.model)
 
 
