@@ -87,7 +87,7 @@ class Dispatcher:
         self.metrics = metrics
         self.allow_writes = config.allow_writes
         self.max_bytes = config.max_request_bytes
-        self.max_predict_bytes = min(config.max_predict_bytes, config.max_request_bytes)
+        self.max_predict_bytes = config.max_predict_bytes
         self.memory = FreedMemory()
         self._security = config.security
         self._max_concurrent = config.max_concurrent

@@ -108,8 +108,8 @@ class _RestHandler(Handler):
         given = lengths[0]
         if len(lengths) > 1 or not given.isascii() or not given.isdecimal() or len(given) > 18:
             raise RequestError(Code.INVALID_ARGUMENT, "Content-Length must be one decimal number")
-        if int(given) > self.server.dispatcher.max_predict_bytes:
-            limit = self.server.dispatcher.max_predict_bytes
+        limit = min(self.server.dispatcher.max_bytes, self.server.dispatcher.max_predict_bytes)
+        if int(given) > limit:
             raise RequestError(Code.OUT_OF_RANGE, f"the body has more than {limit} bytes")
         body = self.rfile.read(int(given))
         if len(body) != int(given):
