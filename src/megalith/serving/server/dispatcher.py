@@ -116,13 +116,13 @@ class Dispatcher:
         Raises:
             RequestError: It may not; the refusal is counted.
         """
-        if not self._security.permits(authorization, permission):
-            name = permission.value.replace("_", " ")
-            raise self.reject(
-                RequestError(
-                    Code.PERMISSION_DENIED, f"this call needs another token: the {name} of the server"
-                )
-            )
+        if self._security.permits(authorization, permission):
+            return
+        known = self._security.admits(authorization)
+        text = (
+            f"this call needs {'another' if known else 'a'} token: the {permission.value.replace('_', ' ')}"
+        )
+        raise self.reject(RequestError(Code.PERMISSION_DENIED if known else Code.UNAUTHENTICATED, text))
 
     def check_size(self, size: int) -> None:
         """Check the bytes of a request for scores, before it is parsed.
