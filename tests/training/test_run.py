@@ -18,6 +18,7 @@ from megalith.errors import CheckpointError, InputError, MegalithError, UsageErr
 from megalith.ragged import Ragged
 from megalith.reporting.report import write_report
 from megalith.training import Run, RunConfig, Watcher, evaluate, load_trained, open_reader
+from megalith.training.run_lock import RunLock
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
 
@@ -149,6 +150,14 @@ def test_rows_expire_in_a_run(tmp_path: Path) -> None:
     counts = run.counters()
     assert all(each["evicted"] > 0 for each in counts.values())
     assert run.rows() == {name: each["created"] - each["evicted"] for name, each in counts.items()}
+
+
+def test_a_second_process_does_not_train_in_the_directory(tmp_path: Path) -> None:
+    run = Run(config(train_max_steps=1), tmp_path / "run")
+    with RunLock(run.directory), pytest.raises(UsageError, match="another process trains in"):
+        run.train()
+    run.train()
+    assert run.step == 1
 
 
 def test_the_last_line_of_the_log_counts_every_sample(tmp_path: Path) -> None:
@@ -325,7 +334,8 @@ def test_a_run_that_is_started_over_drops_the_evaluation_and_pages_of_the_old_on
     run.evaluate()
     write_report(tmp_path)
     Run(config(), tmp_path, start_over=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "config.json", "metrics.jsonl"]
+    kept = [".lock", "checkpoint", "config.json", "metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
 def test_the_report_names_the_step_of_an_evaluation_if_the_run_has_continued(tmp_path: Path) -> None:
