@@ -25,7 +25,7 @@ from megalith.gather import (
     open_object_store,
     run_window,
 )
-from tests.gather.support import small_schema, weights
+from tests.gather.support import agreed, small_schema, weights
 from tests.gather.world import World
 
 
@@ -134,7 +134,7 @@ def facts(report: WindowReport, update: OuterUpdate, parameters: dict[str, Tenso
     found = metrics(result, overlap=overlap)
     del found["gather/seconds"]
     return {
-        "result": result.agreed(),
+        "result": agreed(result),
         "duplicates": result.duplicate_uids,
         "lines": [line.split(" tries=")[0] for line in lines(result)],
         "metrics": found,

@@ -17,6 +17,7 @@ from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import GatherPlan, Status
 from megalith.gather.result import Fetched, GatherResult, Record, make_partial, merge
 from megalith.gather.validate import CheckedPayload, validate
+from megalith.storage.json_records import to_json
 from megalith.storage.spool import Ledger, MemoryBody
 
 RUN = "run-a"
@@ -85,6 +86,22 @@ def checked(
     expected = {"run": RUN, "window": WINDOW, "uid": uid, "max_value": 1e6, **other}
     ledger = Ledger(1 << 30, "test")
     return validate(MemoryBody(data), schema, ledger=ledger, work_bytes=work_bytes, **expected)
+
+
+def agreed(result: GatherResult) -> dict[str, Any]:
+    """What must be equal for any number of ranks: everything except clocks and tries."""
+    records = [replace(result.records[u], detail="", seconds=0, tries=0) for u in sorted(result.records)]
+    return {
+        "plan": replace(result.plan, attempt=0).digest,
+        "uids": list(result.uids),
+        "records": [to_json(each) for each in records],
+        "accepted": [to_json(result.accepted[u]) for u in result.uids],
+        "copies": [list(group) for group in result.copies],
+        "success_rate": result.success_rate,
+        "primary_success_rate": result.primary_success_rate,
+        "reserve_used": result.reserve_used,
+        "download_bytes": result.download_bytes,
+    }
 
 
 def gathered(

@@ -38,7 +38,7 @@ from megalith.gather.result import (
 )
 from megalith.gather.update import OuterUpdate
 from tests.gather.fault_server import FaultServer
-from tests.gather.support import RUN, WINDOW, checked, peer_bytes, small_schema, weights
+from tests.gather.support import RUN, WINDOW, agreed, checked, peer_bytes, small_schema, weights
 from tests.gather.world import EXPECTED, World
 
 pytest.importorskip("obstore")
@@ -110,7 +110,7 @@ def outcome(result: GatherResult) -> dict[str, Any]:
         "levels": overlap.levels,
         "excluded": left_out,
         "decision": decision,
-        "agreed": result.agreed(),
+        "agreed": agreed(result),
         "weights": fingerprint(tensors).hash,
     }
 
@@ -197,7 +197,7 @@ def test_the_order_of_partials_does_not_matter(order: list[int]) -> None:
     parts = [
         part(made, {u: OK if u != 3 else Status.CORRUPT}, rank=u - 1, world_size=4) for u in (1, 2, 3, 4)
     ]
-    assert merge([parts[i] for i in order]).agreed() == merge(parts).agreed()
+    assert agreed(merge([parts[i] for i in order])) == agreed(merge(parts))
 
 
 def test_a_uid_twice_counts_once_and_is_reported() -> None:
@@ -223,7 +223,7 @@ def test_a_lost_ranks_uids_are_taken_from_the_next_attempt() -> None:
     result = merge([part(made, {1: OK}), lost, again])
     assert (result.uids, result.skipped_uids, result.duplicate_uids) == ((1, 2), (3,), ())
     assert result.plan.attempt == 1
-    assert result.agreed() == merge([part(made, {1: OK, 2: OK, 3: Status.NOT_FOUND})]).agreed()
+    assert agreed(result) == agreed(merge([part(made, {1: OK, 2: OK, 3: Status.NOT_FOUND})]))
 
 
 def test_peers_of_a_rank_without_a_partial_are_lost_and_not_forgotten() -> None:
@@ -254,7 +254,7 @@ def test_a_partial_travels_without_its_payloads() -> None:
     assert got.payloads == {}
     assert got.to_bytes() == sent.to_bytes()
     assert (got.uids, got.skipped_uids, got.download_bytes) == ((1, 3), (2,), sent.download_bytes)
-    assert merge([got]).agreed() == merge([sent]).agreed()
+    assert agreed(merge([got])) == agreed(merge([sent]))
     assert got.accepted == sent.accepted
     with pytest.raises(InputError, match="is not in this process"):
         OuterUpdate(SCHEMA).apply(weights(), got)

@@ -137,7 +137,12 @@ def window_calls() -> Iterator[Call]:
     yield gather.Gatherer, given
     yield from methods(
         lambda: gather.Gatherer(plan(), SCHEMA, stores),
-        {"fetch": {"uids": UIDS}, "fetch_async": {"uids": UIDS}, "use_plan": {"plan": plan()}},
+        {
+            "fetch": {"uids": UIDS},
+            "fetch_async": {"uids": UIDS},
+            "use_plan": {"plan": plan()},
+            "merge_with": {"ranks": Ranks.alone()},
+        },
     )
     found = result()
     (partial,) = [gather.Gatherer(plan(), SCHEMA, stores).partial()]
@@ -146,7 +151,7 @@ def window_calls() -> Iterator[Call]:
     yield gather.Partial.from_bytes, text
     yield from methods(
         result,
-        {"norm_table": {"uids": UIDS}, "held": {"uids": UIDS}, "empty": {"plan": plan(), "schema": SCHEMA}},
+        {"norm_table": {"uids": UIDS}, "held": {"uids": UIDS}},
     )
     yield gather.merge, {"partials": [partial]}
     overlap = gather.find_overlap(found)

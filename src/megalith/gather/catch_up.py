@@ -19,7 +19,7 @@ from megalith.gather.artifact import ArtifactManifest, artifact_payload_key, rea
 from megalith.gather.fetch import FetchOptions, Gatherer
 from megalith.gather.payload_schema import Weights
 from megalith.gather.plan import Location, Status, deal
-from megalith.gather.result import GatherResult, exchange_partials
+from megalith.gather.result import GatherResult
 from megalith.gather.table_rows import ApplyRows, TableShards
 from megalith.gather.update import OuterUpdate
 from megalith.ops import checks
@@ -168,8 +168,7 @@ def _load(
         made.fetch(deal(manifest.uids, [0] * ranks.size)[ranks.place])
         return made
 
-    own = ranks.agree("payloads", fetch, patience=replay.deadline).partial()
-    result = exchange_partials(own, ranks)
+    result = ranks.agree("payloads", fetch, patience=replay.deadline).merge_with(ranks)
     for entry in manifest.entries:
         record = result.records[entry.uid]
         problem = record.detail if record.status is not Status.OK else ""

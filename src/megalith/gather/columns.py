@@ -26,7 +26,7 @@ from torch import Tensor
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.distributed.tensor_parts import Part, Span, shard_spans
 from megalith.errors import BudgetError
-from megalith.gather.payload import Payload, raw_bytes, tensor_of
+from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import ParameterSpec
 from megalith.gather.plan import OverlapConfig, UpdateConfig
 from megalith.gather.reduce import (
@@ -46,6 +46,7 @@ from megalith.gather.result import GatherResult
 from megalith.ops.chunk_rows import common_positions
 from megalith.ops.cosine_transform import inverse_dct
 from megalith.storage.spool import FileBody, Ledger, SpoolWriter
+from megalith.storage.tensor_files import raw_bytes, tensor_of
 
 _PAIR_BYTES = 32  # one pair of peers in the count of common positions
 

@@ -24,11 +24,12 @@ from megalith.distributed.surviving_ranks import Ranks
 from megalith.distributed.tensor_parts import Part, Span, local_tensor, move_lines, part_of, shard_spans
 from megalith.errors import InputError, UsageError
 from megalith.gather.chunks import from_chunks, to_chunks
-from megalith.gather.payload import Header, Label, Payload, PayloadWriter, raw_bytes, tensor_of
+from megalith.gather.payload import Header, Label, Payload, PayloadWriter
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
 from megalith.ops import checks
 from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
 from megalith.ops.cosine_transform import forward_dct, inverse_dct
+from megalith.storage.tensor_files import raw_bytes, tensor_of
 
 TableRows = Mapping[str, tuple[Tensor, Tensor]]
 """Rows of tables by name: ids int64 [n], rows float32 [n, dim]."""

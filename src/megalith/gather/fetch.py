@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import BudgetError, InputError
 from megalith.gather.payload import header_limit, least_size
 from megalith.gather.payload_schema import PayloadSchema
@@ -231,6 +232,23 @@ class Gatherer:
             world_size=self._world_size,
             seconds=time.monotonic() - self._start,
             error=error,
+        )
+
+    def merge_with(self, ranks: Ranks, *, error: str | None = None) -> GatherResult:
+        """Exchange the partials of all ranks and merge them. A collective call.
+
+        Args:
+            ranks: The ranks.
+            error: What ended the work of this rank early.
+
+        Returns:
+            The result, equal on all ranks except for the payloads that they hold.
+        """
+        checks.instance(ranks, Ranks, "ranks")
+        own = self.partial(error)
+        return merge(
+            own if place == ranks.place else Partial.from_bytes(each, self._plan, self._schema)
+            for place, each in enumerate(ranks.exchange("partials", own.to_bytes()))
         )
 
     async def _one(self, uid: int, phase: _Phase) -> Fetched:

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from megalith.storage.json_records import (
 )
 from megalith.storage.spool import Body
 from megalith.storage.strict_json import MAX_INT, parse_json_object
+from megalith.storage.tensor_files import raw_bytes, tensor_of
 
 MAGIC = b"MEGAGATH"
 VERSION = 1
@@ -88,6 +89,11 @@ class ParameterSections:
     values_sha256: Sha256 = _EMPTY
 
     @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return self.spec.rows
+
+    @property
     def sections(self) -> tuple[tuple[str, int], ...]:
         """Name and length of each section, in file order."""
         spec = self.spec
@@ -118,6 +124,7 @@ class TableSections:
 
 
 _Sections = ParameterSections | TableSections
+E = TypeVar("E", ParameterSections, TableSections)
 
 
 @dataclass(frozen=True)
@@ -261,7 +268,7 @@ class Payload:
         Returns:
             uint8 [stop - start, index_bytes].
         """
-        entry = self._parameter(number, start, stop)
+        entry = self._entry(self.header.parameters, number, start, stop)
         return self._bytes(entry.offset, entry.spec.index_bytes, start, stop)
 
     def lookup(self, number: int) -> Tensor:
@@ -273,7 +280,7 @@ class Payload:
         Returns:
             float32 [bins].
         """
-        entry = self._parameter(number, 0, 0)
+        entry = self._entry(self.header.parameters, number, 0, 0)
         offset = entry.offset + entry.spec.rows * entry.spec.index_bytes
         return tensor_of(self.body.read(offset, LOOKUP_BYTES * entry.spec.bins), torch.float32)
 
@@ -288,7 +295,7 @@ class Payload:
         Returns:
             uint8 [stop - start, code_bytes].
         """
-        entry = self._parameter(number, start, stop)
+        entry = self._entry(self.header.parameters, number, start, stop)
         spec = entry.spec
         offset = entry.offset + spec.rows * spec.index_bytes + LOOKUP_BYTES * spec.bins
         return self._bytes(offset, spec.code_bytes, start, stop)
@@ -304,7 +311,7 @@ class Payload:
         Returns:
             int64 [stop - start], ascending.
         """
-        entry = self._table(number, start, stop)
+        entry = self._entry(self.header.tables, number, start, stop)
         return tensor_of(self.body.read(entry.offset + 8 * start, 8 * (stop - start)), torch.int64)
 
     def rows(self, number: int, start: int, stop: int) -> Tensor:
@@ -318,7 +325,7 @@ class Payload:
         Returns:
             float32 [stop - start, dim].
         """
-        entry = self._table(number, start, stop)
+        entry = self._entry(self.header.tables, number, start, stop)
         width = 4 * entry.spec.dim
         data = self.body.read(entry.offset + 8 * entry.num_rows + width * start, width * (stop - start))
         return tensor_of(data, torch.float32).view(stop - start, entry.spec.dim)
@@ -327,15 +334,15 @@ class Payload:
         """Release its bytes."""
         self.body.close()
 
-    def _parameter(self, number: int, start: int, stop: int) -> ParameterSections:
-        entry: ParameterSections = _chosen(self.header.parameters, number)
-        _check_rows(start, stop, entry.spec.rows)
-        return entry
-
-    def _table(self, number: int, start: int, stop: int) -> TableSections:
-        entry: TableSections = _chosen(self.header.tables, number)
-        _check_rows(start, stop, entry.num_rows)
-        return entry
+    @staticmethod
+    def _entry(entries: Sequence[E], number: int, start: int, stop: int) -> E:
+        """The sections of a parameter or table, if it has these rows."""
+        if checks.integer(number, "number", 0) >= len(entries):
+            raise InputError(f"number must be below {len(entries)}, got {number}")
+        rows = entries[number].num_rows
+        if not 0 <= checks.integer(start, "start", 0) <= checks.integer(stop, "stop", 0) <= rows:
+            raise InputError(f"rows must be a range of 0 to {rows}, got {start} to {stop}")
+        return entries[number]
 
     def _bytes(self, offset: int, width: int, start: int, stop: int) -> Tensor:
         data = self.body.read(offset + width * start, width * (stop - start))
@@ -425,17 +432,6 @@ class PayloadWriter:
 # ---- helpers
 
 
-def _chosen(entries: Sequence[Any], number: int) -> Any:
-    if checks.integer(number, "number", 0) >= len(entries):
-        raise InputError(f"number must be below {len(entries)}, got {number}")
-    return entries[number]
-
-
-def _check_rows(start: int, stop: int, rows: int) -> None:
-    if not 0 <= checks.integer(start, "start", 0) <= checks.integer(stop, "stop", 0) <= rows:
-        raise InputError(f"rows must be a range of 0 to {rows}, got {start} to {stop}")
-
-
 def _corrupt(detail: str) -> Fault:
     return Fault(Status.CORRUPT, detail)
 
@@ -483,29 +479,3 @@ def _header(schema: PayloadSchema, label: Label, entries: Sequence[_Sections]) -
     parameters = tuple(each for each in entries if isinstance(each, ParameterSections))
     tables = tuple(each for each in entries if isinstance(each, TableSections))
     return Header(label, schema.digest, parameters, tables)
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor as payloads hold them.
-
-    Args:
-        tensor: The tensor.
-
-    Returns:
-        The bytes, without a copy if it is contiguous and on the CPU.
-    """
-    flat = tensor.detach().contiguous().cpu().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
-
-
-def tensor_of(data: bytearray | bytes, dtype: torch.dtype) -> Tensor:
-    """Return the numbers in some bytes.
-
-    Args:
-        data: The bytes, which must not be used by others.
-        dtype: Their type.
-
-    Returns:
-        [n], in the same memory.
-    """
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)

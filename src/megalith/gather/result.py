@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import InputError
 from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
@@ -259,15 +258,15 @@ class GatherResult:
     """The plan."""
     schema: PayloadSchema
     """The schema of the payloads."""
-    uids: tuple[int, ...]
+    uids: tuple[int, ...] = ()
     """The accepted peers in canonical order."""
-    records: Mapping[int, Record]
+    records: Mapping[int, Record] = field(default_factory=dict)
     """What happened to each attempted uid."""
-    accepted: Mapping[int, Accepted]
+    accepted: Mapping[int, Accepted] = field(default_factory=dict)
     """Norms, signature and numbers of rows of the accepted ones."""
-    holders: Mapping[int, int]
+    holders: Mapping[int, int] = field(default_factory=dict)
     """The rank that holds the payload of each accepted uid."""
-    payloads: Mapping[int, Payload]
+    payloads: Mapping[int, Payload] = field(default_factory=dict)
     """The payloads that this process holds; all of them if one process gathered."""
     duplicate_uids: tuple[int, ...] = ()
     """Uids that more than one rank attempted; they count once."""
@@ -275,19 +274,6 @@ class GatherResult:
     """Seconds of the slowest rank."""
     download_bytes: int = 0
     """Bytes of all objects that were downloaded."""
-
-    @classmethod
-    def empty(cls, plan: GatherPlan, schema: PayloadSchema) -> GatherResult:
-        """Return the result of a window in which nothing was attempted.
-
-        Args:
-            plan: The plan.
-            schema: The schema of the payloads.
-
-        Returns:
-            The result.
-        """
-        return cls(plan=plan, schema=schema, uids=(), records={}, accepted={}, holders={}, payloads={})
 
     @property
     def skipped_uids(self) -> tuple[int, ...]:
@@ -384,23 +370,6 @@ class GatherResult:
         found: dict[str, list[Any]] = import_module("megalith.compat.templar").state_lists(self)
         return found
 
-    def agreed(self) -> dict[str, Any]:
-        """Return what is equal for any number of ranks, as JSON data."""
-        records = [
-            to_json(replace(self.records[u], detail="", seconds=0, tries=0)) for u in sorted(self.records)
-        ]
-        return {
-            "plan": replace(self.plan, attempt=0).digest,
-            "uids": list(self.uids),
-            "records": records,
-            "accepted": [to_json(self.accepted[u]) for u in self.uids],
-            "copies": [list(group) for group in self.copies],
-            "success_rate": self.success_rate,
-            "primary_success_rate": self.primary_success_rate,
-            "reserve_used": self.reserve_used,
-            "download_bytes": self.download_bytes,
-        }
-
     def close(self) -> None:
         """Release all payloads."""
         for payload in self.payloads.values():
@@ -455,24 +424,6 @@ def merge(partials: Iterable[Partial]) -> GatherResult:
         duplicate_uids=duplicates,
         time=max(part.seconds for part in given),
         download_bytes=sum(record.bytes for record in records.values()),
-    )
-
-
-def exchange_partials(own: Partial, ranks: Ranks, *, patience: float = 0.0) -> GatherResult:
-    """Exchange the partials of all ranks and merge them. A collective call.
-
-    Args:
-        own: The partial of this rank.
-        ranks: The ranks.
-        patience: Seconds of work that other ranks may still have before it.
-
-    Returns:
-        The result, equal on all ranks except for the payloads that they hold.
-    """
-    sent = ranks.exchange("partials", own.to_bytes(), patience=patience)
-    return merge(
-        own if place == ranks.place else Partial.from_bytes(each, own.plan, own.schema)
-        for place, each in enumerate(sent)
     )
 
 

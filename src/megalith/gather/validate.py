@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.gather.payload import Header, Payload, header_limit, raw_bytes, read_header
+from megalith.gather.payload import Header, Payload, header_limit, read_header
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema, TableSpec
 from megalith.gather.plan import Fault, Status
 from megalith.ops import chunk_rows
 from megalith.storage.spool import Body, Ledger
+from megalith.storage.tensor_files import raw_bytes
 
 Check = Callable[[Tensor], None]
 

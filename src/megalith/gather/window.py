@@ -36,7 +36,7 @@ from megalith.gather.fetch import FetchOptions, Gatherer, Stores
 from megalith.gather.overlap import Overlap, excluded_uids, find_overlap
 from megalith.gather.payload_schema import Weights
 from megalith.gather.plan import GatherPlan, Status, backfill, deal
-from megalith.gather.result import GatherResult, exchange_partials
+from megalith.gather.result import GatherResult
 from megalith.gather.table_rows import ApplyRows, TableShards, row_taker
 from megalith.gather.update import TORN, OuterUpdate, UpdateReport
 from megalith.ops import checks
@@ -200,7 +200,7 @@ class _GatherWindow:
         if self.stage == "fresh":
             plan, mismatch = self._agree()
             if mismatch:
-                nothing = GatherResult.empty(plan, self.update.schema)
+                nothing = GatherResult(plan=plan, schema=self.update.schema)
                 return WindowReport(nothing, None, Decision(SkipReason.PLAN_MISMATCH, mismatch), None, None)
             self.outcome = self._gather_and_step(plan)
         assert self.outcome is not None
@@ -290,7 +290,7 @@ class _GatherWindow:
                 gatherer.fetch(share[ranks.place])
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
-        return exchange_partials(gatherer.partial(self.error), ranks)
+        return gatherer.merge_with(ranks, error=self.error)
 
     def _next_share(self, plan: GatherPlan, gatherer: Gatherer) -> list[tuple[int, ...]]:
         """The uids that each rank fetches next, from the statuses of all so far; empty if there are none."""

@@ -195,6 +195,32 @@ def read_places(head: Tensor, size: int, where: str, error: ErrorFactory) -> dic
     return places
 
 
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        The bytes, without a copy if it is contiguous and on the CPU.
+    """
+    flat = tensor.detach().contiguous().cpu().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
+
+
+def tensor_of(data: bytearray | bytes, dtype: torch.dtype) -> Tensor:
+    """Return the numbers in some bytes.
+
+    Args:
+        data: The bytes, which must not be used by others.
+        dtype: Their type.
+
+    Returns:
+        [n], in the same memory.
+    """
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
 def _place(info: Any, start: int) -> TensorPlace | None:
     if isinstance(info, dict):
         dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalith.ops import checks
 from megalith.storage.spool import FileBody, SpoolWriter
+from megalith.storage.tensor_files import raw_bytes, tensor_of
 
 SnapshotPolicy = Literal["none", "host", "disk"]
 
@@ -38,8 +39,7 @@ class TensorSnapshot:
             spool = SpoolWriter(directory)
             try:
                 for tensor in tensors.values():
-                    flat = tensor.detach().cpu().contiguous().view(-1)
-                    spool.write(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+                    spool.write(raw_bytes(tensor))
                 self._file = spool.finish()
             except BaseException:
                 spool.discard()
@@ -59,7 +59,7 @@ class TensorSnapshot:
                 tensor.copy_(self._copies[name])
             elif self._file is not None and tensor.numel():
                 data = self._file.read(at, tensor.numel() * tensor.element_size())
-                tensor.copy_(torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape))
+                tensor.copy_(tensor_of(data, tensor.dtype).view(tensor.shape))
                 at += len(data)
 
     def close(self) -> None:
