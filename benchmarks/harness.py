@@ -2,11 +2,13 @@
 
 Variants run in one process and take turns, each round on other batches and in another order. Two variants are
 compared by the ratio of their times in each round; the median and the quartiles of these ratios are reported.
-This module does not depend on tables or peers.
+`run_sections` is the command of benchmarks that consist of sections. This module does not depend on tables or
+peers.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib.metadata
 import json
@@ -261,6 +263,73 @@ def run_child(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[
         subprocess.run(command, env=everything, check=True, stdout=subprocess.DEVNULL)
         content: dict[str, Any] = json.loads(output.read_text())
     return content
+
+
+# ---- a benchmark of several sections
+
+
+class Run:
+    """The sizes of a run and its results so far; a benchmark derives from it what its sections share."""
+
+    def __init__(self, quick: bool) -> None:
+        self.quick = quick
+        self.sections: dict[str, Any] = {}
+        self.bars: list[Bar] = []
+
+    def bar(self, name: str, measured: float, required: float | None = None, **more: Any) -> None:
+        self.bars.append(Bar(name, measured, required, **more))
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what the result states in addition to machine and versions."""
+        return {}
+
+
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+def run_sections(
+    benchmark: str,
+    arguments: Sequence[str],
+    new_run: Callable[[bool], AnyRun],
+    sections: Mapping[str, Callable[[AnyRun], None]],
+    packages: Sequence[str],
+) -> None:
+    """Runs the chosen sections, prints every target and saves the result.
+
+    A full run saves results/BENCHMARK-DATE.json; a --quick or --only run saves only to the path given by
+    --output.
+    """
+    parser = argparse.ArgumentParser(description=f"benchmarks/{benchmark}.py")
+    parser.add_argument("--quick", action="store_true", help="small tables, few rounds")
+    parser.add_argument("--only", default="", help=f"sections, of {','.join(sections)}")
+    parser.add_argument("--output", type=Path, help="where to save the result as JSON")
+    options = parser.parse_args(arguments)
+    chosen = options.only.split(",") if options.only else list(sections)
+    if unknown := [name for name in chosen if name not in sections]:
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(sections)}")
+    content: dict[str, Any] = {
+        "benchmark": benchmark,
+        "date": date.today().isoformat(),
+        "command": command_line(arguments),
+        "machine": machine(),
+        "versions": versions(packages),
+    }
+    for title in ("machine", "versions"):
+        print(f"{title}: " + ", ".join(f"{k} {v}" for k, v in content[title].items()))
+    run = new_run(options.quick)
+    for name in chosen:
+        started = time.perf_counter()
+        progress(f"{name} ...")
+        sections[name](run)
+        progress(f"{name}: {time.perf_counter() - started:.0f} s")
+    print_bars(run.bars)
+    content |= {**run.facts(), "sections": run.sections, "bars": run.bars}
+    output = options.output
+    if output is None and not options.quick and not options.only:
+        output = result_path(benchmark)
+    if output is not None:
+        write_result(output, content)
+        progress(f"saved {output}")
 
 
 def result_path(name: str) -> Path:

@@ -24,30 +24,15 @@ A full run saves results/policies_cpu-DATE.json. It takes about 5 minutes on an 
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import date
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from harness import (
-    Bar,
-    Spread,
-    command_line,
-    interleave,
-    machine,
-    print_bars,
-    print_table,
-    progress,
-    result_path,
-    versions,
-    write_result,
-)
+from harness import Bar, Run, Spread, interleave, print_table, progress, run_sections
 from torch import Tensor
 from workloads import BAG, Batch, Batches, Ours, Workload, new_weights, random_keys
 
@@ -150,17 +135,16 @@ class TorchBag:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-class Run:
+class PoliciesRun(Run):
     """Sizes of this run, and its results so far."""
 
     def __init__(self, quick: bool) -> None:
+        super().__init__(quick)
         self.rows, self.ids = (10**5, 20_000) if quick else (10**6, 100_000)
         self.rounds = 3 if quick else 11
-        self.sections: dict[str, Any] = {}
-        self.bars: list[Bar] = []
 
 
-def optimizers(run: Run) -> None:
+def optimizers(run: PoliciesRun) -> None:
     """Compares every optimizer with torch.optim, or with our Adagrad where torch has none."""
     keys = random_keys(run.rows)
     workload = Workload(run.rows, 16, run.ids, "uniform")
@@ -264,7 +248,7 @@ class WithPolicies(Ours):
             self.table.evict_part(self.time, rows=self._part)
 
 
-def policies(run: Run) -> None:
+def policies(run: PoliciesRun) -> None:
     """Compares the Adagrad step of a table with policies with that of a plain table."""
     ttl, count = TTL(1e6), MinCount(2)
     rounds = 2 * run.rounds
@@ -334,7 +318,7 @@ SEARCH_MS = 1.0
 """Longest allowed update of one id at a capacity, in milliseconds. A walk over 2 million rows takes 20."""
 
 
-def search(run: Run) -> None:
+def search(run: PoliciesRun) -> None:
     """Measures how long an update of one id waits for room in a large table."""
     rows = 2 * run.rows
     keys = random_keys(rows + 3000)
@@ -370,7 +354,7 @@ def search(run: Run) -> None:
     )
 
 
-def passes(run: Run) -> None:
+def passes(run: PoliciesRun) -> None:
     """Measures how long a pass of eviction keeps a training step or another thread waiting."""
     rows = 4 * run.rows
     records: list[dict[str, Any]] = []
@@ -476,7 +460,7 @@ def _timed_scores(rows: int) -> tuple[list[float], int]:
     return seconds, visited
 
 
-def quality(run: Run) -> None:
+def quality(run: PoliciesRun) -> None:
     """Compares the hits of Capacity with those of exact LRU and LFU."""
     steps = 100 if run.rounds < 5 else 400
     records: list[dict[str, Any]] = []
@@ -540,7 +524,7 @@ def _hits(capacity: int, score: str, steps: int) -> tuple[int, int, int]:
     return ours, exact, total
 
 
-def precision(run: Run) -> None:
+def precision(run: PoliciesRun) -> None:
     """Compares rows of 16 bits, and views of serving precisions, with rows of float32: step and lookup."""
     keys = random_keys(run.rows)
     records = []
@@ -581,7 +565,7 @@ def precision(run: Run) -> None:
     )
 
 
-SECTIONS: dict[str, Callable[[Run], None]] = {
+SECTIONS: dict[str, Callable[[PoliciesRun], None]] = {
     "optimizers": optimizers,
     "policies": policies,
     "search": search,
@@ -591,36 +575,10 @@ SECTIONS: dict[str, Callable[[Run], None]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
-    parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(SECTIONS)}")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args(arguments)
-    chosen = [name for name in options.only.split(",") if name] or list(SECTIONS)
+def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    about: dict[str, Any] = {
-        "benchmark": "policies_cpu",
-        "date": str(date.today()),
-        "machine": machine(),
-        "versions": versions(("megalith", "torch", "numpy")),
-    }
-    run = Run(options.quick)
-    seconds = {}
-    for name in chosen:
-        progress(name)
-        begin = time.perf_counter()
-        SECTIONS[name](run)
-        seconds[name] = time.perf_counter() - begin
-        progress(f"  {name} took {seconds[name]:.0f} s")
-    about["seconds"] = seconds
-    print_bars(run.bars)
-    whole = not options.quick and chosen == list(SECTIONS)
-    path = options.output or (result_path("policies_cpu") if whole else None)
-    if path is not None:
-        content = {**about, "command": command_line(sys.argv[1:]), **run.sections, "bars": run.bars}
-        write_result(path, content)
+    run_sections("policies_cpu", arguments, PoliciesRun, SECTIONS, ("megalith", "torch", "numpy"))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -10,33 +10,26 @@ table lists every target and whether it is met. A full run saves results/table_c
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from growth import CALL, growth_stall, memory_after_growth
 from harness import (
-    Bar,
+    Run,
     Spread,
     Timings,
     busiest_thread,
-    command_line,
     geometric_mean,
     huge_page_bytes,
     interleave,
-    machine,
-    print_bars,
     print_table,
     progress,
-    result_path,
     run_child,
-    versions,
-    write_result,
+    run_sections,
 )
 from workloads import (
     BagPeer,
@@ -60,16 +53,16 @@ PEER_NAMES = {"tbe": "FBGEMM TBE", "bag": "nn.EmbeddingBag", "managed collision"
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
-class Run:
+class TableRun(Run):
     """Sizes and rounds of this run, and its results so far."""
 
     def __init__(self, quick: bool) -> None:
-        self.quick = quick
+        super().__init__(quick)
         self.table_rows = [10**5, 10**6] if quick else [10**6, 10**7]
         self.batch_ids = [100_000, 1_000_000]
         self.peers = {peer: peer == "bag" or installed(peer) for peer in PEER_NAMES}
-        self.sections: dict[str, Any] = {}
-        self.bars: list[Bar] = []
+        if missing := self.missing_peers():
+            print(f"not installed, skipped: {', '.join(missing)}")
         self._batches: dict[int, Batches] = {}
 
     def rounds(self, ids: int) -> int:
@@ -93,8 +86,11 @@ class Run:
             for spread in ("uniform", "zipf")
         ]
 
-    def bar(self, name: str, measured: float, required: float | None = None, **more: Any) -> None:
-        self.bars.append(Bar(name, measured, required, **more))
+    def missing_peers(self) -> list[str]:
+        return [PEER_NAMES[peer] for peer, there in self.peers.items() if not there]
+
+    def facts(self) -> dict[str, Any]:
+        return {"kernels": _native.kernels(), "missing_peers": self.missing_peers()}
 
 
 PEERS: dict[str, Callable[[str, torch.Tensor], TbePeer | BagPeer]] = {
@@ -106,7 +102,7 @@ PEERS: dict[str, Callable[[str, torch.Tensor], TbePeer | BagPeer]] = {
 # ---- verification
 
 
-def verify(run: Run) -> None:
+def verify(run: TableRun) -> None:
     """Checks that all variants have the same weights after 3 steps on duplicated ids."""
     keys = random_keys(1000)
     batches = Batches(keys)
@@ -143,7 +139,7 @@ def build(optimizer: str, rows: int, dim: int, peer: str) -> Variant:
 
 
 def compare(
-    run: Run, optimizer: str, workloads: Sequence[Workload], peers: Sequence[str], lookup: bool
+    run: TableRun, optimizer: str, workloads: Sequence[Workload], peers: Sequence[str], lookup: bool
 ) -> list[dict[str, Any]]:
     """Compares our step (and lookup) with the peers', for workloads ordered by table size."""
     records = []
@@ -161,7 +157,7 @@ def compare(
 
 
 def measure(
-    run: Run, optimizer: str, workload: Workload, variants: dict[str, Any], lookup: bool
+    run: TableRun, optimizer: str, workload: Workload, variants: dict[str, Any], lookup: bool
 ) -> dict[str, Any]:
     batches = run.batches(workload.rows)(workload)
     rounds = run.rounds(workload.ids)
@@ -214,7 +210,7 @@ def print_records(title: str, records: Sequence[dict[str, Any]]) -> None:
 
 
 def pair_of_bars(
-    run: Run,
+    run: TableRun,
     name: str,
     numbers: list[float],
     required: tuple[float, float],
@@ -228,7 +224,7 @@ def pair_of_bars(
     run.bar(f"{name}, worst", min(numbers), required[1], goal=goals[1], note=over)
 
 
-def adagrad(run: Run) -> None:
+def adagrad(run: TableRun) -> None:
     """Bars 1, 2, 4, 5: Adagrad step and lookup over the eight dim-16 workloads."""
     records = compare(run, "adagrad", run.workloads(), ["tbe", "bag"], lookup=True)
     run.sections["adagrad"] = records
@@ -242,7 +238,7 @@ def adagrad(run: Run) -> None:
         pair_of_bars(run, name, ratios(records, what, peer), required, goals)
 
 
-def wide(run: Run) -> None:
+def wide(run: TableRun) -> None:
     """Bar 3: Adagrad step at dim 64."""
     rows = run.table_rows[-1]
     workloads = [Workload(rows, 64, 100_000, spread) for spread in ("uniform", "zipf")]
@@ -253,7 +249,7 @@ def wide(run: Run) -> None:
         run.bar("Adagrad step d64 vs TBE, worst", min(numbers), 2.2, note="2 workloads")
 
 
-def other(run: Run, optimizer: str, peer: str, name: str, required: float, strict: bool) -> None:
+def other(run: TableRun, optimizer: str, peer: str, name: str, required: float, strict: bool) -> None:
     records = compare(run, optimizer, run.workloads(), [peer], lookup=False)
     run.sections[optimizer] = records
     print_records(optimizer, records)
@@ -263,22 +259,22 @@ def other(run: Run, optimizer: str, peer: str, name: str, required: float, stric
         run.bar(f"{name}, geomean", mean, required, strict=strict, note=over)
 
 
-def sgd(run: Run) -> None:
+def sgd(run: TableRun) -> None:
     other(run, "sgd", "tbe", "SGD step vs TBE", 1.0, strict=True)
 
 
-def rowwise(run: Run) -> None:
+def rowwise(run: TableRun) -> None:
     other(run, "rowwise_adagrad", "tbe", "row-wise Adagrad step vs TBE", 1.0, strict=True)
 
 
-def adam(run: Run) -> None:
+def adam(run: TableRun) -> None:
     other(run, "adam", "bag", "Adam step vs EmbeddingBag+SparseAdam", 5.0, strict=False)
 
 
 # ---- find, threads, one call
 
 
-def find(run: Run) -> None:
+def find(run: TableRun) -> None:
     """Bar 6: raw key -> row, every key known, against torchrec's eval remap."""
     records = []
     if not run.peers["managed collision"]:
@@ -302,7 +298,7 @@ def find(run: Run) -> None:
     run.bar("find vs managed-collision remap, worst", min(numbers), 12, note="4 workloads")
 
 
-def threads(run: Run) -> None:
+def threads(run: TableRun) -> None:
     """Bar 9: one-thread CPU time / the busiest thread's CPU time with two threads.
 
     If other processes use the second core, the caller's thread takes over work and the gain looks smaller:
@@ -344,7 +340,7 @@ def threads(run: Run) -> None:
     run.bar("two threads (one-thread CPU / busiest thread), worst", worst, 1.6, note=over)
 
 
-def call(run: Run) -> None:
+def call(run: TableRun) -> None:
     """Measures the cost of a call to the native module with two tensors."""
     ids, values = torch.arange(64), torch.zeros(64, 16)
     check = _native.check_tensors
@@ -363,7 +359,7 @@ def call(run: Run) -> None:
 # ---- growth and memory
 
 
-def growth(run: Run) -> None:
+def growth(run: TableRun) -> None:
     """Bar 10: the longest call while the index grows, against rebuilding it at once."""
     rows = run.table_rows[-1]
     run.sections["growth"] = section = {"table": "dim 1, SGD", "ids_a_call": CALL}
@@ -375,7 +371,7 @@ def growth(run: Run) -> None:
         run.bar(name, record["ratio"], required, at_most=True, note=over)
 
 
-def memory(run: Run) -> None:
+def memory(run: TableRun) -> None:
     """Bar 11: bytes per row in addition to weights and state just after growth; small rows stay small."""
     records = {f"dim {dim} SGD": memory_after_growth(run.table_rows[-1], dim) for dim in (1, 3)}
     run.sections["memory"] = records
@@ -390,7 +386,7 @@ def memory(run: Run) -> None:
 # ---- bars 1 and 4 with huge pages for the peers
 
 
-def hugepages(run: Run) -> None:
+def hugepages(run: TableRun) -> None:
     """Measures in a child process whose malloc uses 2 MiB pages; our tables always use them."""
     if HUGE_PAGES in os.environ.get("GLIBC_TUNABLES", ""):
         run.sections["hugepages"] = with_huge_pages(run)
@@ -412,7 +408,7 @@ def hugepages(run: Run) -> None:
             run.bar(f"{name}, worst", min(numbers), note=over)
 
 
-def with_huge_pages(run: Run) -> dict[str, Any]:
+def with_huge_pages(run: TableRun) -> dict[str, Any]:
     rows = run.table_rows[-1]
     before = huge_page_bytes()
     variants: dict[str, Any] = {p: build("adagrad", rows, 16, p) for p in PEERS if run.peers[p]}
@@ -428,7 +424,7 @@ def with_huge_pages(run: Run) -> dict[str, Any]:
 # ---- the command
 
 
-SECTIONS: dict[str, Callable[[Run], None]] = {
+SECTIONS: dict[str, Callable[[TableRun], None]] = {
     "verify": verify,
     "call": call,
     "adagrad": adagrad,
@@ -445,45 +441,11 @@ SECTIONS: dict[str, Callable[[Run], None]] = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description="The cpu table against its peers.")
-    parser.add_argument("--quick", action="store_true", help="small tables, few rounds")
-    parser.add_argument("--only", default="", help=f"sections, of {','.join(SECTIONS)}")
-    parser.add_argument("--output", type=Path, help="where to save the result as JSON")
-    options = parser.parse_args(arguments)
-    chosen = options.only.split(",") if options.only else list(SECTIONS)
-    if unknown := [name for name in chosen if name not in SECTIONS]:
-        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # Set explicitly, because torch warns otherwise: sparse gradients are not checked.
     torch.sparse.check_sparse_tensor_invariants.disable()
-    run = Run(options.quick)
-    content: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command_line(arguments),
-        "machine": machine(),
-        "versions": versions(PACKAGES),
-        "kernels": _native.kernels(),
-        "missing_peers": [PEER_NAMES[p] for p, there in run.peers.items() if not there],
-    }
-    for title in ("machine", "versions"):
-        print(f"{title}: " + ", ".join(f"{k} {v}" for k, v in content[title].items()))
-    if content["missing_peers"]:
-        print(f"not installed, skipped: {', '.join(content['missing_peers'])}")
-    for name in chosen:
-        started = time.perf_counter()
-        progress(f"{name} ...")
-        SECTIONS[name](run)
-        progress(f"{name}: {time.perf_counter() - started:.0f} s")
-    print_bars(run.bars)
-    content.update(sections=run.sections, bars=run.bars)
-    output = options.output
-    if output is None and not options.quick and not options.only:
-        output = result_path("table_cpu")
-    if output is not None:
-        write_result(output, content)
-        progress(f"saved {output}")
+    run_sections("table_cpu", arguments, TableRun, SECTIONS, PACKAGES)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ A full run saves results/touched_cpu-DATE.json.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import subprocess
 import sys
@@ -25,22 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from harness import (
-    Bar,
-    Spread,
-    command_line,
-    geometric_mean,
-    machine,
-    print_bars,
-    print_table,
-    progress,
-    result_path,
-    versions,
-    write_result,
-)
+from harness import Run, Spread, geometric_mean, print_table, run_sections
 from torch import Tensor
 from workloads import FILL_CHUNK, new_weights, random_keys, short
 
@@ -113,18 +99,13 @@ def new_table(keys: Tensor) -> Table:
     return table
 
 
-class Run:
-    """Sizes of this run, and its results so far."""
+class TouchedRun(Run):
+    """The table of this run, and its results so far."""
 
     def __init__(self, quick: bool) -> None:
-        self.quick = quick
+        super().__init__(quick)
         self.keys = random_keys(10**6 if quick else 10**7)
         self.table = new_table(self.keys)
-        self.sections: dict[str, Any] = {}
-        self.bars: list[Bar] = []
-
-    def bar(self, name: str, measured: float, required: float | None, **more: Any) -> None:
-        self.bars.append(Bar(name, measured, required, **more))
 
     def choose(self, n: int, seed: int) -> Tensor:
         """Row numbers, int64 [n]; few are equal."""
@@ -138,7 +119,7 @@ def seconds(call: Callable[[], object]) -> float:
     return time.thread_time() - start
 
 
-def drain(run: Run) -> None:
+def drain(run: TouchedRun) -> None:
     walk = Walk(run.keys.numel())
     for caches, required in (("after training", 100), ("cold", None)):
         times = drain_times(run, walk, cold=caches == "cold")
@@ -151,7 +132,7 @@ def drain(run: Run) -> None:
         run.bar(f"walk over all flags / drain, caches {caches}", ratio.median, required, note=size)
 
 
-def drain_times(run: Run, walk: Walk, cold: bool) -> dict[str, list[float]]:
+def drain_times(run: TouchedRun, walk: Walk, cold: bool) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {"drain": [], "walk": []}
     trash = torch.zeros(100 << 20, dtype=torch.uint8)
     for r in range(4 if run.quick else 31):
@@ -178,7 +159,7 @@ def drain_times(run: Run, walk: Walk, cold: bool) -> dict[str, list[float]]:
     return times
 
 
-def longest_call(run: Run, draining: bool, calls: int, seed: int) -> tuple[float, int]:
+def longest_call(run: TouchedRun, draining: bool, calls: int, seed: int) -> tuple[float, int]:
     """Returns the longest of some training calls, in seconds, and the number of drained rows."""
     table, drained = run.table, 0
     table.drain_touched(CONSUMER)
@@ -209,7 +190,7 @@ def longest_call(run: Run, draining: bool, calls: int, seed: int) -> tuple[float
     return longest, drained
 
 
-def stall(run: Run) -> None:
+def stall(run: TouchedRun) -> None:
     calls, rounds = (20, 3) if run.quick else (100, 25)
     alone: list[float] = []
     draining: list[float] = []
@@ -236,37 +217,12 @@ def stall(run: Run) -> None:
     run.bar("longest call while draining / alone", ratio.median, 1.2, at_most=True, note=over)
 
 
-SECTIONS: dict[str, Callable[[Run], None]] = {"drain": drain, "stall": stall}
+SECTIONS: dict[str, Callable[[TouchedRun], None]] = {"drain": drain, "stall": stall}
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description="Touched rows of the cpu table.")
-    parser.add_argument("--quick", action="store_true", help="a small table, few rounds")
-    parser.add_argument("--only", default="", help=f"sections, of {','.join(SECTIONS)}")
-    parser.add_argument("--output", type=Path, help="where to save the result as JSON")
-    options = parser.parse_args(arguments)
-    chosen = options.only.split(",") if options.only else list(SECTIONS)
-    if unknown := [name for name in chosen if name not in SECTIONS]:
-        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     torch.set_num_threads(1)
-    content: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command_line(arguments),
-        "machine": machine(),
-        "versions": versions(("megalith", "torch")),
-    }
-    run = Run(options.quick)
-    for name in chosen:
-        progress(f"{name} ...")
-        SECTIONS[name](run)
-    print_bars(run.bars)
-    content.update(sections=run.sections, bars=run.bars)
-    output = options.output
-    if output is None and not options.quick and not options.only:
-        output = result_path("touched_cpu")
-    if output is not None:
-        write_result(output, content)
-        progress(f"saved {output}")
+    run_sections("touched_cpu", arguments, TouchedRun, SECTIONS, ("megalith", "torch"))
 
 
 if __name__ == "__main__":
