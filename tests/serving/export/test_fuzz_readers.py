@@ -1,7 +1,7 @@
 """Fuzzing what serving reads from outside: it is understood or refused, nothing else happens.
 
 Exports (their lengths and checksums put right after each change, so that the damage reaches the parsers),
-message headers and positions of parameter sync, and the tensors of requests.
+message headers, positions and parts of dense weights of parameter sync, and the tensors of requests.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import Signature
 from megalith.serving.export.warmup_examples import read_examples
 from megalith.serving.server.inputs import InputReader
+from megalith.serving.sync.dense_parts import DenseAssembly, read_parts
 from megalith.serving.sync.message_header import (
     COMPLETE,
     PUBLISHER,
@@ -310,3 +311,45 @@ def test_positions(outputs: dict[str, Any]) -> None:
     except InputError:
         return
     assert Position.read(position.outputs()) == position
+
+
+PART_NAMES = st.sampled_from(["dense_part:w", "dense_begin:w", "dense_part:v", "dense_begin:v", "x"])
+WEIGHTS = {"w": torch.zeros(2, 3), "v": torch.zeros(2, dtype=torch.float64)}
+BEGINS = st.sampled_from([-(2**63), -1, 0, 1, 2, 3, 5, 6, 2**31, 2**63 - 1]).map(lambda n: torch.tensor([n]))
+VALUES = st.lists(st.sampled_from([1.0, 2.0, -0.0, float("inf"), float("nan")]), max_size=7).map(torch.tensor)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.dictionaries(PART_NAMES, st.one_of(tensors(), BEGINS, VALUES)), max_size=6))
+def test_parts_of_dense_weights(messages: list[dict[str, Any]]) -> None:
+    assembly = DenseAssembly()
+    arrived: dict[str, list[torch.Tensor]] = {}
+    for inputs in messages:
+        left = dict(inputs)
+        try:
+            parts = read_parts(left, WEIGHTS)
+            assembly.check(parts, WEIGHTS)
+        except InputError:
+            continue
+        assert left.keys() <= {"x"}
+        complete = assembly.add(parts, WEIGHTS)
+        for name, part in parts.items():
+            arrived[name] = [*(arrived[name] if part.begin else ()), part.values]
+        for name, weight in complete.items():
+            assert (weight.shape, weight.dtype) == (WEIGHTS[name].shape, WEIGHTS[name].dtype)
+            assert bool(weight.isfinite().all())
+            assert torch.equal(weight.view(-1), torch.cat(arrived.pop(name)))
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.booleans())
+def test_parts_that_cover_a_weight_complete_it(sizes: list[int], again: bool) -> None:
+    weight = torch.arange(float(sum(sizes)))
+    assembly, found = DenseAssembly(), {}
+    starts = [0, *np.cumsum(sizes)[:-1].tolist()]
+    pieces = list(zip(starts, weight.split(sizes), strict=True))
+    for begin, values in [*(pieces[:1] if again else ()), *pieces]:
+        inputs: dict[str, Any] = {"dense_part:w": values, "dense_begin:w": torch.tensor([begin])}
+        parts = read_parts(inputs, {"w": weight})
+        assembly.check(parts, {"w": weight})
+        found = assembly.add(parts, {"w": weight})
+    assert torch.equal(found["w"], weight)
