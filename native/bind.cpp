@@ -199,12 +199,29 @@ NB_MODULE(_native, m) {
            },
            nb::arg("rows").none(), nb::arg("epoch"), nb::arg("ids"), nb::arg("out"),
            nb::arg("threads"))
+      .def("read_finite",
+           [](const Table& t, handle rows, int64_t epoch, handle ids, handle out, int threads) {
+             const Ids i = borrow_ids(ids);
+             const int32_t* r = borrow_rows(rows, i.n);
+             float* o = borrow_matrix(out, "out", i.n, t.dim()).as<float>();
+             nb::gil_scoped_release release;
+             return t.read_finite(r, epoch, i.data, i.n, o, threads);
+           },
+           nb::arg("rows").none(), nb::arg("epoch"), nb::arg("ids"), nb::arg("out"), nb::arg("threads"))
       .def("assign",
            [](Table& t, handle ids, handle values, bool add, uint32_t time, int threads) {
              const Ids i = borrow_ids(ids);
              const float* v = borrow_matrix(values, "values", i.n, t.dim()).as<float>();
              nb::gil_scoped_release release;
              t.assign(i.data, i.n, v, add, time, threads);
+           })
+      .def("assign_filled",
+           [](Table& t, handle ids, handle values, float fill, uint32_t time, int threads) {
+             const Ids i = borrow_ids(ids);
+             const TensorView v = borrow(values, Kind::float32, "values");
+             require(v.ndim == 2 && v.shape[0] == i.n && v.shape[1] <= t.dim(), "values: expected [n, at most dim]");
+             nb::gil_scoped_release release;
+             t.assign(i.data, i.n, v.as<float>(), false, time, threads, static_cast<int>(v.shape[1]), fill);
            })
       .def("reinitialize",
            [](Table& t, handle ids, uint32_t time, handle status, int threads) {

@@ -1,8 +1,13 @@
 // The Python side of exchanges between ranks: messages, their memory, and shared memory on one host.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 
 #include <functional>
 #include <memory>
@@ -23,6 +28,8 @@ namespace {
 // A pool whose buffers Python takes as DLPack capsules: the memory returns to the pool, without Python's lock, when the
 // last tensor that uses it is freed.
 struct Buffers {
+  explicit Buffers(bool huge_pages) : pool(std::make_shared<BufferPool>(huge_pages)) {}
+
   struct Lent {
     dlpack::ManagedTensor managed;
     int64_t size;
@@ -47,7 +54,7 @@ struct Buffers {
     return nb::steal(capsule);
   }
 
-  std::shared_ptr<BufferPool> pool = std::make_shared<BufferPool>();
+  std::shared_ptr<BufferPool> pool;
 };
 
 // Checks the sizes of join_blocks, then copies.
@@ -74,9 +81,47 @@ void join(handle data, const std::vector<int64_t>& begins, handle counts, handle
   join_blocks(from.as<char>(), begins.data(), c.as<int64_t>(), w.as<int64_t>(), peers, tables, to.as<char>());
 }
 
+// A numpy array of uint8 in the memory of an object, which it keeps alive.
+nb::object array_in(void* data, Py_ssize_t bytes, handle owner) {
+  return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {static_cast<size_t>(bytes)}, owner));
+}
+
+// Bytes to be filled before anything else sees them, and an array of their memory.
+nb::tuple new_bytes(int64_t size) {
+  require(size > 0 && size < int64_t{1} << 46, "size: out of range");
+  PyObject* made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
+  if (!made) throw nb::python_error();
+  const nb::object bytes = nb::steal(made);
+  return nb::make_tuple(bytes, array_in(PyBytes_AsString(made), static_cast<Py_ssize_t>(size), bytes));
+}
+
+// An array of the memory of a memoryview, which must not be written.
+nb::object view_array(handle view) {
+  require(PyMemoryView_Check(view.ptr()), "view: expected a memoryview");
+  Py_buffer buffer;
+  if (PyObject_GetBuffer(view.ptr(), &buffer, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  const nb::object array = array_in(buffer.buf, buffer.len, view);
+  PyBuffer_Release(&buffer);
+  return array;
+}
+
+// Lets the C library keep freed memory for the next message instead of returning it to the operating system, from
+// which it would come back page by page.
+void keep_freed_memory(int bytes) {
+#if defined(__GLIBC__)
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the largest value; below it, memory comes from the heaps
+  mallopt(M_TRIM_THRESHOLD, bytes);
+#else
+  (void)bytes;
+#endif
+}
+
 void bind_messages(nb::module_& m) {
+  m.def("keep_freed_memory", keep_freed_memory, nb::arg("bytes"));
+  m.def("new_bytes", new_bytes, nb::arg("size"));
+  m.def("view_array", view_array, nb::arg("view"));
   nb::class_<Buffers>(m, "Buffers")
-      .def(nb::init<>())
+      .def(nb::init<bool>(), nb::arg("huge_pages") = true)
       .def("get", &Buffers::get, nb::arg("bytes"))
       .def_prop_ro("num_free", [](const Buffers& b) { return b.pool->num_free(); });
   m.def("join_blocks", join, nb::arg("data"), nb::arg("begins"), nb::arg("counts"), nb::arg("widths"), nb::arg("out"));

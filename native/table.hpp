@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -137,6 +138,25 @@ class Table {
     });
   }
 
+  // Reads rows as `read` does. Returns false, after some of them, if one is not finite.
+  bool read_finite(const int32_t* rows, int64_t epoch, const int64_t* ids, int64_t n, float* out, int threads) const {
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    Lease lease;
+    rows = current_rows(rows, epoch, ids, n, *lease, threads);
+    const TableView table = view();
+    std::atomic<bool> finite{true};
+    for_ranges(n, kReadGrain, threads, [&](int64_t first, int64_t last) {
+      constexpr int64_t kBlock = 128;  // rows that are still in the cache when they are checked
+      std::vector<float> scratch(static_cast<size_t>(dim_));
+      for (int64_t i = first; i < last && finite; i += kBlock) {
+        const int64_t count = std::min(kBlock, last - i);
+        kernels_->read(table, rows + i, ids + i, count, out + i * dim_, scratch.data());
+        if (!kernels_->all_finite(out + i * dim_, 1, count * dim_, count * dim_)) finite = false;
+      }
+    });
+    return finite;
+  }
+
   // Reads complete rows with optimizer state; an id without a row reads as the row that would be created.
   void read_complete(const int64_t* ids, int64_t n, const std::vector<Column>& columns, int threads) const {
     std::shared_lock<ForkSafeLock> hold(lock_);
@@ -166,12 +186,13 @@ class Table {
 
   // ---- writes
 
-  void assign(const int64_t* ids, int64_t n, const float* values, bool add, uint32_t time,
-              int threads) {
+  // `values`: [n, width]; columns from `width` on become `fill`.
+  void assign(const int64_t* ids, int64_t n, const float* values, bool add, uint32_t time, int threads, int width,
+              float fill) {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
-    std::vector<float> sum(static_cast<size_t>(dim_));
-    const int32_t* rows = find_or_create(ids, n, *lease, threads, hold);
+    std::vector<float> whole(static_cast<size_t>(dim_), fill);
+    const int32_t* rows = find_or_create(ids, n, *lease, threads, hold, add ? Initial::row : Initial::state);
     constexpr int64_t kAhead = 16;
     for (int64_t i = 0; i < n; ++i) {
       if (i + kAhead < n) {
@@ -179,15 +200,19 @@ class Table {
         for (size_t b = 0; b < rows_.weight_bytes(); b += 64) __builtin_prefetch(later + b, 1);
         __builtin_prefetch(&rows_.time_of(rows[i + kAhead]), 1);
       }
-      const float* v = values + i * dim_;
+      const float* v = values + i * width;
       if (add) {
-        rows_.read_weights(rows[i], sum.data());
-        for (int c = 0; c < dim_; ++c) sum[static_cast<size_t>(c)] += v[c];
-        v = sum.data();
+        rows_.read_weights(rows[i], whole.data());
+        for (int c = 0; c < width; ++c) whole[static_cast<size_t>(c)] += v[c];
+      } else if (width < dim_) {
+        std::memcpy(whole.data(), v, sizeof(float) * static_cast<size_t>(width));
       }
-      rows_.write_weights(rows[i], v);
+      rows_.write_weights(rows[i], add || width < dim_ ? whole.data() : v);
       assigned(rows[i], time);
     }
+  }
+  void assign(const int64_t* ids, int64_t n, const float* values, bool add, uint32_t time, int threads) {
+    assign(ids, n, values, add, time, threads, dim_, 0.0f);
   }
 
   // status: 0 created, 1 existed.
@@ -200,7 +225,7 @@ class Table {
       created.clear();
       for (int64_t i = 0; i < n; ++i) status[i] = found[i] >= 0 ? 1 : !created.insert(ids[i]).second;
     };
-    const int32_t* rows = find_or_create(ids, n, *lease, threads, hold, /*initialize=*/true, note);
+    const int32_t* rows = find_or_create(ids, n, *lease, threads, hold, Initial::row, note);
     kernels_->initialize(view(), rows, ids, n, scratch.data());
     for (int64_t i = 0; i < n; ++i) assigned(rows[i], time);
   }
@@ -234,7 +259,7 @@ class Table {
     std::unique_lock<ForkSafeLock> hold(lock_);
     Lease lease;
     const int64_t before = counters_.created;
-    const int32_t* rows = find_or_create(from.ids, n, *lease, threads, hold, /*initialize=*/false);
+    const int32_t* rows = find_or_create(from.ids, n, *lease, threads, hold, Initial::nothing);
     // If every id created a row, the ids are distinct, and the order of writes does not matter.
     const int64_t grain = counters_.created - before == n ? kReadGrain : std::max<int64_t>(n, 1);
     for_ranges(n, grain, threads, [&](int64_t first, int64_t last) {
@@ -482,17 +507,19 @@ class Table {
     return lowest >= 0 && highest < rows_.high();
   }
 
-  // Rows for ids that have none; see table_create.hpp.
+  // Rows for ids that have none; see table_create.hpp. What they hold: an initial row, the initial state next to weights
+  // that the caller writes, or nothing, if the caller writes complete rows.
+  enum class Initial { row, state, nothing };
   struct Ignore {
     void operator()(const int32_t*) const {}
   };
   template <class Note = Ignore>
   const int32_t* find_or_create(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
-                                std::unique_lock<ForkSafeLock>& hold, bool initialize = true, Note&& note = {});
+                                std::unique_lock<ForkSafeLock>& hold, Initial initial, Note&& note = {});
   int64_t prepare_missing(const int64_t* ids, int64_t n, int32_t* rows, int64_t count, Scratch& scratch,
                           const Update* update, int threads);
   void create_missing(int32_t* rows, int64_t count, int64_t created, Scratch& scratch, int threads,
-                      bool initialize = true);
+                      Initial initial = Initial::row);
   static int64_t number_distinct(const int64_t* ids, int32_t* rows, const int32_t* missing, int64_t count,
                                  int64_t* distinct, Scratch& scratch);
 

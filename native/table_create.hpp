@@ -12,7 +12,7 @@ namespace megalith {
 // `note` sees the rows before missing ones are created. The admission policy is not asked.
 template <class Note>
 inline const int32_t* Table::find_or_create(const int64_t* ids, int64_t n, Scratch& scratch, int threads,
-                                            std::unique_lock<ForkSafeLock>& hold, bool initialize, Note&& note) {
+                                            std::unique_lock<ForkSafeLock>& hold, Initial initial, Note&& note) {
   for (;; wait_for_reader(hold)) {
     int32_t* rows = scratch.rows.get(n);
     find_rows(ids, n, rows, threads);
@@ -25,7 +25,7 @@ inline const int32_t* Table::find_or_create(const int64_t* ids, int64_t n, Scrat
     const int64_t created = prepare_missing(ids, n, rows, count, scratch, nullptr, threads);
     if (!save_rows(victims_.data(), static_cast<int64_t>(victims_.size()))) continue;
     evict_victims();
-    create_missing(rows, count, created, scratch, threads, initialize);
+    create_missing(rows, count, created, scratch, threads, initial);
     return rows;
   }
 }
@@ -54,9 +54,9 @@ inline int64_t Table::prepare_missing(const int64_t* ids, int64_t n, int32_t* ro
   return created;
 }
 
-// The half that cannot fail: inserts the ids and initializes their rows, unless the caller writes complete rows.
+// The half that cannot fail: inserts the ids and initializes their rows.
 inline void Table::create_missing(int32_t* rows, int64_t count, int64_t created, Scratch& scratch, int threads,
-                                  bool initialize) {
+                                  Initial initial) {
   if (count == 0) return;
   const int32_t* missing = scratch.missing.get(count);
   const int64_t* ids = scratch.fresh_ids.get(count);
@@ -77,7 +77,11 @@ inline void Table::create_missing(int32_t* rows, int64_t count, int64_t created,
     int32_t& row = rows[missing[m]];
     row = row < 0 ? -1 : fresh[row];  // refused ids stay without a row
   }
-  if (!initialize) return;
+  if (initial == Initial::state && rows_.state_bytes() > 0)
+    for (int64_t k = 0; k < created; ++k)
+      for (const SegmentPlan& s : options_.segments)
+        std::copy_n(s.initial_state, s.state_size, rows_.state(fresh[k]) + s.state_offset);
+  if (initial != Initial::row) return;
   const TableView table = view();
   float* wide = scratch.initial.get(workers_of(threads) * dim_);  // a row for each worker
   constexpr int64_t kGrain = 1024;

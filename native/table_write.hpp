@@ -35,7 +35,7 @@ inline void Table::write_rows(const Update& u, int64_t reached, const RowColumns
   if (std::count_if(rows, rows + reached, [](int32_t row) { return row >= 0; }) != rows_given)
     throw std::logic_error("table '" + options_.name + "' changed between the read and the write of a step");
   evict_victims();
-  create_missing(rows, missing, created, scratch, threads, /*initialize=*/false);
+  create_missing(rows, missing, created, scratch, threads, Initial::nothing);
   latest_step_ = std::max(latest_step_, saturated(u.step));
   int64_t at = 0;
   for (int64_t i = 0; i < reached; ++i) {

@@ -187,6 +187,32 @@ void adagrad_by_hand() {
   CHECK(std::fabs(out[1] + 0.08944272f) < 1e-7f);
 }
 
+void narrow_assigns_and_checked_reads() {
+  TableOptions o = options({segment(3, "adagrad")});
+  o.initial_state = {{0.5f, 0.5f, 0.5f}};
+  Table table(o);
+  const std::vector<int64_t> ids{7, 8, 7};
+  const std::vector<float> values{1, 2, 3, 4, 5, 6};
+  table.assign(ids.data(), 3, values.data(), false, 1, 1, 2, -1.0f);
+  const Rows1 rows = contents(table);
+  CHECK(rows.at(7) == (std::vector<float>{5, 6, -1, 0.5f, 0.5f, 0.5f}));
+  CHECK(rows.at(8) == (std::vector<float>{3, 4, -1, 0.5f, 0.5f, 0.5f}));
+  for (int threads : {1, 4}) {
+    const int64_t n = 10000;
+    std::vector<int64_t> many(static_cast<size_t>(n));
+    for (int64_t i = 0; i < n; ++i) many[static_cast<size_t>(i)] = i;
+    std::vector<float> weights(static_cast<size_t>(n) * 3, 0.25f), out(weights.size());
+    table.assign(many.data(), n, weights.data(), false, 1, threads);
+    std::vector<int32_t> found(static_cast<size_t>(n));
+    const int64_t epoch = table.find(many.data(), n, found.data(), threads);
+    CHECK(table.read_finite(found.data(), epoch, many.data(), n, out.data(), threads));
+    CHECK(out == weights);
+    weights[20001] = std::nanf("");
+    table.assign(many.data(), n, weights.data(), false, 1, threads);
+    CHECK(!table.read_finite(found.data(), epoch, many.data(), n, out.data(), threads));
+  }
+}
+
 void full_table_changes_nothing() {
   TableOptions o = options({segment(4, "sgd")});
   o.max_rows = 3;
@@ -211,6 +237,7 @@ void full_table_changes_nothing() {
 
 int main() {
   adagrad_by_hand();
+  narrow_assigns_and_checked_reads();
   full_table_changes_nothing();
   kernels_and_threads_agree();
   narrow_rows_agree();

@@ -8,6 +8,7 @@ autograd.Function around an op costs a fraction of a registered formula.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -69,6 +70,21 @@ def new_tensor(*shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Ten
     return out.zero_() if zero else out
 
 
+def keep_freed_memory(size: int) -> None:
+    """Let the C library keep freed memory for the next large message, for the whole process (glibc only).
+
+    Otherwise it returns the memory of every message of some megabytes to the system, and the page faults of
+    the next one take as long as its transport. A setting in the environment (MALLOC_TRIM_THRESHOLD_ or
+    MALLOC_MMAP_THRESHOLD_) takes precedence.
+
+    Args:
+        size: The maximum size of the memory kept by each heap, in bytes; a process has few heaps in use.
+    """
+    native: Any = native_module()
+    if native is not None and not any(f"MALLOC_{kind}_THRESHOLD_" in os.environ for kind in ("TRIM", "MMAP")):
+        native.keep_freed_memory(size)
+
+
 class MessageBuffers:
     """Memory for messages; it is used again when the last tensor that shares it is freed. Thread-safe.
 
@@ -76,11 +92,13 @@ class MessageBuffers:
 
     Args:
         largest: The size in bytes from which memory is not kept; None: all sizes are.
+        huge_pages: Whether to ask for pages of 2 MiB. On some virtual machines the first write of such a page
+            is slow, which only pays off if the memory is used for a long time.
     """
 
-    def __init__(self, largest: int | None = None) -> None:
+    def __init__(self, largest: int | None = None, *, huge_pages: bool = True) -> None:
         native: Any = native_module()
-        self._native: Any = None if native is None else native.Buffers()
+        self._native: Any = None if native is None else native.Buffers(huge_pages)
         self._largest = sys.maxsize if largest is None else largest
 
     def new(self, size: int) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import SGD, Normal, Table, TableConfig, Zeros, _native
+from megalith import SGD, Adagrad, Normal, Table, TableConfig, Zeros, _native
 from megalith.errors import InputError, TableFullError
 from megalith.ops import Pooling
 from megalith.table import Chunk
@@ -452,3 +452,41 @@ def test_ids_at_the_edge_of_64_bits_survive_the_native_layer(exchange_api: bool)
     assert table.lookup(ids)[:, 0].tolist() == list(range(1, ids.numel() + 1))
     with pytest.raises(InputError):
         table.find(ids.double())
+
+
+# ---- rows of parameter sync
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_columns_after_assigned_ones_get_one_value(precision: str) -> None:
+    adagrad = Adagrad(0.1, initial_accumulator_value=2.0)
+    config = TableConfig("t", dim=3, optimizer=adagrad, precision=precision)
+    engine, other = CpuEngine(config), CpuEngine(config)
+    ids, rows = ints(5, 6, 5), torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+
+    engine.assign_filled(ids, rows, -1.0, time=7)
+    other.assign(ids, torch.cat([rows, torch.full((3, 1), -1.0)], 1), add=False, time=7)
+
+    assert engine.read(ints(5, 6)).tolist() == [[5.0, 6.0, -1.0], [3.0, 4.0, -1.0]]
+    chunk, expected = engine.scan_part(0, 9)[0], other.scan_part(0, 9)[0]
+    assert torch.equal(chunk.rows, expected.rows)
+    assert chunk.time.tolist() == [7, 7]
+    for name, column in chunk.state.items():
+        assert torch.equal(column, expected.state[name])
+        assert column.unique().tolist() == [2.0]
+    with pytest.raises(InputError, match="at most dim"):
+        engine.assign_filled(ids, torch.zeros(3, 4), 0.0, time=0)
+
+
+@pytest.mark.parametrize("bad", [None, torch.nan, torch.inf, -torch.inf])
+def test_rows_are_checked_while_they_are_read(bad: float | None) -> None:
+    engine = CpuEngine(TableConfig("t", dim=3, optimizer=SGD()))
+    ids, rows = torch.arange(10_000), torch.randn(10_000, 3)
+    if bad is not None:
+        rows[7777, 1] = bad
+    engine.assign(ids, rows, add=False, time=0)
+    out = torch.empty(10_000, 3)
+
+    assert engine.read_finite(ids, engine.find(ids), out) == (bad is None)
+    if bad is None:
+        assert torch.equal(out, rows)

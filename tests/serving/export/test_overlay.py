@@ -44,6 +44,15 @@ def test_the_last_of_a_repeated_id_counts() -> None:
     assert read(overlay, [5]) == ([[2, 2]], [PRESENT])
 
 
+def test_reserving_writes_nothing_and_is_bounded() -> None:
+    overlay = Overlay({"t": 2, "u": 1})
+    overlay.apply({"t": rows([1], 0.5)})
+    overlay.reserve({"t": 100_000, "u": 2**62})
+    overlay.apply({"t": rows([2], 0.5)})
+    assert read(overlay, [1, 2, 3]) == ([[1.5, 0.5], [2.5, 0.5], [0, 0]], [PRESENT, PRESENT, 0])
+    assert (overlay.rows_of("t"), overlay.rows_of("u")) == (2, 0)
+
+
 def test_a_row_of_zeros_is_there() -> None:
     overlay = Overlay({"t": 2})
     overlay.apply({"t": (torch.tensor([5]), torch.zeros(1, 2))})

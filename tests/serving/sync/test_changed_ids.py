@@ -157,6 +157,7 @@ def test_an_interval_is_complete_with_its_last_ids() -> None:
 
     first, done = backlog.take(2, COSTS)
     assert (plain(first), done) == ({"user": [1, 2]}, None)
+    assert backlog.sizes == {"user": 1}
     second, done = backlog.take(2, COSTS)
     assert (plain(second), done) == ({"user": [3]}, ONE)
     assert not backlog.is_pending

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,9 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.library import MessageBuffers
 from megalith.serving.export.row_format import RowFormat, RowPart
 from megalith.serving.proto import PredictRequest, from_tensor_proto, from_tensor_protos
+from megalith.serving.proto.contents import LARGE, cut_contents
+from megalith.serving.proto.limits import tensor_of_bytes
 from megalith.serving.sync.push_messages import (
+    DeferredRows,
+    NotFiniteRows,
     PushMessage,
     encode_request,
     inputs_of,
@@ -75,6 +83,66 @@ def test_the_bytes_are_those_that_protobuf_writes() -> None:
     for name, tensor in inputs.items():
         assert torch.equal(from_tensor_proto(request.inputs[name]), tensor)
         assert request.inputs[name].ByteSize() == len(request.inputs[name].SerializeToString())
+
+
+@SIGNATURES
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_deferred_rows_are_read_into_the_request_and_aligned(signature: str, rows: int) -> None:
+    ids, values = torch.arange(rows * 1100), torch.randn(rows * 1100, 16)
+
+    def read_into(out: Tensor) -> bool:
+        out.copy_(values)
+        return True
+
+    push = {"t" * rows: (ids, DeferredRows((ids.numel(), 16), read_into))}
+    data = encode_request("m" * rows, signature, inputs_of(PushMessage(push), signature, push))
+
+    small, contents = cut_contents(data)
+    request = PredictRequest.FromString(data)
+    read = read_push(signature, from_tensor_protos(request.inputs), {"t" * rows: 16}, {}).rows["t" * rows]
+    assert torch.equal(read[0], ids)
+    assert torch.equal(read[1], values)
+    assert contents
+    for name, content in contents.items():
+        assert data.index(content) % 8 == 0, name
+    buffers = MessageBuffers()
+    inputs = PredictRequest.FromString(small).inputs
+    shared = from_tensor_protos(inputs, contents=contents, buffers=buffers)
+    again = read_push(signature, shared, {"t" * rows: 16}, {}).rows["t" * rows]
+    assert torch.equal(again[1], values)
+
+
+def test_deferred_rows_that_are_not_finite_are_no_request() -> None:
+    push = PushMessage({"t": (torch.tensor([1]), DeferredRows((1, 2), lambda out: False))})
+
+    with pytest.raises(NotFiniteRows):
+        encode_request("m", "hashtable_assign", inputs_of(push, "hashtable_assign", ["t"]))
+
+
+@SIGNATURES
+def test_a_push_says_how_many_ids_follow(signature: str) -> None:
+    push = replace(PUSH, expected={"table1": 7})
+    request = PredictRequest.FromString(encode_request("m", signature, inputs_of(push, signature, DIMS)))
+    inputs = from_tensor_protos(request.inputs)
+
+    assert read_push(signature, inputs, DIMS, {"deep.0.weight": (2, 2)}).expected == {"table1": 7}
+    for wrong in (torch.tensor([-1]), torch.tensor([1, 2]), torch.tensor([1.0])):
+        with pytest.raises(InputError, match="expected"):
+            read_push(signature, inputs | {"expected:table1": wrong}, DIMS, {"deep.0.weight": (2, 2)})
+
+
+@pytest.mark.parametrize("shift", range(8))
+def test_large_tensors_are_read_where_they_are_if_they_are_aligned(shift: int) -> None:
+    values = torch.arange(LARGE // 8)
+    data = b"x" * shift + values.numpy().tobytes()
+
+    found = tensor_of_bytes(memoryview(data)[shift:], torch.int64, (len(values),), "x", MessageBuffers())
+
+    memory = np.frombuffer(data, dtype=np.uint8).ctypes.data
+    assert torch.equal(found, values)
+    assert (found.data_ptr() == memory + shift) == ((memory + shift) % 8 == 0)
+    del data
+    assert torch.equal(found, values)
 
 
 def test_raw_assign_goes_by_the_sorted_names_of_all_tables() -> None:
@@ -151,6 +219,9 @@ def test_splits_of_raw_assign_must_be_of_its_ids(splits: list[int]) -> None:
                 "table1_id",
                 "table1_value",
                 "dense:w",
+                "dense_part:w",
+                "dense_begin:w",
+                "expected:table1",
             ]
         ),
         st.one_of(

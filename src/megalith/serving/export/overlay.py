@@ -12,20 +12,20 @@ from __future__ import annotations
 import time as clock
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalith.library import MessageBuffers
 from megalith.serving.export.row_format import Formats
 from megalith.table import SGD, Table, TableConfig, Zeros
 
 PRESENT, REMOVED = 1.0, -1.0
+MAX_RESERVED = 1 << 24
 RowsByTable = Mapping[str, tuple[Tensor, Tensor]]
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _NO_CODES: Formats = MappingProxyType({})
 _BYTES = 3  # of a column with codes
-_LARGEST = 16 << 20  # of the memory that is kept between two messages
 
 
 class Overlay:
@@ -43,11 +43,19 @@ class Overlay:
         self.dims = dict(dims)
         self.hides_base = hides_base
         self._codes = dict(codes)
-        self._buffers = MessageBuffers(_LARGEST)
         widths = self.dims | {name: -(-each.row_bytes // _BYTES) for name, each in codes.items()}
         self._tables = {
             name: Table(
-                TableConfig(name, dim=width + 1, optimizer=SGD(0.0), initializer=Zeros(), missing="zeros")
+                TableConfig(
+                    name,
+                    dim=width + 1,
+                    optimizer=SGD(0.0),
+                    initializer=Zeros(),
+                    missing="zeros",
+                    # The first write of a huge page took 30 times as long on a virtual machine, and the first
+                    # push writes nothing but new pages. Requests read few rows, so small pages cost little.
+                    huge_pages=False,
+                )
             )
             for name, width in widths.items()
         }
@@ -66,6 +74,15 @@ class Overlay:
         """
         return len(self._tables[table])
 
+    def reserve(self, rows: Mapping[str, int]) -> None:
+        """Make room for rows that are about to be written.
+
+        Args:
+            rows: The number of rows of each table; room is made for at most MAX_RESERVED.
+        """
+        for name, count in rows.items():
+            self._tables[name].reserve(min(count, MAX_RESERVED))
+
     def apply(self, rows: RowsByTable, removed: Mapping[str, Tensor] = _NOTHING) -> None:
         """Write rows, then remove ids; the caller has validated both.
 
@@ -75,12 +92,10 @@ class Overlay:
         """
         for name, (ids, values) in rows.items():
             stored = values if name not in self._codes else _columns(self._codes[name].encode(values))
-            flagged = self._buffers.floats(ids.numel(), self._tables[name].dim)
-            flagged[:, :-1] = stored
-            flagged[:, -1] = PRESENT
             # The engine itself: rows were validated when they arrived.
-            self._tables[name].engine_impl.assign(
-                ids.contiguous(), flagged, add=False, time=int(clock.time())
+            engine: Any = self._tables[name].engine_impl
+            engine.assign_filled(
+                ids.contiguous(), stored.to(torch.float32).contiguous(), PRESENT, int(clock.time())
             )
         for name, ids in removed.items():
             if self.hides_base:

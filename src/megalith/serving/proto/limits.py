@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.library import MessageBuffers
+from megalith.library import MessageBuffers, native_module
 from megalith.serving.wire_names import MAX_REQUEST_BYTES
 
 MAX_BYTES = MAX_REQUEST_BYTES
@@ -77,17 +77,18 @@ def tensor_of_bytes(
     name: str,
     buffers: MessageBuffers | None = None,
 ) -> Tensor:
-    """Copy elements into a tensor.
+    """Make a tensor of elements.
 
     Args:
         data: The elements, little-endian in row-major order.
         dtype: Their type.
         shape: The shape of the tensor.
         name: The name of the tensor in errors.
-        buffers: Memory for the tensor; None: new memory.
+        buffers: None: the tensor does not share memory with `data`. Otherwise it does if `data` is a
+            memoryview with the alignment of the elements, and must not be written; else this is its memory.
 
     Returns:
-        A tensor that does not share memory with `data`; a bool is true if its byte is not 0.
+        The tensor; a bool is true if its byte is not 0.
 
     Raises:
         InputError: The number of bytes does not match the shape.
@@ -102,6 +103,11 @@ def tensor_of_bytes(
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).ne(0).reshape(shape)
     if buffers is None:
         return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    native = native_module()
+    if native is not None and isinstance(data, memoryview):
+        array = native.view_array(data)
+        if array.ctypes.data % dtype.itemsize == 0:
+            return torch.from_numpy(array).view(dtype).reshape(shape)
     copy = buffers.new(len(data))
     np.copyto(copy.numpy(), np.frombuffer(data, dtype=np.uint8))
     return copy.view(dtype).reshape(shape)

@@ -95,17 +95,17 @@ def from_tensor_proto(
     content: memoryview | None = None,
     buffers: MessageBuffers | None = None,
 ) -> Tensor:
-    """Copy a TensorProto into a tensor.
+    """Convert a TensorProto to a tensor.
 
     Args:
         proto: The message.
         name: The name of the tensor in errors.
         max_bytes: The maximum size of the tensor.
         content: Its `tensor_content`, if `cut_contents` cut it out of the message.
-        buffers: Memory for the tensor; None: new memory.
+        buffers: None: the tensor does not share memory with the message; see `tensor_of_bytes`.
 
     Returns:
-        A tensor that does not share memory with the message. Fewer values than the shape holds are completed
+        The tensor. Fewer values than the shape holds are completed
         with the last one, as TensorFlow does.
 
     Raises:
@@ -142,7 +142,7 @@ def from_tensor_protos(
         protos: TensorProto by name.
         max_bytes: The maximum total size.
         contents: The contents that `cut_contents` cut out of the messages, by name.
-        buffers: Memory for the tensors; None: new memory.
+        buffers: None: the tensors do not share memory with the messages; see `tensor_of_bytes`.
 
     Returns:
         Tensors by name; strings are arrays of bytes objects.

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megalith.errors import InputError, MegalithError, UsageError
+from megalith.library import keep_freed_memory
 from megalith.ops import checks
 from megalith.serving.client.channels import MAX_MESSAGE_BYTES
 from megalith.serving.client.credentials import grpc_module
@@ -52,6 +53,8 @@ LAST_SECONDS = 1.0
 """Seconds in which computed responses may reach their clients when the server stops."""
 SPARE_REQUESTS = 16
 """Requests that are accepted beyond `max_concurrent`, to be refused with the number in progress."""
+KEPT_BYTES = 64 << 20
+"""Freed memory that a server to which training pushes keeps for the next messages."""
 IDLE_SECONDS, MAX_AGE_SECONDS, GRACE_SECONDS = 300, 600, 300
 """Limits of a gRPC connection: without calls; in total; and the time that calls then have to end."""
 
@@ -241,6 +244,8 @@ class ModelServer:
 
     def _listen(self) -> None:
         grpc, config = grpc_module(), self._config
+        if config.allow_writes:
+            keep_freed_memory(KEPT_BYTES)
         self._guard = Guard(config.security, config.max_concurrent + SPARE_REQUESTS)
         self._server = grpc.server(
             self._guard.pool,

@@ -111,6 +111,11 @@ class IdSets:
         self.compact()
         return {table: parts[0] for table, parts in self._parts.items() if parts[0].numel()}
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ids of each table; duplicates count until `compact`."""
+        return dict(self._sizes)
+
     def take(self, budget: int, costs: Mapping[str, int]) -> dict[str, Tensor]:
         """Remove and return ids.
 
@@ -302,6 +307,11 @@ class Backlog:
         if len(self) > self._max_rows:
             self._later.compact(self._keep)
         return len(self) <= self._max_rows
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ids of each table that are left of the interval from which ids were taken last."""
+        return self._now.sizes
 
     @property
     def is_pending(self) -> bool:

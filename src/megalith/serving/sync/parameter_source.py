@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,8 @@ from torch import Tensor, nn
 from megalith.checkpoint.dense_state import collections_of, dense_state
 from megalith.checkpoint.manifest import full_name
 from megalith.errors import InputError, UsageError
-from megalith.library import MessageBuffers
 from megalith.ops.checks import all_finite
-from megalith.serving.sync.push_messages import PushMessage
+from megalith.serving.sync.push_messages import DeferredRows, PushMessage
 from megalith.shards import Shards
 from megalith.table import Table
 from megalith.table.table_data import FoundRows
@@ -66,7 +66,6 @@ class ParameterSource:
             for name, table in shards.local.items()
         }
         self._last: dict[str, Tensor] = {}
-        self._buffers = MessageBuffers()
         self._counting = threading.Lock()
         self.held_back = 0
         """The number of rows that were not finite when a message was built."""
@@ -147,6 +146,25 @@ class ParameterSource:
         """Return the ids that have a row; see `scan_ids`."""
         return scan_ids(self.tables)
 
+    def find(self, ids: Mapping[str, Tensor]) -> PushMessage:
+        """Find rows, which are read into the memory of a message when it is encoded.
+
+        Args:
+            ids: The ids of each table, int64 [n].
+
+        Returns:
+            A message with deferred rows, and the ids without a row as removed. Encoding it raises
+            NotFiniteRows if a row is not finite; then `read` the rows.
+        """
+        rows, removed = {}, {}
+        for name, wanted in ids.items():
+            present, found, gone = _find(self.tables[name], wanted)
+            if gone is not None:
+                removed[name] = gone
+            if present.numel():
+                rows[name] = (present, _deferred(self.tables[name], present, found))
+        return PushMessage(rows, removed)
+
     def read(self, ids: Mapping[str, Tensor]) -> PushMessage:
         """Read rows; those that are not finite are logged, and counted in `held_back`.
 
@@ -156,7 +174,7 @@ class ParameterSource:
         Returns:
             A message with the finite rows, and the ids without a row as removed.
         """
-        push, not_finite = read_rows(self.tables, ids, self._buffers)
+        push, not_finite = read_rows(self.tables, ids)
         if not_finite:
             logger.warning("%s", describe_not_finite(not_finite))
             with self._counting:
@@ -194,15 +212,39 @@ def scan_ids(tables: Mapping[str, Table]) -> dict[str, Tensor]:
     return {name: torch.cat(none + [chunk.ids for chunk in table.scan()]) for name, table in tables.items()}
 
 
+def _find(table: Table, ids: Tensor) -> tuple[Tensor, FoundRows, Tensor | None]:
+    """Return the ids with a row, their rows, and the ids without one, if there are any."""
+    epoch, found = table.epoch, table.find(ids)
+    if not ids.numel() or int(found.min()) >= 0:
+        return ids.contiguous(), FoundRows(found, epoch), None
+    there = found >= 0
+    return ids[there], FoundRows(found[there], epoch), ids[~there]
+
+
+def _deferred(table: Table, ids: Tensor, found: FoundRows) -> DeferredRows:
+    engine: Any = table.engine_impl
+
+    def read_into(out: Tensor) -> bool:
+        if engine.engine == "cpu":
+            finite = engine.read_finite(ids, found, out)
+        else:
+            out.copy_(table.read(found.rows, ids, epoch=found.epoch, stored=True))
+            finite = all_finite(out)
+        if finite and engine.view is not None:
+            engine.apply_view(out, None)
+        return bool(finite)
+
+    return DeferredRows((ids.numel(), table.dim), read_into)
+
+
 def read_rows(
-    tables: Mapping[str, Table], ids: Mapping[str, Tensor], buffers: MessageBuffers | None = None
+    tables: Mapping[str, Table], ids: Mapping[str, Tensor]
 ) -> tuple[PushMessage, dict[str, Tensor]]:
     """Read the current rows of ids, as servers return them (`Segment.serving`).
 
     Args:
         tables: The tables by name.
         ids: The ids of each table, int64 [n].
-        buffers: Memory for the rows; None: new memory.
 
     Returns:
         A message with the finite rows, and the ids without a row as removed; and the ids whose rows are left
@@ -211,18 +253,12 @@ def read_rows(
     rows, removed, not_finite = {}, {}, {}
     for name, wanted in ids.items():
         table = tables[name]
-        epoch, found = table.epoch, table.find(wanted)
-        gone = found < 0
-        if bool(gone.any()):
-            removed[name] = wanted[gone]
-            wanted, found = wanted[~gone], found[~gone]
+        wanted, found, gone = _find(table, wanted)
+        if gone is not None:
+            removed[name] = gone
         if not wanted.numel():
             continue
-        if buffers is not None and table.engine_impl.engine == "cpu":
-            out = buffers.floats(wanted.numel(), table.dim)
-            values = table.engine_impl.read(wanted.contiguous(), FoundRows(found, epoch), out)
-        else:
-            values = table.read(found, wanted, epoch=epoch, stored=True)
+        values = table.read(found.rows, wanted, epoch=found.epoch, stored=True)
         if not all_finite(values):
             finite = values.isfinite().all(1)
             not_finite[name] = wanted[~finite]

@@ -10,26 +10,30 @@
                      | flat_value             | float32 [sum of n * dim], of tables without codes
                      | flat_code              | uint8 [sum of n * bytes], of tables with codes
                      | removed, removed_split | int64 [n], int64 [t + 1]
-    both             | dense:{name}           | a dense weight; a large one comes in parts (dense_parts.py)
+    both             | expected:{table}       | int64 [1], the ids of the interval from this message on
+                     | dense:{name}           | a dense weight; a large one comes in parts (dense_parts.py)
 
-Requests are assembled from the memory of the tensors, because protobuf would copy every row twice more.
+Requests are assembled without protobuf, which would copy every row twice more: rows are read from the table
+into the memory of the request, and the server reads them from the memory of the received one. For that, large
+contents begin at a multiple of 8 bytes: version numbers of 0, which mean nothing, fill the gap before them.
 Received inputs are untrusted until `read_push` has validated them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError
+from megalith.errors import InputError, MegalithError
+from megalith.library import native_module
 from megalith.serving.export.row_format import Formats, RowFormat
-from megalith.serving.proto.contents import field_prefix
+from megalith.serving.proto.contents import LARGE, field_prefix
 from megalith.serving.proto.message_types import ModelSpec, TensorProto
 from megalith.serving.proto.tf_tensors import DTYPES, Strings
 from megalith.serving.sync.dense_parts import DensePart, read_parts, split_weight
@@ -39,10 +43,47 @@ MAX_PUSH_BYTES = 4 * 2**20
 """The maximum size of a request."""
 MAX_CONTENT_BYTES = MAX_PUSH_BYTES - (1 << 16)
 """The part of a request for rows and dense weights; the rest is for names and shapes."""
-DENSE = "dense:"
+DENSE, EXPECTED = "dense:", "expected:"
 
-Inputs: TypeAlias = Mapping[str, Tensor | Sequence[Tensor]]
-"""Tensors by name. A sequence of tensors of one dtype is sent as one flat tensor."""
+_ALIGNMENT = 8
+_VERSION_NUMBER = 0x18  # the key of this varint field of a TensorProto
+
+
+class NotFiniteRows(MegalithError):
+    """Rows that were read into a message are not finite."""
+
+
+@dataclass(frozen=True)
+class DeferredRows:
+    """Rows that are read directly into the memory of a message.
+
+    Args:
+        shape: The number of rows and of their columns.
+        read_into: Writes the rows to float32 of this shape; returns False if one of them is not finite.
+    """
+
+    shape: tuple[int, int]
+    read_into: Callable[[Tensor], bool]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the elements."""
+        return torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return 4 * self.numel()
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.shape[0] * self.shape[1]
+
+
+Content: TypeAlias = Tensor | DeferredRows
+Inputs: TypeAlias = Mapping[str, Content | Sequence[Content]]
+"""Contents by name. A sequence of contents of one dtype is sent as one flat tensor."""
+MessageInputs: TypeAlias = dict[str, Content | Sequence[Content]]
 ReceivedInputs: TypeAlias = Mapping[str, Tensor | Strings]
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 _NO_CODES: Formats = MappingProxyType({})
@@ -54,16 +95,19 @@ class PushMessage:
 
     Args:
         rows: The ids, int64 [n], and rows, float32 [n, dim], by table; with `encoded`, uint8 [n, bytes] of
-            tables with codes.
+            tables with codes. Rows of a message to send may be deferred.
         removed: The ids that no longer have a row, int64 [n], by table.
         dense: The dense weights by name.
         parts: The parts of dense weights that do not fit into a message, by name.
+        expected: The number of ids of each table in this message and the following ones of the interval, so
+            that the server can make room for them.
     """
 
-    rows: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    rows: Mapping[str, tuple[Tensor, Any]] = field(default_factory=dict)
     removed: Mapping[str, Tensor] = field(default_factory=dict)
     dense: Mapping[str, Tensor] = field(default_factory=dict)
     parts: Mapping[str, DensePart] = field(default_factory=dict)
+    expected: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_ids(self) -> int:
@@ -84,7 +128,7 @@ class PushMessage:
             table: (ids, codes[table].encode(values) if table in codes else values)
             for table, (ids, values) in self.rows.items()
         }
-        return PushMessage(rows, self.removed, self.dense)
+        return replace(self, rows=rows)
 
     def with_zero_rows(self, dims: Mapping[str, int]) -> PushMessage:
         """Replace removals by rows of zeros, which is how an absent id reads on Monolith's servers.
@@ -132,7 +176,7 @@ def is_assign(signature: str) -> bool:
 # ---- building
 
 
-def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> dict[str, Tensor | list[Tensor]]:
+def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> MessageInputs:
     """Convert a push to the inputs of a signature.
 
     Args:
@@ -143,30 +187,31 @@ def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> dict[
     Returns:
         Tensors by name; a list of tensors is sent as one flat tensor.
     """
-    dense = {f"{DENSE}{name}": weight for name, weight in push.dense.items()}
+    rest: MessageInputs = {f"{EXPECTED}{table}": torch.tensor([n]) for table, n in push.expected.items()}
+    rest |= {f"{DENSE}{name}": weight for name, weight in push.dense.items()}
     if not is_raw(signature):
-        named: dict[str, Tensor | list[Tensor]] = {}
+        named: MessageInputs = {}
         for table, (ids, rows) in push.rows.items():
             named |= {f"{table}_id": ids, f"{table}_{'code' if _is_code(rows) else 'value'}": rows}
-        return named | {f"{table}:removed": ids for table, ids in push.removed.items()} | dense
+        return named | {f"{table}:removed": ids for table, ids in push.removed.items()} | rest
     ordered = sorted(tables)
     rows_of = [push.rows.get(table, (_NO_IDS, torch.empty(0))) for table in ordered]
     removed = [push.removed.get(table, _NO_IDS) for table in ordered]
-    raw: dict[str, Tensor | list[Tensor]] = {
+    raw: MessageInputs = {
         # An entry has no tables, and an input needs a tensor for its dtype.
         "id": [ids for ids, _ in rows_of] or [_NO_IDS],
         "id_split": splits_of(ids.numel() for ids, _ in rows_of),
-        "flat_value": [rows.reshape(-1) for _, rows in rows_of if not _is_code(rows)] or [torch.empty(0)],
+        "flat_value": [rows for _, rows in rows_of if not _is_code(rows)] or [torch.empty(0)],
     }
-    codes = [rows.reshape(-1) for _, rows in rows_of if _is_code(rows)]
+    codes = [rows for _, rows in rows_of if _is_code(rows)]
     if codes:
         raw["flat_code"] = codes
     if any(ids.numel() for ids in removed):
         raw |= {"removed": removed, "removed_split": splits_of(ids.numel() for ids in removed)}
-    return raw | dense
+    return raw | rest
 
 
-def _is_code(rows: Tensor) -> bool:
+def _is_code(rows: Content) -> bool:
     return rows.dtype == torch.uint8
 
 
@@ -185,7 +230,7 @@ def row_bytes(dims: Mapping[str, int], codes: Formats = _NO_CODES) -> dict[str, 
 
 def pack_inputs(
     push: PushMessage, dense: Mapping[str, Tensor], signature: str, tables: Iterable[str], room: int
-) -> list[dict[str, Tensor | list[Tensor]]]:
+) -> list[MessageInputs]:
     """Distribute a push and dense weights over messages.
 
     Args:
@@ -216,30 +261,72 @@ def pack_inputs(
 
 
 def encode_request(model: str, signature: str, inputs: Inputs) -> bytes:
-    """Serialise a PredictRequest; each tensor is copied once.
+    """Serialise a PredictRequest; each tensor is copied once, and deferred rows are read once.
 
     Args:
         model: The name of the model on the server.
         signature: The signature name.
-        inputs: Tensors by name.
+        inputs: Contents by name.
 
     Returns:
         The bytes of the request.
+
+    Raises:
+        NotFiniteRows: Deferred rows are not finite.
     """
     spec = ModelSpec(name=model, signature_name=signature).SerializeToString()
-    parts: list[bytes | memoryview] = [field_prefix(1, len(spec)), spec]
+    parts: list[bytes | memoryview | DeferredRows] = [field_prefix(1, len(spec)) + spec]
+    size = len(field_prefix(1, len(spec))) + len(spec)
     for name, given in inputs.items():
-        tensors = [given] if isinstance(given, Tensor) else list(given)
-        contents = [_memory(tensor) for tensor in tensors]
-        shape = given.shape if isinstance(given, Tensor) else (sum(t.numel() for t in tensors),)
-        head = _head(tensors[0].dtype, shape)
-        size = sum(len(content) for content in contents)
-        start = field_prefix(4, size) if size else b""
-        key = name.encode()
-        value_bytes = len(head) + len(start) + size
-        entry = [field_prefix(1, len(key)), key, field_prefix(2, value_bytes), head, start]
-        parts += [field_prefix(2, sum(map(len, entry)) + size), *entry, *contents]
-    return b"".join(parts)
+        contents = list(given) if isinstance(given, Sequence) else [given]
+        bytes_of = sum(content.nbytes for content in contents)
+        shape = (sum(c.numel() for c in contents),) if isinstance(given, Sequence) else given.shape
+        align = bytes_of >= LARGE or any(isinstance(content, DeferredRows) for content in contents)
+        start = _entry_start(name, _head(contents[0].dtype, shape), bytes_of, size if align else None)
+        parts += [start, *map(_memory, contents)]
+        size += len(start) + bytes_of
+    if not any(isinstance(part, DeferredRows) for part in parts):
+        return b"".join(parts)  # type: ignore[arg-type]
+    return _fill(parts, size)
+
+
+def _entry_start(name: str, head: bytes, size: int, begin: int | None) -> bytes:
+    """Return what precedes the content of an input; with `begin`, where it begins, the content is aligned."""
+    key = field_prefix(1, len(name.encode())) + name.encode()
+    start = field_prefix(4, size) if size else b""
+    for gap in (0, *range(2, 2 + _ALIGNMENT)):
+        value = head + _filler(gap) + start
+        entry = key + field_prefix(2, len(value) + size) + value
+        before = field_prefix(2, len(entry) + size) + entry
+        if begin is None or (begin + len(before)) % _ALIGNMENT == 0:
+            return before
+    raise AssertionError("a gap of some size aligns the content")
+
+
+def _filler(gap: int) -> bytes:
+    """Return version numbers of 0 that take this many bytes, 0 or at least 2."""
+    filler = b""
+    while gap:
+        size = 4 if gap == 6 else min(gap, 5)  # of one field; a field takes at least 2 bytes
+        filler += bytes([_VERSION_NUMBER, *[0x80] * (size - 2), 0])
+        gap -= size
+    return filler
+
+
+def _fill(parts: Iterable[bytes | memoryview | DeferredRows], size: int) -> bytes:
+    """Concatenate parts in the memory of one bytes object."""
+    native: Any = native_module()
+    message, memory = native.new_bytes(size)
+    at, view, out = 0, memoryview(memory), torch.from_numpy(memory)
+    for part in parts:
+        end = at + (part.nbytes if isinstance(part, DeferredRows) else len(part))
+        if not isinstance(part, DeferredRows):
+            view[at:end] = part
+        elif not part.read_into(out[at:end].view(torch.float32).view(part.shape)):
+            raise NotFiniteRows("a row holds NaN or Inf")
+        at = end
+    made: bytes = message
+    return made
 
 
 def _head(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
@@ -251,8 +338,10 @@ def _head(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
     return data
 
 
-def _memory(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+def _memory(content: Content) -> memoryview | DeferredRows:
+    if isinstance(content, DeferredRows):
+        return content
+    flat = content.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
@@ -306,14 +395,21 @@ def read_push(
             continue
         if not isinstance(weight, Tensor) or tuple(weight.shape) != tuple(shape):
             raise InputError(f"input {DENSE + name!r} must be {list(shape)}, got {_describe(weight)}")
-        weights[name] = weight
+        weights[name] = weight.clone()  # a view would keep the whole message in memory
+    expected = {
+        table: int(_typed(left, f"{EXPECTED}{table}", torch.int64, (1,)))
+        for table in dims
+        if f"{EXPECTED}{table}" in left
+    }
+    if any(n < 0 for n in expected.values()):
+        raise InputError("input 'expected:' of a table must be 0 or more")
     parts = read_parts(left, dense)
     if left:
         raise InputError(
             f"unknown input {min(left)[:100]!r} of signature {signature[:100]!r}; "
             f"tables here: {', '.join(sorted(dims))}"
         )
-    return PushMessage(rows, removed, weights, parts)
+    return PushMessage(rows, removed, weights, parts, expected)
 
 
 def _remove_zeros(

@@ -36,7 +36,8 @@ import threading
 import time as clock
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import suppress
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -54,6 +55,8 @@ from megalith.serving.sync.publisher_state import PublisherState, SenderOptions,
 from megalith.serving.sync.push_messages import (
     MAX_CONTENT_BYTES,
     Inputs,
+    MessageInputs,
+    NotFiniteRows,
     PushMessage,
     encode_request,
     inputs_of,
@@ -340,7 +343,9 @@ class Sender:
                 return
             ids, interval = self._backlog.take(MAX_CONTENT_BYTES, self._row_bytes)
             dense = self._dense_to_send() if interval is not None else {}
-        self._build(ids, dense, interval)
+            left = self._backlog.sizes if interval is None else {}
+        expected = {table: own.numel() + left[table] for table, own in ids.items() if left.get(table)}
+        self._build(ids, expected, dense, interval)
 
     def _has_work(self) -> bool:
         return self._closed.is_set() or self._backlog is None or self._backlog.is_pending
@@ -352,15 +357,15 @@ class Sender:
         return {name: weight for name, weight in self._publisher.dense.items() if name in self._layout.dense}
 
     def _build(
-        self, ids: Mapping[str, Tensor], dense: Mapping[str, Tensor], interval: Interval | None
+        self,
+        ids: Mapping[str, Tensor],
+        expected: Mapping[str, int],
+        dense: Mapping[str, Tensor],
+        interval: Interval | None,
     ) -> None:
         """Queue messages of rows and, if they complete an interval, of dense weights and of its end."""
-        push = self._publisher.source.read(ids)
-        if self._options.monolith:
-            push = push.with_zero_rows({name: table.dim for name, table in self._layout.tables.items()})
-        push = push.encoded(self._layout.codes)
         signature = self._options.signature
-        contents = pack_inputs(push, dense, signature, self._table_names(), MAX_CONTENT_BYTES)
+        push, contents, first = self._read(ids, expected, dense)
         if interval is not None and not contents and not self._replacing:
             if self._options.monolith:
                 self._complete(interval)
@@ -371,15 +376,48 @@ class Sender:
             self._replacing = False
             requests.append((SYNC_END, {}))
         for number, (name, inputs) in enumerate(requests, start=1):
-            rows = push.num_ids if number == 1 else 0
-            self._queue(name, inputs, rows, interval if number == len(requests) else None)
+            last = interval if number == len(requests) else None
+            if number == 1:
+                self._queue(name, inputs, push.num_ids, last, first)
+            else:
+                self._queue(name, inputs, 0, last)
 
-    def _queue(self, signature: str, inputs: Inputs, rows: int, interval: Interval | None) -> None:
-        encode = partial(encode_request, self.report.model, signature, inputs)
+    def _read(
+        self, ids: Mapping[str, Tensor], expected: Mapping[str, int], dense: Mapping[str, Tensor]
+    ) -> tuple[PushMessage, list[MessageInputs], bytes | None]:
+        """Return a push, the inputs of its messages, and the bytes of the first if rows are read into it."""
+
+        def pack(push: PushMessage) -> list[MessageInputs]:
+            return pack_inputs(push, dense, signature, self._table_names(), MAX_CONTENT_BYTES)
+
+        source, signature = self._publisher.source, self._options.signature
+        if ids and not self._options.monolith and not self._layout.codes:
+            push = replace(source.find(ids), expected=expected)
+            contents = pack(push)
+            with suppress(NotFiniteRows):
+                return push, contents, encode_request(self.report.model, signature, contents[0])
+        push = source.read(ids)
+        if self._options.monolith:
+            push = push.with_zero_rows({name: table.dim for name, table in self._layout.tables.items()})
+        else:
+            push = replace(push.encoded(self._layout.codes), expected=expected)
+        return push, pack(push), None
+
+    def _queue(
+        self,
+        signature: str,
+        inputs: Inputs,
+        rows: int,
+        interval: Interval | None,
+        data: bytes | None = None,
+    ) -> None:
+        def encode() -> bytes:
+            return encode_request(self.report.model, signature, inputs) if data is None else data
+
         header = self._header(self._sequence.next(), None if interval is None else interval.time)
         self._ready.append(_QueuedMessage(encode, header, rows, interval))
 
-    def _inputs(self, push: PushMessage) -> dict[str, Tensor | list[Tensor]]:
+    def _inputs(self, push: PushMessage) -> MessageInputs:
         return inputs_of(push, self._options.signature, self._table_names())
 
     def _table_names(self) -> tuple[str, ...]:

@@ -220,6 +220,8 @@ class Subscriber:
         whole = self._assembled(push, header)
         dense = {**self._waiting.pop(header.index, {}), **push.dense, **whole}
         now = {} if header.complete is None or self._stage is not None else dense
+        overlay = self.servable.overlay if self._stage is None else self._stage
+        overlay.reserve(push.expected)
         if self._stage is not None:
             self._stage.apply(push.rows, push.removed)
         elif push.num_ids or now:

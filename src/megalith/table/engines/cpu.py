@@ -199,6 +199,18 @@ class CpuEngine(Engine):
             return self._native, ids, rows, None, bags
         return self._native, ids, *_native_rows(found), bags
 
+    def native_block(self, ids: Tensor, found: FoundRows | None) -> NativeCall:
+        """Return the part of this table of `_native.read_blocks`.
+
+        Args:
+            ids: int64 [n].
+            found: Rows of the ids; None if there are no ids.
+
+        Returns:
+            The fields.
+        """
+        return self._native, ids, *_native_rows(found)
+
     def native_update(
         self,
         ids: Tensor,
@@ -237,6 +249,19 @@ class CpuEngine(Engine):
         out = torch.empty(ids.numel(), self.dim) if out is None else out
         self._native.read(*_native_rows(found), ids, out, torch.get_num_threads())
         return out
+
+    def read_finite(self, ids: Tensor, found: FoundRows, out: Tensor) -> bool:
+        """Read rows into given memory, and check them while they are in the cache.
+
+        Args:
+            ids: int64 [n].
+            found: Rows of the ids.
+            out: float32 [n, dim]; its content is undefined if a row is not finite.
+
+        Returns:
+            Whether all rows are finite.
+        """
+        return self._native.read_finite(*_native_rows(found), ids, out, torch.get_num_threads())
 
     def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:
         """See `Engine.pool`."""
@@ -370,6 +395,19 @@ class CpuEngine(Engine):
         """See `Engine.assign`."""
         with self._writing:
             self._with_room(ids, lambda: self._native.assign(ids, rows, add, time, torch.get_num_threads()))
+
+    def assign_filled(self, ids: Tensor, rows: Tensor, fill: float, time: int) -> None:
+        """Assign the first columns of rows, and one number to all columns after them.
+
+        Args:
+            ids: int64 [n].
+            rows: float32 [n, width], contiguous; at most as wide as the rows of the table.
+            fill: The value of the other columns.
+            time: As for `assign`.
+        """
+        with self._writing:
+            threads = torch.get_num_threads()
+            self._with_room(ids, lambda: self._native.assign_filled(ids, rows, fill, time, threads))
 
     def reinitialize(self, ids: Tensor, time: int) -> Tensor:
         """See `Engine.reinitialize`."""
