@@ -106,6 +106,56 @@ void bind_group(nb::module_& m) {
         },
         nb::arg("reads"), nb::arg("outputs"), nb::arg("threads"));
 
+  // reads: (table, ids, rows, epoch) per table, with the ids of all peers in their order; counts: [peers, tables]. Writes
+  // the rows of each peer to `out`, by table.
+  m.def("read_blocks",
+        [](nb::sequence reads, handle counts, handle out, int threads) {
+          struct Block {
+            const Table* table;
+            const int64_t* ids;
+            const int32_t* rows;
+            int64_t epoch, n;
+            float* out;
+          };
+          const TensorView c = borrow(counts, Kind::int64, "counts");
+          const int64_t tables = static_cast<int64_t>(nb::len(reads));
+          require(c.ndim == 2 && c.shape[1] == tables, "counts: expected [peers, tables]");
+          const int64_t peers = c.shape[0];
+          std::vector<Block> blocks(static_cast<size_t>(peers * tables));
+          for (int64_t t = 0; t < tables; ++t) {
+            const nb::tuple f = fields(reads[static_cast<size_t>(t)], 4, "read_blocks: expected four fields per table");
+            const Table& table = nb::cast<const Table&>(f[0]);
+            for_table(table, [&] {
+              const Ids ids = borrow_ids(f[1]);
+              const int32_t* rows = borrow_rows(f[2], ids.n);
+              require(rows || ids.n == 0, "rows: expected a tensor");
+              int64_t at = 0;
+              for (int64_t p = 0; p < peers; ++p) {
+                const int64_t n = c.as<int64_t>()[p * tables + t];
+                require(n >= 0 && n <= ids.n - at, "counts: more than there are ids");
+                blocks[static_cast<size_t>(p * tables + t)] = {&table,        ids.data + at, rows + at,
+                                                               integer(f[3], "epoch"), n,    nullptr};
+                at += n;
+              }
+              require(at == ids.n, "counts: fewer than there are ids");
+            });
+          }
+          const TensorView o = borrow(out, Kind::float32, "out");
+          int64_t left = o.numel();
+          for (Block& b : blocks) {
+            require(b.n <= left / b.table->dim(), "out: too small");
+            b.out = o.as<float>() + (o.numel() - left);
+            left -= b.n * b.table->dim();
+          }
+          require(left == 0, "out: too large");
+          nb::gil_scoped_release release;
+          ThreadPool::get().run(static_cast<int64_t>(blocks.size()), threads, [&](int64_t k, int) {
+            const Block& b = blocks[static_cast<size_t>(k)];
+            if (b.n) b.table->read(b.rows, b.epoch, b.ids, b.n, b.out, 1);
+          });
+        },
+        nb::arg("reads"), nb::arg("counts"), nb::arg("out"), nb::arg("threads"));
+
   // updates: (table, ids, rows, epoch, bags, gradient, step, corrections, occurrences) per table. `bags` are those of a
   // pooling whose outputs have these gradients; None: `gradient` has a row per id.
   m.def("update_tables",

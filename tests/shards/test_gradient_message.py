@@ -52,7 +52,7 @@ def test_an_owner_decodes_by_table_what_ranks_sent(precision: str, counting: boo
         own = counts[rank : rank + 1]
         parts.append(message.encode(push_head(3, 0, push), push, own, message.sizes(own)))
         assert read_head(parts[-1])[:3] == [3, 0, 7]
-    received = message.decode(torch.cat(parts), counts)
+    received = message.decode(torch.cat(parts), counts, message.sizes(counts))
 
     for t, dim in enumerate(dims):
         values, masks, occurrences = [], [], []

@@ -29,7 +29,7 @@ from megalith import (
     Sqrtn,
     TableConfig,
 )
-from megalith.errors import TableFullError
+from megalith.errors import InputError, TableFullError
 from megalith.table.engines.cpu_group import CpuEngineGroup
 from megalith.table.engines.group import EngineGroup
 from tests.ops.support import with_threads
@@ -163,3 +163,37 @@ def test_a_table_that_is_full_after_admission_leaves_all_tables_unchanged() -> N
     assert counted_table.pending()[0].tolist() == [1, 2]
     assert len(bounded_table) == 3
     assert len(shards.local["full"]) == 2
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_rows_of_several_peers_are_read_by_peer_then_table(views: bool, restore_threads: None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    chosen = [config for config in CONFIGS if views or config.name not in ("rounded", "signs")]
+    shards = LocalShards(chosen, seed=3)
+    counts = torch.randint(0, 9, (3, len(shards.local)), generator=generator)
+    counts[1] = 0
+    ids = {
+        name: torch.randint(0, 20, (int(n),), generator=generator)
+        for name, n in zip(shards.local, counts.sum(0), strict=True)
+    }
+    shards.assign(
+        {name: (own[:3], torch.randn(own[:3].numel(), shards.local[name].dim)) for name, own in ids.items()}
+    )
+    group = shards.engines
+    found = group.find({name: own for name, own in ids.items() if own.numel()})
+    size = sum(own.numel() * shards.local[name].dim for name, own in ids.items())
+    ours, one_by_one = torch.empty(size), torch.empty(size)
+
+    assert isinstance(group, CpuEngineGroup)
+    EngineGroup.read_blocks(group, ids, found, counts, one_by_one, step=0)
+    for _ in with_threads(1, 2):
+        group.read_blocks(ids, found, counts, ours.fill_(torch.nan), step=0)
+        assert_same_bits(ours, one_by_one)
+    if not views:
+        for wrong, message in ((counts + 1, "more than there are ids"), (counts[:1], "fewer than")):
+            with pytest.raises(InputError, match=message):
+                group.read_blocks(ids, found, wrong, ours)
+        with pytest.raises(InputError, match="too small"):
+            group.read_blocks(ids, found, counts, ours[1:].clone())
+        with pytest.raises(InputError, match="too large"):
+            group.read_blocks(ids, found, counts, torch.empty(size + 1))

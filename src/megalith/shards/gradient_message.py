@@ -13,8 +13,10 @@ A rank that fails the update sends a header and zeros, as the other ranks expect
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -141,21 +143,22 @@ class GradientMessage:
                 pieces.append(torch.nn.functional.pad(words, (0, n % 2)).view(torch.uint8))
         return torch.cat(pieces, out=self._new_buffer(sum(sizes)))
 
-    def decode(self, data: Tensor, counts: Tensor) -> ReceivedGradients:
+    def decode(self, data: Tensor, counts: Tensor, sizes: list[int]) -> ReceivedGradients:
         """Decode the messages of all ranks.
 
         Args:
             data: uint8 [sum of sizes], the messages in the order of the ranks.
             counts: The ids that each rank requested from this one.
+            sizes: What `sizes` returns for these counts.
 
         Returns:
             The gradients per table.
         """
         ids = counts.sum(1).tolist()
         totals = counts.sum(0).tolist()
-        begins = begins_of(self.sizes(counts))
+        begins = begins_of(sizes)
         values_at = [at + _HEAD_BYTES + _pad(-(-n // 8)) for at, n in zip(begins, ids, strict=True)]
-        joined = self._new_buffer(int((counts.sum(0) * self._row_bytes).sum()))
+        joined = self._new_buffer(sum(map(mul, totals, self._row_bytes.tolist())))
         join_blocks(data, values_at, counts, self._row_bytes, joined)
         # The wires of gradients encode each number by itself, so they can be decoded in another order.
         flat = self._wire.decode(joined, counts, self._dims)
@@ -168,8 +171,8 @@ class GradientMessage:
             masks = [own.view(torch.bool) for own in self._by_table(torch.cat(each), begins_of(ids), counts)]
         seen = None
         if self._with_counts:
-            sizes = self._wire.sizes(counts, self._dims)
-            at = [begin + _pad(size) for begin, size in zip(values_at, sizes, strict=True)]
+            values_of = self._wire.sizes(counts, self._dims)
+            at = [begin + _pad(size) for begin, size in zip(values_at, values_of, strict=True)]
             words = self._by_table(data, at, counts, 4)
             seen = [own.view(torch.int32).to(torch.int64) for own in words]
         return ReceivedGradients(values, masks, seen)
@@ -192,16 +195,10 @@ def push_head(number: int, flags: int, push: GradientPush | None) -> Tensor:
     Returns:
         int64 [6].
     """
-    head = torch.zeros(_HEAD_WORDS, dtype=torch.int64)
-    head[0] = number
-    head[1] = flags
-    head[3] = NO_TIME
-    if push is not None:
-        head[2] = push.step
-        head[3] = seconds_word(push.time)
-        numbers = torch.tensor([push.scale, push.clip_norm], dtype=torch.float64)
-        head[4:6] = numbers.view(torch.int64)
-    return head
+    if push is None:
+        return torch.tensor([number, flags, 0, NO_TIME, 0, 0])
+    bits = struct.unpack("=2q", struct.pack("=2d", push.scale, push.clip_norm))
+    return torch.tensor([number, flags, push.step, seconds_word(push.time), *bits])
 
 
 def read_head(part: Tensor) -> list[int]:

@@ -56,16 +56,8 @@ class OwnerRows:
         Returns:
             The row numbers of the tables with ids.
         """
-        blocks = blocks_by_table(flat, counts * self._widths)
         found = self._engines.find({name: own for name, own in ids.items() if own.numel()})
-        for name, dim, sizes, into in zip(self._names, self._dims, counts.t().tolist(), blocks, strict=True):
-            if name not in found:
-                continue
-            rows, epoch = found[name]
-            blocks_of = (ids[name].split_with_sizes(sizes), rows.split_with_sizes(sizes))
-            for out, own, where in zip(into, *blocks_of, strict=True):
-                if own.numel():
-                    self._engines.read(name, own, FoundRows(where, epoch), out.view(-1, dim), step=step)
+        self._engines.read_blocks(ids, found, counts, flat, step=step)
         return found
 
     def update(
@@ -90,14 +82,18 @@ class OwnerRows:
         seen: dict[str, Tensor] = {}
         known: dict[str, FoundRows] = {}
         sources = counts.t().tolist()
+        whole = masks is None and counts.shape[0] <= 2  # nothing has to be summed here
         for t, name in enumerate(self._names):
             one = received.get(name)
             if one is None or not one.ids.numel():
                 continue
-            with span("megalith.gradients"):
-                own, summed, count = sum_received(one, sources[t], None if masks is None else masks[name])
-            if not own.numel():
-                continue
+            own, summed, count = one
+            if not whole:
+                with span("megalith.gradients"):
+                    mask = None if masks is None else masks[name]
+                    own, summed, count = sum_received(one, sources[t], mask)
+                if not own.numel():
+                    continue
             ids[name], grads[name] = own, [summed]
             if count is not None:
                 seen[name] = count

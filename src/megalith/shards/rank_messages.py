@@ -329,7 +329,7 @@ class RankMessages:
         if self._recorder is not None:
             row_bytes = [self._grads_wire.row_bytes(dim) for dim in self._dims]
             self._recorder.sent("gradients", mine, theirs, row_bytes)
-        received = self._gradients.decode(got, theirs)
+        received = self._gradients.decode(got, theirs, sizes[1])
         wanted = {name: t for t, name in enumerate(self._names) if requested.ids[name].numel()}
         sums, steps = {}, {}
         for name, t in wanted.items():

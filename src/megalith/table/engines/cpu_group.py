@@ -43,6 +43,23 @@ class CpuEngineGroup(EngineGroup):
             self._read(ids, found, dict.fromkeys(ids, ()), ())
         return found
 
+    def read_blocks(
+        self,
+        ids: Mapping[str, Tensor],
+        found: Mapping[str, FoundRows],
+        counts: Tensor,
+        out: Tensor,
+        *,
+        step: int | None = None,
+    ) -> None:
+        """See `EngineGroup.read_blocks`."""
+        if any(engine.view is not None for engine in self._cpu.values()):
+            super().read_blocks(ids, found, counts, out, step=step)
+            return
+        with span("megalith.rows"):
+            reads = [engine.native_block(ids[name], found.get(name)) for name, engine in self._cpu.items()]
+            _native.read_blocks(reads, counts, out, torch.get_num_threads())
+
     def pool(
         self,
         ids: Mapping[str, Tensor],

@@ -71,6 +71,36 @@ class EngineGroup:
         with span("megalith.rows"):
             return self._engines[table].lookup(ids, found, out, step=step)
 
+    def read_blocks(
+        self,
+        ids: Mapping[str, Tensor],
+        found: Mapping[str, FoundRows],
+        counts: Tensor,
+        out: Tensor,
+        *,
+        step: int | None = None,
+    ) -> None:
+        """Read what lookups of several peers return, by peer, then table.
+
+        Args:
+            ids: int64 [n] of every table, in the order of the group: the ids of all peers in their order.
+            found: What `find` returned for these ids; a table without ids needs no entry.
+            counts: int64 [peers, tables], the number of ids; contiguous.
+            out: float32, the rows of all ids.
+            step: As for `Engine.lookup`.
+        """
+        at = 0
+        begins = dict.fromkeys(ids, 0)
+        for own in counts.tolist():
+            for (name, engine), n in zip(self._engines.items(), own, strict=True):
+                if n:
+                    part = slice(begins[name], begins[name] + n)
+                    rows, epoch = found[name]
+                    block = out[at : at + n * engine.dim].view(n, engine.dim)
+                    self.read(name, ids[name][part], FoundRows(rows[part], epoch), block, step=step)
+                    begins[name] += n
+                    at += n * engine.dim
+
     def pool(
         self,
         ids: Mapping[str, Tensor],
