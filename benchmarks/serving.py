@@ -1,6 +1,6 @@
 """Serving: requests per second against plain handlers, rows per second of parameter sync, and staleness.
 
-    python benchmarks/serving.py [--quick] [--output PATH]
+    python benchmarks/serving.py [--quick] [--only requests,sync,staleness] [--output PATH]
 
 All parts run as separate processes (serving_roles.py) on loopback, with one torch thread each. 1, 8 and 32
 clients query a DeepFM with 26 features, 13 dense values and dim 16; each sends a request when it has the
@@ -336,7 +336,8 @@ def _train(model: Model, publisher: Publisher, prober: Process, sizes: Sizes) ->
 # ---- report
 
 
-def report(loads: Sequence[Load], sync: Sync, stale: Staleness, threads: dict[str, int]) -> list[Bar]:
+def requests(sizes: Sizes, folder: Path) -> tuple[dict[str, Any], list[Bar]]:
+    loads, threads = measure_requests(sizes, folder)
     columns = (
         "clients",
         "batch",
@@ -361,22 +362,38 @@ def report(loads: Sequence[Load], sync: Sync, stale: Staleness, threads: dict[st
         for load in loads
     ]
     print_table("Requests", columns, rows)
-    pushed = {"first push": sync.first, "one server": sync.one, "each of two": sync.two, "raw": sync.raw}
-    print_table("Parameter sync", ("", "rows/s"), [(name, f"{rate:,.0f}") for name, rate in pushed.items()])
     ratio = {(load.clients, load.batch, load.variant): load.ratio for load in loads}
-    over = f"{stale.rows} rows of {stale.steps} steps, interval {stale.interval:g} s"
-    p50, p99 = stale.p50 / stale.interval, stale.p99 / stale.interval
     bars = [
         Bar("requests/s, 32 clients of batch 1: ours / plain", ratio[32, 1, PLAIN].median, 1.5),
         Bar("requests/s, 32 clients of batch 1: ours / lean", ratio[32, 1, LEAN].median),
+    ]
+    return {"threads": threads, "requests": [asdict(load) for load in loads]}, bars
+
+
+def parameter_sync(sizes: Sizes, folder: Path) -> tuple[dict[str, Any], list[Bar]]:
+    sync = measure_sync(sizes, folder)
+    pushed = {"first push": sync.first, "one server": sync.one, "each of two": sync.two, "raw": sync.raw}
+    print_table("Parameter sync", ("", "rows/s"), [(name, f"{rate:,.0f}") for name, rate in pushed.items()])
+    bars = [
         Bar("parameter sync, rows/s: ours / raw", sync.ratio.median, 0.7, note=f"raw {sync.raw:,.0f} rows/s"),
         Bar("first push into an empty server: ours / raw", sync.first / sync.raw, 0.5),
         Bar("parameter sync to two servers: ours / raw to one", sync.two / sync.raw),
+    ]
+    return {"sync": asdict(sync)}, bars
+
+
+def staleness(sizes: Sizes, folder: Path) -> tuple[dict[str, Any], list[Bar]]:
+    stale = measure_staleness(sizes, folder)
+    over = f"{stale.rows} rows of {stale.steps} steps, interval {stale.interval:g} s"
+    p50, p99 = stale.p50 / stale.interval, stale.p99 / stale.interval
+    bars = [
         Bar("staleness p99 / interval", p99, 2.0, at_most=True, strict=True, note=over),
         Bar("staleness p50 / interval", p50, note=over),
     ]
-    print_bars(bars)
-    return bars
+    return {"staleness": asdict(stale)}, bars
+
+
+SECTIONS = {"requests": requests, "sync": parameter_sync, "staleness": staleness}
 
 
 def main(arguments: list[str]) -> None:
@@ -384,29 +401,31 @@ def main(arguments: list[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="little of everything; nothing is saved")
+    parser.add_argument("--only", default="requests,sync,staleness", help="some of these sections")
     parser.add_argument("--output", type=Path, help="where to save the result")
     options = parser.parse_args(arguments)
     sizes = QUICK if options.quick else Sizes()
     here = machine()
     torch.set_num_threads(1)
+    bars: list[Bar] = []
+    sections: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        loads, threads = measure_requests(sizes, Path(name) / "requests")
-        sync = measure_sync(sizes, Path(name) / "sync")
-        stale = measure_staleness(sizes, Path(name) / "staleness")
-    bars = report(loads, sync, stale, threads)
+        for section in options.only.split(","):
+            found, own = SECTIONS[section](sizes, Path(name) / section)
+            sections |= found
+            bars += own
+    print_bars(bars)
     content = {
         "benchmark": "serving",
         "command": command_line(arguments),
         "machine": here,
         "versions": versions(["torch", "grpcio", "protobuf", "megalith"]),
         "settings": asdict(sizes),
-        "threads": threads,
-        "requests": [asdict(load) for load in loads],
-        "sync": asdict(sync),
-        "staleness": asdict(stale),
+        **sections,
         "bars": bars,
     }
-    if options.output or not options.quick:
+    whole = options.only == parser.get_default("only") and not options.quick
+    if options.output or whole:
         write_result(options.output or result_path("serving"), content)
 
 

@@ -1,6 +1,6 @@
 """Training on two ranks: the cost of exchanges, and whole steps against the peers that run on CPUs.
 
-    python benchmarks/sync_cpu.py [--quick] [--rounds N] [--output PATH]
+    python benchmarks/sync_cpu.py [--quick] [--only exchanges] [--rounds N] [--output PATH]
 
 Two processes with one thread each, gloo over loopback. First the four exchanges of a step against bare
 all_to_all_single of the same bytes: our calls alone, and including all work on messages before tables get
@@ -94,6 +94,7 @@ class Settings:
     rounds: int = 11
     steps: int = 8
     """Number of batches per variant and round."""
+    sections: tuple[str, ...] = ("exchanges", "steps")
 
 
 def batch_of(settings: Settings, number: int, rank: int) -> Batch:
@@ -368,10 +369,10 @@ def rank_main(rank: int, store: str, settings: Settings, pipe: Connection) -> No
         "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timeout
     )
     found = {}
-    for name, section in (("exchanges", exchanges), ("steps", steps)):
+    for name in settings.sections:
         if rank == 0:
             progress(name)
-        found[name] = section(settings)
+        found[name] = {"exchanges": exchanges, "steps": steps}[name](settings)
     if rank == 0:
         pipe.send_bytes(json.dumps(found).encode())
     dist.barrier()
@@ -435,17 +436,22 @@ def main(arguments: Sequence[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="small tables, few rounds; nothing is saved")
+    parser.add_argument("--only", choices=Settings.sections, help="only one part; saved only with --output")
     parser.add_argument("--rounds", type=int, help="rounds of whole steps, default 11")
     parser.add_argument("--output", type=Path, help="where to save the result")
     options = parser.parse_args(arguments)
     settings = Settings(rows=20_000, batch=1024, rounds=3, steps=4) if options.quick else Settings()
     if options.rounds:
         settings = replace(settings, rounds=options.rounds)
+    if options.only:
+        settings = replace(settings, sections=(options.only,))
     here = machine()
     found = run_ranks(settings)
-    exchange_section, exchange_bars = report_exchanges(found["exchanges"])
-    step_section, step_bars = report_steps(found["steps"], settings)
-    bars = [*exchange_bars, *step_bars]
+    sections, bars = {}, []
+    for name in settings.sections:
+        report = report_exchanges(found[name]) if name == "exchanges" else report_steps(found[name], settings)
+        sections[name] = report[0]
+        bars += report[1]
     print_bars(bars)
     content = {
         "benchmark": "sync_cpu",
@@ -453,10 +459,10 @@ def main(arguments: Sequence[str]) -> None:
         "machine": here,
         "versions": versions(PACKAGES),
         "settings": asdict(settings),
-        "sections": {"exchanges": exchange_section, "steps": step_section},
+        "sections": sections,
         "bars": bars,
     }
-    if options.output or not options.quick:
+    if options.output or not (options.quick or options.only):
         write_result(options.output or result_path("sync_cpu"), content)
 
 

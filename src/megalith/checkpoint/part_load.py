@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from megalith.checkpoint.saved_rows import read_chunk, read_pending, read_remove
 from megalith.errors import CheckpointError
 from megalith.routing import Router
 from megalith.shards.part import ShardsPart
-from megalith.storage.store import Store
+from megalith.storage.store import Store, read_ahead
 from megalith.table import Chunk, TableConfig
 
 
@@ -78,8 +79,10 @@ def load_part(
         # A delta does not save ids that it removes. Removing first keeps the table within its Capacity.
         for piece in entry.removed:
             table.remove(read_removed(store, piece))
-        for piece in relevant_pieces(entry, load.router, part.index):
-            chunk = read_chunk(store, piece, entry)
+        pieces = relevant_pieces(entry, load.router, part.index)
+        # One thread reads and decodes files while this one inserts the rows of those before.
+        chunks = read_ahead(partial(read_chunk, store, entry=entry), pieces)
+        for piece, chunk in zip(pieces, chunks, strict=True):
             if load.router is not None:
                 chunk = chunk.select(load.router.owner(chunk.ids) == part.index)
             table.restore(chunk if load.keeps_state else _with_state(chunk, table.config, load))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megalith.checkpoint.manifest import Piece
 from megalith.checkpoint.saved_rows import write_chunk
-from megalith.library import new_tensor
 from megalith.storage.store import Store
 from megalith.table import Chunk, TableConfig
 from megalith.table.rounding import DTYPES
@@ -102,7 +101,8 @@ class PieceWriter:
         row_bytes = (32 if config.counted else 16) + 4 * config.row_floats
         size = max(1, min(rows, PIECE_BYTES // row_bytes))
         if self._buffers[self._next].numel() < size * row_bytes:
-            self._buffers[self._next] = new_tensor(size * row_bytes, dtype=torch.uint8)
+            # Not on huge pages: on some virtual machines their first write takes as long as writing the file.
+            self._buffers[self._next] = torch.empty(size * row_bytes, dtype=torch.uint8)
         return _chunk_in(self._buffers[self._next], config, size)
 
 

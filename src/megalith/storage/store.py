@@ -13,8 +13,9 @@ import os
 import shutil
 import stat
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +25,17 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.library import MessageBuffers
 from megalith.storage.atomic import sync_path, write_atomically
 from megalith.storage.checksums import crc32
 from megalith.storage.strict_json import ErrorFactory
 
 _BLOCK = 1 << 22
 _THREADS = 4
+_AHEAD = 2
+"""The number of results of `read_ahead` that wait in memory."""
 _File = TypeVar("_File")
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True)
@@ -321,10 +326,12 @@ class LocalStore(Store):
 
     Args:
         root: The directory. The first write creates it.
+        buffers: Memory for what is read, which is used again; None: new memory.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, buffers: MessageBuffers | None = None) -> None:
         self.root = root
+        self._buffers = buffers
         self.where = str(root)
         self.address = os.path.realpath(root)
 
@@ -346,7 +353,7 @@ class LocalStore(Store):
 
     def read(self, name: str, size: int, start: int = 0) -> Tensor:
         """See `Store.read`."""
-        data = torch.empty(size, dtype=torch.uint8)
+        data = torch.empty(size, dtype=torch.uint8) if self._buffers is None else self._buffers.new(size)
         view = view_of(data)
         with open(self.root / name, "rb", buffering=0) as file:
             file.seek(start)
@@ -388,6 +395,12 @@ class LocalStore(Store):
         else:
             path.unlink(missing_ok=True)
 
+    @contextmanager
+    def local_copy(self, files: Iterable[StoredFile], error: ErrorFactory) -> Iterator[Store]:
+        """See `Store.local_copy`. What is read in the block shares its memory."""
+        with super().local_copy(files, error):
+            yield LocalStore(self.root, MessageBuffers(huge_pages=False))
+
     def _crc32(self, file: StoredFile) -> int:
         crc = 0
         block = memoryview(bytearray(_BLOCK))
@@ -407,6 +420,30 @@ def for_each(work: Callable[[_File], None], files: list[_File]) -> None:
     with ThreadPoolExecutor(_THREADS) as pool:
         for _ in pool.map(work, files):
             pass
+
+
+def read_ahead(read: Callable[[_File], _Read], files: Iterable[_File]) -> Iterator[_Read]:
+    """Read files in another thread while the caller uses those before.
+
+    Args:
+        read: Reads a file. An error is raised when its result is due.
+        files: The files.
+
+    Yields:
+        What `read` returns, in the order of the files.
+    """
+    with ThreadPoolExecutor(1, "megalith read ahead") as thread:
+        waiting: deque[Future[_Read]] = deque()
+        try:
+            for file in files:
+                waiting.append(thread.submit(read, file))
+                if len(waiting) > _AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 def view_of(data: Tensor) -> memoryview:
