@@ -8,6 +8,7 @@
 
 #include "hash.hpp"
 #include "index.hpp"
+#include "memory.hpp"
 
 namespace megalith {
 
@@ -32,11 +33,16 @@ class OccurrenceCounts {
     return index_.bytes() + entries_.capacity() * sizeof(Entry) + free_.capacity() * sizeof(int32_t);
   }
 
-  uint32_t count(int64_t id) const {
+  uint32_t count(int64_t id) const { return count_at(index_.find(id)); }
+  MEGALITH_PREFETCHES void prefetch(int64_t id) const { index_.prefetch(id); }
+
+  // The number of the entry of an id, or -1, for `count_at`; requests its cache line.
+  int32_t locate(int64_t id) const {
     const int32_t at = index_.find(id);
-    return at < 0 ? 0 : entries_[static_cast<size_t>(at)].count;
+    if (at >= 0) __builtin_prefetch(&entries_[static_cast<size_t>(at)], 1);
+    return at;
   }
-  void prefetch(int64_t id) const { index_.prefetch(id); }
+  uint32_t count_at(int32_t at) const { return at < 0 ? 0 : entries_[static_cast<size_t>(at)].count; }
 
   // Makes room for `more` ids, so that `add` cannot fail. May throw; the contents are unchanged then.
   void prepare(int64_t more) {

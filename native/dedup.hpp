@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "hash.hpp"
+#include "memory.hpp"
 #include "route.hpp"
 #include "scratch.hpp"
 #include "threads.hpp"
@@ -32,7 +33,7 @@ class Distinct {
   Distinct(const Distinct&) = delete;
   Distinct& operator=(const Distinct&) = delete;
 
-  void prefetch(int64_t id) const { __builtin_prefetch(&slots_[home(id)]); }
+  MEGALITH_PREFETCHES void prefetch(int64_t id) const { __builtin_prefetch(&slots_[home(id)]); }
 
   // Returns the id's number; a new id gets the number `next`.
   int32_t add(int64_t id, int32_t next) {

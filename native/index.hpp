@@ -59,7 +59,7 @@ class Index {
     return -1;
   }
 
-  void prefetch(int64_t id) const {
+  MEGALITH_PREFETCHES void prefetch(int64_t id) const {
     const uint64_t hash = slot_hash(id);
     const Array a = owner(hash);
     __builtin_prefetch(a.buckets + high_product(hash, a.count), 1);

@@ -8,6 +8,10 @@
 
 #include <sys/mman.h>
 
+// For member functions that only prefetch: GCC treats such a function as one without side effects and removes calls to
+// it, unless it was inlined before.
+#define MEGALITH_PREFETCHES __attribute__((always_inline)) inline
+
 namespace megalith {
 
 constexpr size_t kPage = 4096;

@@ -488,13 +488,22 @@ class Table {
       find_rows(ids, n, found, threads);
       return found;
     }
-    // An absent id may have been created since; a row of unknown epoch is verified.
+    // An absent id may have been created since; a row of unknown epoch is verified. The others are found together.
     const int64_t high = rows_.high();
+    int32_t* where = scratch.missing.get(n);
+    int64_t* wanted = scratch.fresh_ids.get(n);
+    int64_t count = 0;
     for (int64_t i = 0; i < n; ++i) {
       const int32_t row = rows[i];
       const bool good = current ? row >= 0 && row < high : rows_.live(row) && rows_.id_of(row) == ids[i];
-      found[i] = good ? row : index_.find(ids[i]);
+      found[i] = row;
+      where[count] = static_cast<int32_t>(i);
+      wanted[count] = ids[i];
+      count += !good;
     }
+    int32_t* again = scratch.fresh.get(count);
+    find_rows(wanted, count, again, threads);
+    for (int64_t m = 0; m < count; ++m) found[where[m]] = again[m];
     return found;
   }
 
@@ -524,7 +533,7 @@ class Table {
                                  int64_t* distinct, Scratch& scratch);
 
   // Admission; see table_admit.hpp.
-  bool admits(int64_t id, uint64_t occurrences, uint64_t step) const;
+  bool admits(int64_t id, uint32_t counted, uint64_t occurrences, uint64_t step) const;
   bool admits_all() const { return options_.min_count <= 1 && options_.admission_limit == 0; }
   int64_t admit(const Update& u, int32_t* rows, int64_t missing, int64_t distinct, Scratch& scratch);
   void record_refused();

@@ -11,9 +11,9 @@
 
 namespace megalith {
 
-// Whether an id without a row gets one.
-inline bool Table::admits(int64_t id, uint64_t occurrences, uint64_t step) const {
-  if (options_.min_count) return OccurrenceCounts::saturating_sum(counts_.count(id), occurrences) >= options_.min_count;
+// Whether an id without a row gets one. `counted`: its occurrences in earlier calls.
+inline bool Table::admits(int64_t id, uint32_t counted, uint64_t occurrences, uint64_t step) const {
+  if (options_.min_count) return OccurrenceCounts::saturating_sum(counted, occurrences) >= options_.min_count;
   return admits_all() || draw_admits(key_, id, step, options_.admission_limit, occurrences);
 }
 
@@ -21,7 +21,8 @@ inline void Table::admits(const int64_t* ids, int64_t n, const int64_t* occurren
                           int64_t* out) const {
   std::shared_lock<ForkSafeLock> hold(lock_);
   for (int64_t i = 0; i < n; ++i)
-    out[i] = index_.find(ids[i]) >= 0 || admits(ids[i], static_cast<uint64_t>(occurrences[i]), step);
+    out[i] = index_.find(ids[i]) >= 0 ||
+             admits(ids[i], options_.min_count ? counts_.count(ids[i]) : 0, static_cast<uint64_t>(occurrences[i]), step);
 }
 
 // Decides which of the numbered new ids get a row. Numbers the admitted ones again from 0, in `rows` and in
@@ -34,13 +35,18 @@ inline int64_t Table::admit(const Update& u, int32_t* rows, int64_t missing, int
   std::fill(seen, seen + distinct, 0);
   for (int64_t m = 0; m < missing; ++m) seen[rows[where[m]]] += u.occurrences ? u.occurrences[where[m]] : 1;
   int32_t* numbers = scratch.fresh.get(distinct);
+  if (options_.min_count) {  // `numbers` holds the entries of the counts first
+    constexpr int64_t kAhead = 12;
+    for (int64_t k = 0; k < distinct; ++k) {
+      if (k + kAhead < distinct) counts_.prefetch(ids[k + kAhead]);
+      numbers[k] = counts_.locate(ids[k]);
+    }
+  }
   int64_t admitted = 0;
-  constexpr int64_t kAhead = 12;
   for (int64_t k = 0; k < distinct; ++k) {
-    if (options_.min_count && k + kAhead < distinct) counts_.prefetch(ids[k + kAhead]);
     const int64_t id = ids[k];
     const uint64_t n = static_cast<uint64_t>(seen[k]);
-    const bool in = admits(id, n, u.step);
+    const bool in = admits(id, options_.min_count ? counts_.count_at(numbers[k]) : 0, n, u.step);
     numbers[k] = in ? static_cast<int32_t>(admitted) : -1;
     if (in)
       ids[admitted++] = id;

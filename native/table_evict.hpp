@@ -43,8 +43,18 @@ inline void Table::protect(const int32_t* call, int64_t n) {
   taken_rows_.clear();
   list_taken_ = words > static_cast<size_t>(4 * n);
   protected_ = 0;
-  for (int64_t i = 0; i < n; ++i)
-    if (call[i] >= 0) protected_ += take_once(call[i]);
+  if (list_taken_) {
+    for (int64_t i = 0; i < n; ++i)
+      if (call[i] >= 0) protected_ += take_once(call[i]);
+    return;
+  }
+  for (int64_t i = 0; i < n; ++i) {  // most rows are new here, but not all: no branch on it
+    if (call[i] < 0) continue;
+    uint64_t& word = taken_[static_cast<size_t>(call[i]) >> 6];
+    const uint64_t before = word;
+    word = before | uint64_t{1} << (call[i] & 63);
+    protected_ += word != before;
+  }
 }
 
 // Chooses the rows that must go before `created` rows are added. Throws TableFull if that is impossible. Changes
@@ -92,8 +102,13 @@ inline int64_t Table::sample_rows(int64_t need) {
   std::vector<VictimSearch::Sampled>& sample = search_.sample;
   sample.clear();
   const int64_t count = std::min(search_.high, kSample);
+  const auto place = [&](int64_t k) {
+    return static_cast<int32_t>((search_.cursor + k * search_.high / count) % search_.high);
+  };
+  constexpr int64_t kAhead = 16;
   for (int64_t k = 0; k < count; ++k) {
-    const int32_t row = static_cast<int32_t>((search_.cursor + k * search_.high / count) % search_.high);
+    if (k + kAhead < count) __builtin_prefetch(&rows_.time_of(place(k + kAhead)));
+    const int32_t row = place(k);
     const bool taken = taken_[static_cast<size_t>(row) >> 6] >> (row & 63) & 1;
     if (rows_.live(row) && !taken) sample.push_back({score(row), static_cast<int32_t>(k), row});
   }
@@ -149,6 +164,7 @@ inline void Table::evict_victims() {
   ++epoch_;
   constexpr size_t kAhead = 12;
   for (size_t k = 0; k < victims_.size(); ++k) {
+    if (k + 2 * kAhead < victims_.size()) __builtin_prefetch(&rows_.id_of(victims_[k + 2 * kAhead]));
     if (k + kAhead < victims_.size()) index_.prefetch(rows_.id_of(victims_[k + kAhead]));
     evict_row(rows_.id_of(victims_[k]));
   }

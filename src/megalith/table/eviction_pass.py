@@ -114,8 +114,11 @@ class EvictionPass:
             expired = torch.zeros(chunk.ids.shape[0], dtype=torch.bool)
             for policy in self._policies:
                 expired |= self._checks.flags(policy.expired(chunk, now), expired.shape[0], policy.name)
+            ids = chunk.ids[expired]
+            if not ids.numel():
+                return ids
             # In several calls, so that other threads do not wait long where many rows expire together.
             most = max(MIN_EVICT_ROWS, rows // 8)
-            return torch.cat([self._engine.evict(ids, watch) for ids in chunk.ids[expired].split(most)])
+            return torch.cat([self._engine.evict(part, watch) for part in ids.split(most)])
         finally:
             self._engine.close_watch(watch)
