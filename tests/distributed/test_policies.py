@@ -145,12 +145,17 @@ def bounded() -> tuple[int, int, list[int]]:
     return most, len(shards.local["t"]), sorted(evicted.tolist())
 
 
-def test_shards_divide_the_capacity_and_agree_on_the_time() -> None:
-    results = run_ranks(bounded, world_size=2)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shards_divide_the_capacity_and_agree_on_the_time(size: int) -> None:
+    results = run_ranks(bounded, world_size=size)
 
-    assert [most for most, _, _ in results] == [6, 6]
-    assert [rows for _, rows, _ in results] == [0, 0]
-    assert sorted(i for _, _, ids in results for i in ids) == list(range(28, 32)) + list(range(32, 40))
+    share = -(-11 // size)
+    assert [most for most, _, _ in results] == [share] * size
+    assert [rows for _, rows, _ in results] == [0] * size
+    evicted = sorted(i for _, _, ids in results for i in ids)
+    assert len(evicted) == share * size
+    assert evicted[0] >= 24  # of the last step but one
+    assert evicted[-8:] == list(range(32, 40))
 
 
 def evicting(every: int) -> tuple[list[int], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -360,6 +361,30 @@ def test_the_rate_comes_from_the_step_of_each_call(engine: str, lr: Any) -> None
     for step, weight in ((0, -1.0), (1, -1.75), (1, -2.5), (3, -2.75), (4, -2.75), (0, -3.75)):
         table.apply_gradients(ints(1), torch.ones(1, 1), step=step)
         assert table.lookup(ints(1)).item() == weight
+
+
+# A moving average has no rate; a delay compensation has that of its base.
+RATED = [name for name in OPTIMIZERS if not name.startswith(("moving_average", "delay_compensated"))]
+
+
+@pytest.mark.parametrize("name", RATED)
+def test_every_optimizer_uses_the_rate_of_the_step(engine: str, name: str) -> None:
+    rates = {0: 0.25, 7: 0.125}
+    scheduled = sgd_table(engine, DIM, optimizer=replace(OPTIMIZERS[name], lr=lambda step: rates[step]))
+    grads = torch.linspace(-1, 1, DIM)[None]
+    weights = []
+    for step, rate in rates.items():
+        fixed = sgd_table(engine, DIM, optimizer=replace(OPTIMIZERS[name], lr=rate))
+        if weights:
+            fixed.restore(whole(scheduled))
+        for table in (scheduled, fixed):
+            table.apply_gradients(ints(1), grads, step=step)
+        weights.append(scheduled.lookup(ints(1)))
+        assert_same_bits(weights[-1], fixed.lookup(ints(1)))
+
+    other = sgd_table(engine, DIM, optimizer=replace(OPTIMIZERS[name], lr=rates[7]))
+    other.apply_gradients(ints(1), grads, step=0)
+    assert not torch.equal(other.lookup(ints(1)), weights[0])
 
 
 def test_each_segment_has_its_own_optimizer_and_rate(engine: str) -> None:

@@ -28,6 +28,7 @@ from megalith import (
 )
 from megalith.errors import InputError, UsageError
 from megalith.table import Optimizer
+from megalith.table.engines import score_search
 from megalith.table.engines.cuda import triton_runtime
 from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
@@ -44,6 +45,13 @@ def test_steps_of_each_optimizer(name: str) -> None:
     optimizer: Optimizer = OPTIMIZERS[name]
     config = TableConfig("t", dim=5, optimizer=optimizer, initializer=Uniform())
     Program(config, 3, calls=("update", "lookup"), **SIZES).run(CALLS // 4)
+
+
+def test_a_search_for_low_scores_in_parts_removes_the_rows_of_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(score_search, "MIN_PART", 4)
+    Program(CONFIGS["function"], 5, distinct=20, batch=5, calls=("update", "assign")).run(CALLS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
