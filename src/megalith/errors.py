@@ -85,6 +85,10 @@ class ServerLostError(MegalithError, ConnectionError):
     """A parameter server has ended."""
 
 
+class ServerRestartedError(ServerLostError):
+    """A parameter server was started again and does not know the tables or the worker of a call."""
+
+
 class DiscoveryError(MegalithError, ConnectionError):
     """A discovery service does not answer, denies access, or does not list enough servers in time."""
 

@@ -310,6 +310,7 @@ def server_calls(servers: megalith.Servers) -> Iterator[Call]:
         "seed": 0,
         "wire": "float32",
         "timeout": 5.0,
+        "recovery": None,
     }
 
     def construct(**options: Any) -> megalith.ServerShards:

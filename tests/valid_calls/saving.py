@@ -31,6 +31,7 @@ def checkpoint_calls() -> Iterator[Call]:
     yield checkpoint.export, {"path": path, "out": Path("rows"), "tables": ["a"]}
     yield checkpoint.find_checkpoints, {"path": path}
     yield checkpoint.read_manifest, {"path": path}
+    yield checkpoint.recovery, {"directory": path, "log": "sync"}
     yield checkpoint.compact, {"path": path}
     yield checkpoint.reshard, {"path": path, "to": Path("resharded"), "num_shards": 2}
     yield checkpoint.verify, {"path": path}

@@ -10,6 +10,7 @@ from megalith.checkpoint.rng import rng_state, set_rng_state
 from megalith.checkpoint.rotation import Rotation
 from megalith.checkpoint.saved_rows import read_manifest
 from megalith.checkpoint.saving import SaveHandle, async_save, save, save_delta
+from megalith.checkpoint.server_restore import recovery
 from megalith.checkpoint.verification import Verification, verify
 from megalith.storage.object_store import ObjectStore
 
@@ -30,6 +31,7 @@ __all__ = [
     "find_checkpoints",
     "load",
     "read_manifest",
+    "recovery",
     "reshard",
     "rng_state",
     "save",

@@ -7,6 +7,7 @@ owns by the routing of the model, not that of the checkpoint, and its part of sh
 
 from __future__ import annotations
 
+import builtins
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -47,12 +48,14 @@ from megalith.checkpoint.saved_rows import (
     read_manifest,
     read_tensors,
 )
+from megalith.checkpoint.server_restore import loaded_on_server, place_of
 from megalith.checkpoint.sharded_weights import check_weights, distribute_state
 from megalith.distributed.agreement import agree
 from megalith.distributed.ranks import RankGroup
 from megalith.errors import CheckpointError, InputError, RankFailedError, RankTimeoutError
 from megalith.nn import EmbeddingCollection
 from megalith.ops import checks
+from megalith.shards import Shards
 from megalith.storage.store import Store, StoredFile, open_store
 
 logger = logging.getLogger(__name__)
@@ -262,8 +265,10 @@ def _load(model: nn.Module, store: Store, ranks: RankGroup, options: _LoadOption
         forget_last_save(collections.values())
     tables_read = _all_ranks(ranks, found, tables)
     complete = not any(each.refused for each in tables_read.values())
-    if options.deltas and found.is_exact and complete and not options.rename:
+    exact = found.is_exact and complete and not options.rename
+    if options.deltas and exact:
         set_last_save(collections.values(), store, manifest.tip)
+    _tell_servers(found, collections, store, manifest.tip, exact)
     report = LoadReport(
         manifest,
         tables_read,
@@ -381,6 +386,22 @@ def _match_dense(store: Store, manifest: Manifest, model: nn.Module, options: _L
                 f"{store.where}: its optimizer state does not match this optimizer: {error!r}"
             ) from None
     return dense
+
+
+def _tell_servers(
+    found: TableMatches,
+    collections: Mapping[str, EmbeddingCollection],
+    store: Store,
+    id: str,
+    exact: bool,
+) -> None:
+    """Let parameter servers that can start again do so from this checkpoint."""
+    by_shards: dict[int, tuple[Shards, list[tuple[str, str]]]] = {}
+    for path, name, shards in tables_of(collections):
+        if not shards.holds_rows:
+            by_shards.setdefault(builtins.id(shards), (shards, []))[1].append((path, name))
+    for shards, tables in by_shards.values():
+        shards.each_part(loaded_on_server, id, place_of(shards, store, tables), exact)
 
 
 def _set_steps(manifest: Manifest, collections: Mapping[str, EmbeddingCollection]) -> None:

@@ -163,7 +163,7 @@ def _report(frozen: _FrozenTable) -> dict[str, Any]:
 
 
 def freeze_on_server(
-    part: ShardsPart, id: str, tables: Sequence[SavedTable], track: bool, delta: bool
+    part: ShardsPart, id: str, tables: Sequence[SavedTable], track: bool, delta: bool, place: Any
 ) -> None:
     """Freeze the tables of a server.
 
@@ -173,9 +173,12 @@ def freeze_on_server(
         tables: The tables to save.
         track: See `PartSave`.
         delta: See `PartSave`.
+        place: Where the checkpoint will be, for `PartRecovery.frozen`.
     """
     own = [(saved, part.shards.local[saved.name]) for saved in tables]
     part.kept[f"save {id}"] = PartSave(own, part.index, track=track, delta=delta)
+    if part.recovery is not None:
+        part.recovery.frozen(id, place)
 
 
 def write_on_server(part: ShardsPart, id: str, store: Store, precision: str) -> dict[str, Any]:
@@ -209,4 +212,6 @@ def close_on_server(part: ShardsPart, id: str, give_back: bool) -> float:
     if saved is None:
         return 0.0
     saved.close(give_back=give_back)
+    if part.recovery is not None:
+        part.recovery.ended(id, complete=not give_back)
     return saved.waited

@@ -66,6 +66,7 @@ from megalith.checkpoint.part_save import (
     write_on_server,
 )
 from megalith.checkpoint.saved_rows import MAX_MANIFEST, read_manifest, write_tensors
+from megalith.checkpoint.server_restore import place_of
 from megalith.checkpoint.sharded_weights import check_weights, whole_copies
 from megalith.distributed.agreement import agree
 from megalith.errors import CheckpointError, InputError, ServerLostError, UsageError
@@ -212,7 +213,8 @@ class SaveJob:
         ]
         self._part = PartSave(here, self._ranks.rank, track=options.track, delta=options.delta)
         for shards, tables in self._on_servers():
-            shards.each_part(freeze_on_server, self.id, tables, options.track, options.delta)
+            place = place_of(shards, self.store, [(saved.collection, saved.name) for saved in tables])
+            shards.each_part(freeze_on_server, self.id, tables, options.track, options.delta, place)
 
     def _shards(self, saved: SavedTable) -> Shards:
         return self._collections[saved.collection].shards

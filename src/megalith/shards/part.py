@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megalith.shards.local import LocalShards
+    from megalith.shards.servers.recovery import PartRecovery
 
 
 @dataclass
@@ -21,9 +22,11 @@ class ShardsPart:
         index: The number of the part: the rank, or the number of the server.
         count: The number of parts.
         kept: What functions keep between calls, by their own keys.
+        recovery: Records saves, if a server can start again from them.
     """
 
     shards: LocalShards
     index: int = 0
     count: int = 1
     kept: dict[str, Any] = field(default_factory=dict)
+    recovery: PartRecovery | None = None

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalith import SGD, TableConfig, Zeros
-from megalith.errors import RankFailedError, RankTimeoutError, UsageError
+from megalith.errors import RankFailedError, RankTimeoutError, ServerRestartedError, UsageError
 from megalith.shards.servers.server_messages import ServerWrite, SpaceSpec
 from megalith.shards.servers.table_space import READER, TableSpace
 from tests.table.support import ints
@@ -119,6 +119,14 @@ def test_two_processes_under_one_number_are_noticed() -> None:
     assert isinstance(read, UsageError)
     assert run(made.write(0, "other", 2, push(1.0))) == [None]
     assert value(made) == -2.0
+
+
+def test_a_worker_of_an_earlier_start_must_join_again() -> None:
+    made, again = space(), space()
+    known = made.join(0, "s")
+    assert run(made.write(0, f"s@{known.incarnation}", 1, push(1.0))) == [None]
+    (error,) = run(again.write(0, f"s@{known.incarnation}", 2, push(1.0)))
+    assert isinstance(error, ServerRestartedError)
 
 
 def test_a_write_whose_predecessor_never_arrives_times_out() -> None:

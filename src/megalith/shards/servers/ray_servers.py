@@ -14,10 +14,8 @@ from megalith.errors import InputError, MissingDependencyError, UsageError
 from megalith.ops import checks
 from megalith.shards.servers.table_server import TableServer
 
-OBJECT_STORE_BYTES = 256 << 20
-"""The shared memory of a Ray that is started here."""
-
-
+_LEAST_STORE = 80 << 20
+"""Ray refuses less."""
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Read by Ray at its import. 0: no cluster of several hosts, so Ray listens on the loopback address only."""
 
@@ -39,12 +37,13 @@ def ray_module() -> Any:
     return ray
 
 
-def start_ray(address: str | None = None, *, object_store_bytes: int = OBJECT_STORE_BYTES) -> bool:
+def start_ray(address: str | None = None, *, object_store_bytes: int | None = None) -> bool:
     """Connect this process to Ray, unless it is connected.
 
     Args:
         address: The address of a cluster; None: start Ray on this machine.
-        object_store_bytes: The shared memory of a Ray that is started here.
+        object_store_bytes: The shared memory of a Ray that is started here; None: Ray's own default, 30 % of
+            the memory, which it does not use before it needs it.
 
     Returns:
         Whether this call connected it; then `stop_ray` ends it.
@@ -89,6 +88,9 @@ class Servers:
         address: The address of a Ray cluster; None: the one this process is connected to, or a new one on
             this machine.
         gpus: GPUs of each server, for engine="cuda".
+        restart: Whether Ray starts a server again that ended, for `ServerShards(recovery=...)`.
+        object_store_bytes: Shared memory of a Ray that is started here, for arrays in transit; None: 30 % of
+            the memory of the machine.
         timeout: Seconds that starting them may take.
 
     Raises:
@@ -98,7 +100,14 @@ class Servers:
     """
 
     def __init__(
-        self, num_servers: int, *, address: str | None = None, gpus: float = 0, timeout: float = 120.0
+        self,
+        num_servers: int,
+        *,
+        address: str | None = None,
+        gpus: float = 0,
+        restart: bool = False,
+        object_store_bytes: int | None = None,
+        timeout: float = 120.0,
     ) -> None:
         count = checks.integer(num_servers, "Servers: num_servers")
         limit = checks.seconds(timeout, "Servers: timeout")
@@ -107,11 +116,19 @@ class Servers:
         share = checks.number(gpus, "Servers: gpus")
         if not share >= 0:
             raise InputError(f"Servers: gpus must be 0 or more, got {gpus!r}")
-        self._owns_ray = start_ray(address)
+        self.restart = checks.flag(restart, "Servers: restart")
+        if object_store_bytes is not None:
+            checks.integer(object_store_bytes, "Servers: object_store_bytes", _LEAST_STORE)
+        self._owns_ray = start_ray(address, object_store_bytes=object_store_bytes)
         ray = ray_module()
         remote = ray.remote(TableServer)
         # An asynchronous actor; it reserves no CPU, so that workers and servers fit on a small machine.
-        options = {"num_cpus": 0, "num_gpus": share, "max_restarts": 0, "max_concurrency": 1000}
+        options = {
+            "num_cpus": 0,
+            "num_gpus": share,
+            "max_restarts": -1 if restart else 0,
+            "max_concurrency": 1000,
+        }
         self.actors: list[Any] = [remote.options(**options).remote(i, count) for i in range(count)]
         self._owner = True
         try:
@@ -127,7 +144,7 @@ class Servers:
         return f"Servers({len(self.actors)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"actors": self.actors, "_owner": False, "_owns_ray": False}
+        return {"actors": self.actors, "restart": self.restart, "_owner": False, "_owns_ray": False}
 
     def close(self) -> None:
         """End the processes, and Ray if it was started for them. A second call has no effect."""

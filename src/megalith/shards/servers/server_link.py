@@ -1,19 +1,33 @@
-"""ServerLink: the connection of one worker to one server. It numbers writes and keeps them until they are
-answered."""
+"""ServerLink: the connection of one worker to one server.
+
+It numbers writes and keeps them until they are answered. If the server ends and is started again, the link
+opens the tables there, joins under the same number and sends again what was not answered:
+
+    unanswered    on the new server
+    read          sent again
+    write         sent again; a write that the server has in its log is not applied twice
+    function      raises ServerLostError: what it kept on the server is lost
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+import time as clock
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megalith.errors import RankTimeoutError, ServerLostError
+from megalith.errors import RankTimeoutError, ServerLostError, ServerRestartedError
 from megalith.shards.servers.ray_servers import ray_module
-from megalith.shards.servers.server_messages import Array, Failure, Joined, ServerWrite
+from megalith.shards.servers.server_messages import Array, Failure, Joined, ServerWrite, SpaceSpec
+
+logger = logging.getLogger(__name__)
 
 GRACE = 30.0
 """Seconds that an answer may take beyond the time for which a server waits for other workers."""
+_PAUSE = 0.1
 
 
 class PendingCall:
@@ -22,20 +36,31 @@ class PendingCall:
     Args:
         send: Makes the call and returns Ray's reference to its result.
         what: The call, for messages.
-        number: The number of a write; 0: a read.
+        number: The number of a write; 0: another call.
+        repeatable: Whether it can be made again on a server that was started again.
 
     Attributes:
         reference: Ray's reference.
+        generation: How often the server had been started again when the call was made.
     """
 
-    def __init__(self, send: Callable[[], Any], what: str, number: int = 0) -> None:
+    def __init__(
+        self, send: Callable[[], Any], what: str, number: int = 0, *, repeatable: bool = True
+    ) -> None:
         self._send = send
         self.what = what
         self.number = number
+        self.repeatable = repeatable
+        self.generation = 0
         self.reference = send()
 
-    def send_again(self) -> None:
-        """Make the call again, after the connection was lost."""
+    def send_again(self, generation: int) -> None:
+        """Make the call again, after the connection was lost.
+
+        Args:
+            generation: See the class.
+        """
+        self.generation = generation
         self.reference = self._send()
 
 
@@ -47,18 +72,34 @@ class ServerLink:
         index: Its number.
         name: The name of the tables.
         worker: The number of this worker.
-        timeout: Seconds that an answer may take.
+        spec: The tables.
+
+    Attributes:
+        lost: Number of answered writes that were lost with a server.
+        restarts: How often the server was started again.
     """
 
-    def __init__(self, actor: Any, index: int, name: str, worker: int, timeout: float) -> None:
+    def __init__(self, actor: Any, index: int, name: str, worker: int, spec: SpaceSpec) -> None:
         self._actor = actor
         self._index = index
         self._name = name
         self._worker = worker
-        self._timeout = timeout + GRACE
-        self._session = uuid.uuid4().hex
+        self._spec = spec
+        self._timeout = spec.timeout + GRACE
+        self._session = self._token = uuid.uuid4().hex
         self._number = 0
         self._pending: deque[PendingCall] = deque()
+        self._lock = threading.RLock()  # a save runs in another thread
+        self.lost = 0
+        self.restarts = 0
+
+    def open(self) -> PendingCall:
+        """Create the tables, or check that they are those of the server.
+
+        Returns:
+            The call in progress.
+        """
+        return self._call("open", self._spec)
 
     def join(self) -> Joined:
         """Join the workers of the tables.
@@ -66,27 +107,57 @@ class ServerLink:
         Returns:
             What the server knows of this worker; the numbers of its writes continue there.
         """
-        joined: Joined = self.result(
-            PendingCall(
-                lambda: self._actor.join.remote(self._name, self._worker, self._session, None), "join"
-            )
-        )
+        joined: Joined = self.result(self._call("join", self._worker, self._session, None))
         self._number = joined.accepted
+        self._token = f"{self._session}@{joined.incarnation}"
         return joined
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
-        """Call a method of the server that is not numbered.
+    def leave(self, worker: int) -> PendingCall:
+        """Remove a worker from those of the tables.
 
         Args:
-            method: Its name.
-            args: Its arguments after the name of the tables.
-            kwargs: Further arguments.
+            worker: Its number.
 
         Returns:
             The call in progress.
         """
+        return self._call("leave", worker)
+
+    def describe(self) -> PendingCall:
+        """Ask for numbers about the server.
+
+        Returns:
+            The call in progress.
+        """
+        return self._call("describe")
+
+    def run(self, function: Callable[..., Any], *args: Any, background: bool) -> PendingCall:
+        """Run a function on the server; see `Shards.each_part`.
+
+        Args:
+            function: See there.
+            args: See there.
+            background: See there.
+
+        Returns:
+            The call in progress.
+        """
+        remote, name, number = self._actor.run, self._name, self._number
+
+        def send() -> Any:
+            return remote.remote(
+                name, self._worker, self._token, number, function, *args, background=background
+            )
+
+        return self._started(PendingCall(send, function.__name__, repeatable=False))
+
+    def _call(self, method: str, *args: Any) -> PendingCall:
         remote = getattr(self._actor, method)
-        return PendingCall(lambda: remote.remote(self._name, *args, **kwargs), method)
+        return self._started(PendingCall(lambda: remote.remote(self._name, *args), method))
+
+    def _started(self, pending: PendingCall) -> PendingCall:
+        pending.generation = self.restarts
+        return pending
 
     def read(self, ids: Array, counts: Sequence[int], step: int | None) -> PendingCall:
         """Read rows; see `TableSpace.read`.
@@ -99,7 +170,12 @@ class ServerLink:
         Returns:
             The call in progress.
         """
-        return self.call("read", self._worker, self._session, self._number, ids, counts, step)
+        remote, name, number = self._actor.read, self._name, self._number
+        return self._started(
+            PendingCall(
+                lambda: remote.remote(name, self._worker, self._token, number, ids, counts, step), "read"
+            )
+        )
 
     def write(self, write: ServerWrite) -> PendingCall:
         """Send a write.
@@ -110,12 +186,15 @@ class ServerLink:
         Returns:
             The call in progress.
         """
-        self._number += 1
-        number, remote = self._number, self._actor.write
-        pending = PendingCall(
-            lambda: remote.remote(self._name, self._worker, self._session, number, write), write.kind, number
-        )
-        self._pending.append(pending)
+        with self._lock:
+            self._number += 1
+            number, remote = self._number, self._actor.write
+            pending = PendingCall(
+                lambda: remote.remote(self._name, self._worker, self._token, number, write),
+                write.kind,
+                number,
+            )
+            self._pending.append(self._started(pending))
         return pending
 
     def is_done(self, pending: PendingCall) -> bool:
@@ -131,7 +210,7 @@ class ServerLink:
         return bool(done)
 
     def result(self, pending: PendingCall) -> Any:
-        """Wait for the result of a call.
+        """Wait for the result of a call; if the server is started again, for the result there.
 
         Args:
             pending: The call.
@@ -142,26 +221,79 @@ class ServerLink:
         Raises:
             MegalithError: The error of the call.
             RankTimeoutError: There was no answer in time.
-            ServerLostError: The server has ended.
+            ServerLostError: The server has ended and is not started again, or the call cannot be repeated.
         """
         ray = ray_module()
-        try:
-            result = ray.get(pending.reference, timeout=self._timeout)
-        except ray.exceptions.GetTimeoutError:
-            raise RankTimeoutError(
-                f"server {self._index} did not answer {pending.what} of worker {self._worker} within "
-                f"{self._timeout:g} s"
-            ) from None
-        except ray.exceptions.RayActorError as error:
-            raise ServerLostError(
-                f"server {self._index} has ended during {pending.what} of worker {self._worker} and "
-                f"its rows are lost: load the last checkpoint into new servers ({_first_line(error)})"
-            ) from None
-        while self._pending and self._pending[0].number <= pending.number:
-            self._pending.popleft()
+        deadline = clock.monotonic() + self._timeout
+        while True:
+            try:
+                result = ray.get(pending.reference, timeout=max(0.0, deadline - clock.monotonic()))
+                if not isinstance(result, Failure) or not isinstance(result.error, ServerRestartedError):
+                    break
+                self._reconnect(pending, deadline, result.error)
+            except ray.exceptions.GetTimeoutError:
+                raise RankTimeoutError(
+                    f"server {self._index} did not answer {pending.what} of worker {self._worker} within "
+                    f"{self._timeout:g} s"
+                ) from None
+            except ray.exceptions.RayActorError as error:
+                self._reconnect(pending, deadline, error)
+        with self._lock:
+            while self._pending and self._pending[0].number <= pending.number:
+                self._pending.popleft()
         if isinstance(result, Failure):
             raise result.error
         return result
+
+    def _reconnect(self, pending: PendingCall, deadline: float, error: Exception) -> None:
+        """Wait until the server runs again, and send what was not answered."""
+        if self._spec.recovery is None:
+            raise ServerLostError(
+                f"server {self._index} has ended before it answered {pending.what} of worker {self._worker}, "
+                f"and its rows are lost: load the last checkpoint into new servers ({_first_line(error)})"
+            ) from None
+        with self._lock:
+            if pending.generation == self.restarts:
+                self._join_again(deadline)
+            if not pending.repeatable:
+                raise ServerLostError(
+                    f"server {self._index} has ended during {pending.what} and was started again: make the "
+                    "call again"
+                ) from None
+            if pending.generation != self.restarts:
+                pending.send_again(self.restarts)
+
+    def _answer(self, reference: Any, deadline: float) -> Any:
+        answer = ray_module().get(reference, timeout=max(0.1, deadline - clock.monotonic()))
+        if isinstance(answer, Failure):
+            raise answer.error
+        return answer
+
+    def _join_again(self, deadline: float) -> None:
+        unanswered = self._pending[0].number if self._pending else self._number + 1
+        ray = ray_module()
+        while True:
+            try:
+                self._answer(self._actor.open.remote(self._name, self._spec), deadline)
+                found = self._answer(
+                    self._actor.join.remote(self._name, self._worker, self._session, unanswered), deadline
+                )
+                break
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ServerLostError) as error:
+                if clock.monotonic() > deadline:
+                    raise ServerLostError(
+                        f"server {self._index} has ended and does not run again after {self._timeout:g} s: "
+                        f"{_first_line(error)}"
+                    ) from None
+                clock.sleep(_PAUSE)
+        assert isinstance(found, Joined)
+        self.restarts += 1
+        self._token = f"{self._session}@{found.incarnation}"
+        if found.accepted < unanswered - 1:
+            self.lost += unanswered - 1 - found.accepted
+            logger.warning("server %d has lost %d writes of this worker", self._index, self.lost)
+        for call in self._pending:
+            call.send_again(self.restarts)
 
 
 def _first_line(error: BaseException) -> str:

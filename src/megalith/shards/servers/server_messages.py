@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalith.shards.servers.recovery import Recovery
 from megalith.table import Chunk, TableConfig
 
 Array = np.ndarray[Any, Any]
@@ -65,6 +66,7 @@ class SpaceSpec:
         num_workers: Number of workers that the first step waits for, with `sync`.
         timeout: Seconds that a wait for other workers may take.
         described: Text by which two specs are compared.
+        recovery: How a server gets its rows back; None: it does not.
     """
 
     configs: Sequence[TableConfig]
@@ -76,6 +78,7 @@ class SpaceSpec:
     num_workers: int
     timeout: float
     described: str
+    recovery: Recovery | None = None
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,12 @@ class Joined:
     Attributes:
         accepted: The number of the last write of this worker that the server has; 0: none.
         step: The highest step of all pushes; -1: none.
+        incarnation: Identifies the start of the server.
     """
 
     accepted: int
     step: int
+    incarnation: str
 
 
 class _Memory:

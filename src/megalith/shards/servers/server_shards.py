@@ -35,6 +35,7 @@ from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
 from megalith.shards.routed_gradients import step_numbers, sum_routed
 from megalith.shards.servers.ray_servers import Servers
+from megalith.shards.servers.recovery import Recovery
 from megalith.shards.servers.server_link import PendingCall, ServerLink
 from megalith.shards.servers.server_lookup import ServerLookup
 from megalith.shards.servers.server_messages import (
@@ -54,6 +55,8 @@ from megalith.table.validation import InputChecks, check_by_table, check_flag, c
 
 MODES = ("async", "sync")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+"""Names of tables on servers are also names of folders."""
 
 
 class ServerShards(Shards):
@@ -81,6 +84,8 @@ class ServerShards(Shards):
         seed: As for `Table`.
         wire: As for `SyncShards`.
         timeout: Seconds that each wait for servers or other workers may take.
+        recovery: How a server that ended gets its rows back; see `checkpoint.recovery`. None: the next call
+            raises ServerLostError.
 
     Attributes:
         servers: The server processes.
@@ -110,6 +115,7 @@ class ServerShards(Shards):
         seed: int = 0,
         wire: str | dict[str, str] = "float32",
         timeout: float = 600.0,
+        recovery: Recovery | None = None,
     ) -> None:
         self.configs = MappingProxyType(check_configs(configs))
         self.local: Mapping[str, Table] = MappingProxyType({})
@@ -119,6 +125,8 @@ class ServerShards(Shards):
         self.worker = checks.integer(worker, "ServerShards: worker", 0)
         self.num_workers = checks.integer(num_workers, "ServerShards: num_workers")
         self.name = checks.text(name, "ServerShards: name")
+        if not _NAME.fullmatch(self.name):
+            raise InputError(f"ServerShards: name must be letters, digits, '_', '-' and '.', got {name!r}")
         self._timeout = checks.seconds(timeout, "ServerShards: timeout")
         if staleness is not None:
             staleness = checks.integer(staleness, "ServerShards: staleness", 0)
@@ -130,6 +138,10 @@ class ServerShards(Shards):
         self.rows_wire, self._grads_wire = make_wire(wires[0]), make_wire(wires[1])
         seed = checks.integer(seed, "ServerShards: seed", -(2**63))
         count = self._server_count(num_servers, servers)
+        if recovery is not None:
+            checks.instance(recovery, Recovery, "ServerShards: recovery")
+            if servers is not None and not servers.restart:
+                raise InputError("ServerShards: recovery needs Servers(..., restart=True)")
         self.routers = MappingProxyType(make_routers(self.configs, router, count))
         self.preparer = RoutingPreparer(self.configs, self.routers)
         views = {name: ServingView.of(config) for name, config in self.configs.items()}
@@ -148,14 +160,15 @@ class ServerShards(Shards):
             self.num_workers,
             self._timeout,
             _ADDRESS.sub("", repr(options)),
+            recovery,
         )
         self._owns_servers = servers is None
-        self.servers = Servers(count) if servers is None else servers
+        self.servers = Servers(count, restart=recovery is not None) if servers is None else servers
         self._links = [
-            ServerLink(actor, index, self.name, self.worker, self._timeout)
+            ServerLink(actor, index, self.name, self.worker, spec)
             for index, actor in enumerate(self.servers.actors)
         ]
-        self._everywhere("open", spec)
+        self._results([(link, link.open()) for link in self._links])
         self.seen_step = max(link.join().step for link in self._links)
 
     def _server_count(self, num_servers: int | None, servers: Servers | None) -> int:
@@ -187,9 +200,19 @@ class ServerShards(Shards):
         """See `Shards.holds_rows`: they are on the servers."""
         return False
 
-    def leave(self) -> None:
-        """Leave the workers: the others no longer wait for this one. Call `flush` before."""
-        self._everywhere("leave", self.worker)
+    @property
+    def lost_writes(self) -> int:
+        """Number of answered writes of this worker that were lost with a server; 0 with log="sync"."""
+        return sum(link.lost for link in self._links)
+
+    def leave(self, worker: int | None = None) -> None:
+        """Remove a worker: the others no longer wait for it. Before leaving itself, a worker calls `flush`.
+
+        Args:
+            worker: The number of a worker that has ended; None: this one.
+        """
+        number = self.worker if worker is None else checks.integer(worker, "leave: worker", 0)
+        self._results([(link, link.leave(number)) for link in self._links])
 
     def close(self) -> None:
         """Leave the workers; end the servers if they were started by this object."""
@@ -361,9 +384,6 @@ class ServerShards(Shards):
             raise errors[0]
         return results
 
-    def _everywhere(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return self._results([(link, link.call(method, *args, **kwargs)) for link in self._links])
-
     def _write_everywhere(self, kind: str, header: dict[str, Any]) -> list[Any]:
         write = ServerWrite(kind, header)
         return self._results([(link, link.write(write)) for link in self._links])
@@ -464,7 +484,7 @@ class ServerShards(Shards):
         for link in self._links:
             at = 0
             while at >= 0:
-                arrays, at = link.result(link.call("run", _scan_part, table, at, size, background=False))
+                arrays, at = link.result(link.run(_scan_part, table, at, size, background=False))
                 chunk = chunk_of(arrays)
                 if chunk.ids.numel():
                     yield chunk
@@ -499,8 +519,9 @@ class ServerShards(Shards):
         """See `Shards.each_part`: the function runs on every server, and is sent there."""
         check_function(function)
         check_flag(background, "background")
-        self.flush()
-        return self._everywhere("run", function, *args, background=background)
+        return self._results(
+            [(link, link.run(function, *args, background=background)) for link in self._links]
+        )
 
     # ---- touched rows, stats: of all servers
 
@@ -549,7 +570,7 @@ class ServerShards(Shards):
             reads and writes, calls that wait, the highest step, its workers, and the staleness: by how many
             steps the fastest worker is ahead of the slowest.
         """
-        return self._everywhere("describe")
+        return self._results([(link, link.describe()) for link in self._links])
 
 
 def _selected(

@@ -13,9 +13,10 @@ import time as clock
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from megalith.errors import InputError, MegalithError, UsageError
+from megalith.errors import InputError, MegalithError, ServerRestartedError
 from megalith.shards.servers.server_messages import Array, Failure, ServerWrite, SpaceSpec
 from megalith.shards.servers.table_space import TableSpace
+from megalith.shards.servers.update_log import FLUSH_SECONDS
 
 
 class TableServer:
@@ -31,6 +32,7 @@ class TableServer:
         self._count = num_servers
         self._spaces: dict[str, TableSpace] = {}
         self._began = clock.monotonic()
+        self._flusher: asyncio.Task[None] | None = None
 
     async def open(self, name: str, spec: SpaceSpec) -> Any:
         """Create the tables of a `ServerShards`, or check that they are those that exist.
@@ -46,12 +48,28 @@ class TableServer:
 
     async def _open(self, name: str, spec: SpaceSpec) -> None:
         if name not in self._spaces:
-            self._spaces[name] = TableSpace(spec, self._index, self._count)
+            space = TableSpace(spec, self._index, self._count)
+            if spec.recovery is not None:
+                space.recover(spec.recovery.folder(name, self._index, self._count))
+                if spec.recovery.log == "async":
+                    self._flush_logs()
+            self._spaces[name] = space
         elif self._spaces[name].spec.described != spec.described:
             raise InputError(
                 f"ServerShards {name!r}: server {self._index} has other tables or options under this name: "
                 f"{self._spaces[name].spec.described}, not {spec.described}"
             )
+
+    def _flush_logs(self) -> None:
+        """Write what logs have buffered, from now on every FLUSH_SECONDS."""
+        if self._flusher is None:
+            self._flusher = asyncio.get_running_loop().create_task(self._flush_forever())
+
+    async def _flush_forever(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_SECONDS)
+            for space in self._spaces.values():
+                space.flush_log()
 
     async def close(self, name: str) -> Any:
         """Drop the tables of a `ServerShards`.
@@ -62,7 +80,9 @@ class TableServer:
         Returns:
             None, or a Failure.
         """
-        self._spaces.pop(name, None)
+        space = self._spaces.pop(name, None)
+        if space is not None:
+            space.close()
 
     async def join(self, name: str, worker: int, session: str, unacknowledged: int | None) -> Any:
         """See `TableSpace.join`.
@@ -147,11 +167,23 @@ class TableServer:
 
         return await _guarded(apply())
 
-    async def run(self, name: str, function: Callable[..., Any], *args: Any, background: bool) -> Any:
+    async def run(
+        self,
+        name: str,
+        worker: int,
+        session: str,
+        after: int,
+        function: Callable[..., Any],
+        *args: Any,
+        background: bool,
+    ) -> Any:
         """Run a function with this server's part of the tables; see `Shards.each_part`.
 
         Args:
             name: The name of the tables.
+            worker: See `TableSpace.read`.
+            session: See there.
+            after: See there.
             function: It receives the part, then `args`.
             args: Further arguments.
             background: Whether it runs in a thread, so that other calls continue.
@@ -161,10 +193,11 @@ class TableServer:
         """
 
         async def run() -> Any:
-            part = self._space(name).part
+            space = self._space(name)
+            await space.wait_for(worker, session, after)
             if background:
-                return await asyncio.to_thread(function, part, *args)
-            return function(part, *args)
+                return await asyncio.to_thread(function, space.part, *args)
+            return function(space.part, *args)
 
         return await _guarded(run())
 
@@ -201,7 +234,10 @@ class TableServer:
 
     def _space(self, name: str) -> TableSpace:
         if name not in self._spaces:
-            raise UsageError(f"ServerShards {name!r}: server {self._index} does not have these tables")
+            raise ServerRestartedError(
+                f"ServerShards {name!r}: server {self._index} does not have these tables: it was started "
+                "again, or they were closed"
+            )
         return self._spaces[name]
 
 

@@ -24,13 +24,21 @@ With a staleness bound k, a read waits while its worker has made more than k pus
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megalith.errors import MegalithError, RankFailedError, RankTimeoutError, UsageError
+from megalith.errors import (
+    MegalithError,
+    RankFailedError,
+    RankTimeoutError,
+    ServerRestartedError,
+    UsageError,
+)
 from megalith.shards.local import LocalShards
 from megalith.shards.part import ShardsPart
 from megalith.shards.servers.server_messages import (
@@ -42,6 +50,7 @@ from megalith.shards.servers.server_messages import (
     tensor_of,
 )
 from megalith.shards.servers.server_writes import OwnedTables, apply_pushes, apply_write
+from megalith.shards.servers.space_journal import SpaceJournal
 from megalith.shards.servers.waiters import Waiters
 from megalith.shards.wire import make_wire
 
@@ -105,11 +114,105 @@ class TableSpace:
         self._round = Round()
         self._complete = False  # whether num_workers workers have joined
         self._index = index
+        self._incarnation = uuid.uuid4().hex
+        self._journal: SpaceJournal | None = None
 
     @property
     def waiting(self) -> int:
         """The number of calls that wait for other workers."""
         return len(self._waiters)
+
+    # ---- recovery
+
+    def recover(self, folder: Path) -> int:
+        """Take the state of the last server with this log, and continue the log.
+
+        Args:
+            folder: The folder of the log.
+
+        Returns:
+            The number of records that were applied.
+
+        Raises:
+            CheckpointError: The log is damaged, or its checkpoint is missing.
+        """
+        recovery = self.spec.recovery
+        assert recovery is not None
+        journal = SpaceJournal(self, folder, recovery)
+        applied = journal.replay()
+        self._journal = self.part.recovery = journal
+        return applied
+
+    def flush_log(self) -> None:
+        """Write what the log has buffered."""
+        if self._journal is not None:
+            self._journal.flush()
+
+    def close(self) -> None:
+        """Close the log."""
+        if self._journal is not None:
+            self._journal.close()
+
+    def state(self) -> dict[str, Any]:
+        """Return the numbers of workers and steps as JSON data, without the pushes of a round in progress."""
+        pushed = self._round.pushes
+        members = {
+            str(worker): {
+                "session": member.session,
+                "accepted": member.accepted - (worker in pushed),
+                "pushes": member.pushes - (worker in pushed and pushed[worker].kind == "push"),
+                "present": member.present,
+            }
+            for worker, member in self.members.items()
+        }
+        consumers = [table.stats().consumers for table in self.part.shards.local.values()]
+        return {
+            "members": members,
+            "step": self.step,
+            "complete": self._complete,
+            "consumers": list(consumers[0]) if consumers else [],
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Set the numbers of workers and steps.
+
+        Args:
+            state: What `state` returned.
+        """
+        self.members = {
+            int(worker): Member(
+                session=known["session"],
+                accepted=known["accepted"],
+                done=known["accepted"],
+                pushes=known["pushes"],
+                present=known["present"],
+            )
+            for worker, known in state["members"].items()
+        }
+        self.step, self._complete = state["step"], state["complete"]
+        for consumer in state["consumers"]:
+            self.part.shards.track(consumer)
+
+    def round_pushes(self) -> list[tuple[int, int, ServerWrite]]:
+        """Return worker, number and push of the round in progress."""
+        return [(w, self.members[w].accepted, push) for w, push in sorted(self._round.pushes.items())]
+
+    def replay(self, worker: int, number: int, write: ServerWrite) -> None:
+        """Apply a record of the log.
+
+        Args:
+            worker: The number of the worker.
+            number: The number of the write; 0 for what is not a write of a worker.
+            write: The write.
+        """
+        if write.kind == "join":
+            self.join(worker, write.header["session"])
+        elif write.kind == "leave":
+            self.leave(worker)
+        elif write.kind == "drop":
+            self._drop_round(RankTimeoutError(write.header["error"]))
+        elif worker in self.members and number > self.members[worker].accepted:
+            self.accept(worker, number, write)
 
     # ---- workers
 
@@ -119,6 +222,7 @@ class TableSpace:
         Args:
             worker: Its number.
             session: Identifies its process. Calls of another process under the same number raise from now on.
+                Later calls append "@" and the incarnation that this one returns.
             unacknowledged: The number of its first write that no server has answered; None: it starts now
                 and its numbers continue.
 
@@ -135,7 +239,9 @@ class TableSpace:
             member = self.members.setdefault(worker, Member())
             member.pushes = max(each.pushes for each in self.members.values())
             member.present = True
-        member.session = session
+        if member.session != session:
+            self._record(worker, 0, ServerWrite("join", {"session": session}))
+            member.session = session
         known = member.accepted
         if unacknowledged is not None and unacknowledged - 1 > member.accepted:
             # Answered writes that this server no longer has: they were lost with its log.
@@ -143,7 +249,7 @@ class TableSpace:
         present = sum(each.present for each in self.members.values())
         self._complete = self._complete or present >= self.spec.num_workers
         self._waiters.changed()
-        return Joined(known, self.step)
+        return Joined(known, self.step, self._incarnation)
 
     def leave(self, worker: int) -> None:
         """Remove a worker; steps and other workers no longer wait for it.
@@ -152,11 +258,18 @@ class TableSpace:
             worker: Its number.
         """
         if worker in self.members:
+            self._record(worker, 0, ServerWrite("leave", {}))
             self.members[worker].present = False
             self._end_round_if_complete()
             self._waiters.changed()
 
     def _member(self, worker: int, session: str) -> Member:
+        """Return a worker. `session` is that of `join`, then "@" and the incarnation that it returned."""
+        session, _, incarnation = session.partition("@")
+        if incarnation and incarnation != self._incarnation:
+            raise ServerRestartedError(
+                f"server {self._index} was started again: worker {worker} must join it"
+            )
         member = self.members.get(worker)
         if member is None:
             raise UsageError(f"worker {worker} has not joined server {self._index}")
@@ -186,16 +299,9 @@ class TableSpace:
             The rows in the precision of the wire, bytes.
         """
         if worker != READER:
-            member = self._member(worker, session)
-            await self._waiters.until(
-                lambda: member.done >= after,
-                self.spec.timeout,
-                lambda: self._missing(
-                    f"server {self._index}: a lookup of worker {worker} waits for its push"
-                ),
-            )
+            await self.wait_for(worker, session, after)
             if self.spec.staleness is not None:
-                await self._wait_for_slowest(worker, member)
+                await self._wait_for_slowest(worker, self.members[worker])
         self.reads += 1
         own = torch.tensor([counts], dtype=torch.int64)
         flat = torch.empty(int(self.tables.rows.floats(own).sum()))
@@ -203,6 +309,21 @@ class TableSpace:
         pieces |= self.tables.by_table(tensor_of(ids), counts)
         self.tables.rows.read(pieces, own, flat, step)
         return array_of(self._wire.encode(flat, own, self.tables.dims))
+
+    async def wait_for(self, worker: int, session: str, after: int) -> None:
+        """Wait until a write of a worker is done.
+
+        Args:
+            worker: The number of the worker.
+            session: See `join`.
+            after: The number of the write.
+        """
+        member = self._member(worker, session)
+        await self._waiters.until(
+            lambda: member.done >= after,
+            self.spec.timeout,
+            lambda: self._missing(f"server {self._index}: a call of worker {worker} waits for its push"),
+        )
 
     async def _wait_for_slowest(self, worker: int, member: Member) -> None:
         bound = self.spec.staleness
@@ -246,10 +367,15 @@ class TableSpace:
         if number > member.accepted:
             self.writes += 1
             timed = self.with_time(write)
-            self.log(worker, number, timed)
-            joined = self.accept(worker, number, timed)
-            if joined is not None:
-                await self._wait_for_round(joined)
+            try:
+                self._record(worker, number, timed)
+            except OSError as error:  # it cannot be recovered, so it is not applied
+                member.accepted = number
+                self._finish(member, number, error)
+            else:
+                joined = self.accept(worker, number, timed)
+                if joined is not None:
+                    await self._wait_for_round(joined)
         elif member.done < number:
             await self._waiters.until(
                 lambda: member.done >= number, limit, lambda: self._missing(f"write {number}")
@@ -258,15 +384,10 @@ class TableSpace:
             raise member.errors[number]
         return member.result if member.done == number else None
 
-    def log(self, worker: int, number: int, write: ServerWrite) -> None:
-        """Record a write before it is applied.
-
-        Args:
-            worker: The number of the worker.
-            number: The number of the write.
-            write: The write.
-        """
-        return
+    def _record(self, worker: int, number: int, write: ServerWrite) -> None:
+        """Record a change before it is applied."""
+        if self._journal is not None:
+            self._journal.append(worker, number, write)
 
     def with_time(self, write: ServerWrite) -> ServerWrite:
         """Return a write whose time is known: that of the worker, or the clock of this server.
@@ -303,14 +424,20 @@ class TableSpace:
             self._end_round_if_complete()
             return None if joined.ended else joined
         member.result = None
+        failure: Exception | None = None
         try:
             if write.kind != "fail":
                 member.result = apply_write(self.tables, write)
         except Exception as error:
+            failure = error
+        self._finish(member, number, failure)
+        return None
+
+    def _finish(self, member: Member, number: int, error: Exception | None) -> None:
+        if error is not None:
             self._keep(member, number, error)
         member.done = number
         self._waiters.changed()
-        return None
 
     def _keep(self, member: Member, number: int, error: Exception) -> None:
         member.errors[number] = error
@@ -356,14 +483,11 @@ class TableSpace:
             )
         except RankTimeoutError as error:
             if not joined.ended:
-                self.drop_round(error)
+                self._record(READER, 0, ServerWrite("drop", {"error": str(error)}))
+                self._drop_round(error)
 
-    def drop_round(self, error: MegalithError) -> None:
-        """End the round without applying it.
-
-        Args:
-            error: What its pushes raise.
-        """
+    def _drop_round(self, error: MegalithError) -> None:
+        """End the round without applying it; its pushes raise the error."""
         self._round.error = error
         self._end_round(self._round)
 

@@ -1,0 +1,102 @@
+"""recovery: parameter servers that start again from their last checkpoint and a log of what came after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megalith.checkpoint.manifest import full_name
+from megalith.checkpoint.part_load import TableLoad, load_on_server
+from megalith.checkpoint.saved_rows import read_manifest
+from megalith.errors import CheckpointError
+from megalith.ops import checks
+from megalith.routing import Router
+from megalith.shards import Shards, ShardsPart
+from megalith.shards.servers.recovery import Recovery
+from megalith.storage.store import Store, open_store
+
+
+def recovery(directory: str | os.PathLike[str], *, log: str = "sync") -> Recovery:
+    """Describe how servers that end get their rows back, for `ServerShards(recovery=...)`.
+
+    Args:
+        directory: A directory that all servers reach, for their logs. Use a new one for each run.
+        log: What a server records of its updates. "sync": each update is on the disk before it is applied,
+            and nothing that was answered is lost. "async": at most the updates of the last 0.2 seconds are
+            lost, after a power failure those since the last flush. "none": all updates since the last
+            checkpoint.
+
+    Returns:
+        The description.
+
+    Raises:
+        InputError: An argument is wrong.
+    """
+    path = checks.path(directory, "recovery: directory").absolute()
+    return Recovery(str(path), checks.one_of(log, ("none", "async", "sync"), "recovery: log"), restore_part)
+
+
+def place_of(shards: Shards, store: Store, tables: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return where a checkpoint is, for the server that will restore its rows from it.
+
+    Args:
+        shards: The shards of the tables.
+        store: The store of the checkpoint.
+        tables: The path of the collection and the name of each table.
+
+    Returns:
+        JSON data, which `restore_part` takes.
+    """
+    found = {}
+    for path, name in tables:
+        router = shards.router(name)
+        assert router is not None
+        routing = [router.mode, router.num_shards, router.block_size, router.skip_first]
+        found[name] = {"table": full_name(path, name), "routing": routing}
+    return {"store": store.address, "tables": found}
+
+
+def restore_part(part: ShardsPart, place: Mapping[str, Any], *, only: str) -> str | None:
+    """Load the rows of a server, if the checkpoint is that of a certain save.
+
+    Args:
+        part: The tables of the server.
+        place: What `place_of` returned.
+        only: The id of the save.
+
+    Returns:
+        The id of the checkpoint that is there; nothing was loaded if it is another one. None: there is none.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+    """
+    store = open_store(place["store"])
+    try:
+        manifest = read_manifest(store)
+    except (CheckpointError, FileNotFoundError):
+        return None
+    if manifest.tip != only:
+        return manifest.tip
+    saved = manifest.tables()
+    for name, known in place["tables"].items():
+        mode, count, block_size, skip_first = known["routing"]
+        router = Router(mode, count, block_size=block_size, skip_first=skip_first)
+        load_on_server(part, store, TableLoad(name, saved[known["table"]], router, True, False, None, False))
+    return manifest.tip
+
+
+def loaded_on_server(part: ShardsPart, id: str, place: Mapping[str, Any], exact: bool) -> None:
+    """Record that rows were loaded: a server that ends starts again from this checkpoint.
+
+    Args:
+        part: The tables of the server.
+        id: The id of the checkpoint.
+        place: What `place_of` returned.
+        exact: Whether the rows are those of the checkpoint. Otherwise the server cannot start again before
+            the next save.
+    """
+    if part.recovery is not None:
+        id = id if exact else f"changed-{id}"
+        part.recovery.frozen(id, place)
+        part.recovery.ended(id, complete=True)

@@ -1,0 +1,109 @@
+"""SpaceJournal: the log of a `TableSpace`, the points from which it can be replayed, and the replay."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalith.errors import CheckpointError
+from megalith.shards.servers.recovery import Recovery
+from megalith.shards.servers.server_messages import ServerWrite
+from megalith.shards.servers.update_log import UpdateLog
+
+if TYPE_CHECKING:
+    from megalith.shards.servers.table_space import TableSpace
+
+logger = logging.getLogger(__name__)
+
+
+class SpaceJournal:
+    """See the module. A `PartRecovery`.
+
+    Args:
+        space: The tables.
+        folder: The folder of the log.
+        recovery: The mode, and how rows are restored.
+    """
+
+    def __init__(self, space: TableSpace, folder: Path, recovery: Recovery) -> None:
+        self._space = space
+        self._recovery = recovery
+        self._log = UpdateLog(folder, flushed=recovery.log == "sync")
+        self._folder = folder
+
+    def append(self, worker: int, number: int, write: ServerWrite) -> None:
+        """See `UpdateLog.append`. With log="none" nothing is recorded.
+
+        Args:
+            worker: See there.
+            number: See there.
+            write: See there.
+        """
+        if self._recovery.log != "none":
+            self._log.append(worker, number, write)
+
+    def flush(self) -> None:
+        """See `UpdateLog.flush`."""
+        self._log.flush()
+
+    def close(self) -> None:
+        """See `UpdateLog.close`."""
+        self._log.close()
+
+    def replay(self) -> int:
+        """Restore the newest checkpoint that the log knows and apply the records after it; begin a segment.
+
+        Returns:
+            The number of records.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, and the log does not begin with the first update.
+        """
+        first, applied = self._restore(), 0
+        for worker, number, write in self._log.records(first):
+            self._space.replay(worker, number, write)
+            applied += 1
+        self._log.begin_segment()
+        if applied:
+            logger.info("%s: %d records applied", self._folder, applied)
+        return applied
+
+    def _restore(self) -> int:
+        """Load rows and state; return the first segment to apply."""
+        points = self._log.points()
+        for id, point in points.items():
+            if self._recovery.restore(self._space.part, point["place"], only=id) == id:
+                self._space.set_state(point["state"])
+                return int(point["segment"])
+        segments = self._log.segments()
+        if segments and segments[0] > 0:
+            raise CheckpointError(
+                f"{self._folder}: the log continues a checkpoint that is missing: "
+                f"{', '.join(points) or 'it was deleted'}"
+            )
+        return 0
+
+    def frozen(self, id: str, place: Any) -> None:
+        """See `PartRecovery.frozen`.
+
+        Args:
+            id: See there.
+            place: See there.
+        """
+        segment = self._log.begin_segment()
+        for worker, number, push in self._space.round_pushes():
+            self.append(worker, number, push)
+        self._log.write_point(id, {"segment": segment, "place": place, "state": self._space.state()})
+
+    def ended(self, id: str, *, complete: bool) -> None:
+        """See `PartRecovery.ended`.
+
+        Args:
+            id: See there.
+            complete: See there.
+        """
+        if complete:
+            self._log.keep_from(id)
+        else:
+            self._log.remove_point(id)

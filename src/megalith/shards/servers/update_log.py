@@ -1,0 +1,299 @@
+"""UpdateLog: files of everything that changes the tables of one server, in the order of the changes.
+
+A server that ends starts again from a checkpoint and this log. The log is a sequence of segments; a save
+begins a new one, so the rows of the save and the segments from that one on are the state of the server:
+
+    file                   content
+    log-SEGMENT.bin        records
+    point-ID.json          written when save ID freezes the rows: its segment, the numbers of all workers, and
+                           where the checkpoint will be; it counts if the checkpoint there is save ID
+
+A record is "MLOG", the CRC-32 of its body (uint32), the size of the body (uint64), and the body: the size of
+the JSON text (uint64), the text, then the arrays, each padded to 8 bytes. Numbers are little-endian. The last
+record may be incomplete if the server ended while writing it: it was not applied, and reading the log removes
+it from the file.
+
+    mode     a record is                                                lost if the process or machine ends
+    async    written after at most FLUSH_SECONDS or FLUSH_BYTES,        updates of that time; after a power
+             then flushed to the disk in another thread                 failure also what was not yet flushed
+    sync     flushed to the disk before the update is applied           nothing that was answered
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megalith.errors import CheckpointError
+from megalith.shards.servers.server_messages import ServerWrite
+from megalith.storage.atomic import sync_path, write_atomically
+from megalith.storage.checksums import crc32
+from megalith.storage.strict_json import parse_json
+
+FLUSH_SECONDS = 0.2
+FLUSH_BYTES = 4 << 20
+MAX_TEXT = 64 << 20
+_HEAD = struct.Struct("<4sIQ")
+_MAGIC = b"MLOG"
+_SEGMENT = re.compile(r"log-(\d{8})\.bin")
+_DTYPES = {name: np.dtype(name) for name in ("int64", "int32", "float32", "uint8")}
+
+
+class UpdateLog:
+    """The log of one server, for the tables of one `ServerShards`.
+
+    Args:
+        folder: Its folder; it is created.
+        flushed: Whether each record is flushed to the disk before `append` returns.
+
+    Attributes:
+        segment: The number of the segment that is written.
+    """
+
+    def __init__(self, folder: Path, *, flushed: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._flushed = flushed
+        self._buffer: list[bytes] = []
+        self._size = 0
+        self._file: int | None = None
+        self._thread = ThreadPoolExecutor(1, "megalith log") if not flushed else None
+        self._flush: Future[None] | None = None
+        self.segment = max(self.segments(), default=-1)
+
+    def segments(self) -> list[int]:
+        """Return the numbers of the segments, sorted."""
+        found = (_SEGMENT.fullmatch(path.name) for path in self._folder.iterdir())
+        return sorted(int(match[1]) for match in found if match is not None)
+
+    def begin_segment(self) -> int:
+        """Begin a new segment.
+
+        Returns:
+            Its number.
+        """
+        self.flush()
+        if self._file is not None:
+            os.close(self._file)
+        self.segment += 1
+        path = self._path(self.segment)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        sync_path(self._folder)
+        return self.segment
+
+    def append(self, worker: int, number: int, write: ServerWrite) -> None:
+        """Add a record.
+
+        Args:
+            worker: The number of the worker.
+            number: The number of the write; 0 for what is not a write of a worker.
+            write: The write.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        record = encode_record(worker, number, write)
+        if self._flushed:
+            assert self._file is not None
+            _write_all(self._file, record)
+            os.fdatasync(self._file)
+            return
+        self._buffer += record
+        self._size += sum(map(len, record))
+        if self._size >= FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered, and start to flush it to the disk. Call it every FLUSH_SECONDS."""
+        if not self._buffer or self._file is None:
+            return
+        buffer, self._buffer, self._size = self._buffer, [], 0
+        _write_all(self._file, buffer)
+        if self._thread is not None and (self._flush is None or self._flush.done()):
+            self._flush = self._thread.submit(_flush_file, os.dup(self._file))
+
+    def close(self) -> None:
+        """Write what is buffered and close the file."""
+        self.flush()
+        if self._thread is not None:
+            self._thread.shutdown()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    # ---- points
+
+    def write_point(self, id: str, point: Mapping[str, Any]) -> None:
+        """Record the state of the server at the beginning of a segment.
+
+        Args:
+            id: The id of the save.
+            point: JSON data.
+        """
+        write_atomically(self._point(id), [json.dumps(point).encode()])
+
+    def remove_point(self, id: str) -> None:
+        """Remove the record of a save that failed.
+
+        Args:
+            id: The id of the save.
+        """
+        self._point(id).unlink(missing_ok=True)
+
+    def points(self) -> dict[str, dict[str, Any]]:
+        """Return the recorded states by the id of their save, the newest first."""
+        found = {}
+        for path in self._folder.glob("point-*.json"):
+            data: Any = parse_json(path.read_bytes(), CheckpointError)
+            if isinstance(data, dict) and isinstance(data.get("segment"), int):
+                found[path.stem.removeprefix("point-")] = data
+        return dict(sorted(found.items(), key=lambda item: -item[1]["segment"]))
+
+    def keep_from(self, id: str) -> None:
+        """Delete what a complete checkpoint has replaced.
+
+        Args:
+            id: The id of its save.
+        """
+        points = self.points()
+        if id not in points:
+            return
+        for other in points:
+            if other != id:
+                self.remove_point(other)
+        for segment in self.segments():
+            if segment < points[id]["segment"]:
+                self._path(segment).unlink(missing_ok=True)
+
+    # ---- reading
+
+    def records(self, first: int) -> Iterator[tuple[int, int, ServerWrite]]:
+        """Read the records from a segment on.
+
+        Args:
+            first: The number of the segment.
+
+        Yields:
+            Worker, number and write.
+
+        Raises:
+            CheckpointError: A segment is missing or damaged.
+        """
+        known = [segment for segment in self.segments() if segment >= first]
+        if known != list(range(first, first + len(known))):
+            raise CheckpointError(f"{self._folder}: segments of the log are missing: there are {known}")
+        for segment in known:
+            yield from read_records(self._path(segment), last=segment == known[-1])
+
+    def _path(self, segment: int) -> Path:
+        return self._folder / f"log-{segment:08}.bin"
+
+    def _point(self, id: str) -> Path:
+        return self._folder / f"point-{id}.json"
+
+
+def encode_record(worker: int, number: int, write: ServerWrite) -> list[bytes]:
+    """Encode a record.
+
+    Args:
+        worker: See `UpdateLog.append`.
+        number: See `UpdateLog.append`.
+        write: See `UpdateLog.append`.
+
+    Returns:
+        Its bytes, in pieces.
+    """
+    arrays = {name: np.ascontiguousarray(array) for name, array in write.arrays.items()}
+    text = json.dumps(
+        {
+            "worker": worker,
+            "number": number,
+            "kind": write.kind,
+            "header": write.header,
+            "arrays": [[name, str(array.dtype), list(array.shape)] for name, array in arrays.items()],
+        }
+    ).encode()
+    body = [struct.pack("<Q", len(text)), _padded(text), *(_padded(x.tobytes()) for x in arrays.values())]
+    crc = 0
+    for piece in body:
+        crc = crc32(piece, crc)
+    return [_HEAD.pack(_MAGIC, crc, sum(map(len, body))), *body]
+
+
+def read_records(path: Path, *, last: bool) -> Iterator[tuple[int, int, ServerWrite]]:
+    """Read the records of a segment.
+
+    Args:
+        path: The file.
+        last: Whether it is the last segment, whose last record may be incomplete.
+
+    Yields:
+        Worker, number and write.
+
+    Raises:
+        CheckpointError: The file is damaged; the message names it and the position.
+    """
+    size, at = path.stat().st_size, 0
+    with path.open("rb") as file:
+        while at < size:
+            head = file.read(_HEAD.size)
+            magic, crc, length = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0)
+            complete = len(head) == _HEAD.size and at + _HEAD.size + length <= size
+            if not complete and last and _MAGIC.startswith(head[:4]):
+                os.truncate(path, at)
+                return
+            body = file.read(length) if complete and magic == _MAGIC else b""
+            if not complete or magic != _MAGIC or crc32(body) != crc:
+                if last and complete and magic == _MAGIC and at + _HEAD.size + length == size:
+                    os.truncate(path, at)
+                    return  # the blocks of the last record reached the disk in another order
+                raise CheckpointError(f"{path}: the record at byte {at} is damaged")
+            try:
+                yield _decode(body)
+            except (KeyError, TypeError, ValueError, struct.error) as error:
+                raise CheckpointError(f"{path}: the record at byte {at} is damaged: {error!r}") from None
+            at += _HEAD.size + length
+
+
+def _decode(body: bytes) -> tuple[int, int, ServerWrite]:
+    (length,) = struct.unpack_from("<Q", body)
+    if length > min(MAX_TEXT, len(body)):
+        raise ValueError(f"a text of {length} bytes")
+    found: Any = parse_json(body[8 : 8 + length], CheckpointError)
+    at = 8 + _pad(length)
+    arrays = {}
+    for name, dtype, shape in found["arrays"]:
+        kind = _DTYPES[dtype]
+        count = int(np.prod(shape, dtype=np.int64))
+        arrays[name] = np.frombuffer(body, kind, count, at).reshape(shape)
+        at += _pad(count * kind.itemsize)
+    return found["worker"], found["number"], ServerWrite(found["kind"], found["header"], arrays)
+
+
+def _pad(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _padded(data: bytes) -> bytes:
+    return data + b"\0" * (_pad(len(data)) - len(data))
+
+
+def _write_all(file: int, pieces: list[bytes]) -> None:
+    data = memoryview(b"".join(pieces))
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _flush_file(file: int) -> None:
+    try:
+        os.fdatasync(file)
+    finally:
+        os.close(file)
