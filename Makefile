@@ -61,6 +61,7 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/ops_cpu.py
 	$(BIN)/python benchmarks/train_cpu.py
 	$(BIN)/python benchmarks/sync_cpu.py
+	$(BIN)/python benchmarks/servers.py
 	$(BIN)/python benchmarks/checkpoint_cpu.py
 	$(BIN)/python benchmarks/records_cpu.py
 	$(BIN)/python benchmarks/gather_ranks.py
