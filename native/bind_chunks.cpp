@@ -46,6 +46,29 @@ void bind_chunks(nb::module_& m) {
     return count_codes(p, rows, keep, bits, c);
   });
 
+  // The positions of largest magnitude of each chunk of a matrix, which is divided from its top left.
+  m.def("largest_of_chunks", [](handle matrix, int64_t height, int64_t width, handle indices, handle values,
+                                int threads) {
+    TensorView w = borrow(matrix, Kind::float32, "matrix"), i = borrow(indices, Kind::int64, "indices");
+    TensorView v = borrow(values, Kind::float32, "values");
+    require(w.ndim == 2 && i.ndim == 2 && v.ndim == 2 && height >= 1 && width >= 1 && height <= kMaxChunk &&
+                width <= kMaxChunk && height * width <= kMaxChunk,
+            "largest: bad matrix or chunk");
+    const int64_t lines = w.shape[0], columns = w.shape[1], keep = i.shape[1];
+    const int64_t across = (columns + width - 1) / width, rows = (lines + height - 1) / height * across;
+    require(i.shape[0] == rows && v.shape[0] == rows && v.shape[1] == keep && keep >= 1 && keep <= height * width,
+            "largest: bad indices or values");
+    nb::gil_scoped_release release;
+    in_chunks(rows, 16, threads, [&](int64_t at, int64_t count) {
+      for (int64_t n = at; n < at + count; ++n) {
+        const int64_t y = n / across * height, x = n % across * width;
+        largest_of_chunk(w.as<float>() + y * columns + x, columns, std::min(height, lines - y),
+                         std::min(width, columns - x), height, width, keep, i.as<int64_t>() + n * keep,
+                         v.as<float>() + n * keep);
+      }
+    });
+  });
+
   m.def("add_chunk_rows",
         [](handle indices, handle codes, int64_t keep, int bits, handle values, handle total, handle count,
            int threads) {

@@ -3,11 +3,14 @@
 // Two indices fill three bytes, codes fill a byte from its low bits; unused bits are zero.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 
 namespace megalith {
 
+constexpr int64_t kMaxChunk = 4096;
 constexpr int kSpareBits = 1, kTooHigh = 2, kNotAscending = 4;
 
 inline int64_t index_row_bytes(int64_t keep) { return (3 * keep + 1) / 2; }
@@ -105,6 +108,46 @@ inline void divide_by_counts(float* total, const uint8_t* count, int64_t n) {
 inline void divide_by_counts(float* total, const int32_t* count, int64_t n) {
   for (int64_t i = 0; i < n; ++i)
     if (count[i] > 1) total[i] /= static_cast<float>(count[i]);
+}
+
+// The `keep` positions of largest magnitude of a chunk [height, width], ascending, and their values; of equal ones the
+// first. `lines` by `columns` of it lie in a matrix whose rows are `stride` floats apart; the rest is padding, which is
+// zero.
+inline void largest_of_chunk(const float* chunk, int64_t stride, int64_t lines, int64_t columns, int64_t height,
+                             int64_t width, int64_t keep, int64_t* indices, float* values) {
+  // The bits of a magnitude have the order of its value. Two tables of counts, so that equal neighbours do not wait for
+  // each other.
+  uint32_t keys[kMaxChunk], candidates[kMaxChunk], counts[2][2048] = {};
+  uint32_t* key = keys;
+  for (int64_t y = 0; y < height; ++y)
+    for (int64_t x = 0; x < width; ++x, ++key) {
+      float value = 0.0f;
+      if (y < lines && x < columns) value = chunk[y * stride + x];
+      std::memcpy(key, &value, 4);
+      *key &= 0x7fffffffu;
+      ++counts[x & 1][*key >> 20];
+    }
+  const int64_t size = height * width;
+  int64_t above = 0;
+  uint32_t bin = 2047;
+  for (;; --bin) {
+    const int64_t here = int64_t{counts[0][bin]} + counts[1][bin];
+    if (above + here >= keep) break;
+    above += here;
+  }
+  int64_t count = 0;
+  for (int64_t i = 0; i < size; ++i)
+    if (keys[i] >> 20 == bin) candidates[count++] = keys[i];
+  int64_t left = keep - above;
+  std::nth_element(candidates, candidates + left - 1, candidates + count, std::greater<uint32_t>());
+  const uint32_t least = candidates[left - 1];
+  left -= std::count_if(candidates, candidates + count, [=](uint32_t k) { return k > least; });
+  for (int64_t i = 0, n = 0; n < keep; ++i) {
+    if (keys[i] < least || (keys[i] == least && left-- <= 0)) continue;
+    const int64_t y = i / width, x = i % width;
+    indices[n] = i;
+    values[n++] = y < lines && x < columns ? chunk[y * stride + x] : 0.0f;
+  }
 }
 
 // Subtracts lr * gradient from the lines of a matrix that a chunk covers: `lines` by `columns` of the chunk's top left,

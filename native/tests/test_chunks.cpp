@@ -2,6 +2,7 @@
 // far.
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "check.hpp"
@@ -112,6 +113,27 @@ void wrong_rows_are_found() {
   CHECK(!add_rows(SentRows{i.data(), c.data(), 3, 2, values.data(), 3, 10}, 0, 1, total.data(), none));
 }
 
+void largest_are_found(Random& random) {
+  const int64_t height = random.below(5) + 1, width = random.below(7) + 1, size = height * width;
+  const int64_t lines = random.below(height) + 1, columns = random.below(width) + 1, keep = random.below(size) + 1;
+  const int64_t stride = columns + random.below(3);
+  std::vector<float> matrix(z((lines - 1) * stride + columns)), whole(z(size), 0.0f);
+  for (float& value : matrix) value = static_cast<float>(random.below(9) - 4) * (random.below(2) ? 1e-3f : 1e3f);
+  for (int64_t y = 0; y < lines; ++y)
+    for (int64_t x = 0; x < columns; ++x) whole[z(y * width + x)] = matrix[z(y * stride + x)];
+  std::vector<int64_t> order(z(size)), indices(z(keep));
+  for (int64_t i = 0; i < size; ++i) order[z(i)] = i;
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return std::abs(whole[z(a)]) > std::abs(whole[z(b)]);
+  });
+  order.resize(z(keep));
+  std::sort(order.begin(), order.end());
+  std::vector<float> values(z(keep));
+  largest_of_chunk(matrix.data(), stride, lines, columns, height, width, keep, indices.data(), values.data());
+  CHECK(indices == order);
+  for (int64_t k = 0; k < keep; ++k) CHECK(values[z(k)] == whole[z(indices[z(k)])]);
+}
+
 void steps_round_twice() {
   const float chunk[6] = {1, 2, 3, 4, 5, 6};
   float weights[8] = {10, 10, 10, 10, 10, 10, 10, 10};
@@ -126,6 +148,7 @@ int main() {
   Random random{7};
   for (int bits : {2, 4, 8})
     for (int round = 0; round < 200; ++round) rows_are_checked_counted_and_added(bits, random);
+  for (int round = 0; round < 500; ++round) largest_are_found(random);
   wrong_rows_are_found();
   steps_round_twice();
 }

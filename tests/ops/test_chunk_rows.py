@@ -21,6 +21,7 @@ from megalith.ops.chunk_rows import (
     count_codes,
     divide_by_counts,
     index_problems,
+    largest_of_rows,
     pack_codes,
     pack_indices,
     step_chunks,
@@ -77,6 +78,17 @@ def test_sums_counts_and_means(
     assert native[0] == expected.tolist()
     assert native[3] == torch.bincount(codes.flatten().long(), minlength=1 << bits).tolist()
     assert native[4:] == [False, 0]
+
+
+@given(st.integers(0, 5), st.integers(1, 30), st.data())
+def test_the_largest_and_of_equal_ones_the_first(rows: int, size: int, data: st.DataObject) -> None:
+    keep = data.draw(st.integers(1, size))
+    values = data.draw(st.lists(st.integers(-4, 4), min_size=rows * size, max_size=rows * size))
+    given_ = torch.tensor(values, dtype=torch.float32).view(rows, size)
+    plain, native = both(lambda: [each.tolist() for each in largest_of_rows(given_, keep)])
+    assert plain == native
+    for row, found in zip(given_.tolist(), native[0], strict=True):
+        assert found == sorted(sorted(range(size), key=lambda i: (-abs(row[i]), i))[:keep])
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,14 @@ from megalith.gather.chunks import from_chunks, to_chunks
 from megalith.gather.payload import Header, Label, Payload, PayloadWriter
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
 from megalith.ops import checks
-from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
+from megalith.ops.chunk_rows import (
+    largest_of_chunks,
+    largest_of_rows,
+    pack_codes,
+    pack_indices,
+    unpack_codes,
+    unpack_indices,
+)
 from megalith.ops.cosine_transform import forward_dct, inverse_dct
 from megalith.storage.tensor_files import raw_bytes, tensor_of
 
@@ -35,7 +42,6 @@ TableRows = Mapping[str, tuple[Tensor, Tensor]]
 """Rows of tables by name: ids int64 [n], rows float32 [n, dim]."""
 
 _SIGMAS = 6  # the range of values that codes cover
-_ROWS_AT_ONCE = 64  # rows of chunks whose largest values are selected together: they fit into a CPU cache
 
 
 class PackedParameter(NamedTuple):
@@ -310,27 +316,16 @@ def _pack(pending: Tensor, spec: ParameterSpec, ranks: Ranks | None, *, subtract
 
 def _select(pending: Tensor, spec: ParameterSpec) -> tuple[Tensor, Tensor]:
     """The positions of largest magnitude of each chunk, ascending, and their values: [rows, keep] each."""
-    if spec.full or spec.dct:
+    if spec.full and not spec.dct:
         chunks = to_chunks(pending, spec)
-        return _largest(forward_dct(chunks, spec.chunk) if spec.dct else chunks, spec)
-    # A few bands of chunks at a time, which fit into a CPU cache.
-    (down, across), height, (lines, columns) = spec.bands, spec.chunk[0], spec.matrix
-    each = max(1, _ROWS_AT_ONCE // max(1, across)) if pending.is_cpu else max(1, down)
-    matrix, found = pending.detach().reshape(lines, columns), []
-    for band in range(0, down, each):
-        part = matrix[band * height : (band + each) * height]
-        found.append(_largest(to_chunks(part, replace(spec, shape=tuple(part.shape))), spec))
-    if not found:
-        return pending.new_zeros(0, spec.keep, dtype=torch.int64), pending.new_zeros(0, spec.keep)
-    return torch.cat([indices for indices, _ in found]), torch.cat([values for _, values in found])
-
-
-def _largest(chunks: Tensor, spec: ParameterSpec) -> tuple[Tensor, Tensor]:
-    """The same for chunks [n, size]."""
-    if spec.full:
         return torch.arange(spec.size, device=chunks.device).expand(chunks.shape), chunks
-    indices = chunks.abs().topk(spec.keep, dim=1, sorted=False).indices.sort(dim=1).values
-    return indices, chunks.gather(1, indices)
+    if not spec.dct:
+        matrix = pending.detach().to(torch.float32).reshape(spec.matrix)
+        found = largest_of_chunks(matrix, spec.chunk, spec.keep)
+        if found is not None:
+            return found
+    chunks = to_chunks(pending, spec)
+    return largest_of_rows(forward_dct(chunks, spec.chunk) if spec.dct else chunks, spec.keep)
 
 
 def _subtract(pending: Tensor, spec: ParameterSpec, indices: Tensor, sent: PackedParameter) -> None:

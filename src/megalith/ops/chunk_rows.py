@@ -11,6 +11,7 @@ same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,6 +100,45 @@ def unpack_codes(packed: Tensor, keep: int, bits: int) -> Tensor:
     for place in range(each):
         out[:, :, place] = (packed >> (bits * place)) & mask
     return out.flatten(1)[:, :keep]
+
+
+def largest_of_rows(rows: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """Return the positions of largest magnitude of each row; of equal ones the first.
+
+    Args:
+        rows: float32 [n, size], finite; size is at most 4096.
+        keep: k, the number of positions.
+
+    Returns:
+        The positions, int64 [n, k], ascending, and their values, float32 [n, k].
+    """
+    found = largest_of_chunks(rows, (1, rows.shape[1]), keep)
+    if found is not None:
+        return found
+    order = rows.abs().sort(dim=1, descending=True, stable=True).indices
+    indices = order[:, :keep].sort(dim=1).values
+    return indices, rows.gather(1, indices)
+
+
+def largest_of_chunks(matrix: Tensor, chunk: tuple[int, int], keep: int) -> tuple[Tensor, Tensor] | None:
+    """Do the same for the chunks of a matrix, band by band, if there is native code for it.
+
+    Args:
+        matrix: float32 [lines, columns], finite. Chunks that extend beyond it are padded with zeros.
+        chunk: Height and width of a chunk.
+        keep: k, the number of positions.
+
+    Returns:
+        Positions and values, [chunks, k] each; None if the matrix is not contiguous or not on the CPU, or
+        there is no native module.
+    """
+    native = _native(matrix)
+    if native is None:
+        return None
+    rows = math.prod(-(-side // each) for side, each in zip(matrix.shape, chunk, strict=True))
+    indices, values = torch.empty(rows, keep, dtype=torch.int64), torch.empty(rows, keep)
+    native.largest_of_chunks(matrix, *chunk, indices, values, torch.get_num_threads())
+    return indices, values
 
 
 def index_problems(packed: Tensor, keep: int, size: int) -> int:
