@@ -377,9 +377,10 @@ def passes(run: PoliciesRun) -> None:
         what = f"{expired:.0%} of {rows:,} rows expired"
         for name, key in (("evict_part", "longest_part_of_pass"), ("lock in evict", "longest_call_of_pass")):
             run.bars.append(Bar(f"longest {name} / whole pass, {what}", record[key], 0.05, at_most=True))
-    seconds, visited = _timed_scores(rows)
-    whole = sum(seconds) * rows / visited
-    scored = {"score": "function", "seconds": whole, "longest_room_of_pass": max(seconds) / whole}
+    timed = [_timed_scores(rows) for _ in range(3)]
+    wholes = [sum(seconds) * rows / visited for seconds, visited in timed]
+    longest = sorted(max(seconds) / whole for (seconds, _), whole in zip(timed, wholes, strict=True))
+    scored = {"score": "function", "seconds": sorted(wholes)[1], "longest_room_of_pass": longest[1]}
     records.append(scored)
     progress(f"  {scored}")
     name = f"longest room by a score function / whole pass, {rows:,} rows"
