@@ -123,6 +123,8 @@ class Servable:
         self._plan: FeaturePlan | None = None
         self._program: DenseProgram | None = None
         self._compiled: dict[int, _Request] = {}
+        self._output_names = tuple(spec.name for spec in self.signature.outputs)
+        self._outputs_checked = False
         if self.signature.program is not None:
             self._plan = self.signature.plan()
             self._program = DenseProgram(self.directory / self.signature.program.path)
@@ -204,6 +206,8 @@ class Servable:
 
     def _named(self, outputs: Sequence[Tensor], size: int) -> dict[str, Tensor]:
         """Give the outputs their names; raise ExportError unless they are what the signature describes."""
+        if self._outputs_checked:
+            return dict(zip(self._output_names, outputs, strict=True))
         named = {}
         for spec, tensor in zip_longest(self.signature.outputs, outputs):
             if (
@@ -216,6 +220,7 @@ class Servable:
                     f"{self.directory}: the program does not return the outputs that the signature describes"
                 )
             named[spec.name] = tensor
+        self._outputs_checked = True  # the graph computes the same shapes for every request
         return named
 
     @contextmanager

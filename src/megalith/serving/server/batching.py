@@ -1,9 +1,9 @@
 """Batcher: computes concurrent requests together.
 
 Each caller waits for its own result. A worker takes the queued requests, computes them as one batch and wakes
-the callers. A caller that finds the queue empty and a worker idle computes its request itself, which saves
-waking two threads. The queue is bounded by rows, and by the bytes that the computation gathers. A request
-whose caller no longer waits is not computed.
+the callers. While requests come one at a time, a caller computes its request itself, which saves waking two
+threads; once several are waiting, batches of them are faster. The queue is bounded by rows, and by the bytes
+that the computation gathers. A request whose caller no longer waits is not computed.
 
 Invariant: at most `workers` batches are computed at a time, by workers and callers together.
 """
@@ -75,6 +75,8 @@ class Batcher(Generic[Work, Result]):
         self._cost = 0
         self._busy = 0
         """Number of batches that are being computed."""
+        self._last_size = 1
+        """Number of requests of the last batch."""
         self._own = threading.local()
         self._closed = False
         self._threads = [
@@ -133,7 +135,8 @@ class Batcher(Generic[Work, Result]):
                 raise RequestError(
                     Code.RESOURCE_EXHAUSTED, f"{self._rows} rows are already queued; try again later"
                 )
-            inline = not self._queue and self._busy < settings.workers and not settings.max_wait
+            idle = not self._queue and self._busy < settings.workers
+            inline = idle and self._last_size == 1 and not settings.max_wait
             if inline:
                 self._busy += 1
             else:
@@ -210,6 +213,7 @@ class Batcher(Generic[Work, Result]):
                 if self._busy < self._settings.workers:
                     batch = self._cut()
             self._busy += 1
+            self._last_size = len(batch)
             return batch
 
     def _cut(self) -> list[_QueuedRequest[Work, Result]]:

@@ -116,7 +116,7 @@ class Dispatcher:
         Raises:
             RequestError: It may not; the refusal is counted.
         """
-        if self._security.permits(authorization, permission):
+        if not self._security.requires_token or self._security.permits(authorization, permission):
             return
         known = self._security.admits(authorization)
         text = (

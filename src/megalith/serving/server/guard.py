@@ -59,6 +59,8 @@ class Guard:
         self._reflection = _CallGroup("reflection", MAX_REFLECTIONS)
         self._refusals = ThreadPoolExecutor(1, thread_name_prefix="megalith-refusal")
         self._deadlines = ReadDeadlines()
+        self._handlers: dict[str, Any] = {}
+        """The handlers of known methods."""
         self._no_token = self._refusal(
             Code.UNAUTHENTICATED, "this server requires a token: authorization: Bearer ..."
         )
@@ -107,7 +109,10 @@ class Guard:
             group = self._checks if is_health else self._control
         if not group.places.acquire(blocking=False):
             return self._full
-        return self._guarded(handler, group)
+        guarded = self._handlers.get(method)
+        if guarded is None:
+            guarded = self._handlers[method] = self._guarded(handler, group)
+        return guarded
 
     def _guarded(self, handler: Any, group: _CallGroup) -> Any:
         """Return a handler that runs in the threads of its group and gives its place back."""
