@@ -31,7 +31,7 @@ struct GradientReader {
   __attribute__((always_inline)) void prefetch(uint32_t source) const {
     if (!simple) return;
     const char* p = reinterpret_cast<const char*>(base + stride * source);
-    for (int byte = 0; byte < dim * 4; byte += 64) __builtin_prefetch(p + byte);
+    for (int byte = 0; byte < dim * 4; byte += 64) MEGALITH_FETCH(p + byte);
   }
 
   static void add(float* sum, const float* g, int n, float weight, float divide, bool first) {
@@ -104,8 +104,8 @@ static int64_t sum_by_row(const ApplyView& view, const Entry* entries, const flo
 
 // Prefetches the cache lines of n floats that will be written.
 MEGALITH_PREFETCHER request(const float* p, int n) {
-  for (int i = 0; i < n; i += 16) __builtin_prefetch(p + i, 1);
-  if (n > 0 && (reinterpret_cast<uintptr_t>(p) & 63)) __builtin_prefetch(p + n - 1, 1);
+  for (int i = 0; i < n; i += 16) MEGALITH_FETCH(p + i);
+  if (n > 0 && (reinterpret_cast<uintptr_t>(p) & 63)) MEGALITH_FETCH(p + n - 1);
 }
 
 static void apply(const ApplyView& view, const Entry* entries, const float* weights, int64_t n,
@@ -133,9 +133,9 @@ static void apply(const ApplyView& view, const Entry* entries, const float* weig
     if (u + kAhead < distinct) {
       const int32_t ahead = scratch.unique[u + kAhead];
       request(reinterpret_cast<const float*>(weights_at(table.rows, ahead)), static_cast<int>(table.rows.weight_bytes / 4));
-      if (drawn) __builtin_prefetch(id_at(table.rows, ahead));
+      if (drawn) MEGALITH_FETCH(id_at(table.rows, ahead));
       for (int c = 0; c < view.num_touched; ++c)
-        __builtin_prefetch(view.touched[c][ahead >> table.rows.shift] + (ahead & in_chunk) / 64, 1);
+        MEGALITH_FETCH(view.touched[c][ahead >> table.rows.shift] + (ahead & in_chunk) / 64);
       request(state_at(table.rows, ahead), static_cast<int>(table.rows.state_bytes / 4) + (table.rows.counted ? 3 : 1));
     }
     const int32_t row = scratch.unique[u];

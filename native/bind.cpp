@@ -119,6 +119,12 @@ NB_MODULE(_native, m) {
   m.attr("UNKNOWN_EPOCH") = Table::kUnknownEpoch;
 
   m.def("kernels", [] { return std::string(find_kernels(nullptr)->name); });
+  m.def("kernel_sets", [] {  // those of this CPU and build, the best first
+    nb::list names;
+    for (const char* name : kKernelNames)
+      if (find_kernels(name)) names.append(name);
+    return names;
+  });
   m.def("set_huge_pages", [](bool on) { use_huge_pages() = on; }, nb::arg("on"));
   m.def("set_exchange_api", [](bool on) { exchange_api_enabled() = on; }, nb::arg("on"));
   m.def("check_tensors",

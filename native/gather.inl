@@ -6,8 +6,8 @@ static void gather_fixed(const char* source, const int64_t* index, int64_t n, in
   for (int64_t i = 0; i < n; ++i, out += Bytes) {
     if (i + kAhead < n) {
       const char* p = source + index[i + kAhead] * stride;
-      for (int b = 0; b < Bytes; b += 64) __builtin_prefetch(p + b);
-      __builtin_prefetch(p + Bytes - 1);
+      for (int b = 0; b < Bytes; b += 64) MEGALITH_FETCH(p + b);
+      MEGALITH_FETCH(p + Bytes - 1);
     }
     __builtin_memcpy(out, source + index[i] * stride, Bytes);
   }
@@ -31,7 +31,7 @@ static void gather(const char* source, const int64_t* index, int64_t n, int64_t 
   for (int64_t i = 0; i < n; ++i, out += width) {
     if (i + kAhead < n) {
       const char* p = source + index[i + kAhead] * stride;
-      for (int64_t b = 0; b < width; b += 64) __builtin_prefetch(p + b);
+      for (int64_t b = 0; b < width; b += 64) MEGALITH_FETCH(p + b);
     }
     __builtin_memcpy(out, source + index[i] * stride, static_cast<size_t>(width));
   }
@@ -45,8 +45,8 @@ static void scatter(const T* rows, const int64_t* index, int64_t n, int64_t stri
   for (int64_t i = 0; i < n; ++i, rows += width) {
     if (i + kAhead < n) {
       const T* p = out + index[i + kAhead] * stride;
-      __builtin_prefetch(p, 1);
-      if (width > 1) __builtin_prefetch(p + width - 1, 1);
+      MEGALITH_FETCH(p);
+      if (width > 1) MEGALITH_FETCH(p + width - 1);
     }
     add_within(out, index[i] * stride, rows, width, low, high);
   }

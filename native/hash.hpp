@@ -10,11 +10,12 @@ namespace megalith {
 
 // A bijection of 64 bits (the constants are those of the "variant 13" finalizer). Routing between shards uses
 // another mixer, so that the ids of one shard are not concentrated in a part of its table.
+static constexpr uint64_t kMix1 = 0xbf58476d1ce4e5b9ull, kMix2 = 0x94d049bb133111ebull;
 static inline uint64_t mix64(uint64_t x) {
   x ^= x >> 30;
-  x *= 0xbf58476d1ce4e5b9ull;
+  x *= kMix1;
   x ^= x >> 27;
-  x *= 0x94d049bb133111ebull;
+  x *= kMix2;
   x ^= x >> 31;
   return x;
 }

@@ -1,7 +1,8 @@
-// The hot loops, compiled twice: kernels_portable.cpp for any CPU, kernels_avx2.cpp for CPUs with AVX2.
-// `find_kernels` selects one at run time.
+// The hot loops, compiled once per instruction set: kernels_portable.cpp for any CPU, kernels_avx2.cpp and
+// kernels_avx512.cpp for CPUs that have these. `find_kernels` selects one at run time.
 //
-// Both produce the same bits: vectors have eight lanes in both builds, and nothing is reassociated or contracted.
+// All produce the same bits: sums over the weights of a row have eight lanes in every build, and nothing is reassociated
+// or contracted.
 #pragma once
 
 #include <cstdint>
@@ -85,9 +86,14 @@ struct Kernels {
 extern const Kernels kernels_portable;
 #if defined(MEGALITH_HAVE_AVX2)
 extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
 #endif
 
-// Returns the best kernels for this CPU, or the named ones; null if this CPU or build does not have them.
+constexpr const char* kKernelNames[] = {"avx512", "avx2", "portable"};  // the best first
+constexpr const char* kKernelsVariable = "MEGALITH_KERNELS";
+
+// Returns the named kernels, null if this CPU or build does not have them. Without a name: the kernels that the
+// environment variable MEGALITH_KERNELS names (throws invalid_argument if there are none), otherwise the best.
 const Kernels* find_kernels(const char* name);
 
 }  // namespace megalith

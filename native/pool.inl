@@ -7,8 +7,8 @@ MEGALITH_PREFETCHER prefetch_row(const TableView& table, int32_t row) {
   if (row < 0) return;
   const char* p = weights_at(table.rows, row);
   const int bytes = static_cast<int>(table.rows.weight_bytes);
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
-  __builtin_prefetch(p + bytes - 1);
+  for (int i = 0; i < bytes; i += 64) MEGALITH_FETCH(p + i);
+  MEGALITH_FETCH(p + bytes - 1);
 }
 
 static void read(const TableView& table, const int32_t* rows, const int64_t* ids, int64_t n,
@@ -197,9 +197,9 @@ static void pool_ahead(const Source& given, const BagsOf<T>& bags, int first, in
     const Stored* p = source.stored(k);
     if (__builtin_expect(p == nullptr, 0)) return;
     p += first;
-    __builtin_prefetch(p);
-    for (int64_t line = 1; line < lines; ++line) __builtin_prefetch(p + line * kLine);
-    if (straddles) __builtin_prefetch(p + width - 1);
+    MEGALITH_FETCH(p);
+    for (int64_t line = 1; line < lines; ++line) MEGALITH_FETCH(p + line * kLine);
+    if (straddles) MEGALITH_FETCH(p + width - 1);
   };
   int64_t i = offsets[first_bag];
   for (int64_t k = i; k < end && k < i + kReadAhead; ++k) request(k);
@@ -278,7 +278,7 @@ static void pool_column(const Source& source, const BagsOf<T>& bags, int column,
     for (const int64_t stop = offsets[bag + 1]; i < stop; ++i) {
       if (scattered && i + kReadAhead < end) {
         const typename Source::Stored* later = source.stored(i + kReadAhead);
-        if (later) __builtin_prefetch(later + column);
+        if (later) MEGALITH_FETCH(later + column);
       }
       const typename Source::Stored* p = source.stored(i);
       if (__builtin_expect(!p, 0) && !(p = source.missing(i))) continue;
@@ -306,8 +306,8 @@ static void pool_any(const Source& source, const BagsOf<T>& bags, int64_t first_
     for (; ahead < end && ahead < bags.offsets[bag + 1] + kReadAhead; ++ahead) {
       const typename Source::Stored* row = source.stored(ahead);
       if (!row) continue;
-      for (int c = first; c < last; c += kLine) __builtin_prefetch(row + c);
-      __builtin_prefetch(row + last - 1);
+      for (int c = first; c < last; c += kLine) MEGALITH_FETCH(row + c);
+      MEGALITH_FETCH(row + last - 1);
     }
     for (int p = 0; p < bags.num_parts; ++p) {
       const PartOf<T>& part = bags.parts[p];

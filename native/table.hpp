@@ -197,8 +197,8 @@ class Table {
     for (int64_t i = 0; i < n; ++i) {
       if (i + kAhead < n) {
         const char* later = rows_.weights(rows[i + kAhead]);
-        for (size_t b = 0; b < rows_.weight_bytes(); b += 64) __builtin_prefetch(later + b, 1);
-        __builtin_prefetch(&rows_.time_of(rows[i + kAhead]), 1);
+        for (size_t b = 0; b < rows_.weight_bytes(); b += 64) MEGALITH_FETCH(later + b);
+        MEGALITH_FETCH(&rows_.time_of(rows[i + kAhead]));
       }
       const float* v = values + i * width;
       if (add) {

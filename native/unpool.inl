@@ -73,7 +73,7 @@ static void unpool_flat(const FlatRows<T>& rows, const BagsOf<T>& bags, int64_t 
     const int64_t begin = bag;
     const int64_t stop_bag = begin + kGradientBags < bags.num_bags ? begin + kGradientBags : bags.num_bags;
     for (int64_t b = stop_bag; b < stop_bag + kGradientBags && b < bags.num_bags; ++b)
-      for (int p = 0; p < bags.num_parts; ++p) __builtin_prefetch(part_address(bags.parts[p], b));
+      for (int p = 0; p < bags.num_parts; ++p) MEGALITH_FETCH(part_address(bags.parts[p], b));
     bool any = false;
     for (int64_t k = i; k < bags.offsets[stop_bag]; ++k) any |= mine(at(k));
     if (!any) {
@@ -86,8 +86,8 @@ static void unpool_flat(const FlatRows<T>& rows, const BagsOf<T>& bags, int64_t 
       for (const int64_t stop = bags.offsets[bag + 1]; i < stop; ++i) {
         if (rows.index && i + kAhead < end && rows.index[i + kAhead] >= 0) {
           T* p = rows.data + rows.index[i + kAhead] * rows.stride + first;
-          __builtin_prefetch(p, 1);
-          __builtin_prefetch(p + width - 1, 1);
+          MEGALITH_FETCH(p);
+          MEGALITH_FETCH(p + width - 1);
         }
         const int64_t row = at(i);
         if (!mine(row)) continue;

@@ -5,6 +5,13 @@
 
 namespace megalith {
 
+// Requests a cache line that is used 16 to 100 requests later, into the second-level cache. It can wait for more lines at
+// a time than the first level (48 instead of 24 on Zen 4), so that random lines come up to twice as fast, and a
+// line in it is a few nanoseconds away. A macro, because GCC drops calls of functions that only prefetch.
+#if !defined(MEGALITH_FETCH)
+#define MEGALITH_FETCH(p) __builtin_prefetch(p, 0, 2)
+#endif
+
 // One cache line of the index: five ids, their rows, and `meta`: the number of used slots (low 3 bits) and the number
 // of ids that passed this bucket because it was full (the other bits). Used slots come first.
 struct alignas(64) Bucket {

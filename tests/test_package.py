@@ -54,12 +54,14 @@ def objects() -> dict[str, Path]:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86-64 instruction sets")
 def test_wide_instructions_stay_in_the_dispatched_kernels() -> None:
-    """One binary for any x86-64-v2 machine: AVX registers only in kernels_avx2.cpp, and nothing there
-    that the linker could take as everybody's copy of an inline function."""
+    """One binary for any x86-64-v2 machine: wide registers only in the kernels of their instruction set, and
+    nothing there that the linker could take as everybody's copy of an inline function; nothing fused."""
     compiled = objects()
+    wide = {"kernels_avx2.cpp.o": {"%ymm"}, "kernels_avx512.cpp.o": {"%ymm", "%zmm"}}
     for name, path in compiled.items():
-        wide = "%ymm" in run("objdump", "-d", str(path))
-        assert wide == (name == "kernels_avx2.cpp.o"), name
-    symbols = run("nm", "-C", str(compiled["kernels_avx2.cpp.o"]))
-    shared = [line for line in symbols.splitlines() if re.search(r" [WVuw] ", line)]
-    assert not shared
+        code = run("objdump", "-d", str(path))
+        assert {r for r in ("%ymm", "%zmm") if r in code} == wide.get(name, set()), name
+        assert not re.search("vfn?m(add|sub)", code), name
+    for name in wide:
+        symbols = run("nm", "-C", str(compiled[name]))
+        assert not [line for line in symbols.splitlines() if re.search(r" [WVuw] ", line)], name

@@ -34,7 +34,7 @@ void compare(const Index& index, const std::unordered_map<int64_t, int32_t>& exp
     ids.push_back(id);
   }
   for (int64_t id : absent) CHECK(index.find(id) == -1);
-  for (const char* name : {"portable", "avx2"}) {
+  for (const char* name : kKernelNames) {
     const Kernels* k = find_kernels(name);
     if (!k) continue;
     std::vector<int32_t> rows(ids.size());

@@ -347,8 +347,9 @@ int main() {
     layouts_are_bags<double>(random);
   }
 
-  std::vector<const Kernels*> all = {find_kernels("portable")};
-  if (const Kernels* k = find_kernels("avx2")) all.push_back(k);
+  std::vector<const Kernels*> all;
+  for (const char* name : kKernelNames)
+    if (const Kernels* k = find_kernels(name)) all.push_back(k);
   std::vector<const FlatKernels<float>*> singles;
   std::vector<const FlatKernels<double>*> doubles;
   for (const Kernels* k : all) {

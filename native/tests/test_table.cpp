@@ -125,12 +125,15 @@ void check_program(const std::vector<SegmentPlan>& segments, int rounds = 2) {
   for (const auto& [id, row] : rows)
     for (float x : row) CHECK(std::isfinite(x));
   CHECK(std::count(out.begin(), out.end(), 0.0f) < static_cast<int64_t>(out.size()) / 2);
-  for (int threads : {1, 4}) {
+  const auto agrees = [&](const char* kernels, int threads) {
     other.clear();
-    CHECK(same_bits(rows, program(segments, "", threads, &other, rounds)));
+    CHECK(same_bits(rows, program(segments, kernels, threads, &other, rounds)));
     CHECK(out.size() == other.size());
     CHECK(!std::memcmp(out.data(), other.data(), out.size() * 4));
-  }
+  };
+  for (const char* name : kKernelNames)
+    if (find_kernels(name)) agrees(name, 1);
+  agrees("", 4);
 }
 
 SegmentPlan stored_as(SegmentPlan s, Precision precision, bool stochastic) {

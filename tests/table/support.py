@@ -122,6 +122,27 @@ def dyadic(seed: int, *shape: int) -> Tensor:
     return torch.randint(-128, 129, shape, generator=generator).to(torch.float32) / 64
 
 
+def life(table: Table) -> Chunk:
+    """Flat, pooled, weighted and averaged training, some removal; then the whole table."""
+    generator = torch.Generator().manual_seed(table.dim)
+    offsets = torch.arange(0, 301, 5)
+    for step in range(4):
+        ids = torch.randint(-40, 40, (300,), generator=generator) << 33
+        table.apply_gradients(ids, torch.randn(300, table.dim, generator=generator), step=step, time=step)
+        grads = [torch.randn(60, table.dim, generator=generator)]
+        for fields in (
+            {},
+            {"weights": torch.randn(300, generator=generator)},
+            {"divisor": torch.full((60,), 5.0)},
+        ):
+            pooling = summed("t", offsets, table.dim, **fields)
+            (out,) = table.read(table.find(ids), ids, pooling)
+            table.update(table.find(ids), ids, grads, pooling, step=step, time=step)
+            table.assign_add(ids[:60], out * 0.01, time=step)
+        table.remove(ids[:5])
+    return whole(table)
+
+
 def whole(table: Table, chunk_size: int = 65536) -> Chunk:
     """All rows of a table, by ascending id."""
     chunks = list(table.scan(chunk_size))

@@ -1,4 +1,4 @@
-"""The native layer: kernels, borrowed tensors, limits, the GIL, and life without it."""
+"""The native layer: borrowed tensors, limits, the GIL, and life without it."""
 
 from __future__ import annotations
 
@@ -25,60 +25,12 @@ from tests.table.support import (
     assert_same_tables,
     cpu_table,
     ints,
+    life,
     native_table,
     sgd_table,
-    summed,
     unchanged,
     whole,
 )
-
-
-def life(table: Table) -> Chunk:
-    """Flat, pooled, weighted and averaged training, some removal; then the whole table."""
-    generator = torch.Generator().manual_seed(table.dim)
-    offsets = torch.arange(0, 301, 5)
-    for step in range(4):
-        ids = torch.randint(-40, 40, (300,), generator=generator) << 33
-        table.apply_gradients(ids, torch.randn(300, table.dim, generator=generator), step=step, time=step)
-        grads = [torch.randn(60, table.dim, generator=generator)]
-        for fields in (
-            {},
-            {"weights": torch.randn(300, generator=generator)},
-            {"divisor": torch.full((60,), 5.0)},
-        ):
-            pooling = summed("t", offsets, table.dim, **fields)
-            (out,) = table.read(table.find(ids), ids, pooling)
-            table.update(table.find(ids), ids, grads, pooling, step=step, time=step)
-            table.assign_add(ids[:60], out * 0.01, time=step)
-        table.remove(ids[:5])
-    return whole(table)
-
-
-# ---- kernels
-
-
-@pytest.mark.parametrize("dim", [1, 3, 8, 16, 20, 32, 64, 100])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_portable_kernels_give_the_bits_of_the_fast_ones(name: str, dim: int) -> None:
-    config = TableConfig("t", dim=dim, optimizer=OPTIMIZERS[name], initializer=Normal())
-
-    portable = life(cpu_table(config, kernels="portable"))
-    fast = life(cpu_table(config))
-
-    assert_same_tables(portable, fast)
-
-
-def test_a_table_reports_the_kernels_it_uses() -> None:
-    config = TableConfig("t", dim=1, optimizer=SGD())
-
-    assert CpuEngine(config, kernels="portable")._native.kernels == "portable"
-    assert CpuEngine(config)._native.kernels == _native.kernels()
-
-
-def test_unknown_kernels_raise() -> None:
-    with pytest.raises(ValueError, match="kernels"):
-        CpuEngine(TableConfig("t", dim=1, optimizer=SGD()), kernels="abacus")
-
 
 # ---- huge pages
 

@@ -69,7 +69,8 @@ class CpuEngine(Engine):
         config: The config of the table.
         seed: As for `Engine`.
         num_shards: As for `Engine`.
-        kernels: "portable" or "avx2"; empty for the best that this CPU has.
+        kernels: "portable", "avx2" or "avx512"; empty for those of the environment variable MEGALITH_KERNELS,
+            or without it the best that this CPU has.
         max_rows: Limit of the number of rows.
 
     Attributes:
