@@ -1,19 +1,22 @@
 """The cpu table against its peers: pooled training step, lookup, find, growth, memory.
 
-    python benchmarks/table_cpu.py [--quick] [--only NAME,...] [--output PATH]
+    python benchmarks/table_cpu.py [--quick] [--only NAME,... [--workloads TEXT,...]] [--output PATH]
 
 Method: one process, variants take turns on rotated batches, one-thread CPU time, medians of paired ratios
 (harness.py); workloads and peers are in workloads.py. Results are compared before anything is timed. The last
-table lists every target and whether it is met. A full run saves results/table_cpu-DATE.json; a --quick or
---only run saves only to the path given by --output.
+table lists every target and whether it is met. --workloads "K=1e6 d16 100k,zipf" keeps the workloads whose
+name holds one of the texts. A full run saves results/table_cpu-DATE.json; a --quick or --only run saves only
+to the path given by --output.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,10 +57,11 @@ HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 class TableRun(Run):
-    """Sizes and rounds of this run, and its results so far."""
+    """Sizes and rounds of this run, and its results so far. `texts`: parts of names of workloads."""
 
-    def __init__(self, quick: bool) -> None:
+    def __init__(self, texts: Sequence[str], quick: bool) -> None:
         super().__init__(quick)
+        self.texts = texts
         self.table_rows = [10**5, 10**6] if quick else [10**6, 10**7]
         self.batch_ids = [100_000, 1_000_000]
         self.peers = {peer: peer == "bag" or installed(peer) for peer in PEER_NAMES}
@@ -79,12 +83,16 @@ class TableRun(Run):
         self._batches.clear()
 
     def workloads(self) -> list[Workload]:
-        return [
+        return self.chosen(
             Workload(rows, 16, ids, spread)
             for rows in self.table_rows
             for ids in self.batch_ids
             for spread in ("uniform", "zipf")
-        ]
+        )
+
+    def chosen(self, workloads: Iterable[Workload]) -> list[Workload]:
+        """Keeps the workloads that the command line names; all without names."""
+        return [w for w in workloads if not self.texts or any(text in str(w) for text in self.texts)]
 
     def missing_peers(self) -> list[str]:
         return [PEER_NAMES[peer] for peer, there in self.peers.items() if not there]
@@ -193,7 +201,7 @@ def ratios(records: Sequence[dict[str, Any]], what: str, peer: str) -> list[floa
 def print_records(title: str, records: Sequence[dict[str, Any]]) -> None:
     """Prints ns per id and, for peers, the ratio to ours."""
     for what in ("step", "lookup"):
-        if f"{what}_ratio" not in records[0]:
+        if not records or f"{what}_ratio" not in records[0]:
             continue
         names = list(records[0][f"{what}_ns_per_id"])
         order = [n for n in ("ours", "find", "tbe", "bag") if n in names]
@@ -230,7 +238,7 @@ def adagrad(run: TableRun) -> None:
     run.sections["adagrad"] = records
     print_records("Adagrad", records)
     for name, what, peer, required, goals in (
-        ("Adagrad step vs TBE", "step", "tbe", (2.3, 1.6), (3.0, 2.1)),
+        ("Adagrad step vs TBE", "step", "tbe", (2.6, 2.0), (3.0, 2.1)),
         ("Adagrad step vs EmbeddingBag+Adagrad", "step", "bag", (7, 5), (None, None)),
         ("lookup vs TBE", "lookup", "tbe", (0.78, 0.62), (0.9, None)),
         ("lookup vs EmbeddingBag", "lookup", "bag", (0.65, 0.45), (None, None)),
@@ -241,7 +249,7 @@ def adagrad(run: TableRun) -> None:
 def wide(run: TableRun) -> None:
     """Bar 3: Adagrad step at dim 64."""
     rows = run.table_rows[-1]
-    workloads = [Workload(rows, 64, 100_000, spread) for spread in ("uniform", "zipf")]
+    workloads = run.chosen(Workload(rows, 64, 100_000, spread) for spread in ("uniform", "zipf"))
     records = compare(run, "adagrad", workloads, ["tbe"], lookup=True)
     run.sections["wide"] = records
     print_records("Adagrad, dim 64", records)
@@ -393,6 +401,7 @@ def hugepages(run: TableRun) -> None:
         return
     run.forget_batches()
     arguments = ["--only", "hugepages", *(["--quick"] if run.quick else [])]
+    arguments += ["--workloads", ",".join(run.texts)] if run.texts else []
     child = run_child(arguments, {"GLIBC_TUNABLES": HUGE_PAGES})
     run.sections["hugepages"] = child["sections"]["hugepages"]
     records = run.sections["hugepages"]["workloads"]
@@ -445,7 +454,13 @@ def main(arguments: Sequence[str]) -> None:
     torch.manual_seed(0)
     # Set explicitly, because torch warns otherwise: sparse gradients are not checked.
     torch.sparse.check_sparse_tensor_invariants.disable()
-    run_sections("table_cpu", arguments, TableRun, SECTIONS, PACKAGES)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--workloads", default="")
+    own, others = parser.parse_known_args(arguments)
+    if own.workloads and "--only" not in others:
+        parser.error("--workloads needs --only: it is not a full run")
+    texts = [text for text in own.workloads.split(",") if text]
+    run_sections("table_cpu", others, partial(TableRun, texts), SECTIONS, PACKAGES)
 
 
 if __name__ == "__main__":
