@@ -32,6 +32,7 @@ struct GradientReader {
     if (!simple) return;
     const char* p = reinterpret_cast<const char*>(base + stride * source);
     for (int byte = 0; byte < dim * 4; byte += 64) MEGALITH_FETCH(p + byte);
+    if (reinterpret_cast<uintptr_t>(p) & 63) MEGALITH_FETCH(p + dim * 4 - 1);
   }
 
   static void add(float* sum, const float* g, int n, float weight, float divide, bool first) {

@@ -1,7 +1,7 @@
 // Reads rows, one by one or directly into pooled outputs, from a table's storage or from contiguous memory.
 // unpool.inl has the gradient of the latter.
 
-constexpr int64_t kReadAhead = 64;
+constexpr int64_t kReadAhead = 64, kWriteAhead = 32;
 
 MEGALITH_PREFETCHER prefetch_row(const TableView& table, int32_t row) {
   if (row < 0) return;
@@ -206,8 +206,8 @@ static void pool_ahead(const Source& given, const BagsOf<T>& bags, int first, in
   const bool apart = bags.num_parts > 1 || part.stride * static_cast<int64_t>(sizeof(T)) > 128;
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
     // The hardware prefetches outputs that follow each other.
-    if (apart && bag + kBags < last_bag)
-      for (int k = 0; k < bags.num_parts; ++k) __builtin_prefetch(part_address(bags.parts[k], bag + kBags), 1);
+    if (apart && bag + kWriteAhead < last_bag)
+      for (int k = 0; k < bags.num_parts; ++k) MEGALITH_FETCH(part_address(bags.parts[k], bag + kWriteAhead));
     Vec sums[Vectors] = {};
     for (const int64_t stop = offsets[bag + 1]; i < stop; ++i) {
       if (i + kReadAhead < end) request(i + kReadAhead);
