@@ -98,7 +98,8 @@ class TableRun(Run):
         return [PEER_NAMES[peer] for peer, there in self.peers.items() if not there]
 
     def facts(self) -> dict[str, Any]:
-        return {"kernels": _native.kernels(), "missing_peers": self.missing_peers()}
+        known = {"kernels": _native.kernels(), "missing_peers": self.missing_peers()}
+        return known | ({"only_workloads": list(self.texts)} if self.texts else {})
 
 
 PEERS: dict[str, Callable[[str, torch.Tensor], TbePeer | BagPeer]] = {
