@@ -201,6 +201,18 @@ def test_requests_for_scores_have_a_limit_of_their_own(server: ModelServer) -> N
         assert ask({"user": ids}, signature="lookup")["user"].shape == (MAX_PREDICT_BYTES, 5)
 
 
+@pytest.mark.parametrize("signature", ["lookup", "hashtable_assign"])
+def test_many_small_fields_are_refused_before_they_are_parsed(server: ModelServer, signature: str) -> None:
+    """Parsed, 24 MiB of them took 447 MiB."""
+    data = request_of({}, signature=signature).SerializeToString() + b"\x1a\x00" * (1 << 17)
+    metadata = [("authorization", f"Bearer {TOKENS['admin']}")]
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+        with pytest.raises(grpc.RpcError, match="send it in parts") as raised:
+            call(data, timeout=20, metadata=metadata)
+    assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 def test_memory_is_returned_after_a_burst() -> None:
     memory = FreedMemory()
     for _ in range(3):

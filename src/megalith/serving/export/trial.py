@@ -41,7 +41,13 @@ def try_version(directory: Path, stopping: threading.Event) -> None:
     Raises:
         ExportError: The child process was ended by a signal, or did not end in time.
     """
-    command = [sys.executable, "-m", __name__, str(directory)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        __name__,
+        str(directory),
+    ]  # -P: no modules of the working directory
     path = os.pathsep.join(each for each in sys.path if each)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     try:
@@ -52,14 +58,18 @@ def try_version(directory: Path, stopping: threading.Event) -> None:
         logger.warning("%s is opened without a trial: %s", directory, error)
         return
     waited = 0.0
-    while (status := _status(child)) is None:
-        waited += _POLL_SECONDS
-        if stopping.is_set() or waited > TRIAL_SECONDS:
-            child.kill()
-            child.wait()
+    try:
+        while (status := _status(child)) is None:
+            waited += _POLL_SECONDS
             if stopping.is_set():
                 return
-            raise ExportError(f"{directory}: a trial in a child process took over {TRIAL_SECONDS:g} seconds")
+            if waited > TRIAL_SECONDS:
+                raise ExportError(
+                    f"{directory}: a trial in a child process took over {TRIAL_SECONDS:g} seconds"
+                )
+    finally:  # also if a signal ends the server
+        child.kill()
+        child.wait()
     if status < 0:
         name = signal.Signals(-status).name
         raise ExportError(f"{directory}: opening it and computing its examples ends a process with {name}")

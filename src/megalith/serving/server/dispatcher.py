@@ -125,10 +125,10 @@ class Dispatcher:
         raise self.reject(RequestError(Code.PERMISSION_DENIED if known else Code.UNAUTHENTICATED, text))
 
     def check_size(self, size: int) -> None:
-        """Check the bytes of a request for scores, before it is parsed.
+        """Check the bytes of a request that is to be parsed.
 
         Args:
-            size: Its bytes.
+            size: Its bytes, without large tensors that are not parsed.
 
         Raises:
             RequestError: They are more than `max_predict_bytes`.

@@ -86,7 +86,7 @@ class _RestHandler(Handler):
             parts = [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]]
         except ValueError:
             raise RequestError(Code.INVALID_ARGUMENT, "the path is malformed") from None
-        open_to_all = parts[:2] == ["v2", "health"]
+        open_to_all = parts[:2] == ["v2", "health"] and self.command == "GET"
         sent, security = self.headers.get("authorization"), self.server.security
         is_read = parts[-1] == "infer" and security.permits(sent, Permission.READ)
         if not open_to_all and not is_read and not security.admits(sent):
@@ -109,6 +109,8 @@ class _RestHandler(Handler):
         if len(lengths) > 1 or not given.isascii() or not given.isdecimal() or len(given) > 18:
             raise RequestError(Code.INVALID_ARGUMENT, "Content-Length must be one decimal number")
         limit = min(self.server.dispatcher.max_bytes, self.server.dispatcher.max_predict_bytes)
+        if self.command == "GET":
+            limit = 0
         if int(given) > limit:
             raise RequestError(Code.OUT_OF_RANGE, f"the body has more than {limit} bytes")
         body = self.rfile.read(int(given))

@@ -108,6 +108,8 @@ class TFService:
             RequestError: The request cannot be answered.
         """
         small, contents = cut_contents(data, _is_large) if len(data) >= LARGE else (data, {})
+        if len(small) >= LARGE:  # a parsed message takes up to twenty times its bytes
+            self._dispatcher.check_size(len(small))
         request = self._parse(PredictRequest, small)
         spec = request.model_spec
         signature = spec.signature_name or PREDICT
