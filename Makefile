@@ -16,10 +16,10 @@ NATIVE := CMakeLists.txt $(wildcard native/*.* native/optimizers/*)
 # pytest-xdist stops when a worker is lost, and `timeout` ends everything else.
 PYTEST := timeout --kill-after=30 3000 $(BIN)/python -m pytest
 
-.PHONY: demo test test-python test-native test-integrations test-gpu bench-gpu lint bench soak protos docs clean
+.PHONY: demo test test-python test-native test-integrations test-gpu check-gpu-memory bench-gpu lint bench soak protos docs clean
 
 demo: $(VENV)/installed
-	$(BIN)/megalith train --data movielens --run runs/demo --start-over --fallback \
+	$(BIN)/megalith train --data movielens --run runs/demo --start-over --fallback --device auto \
 	  --comparison benchmarks/results/quality.json
 
 test: lint test-native test-python
@@ -30,8 +30,16 @@ test-python: $(VENV)/dev
 # On a machine with a GPU, offline: GPU_PYTHON is a Python with torch, triton, pytest and hypothesis. The native
 # module is not needed.
 GPU_PYTHON ?= python3
+GPU_TESTS = tests/table/engines tests/table/engines/gpu_stress.py tests/training/gpu_run.py
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/table/engines tests/table/engines/gpu_stress.py
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest $(GPU_TESTS)
+
+# Memory errors and races in every kernel; compute-sanitizer comes with the CUDA toolkit.
+check-gpu-memory:
+	for tool in memcheck racecheck; do \
+	  PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(GPU_PYTHON) tests/table/engines/gpu_memory_check.py || exit 1; \
+	done
 
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/table_gpu.py

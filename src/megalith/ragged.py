@@ -33,7 +33,10 @@ class Ragged:
             is checked; ops check the values that they read.
     """
 
-    __slots__ = ("row_splits", "values", "weights")
+    __slots__ = ("row_splits", "single", "values", "weights")
+
+    single: bool
+    """Whether every row is known to have exactly one value."""
 
     def __init__(self, values: Tensor, row_splits: Tensor, weights: Tensor | None = None) -> None:
         if not isinstance(values, Tensor) or values.dim() < 1:
@@ -55,23 +58,27 @@ class Ragged:
         self.values = values
         self.row_splits = row_splits
         self.weights = weights
+        self.single = False
 
     # ---- constructors
 
     @classmethod
-    def trusted(cls, values: Tensor, row_splits: Tensor, weights: Tensor | None = None) -> Ragged:
+    def trusted(
+        cls, values: Tensor, row_splits: Tensor, weights: Tensor | None = None, *, single: bool = False
+    ) -> Ragged:
         """Make a Ragged of tensors that are known to match, without any check.
 
         Args:
             values: [n].
             row_splits: int64 [batch + 1], from 0 to n.
             weights: float32 [n], or None.
+            single: Whether every row has exactly one value.
 
         Returns:
             A Ragged of these tensors, which are not copied.
         """
         made = object.__new__(cls)
-        made.values, made.row_splits, made.weights = values, row_splits, weights
+        made.values, made.row_splits, made.weights, made.single = values, row_splits, weights, single
         return made
 
     @classmethod
@@ -336,6 +343,7 @@ class Ragged:
             self.values.to(device, non_blocking=non_blocking),
             self.row_splits.to(device, non_blocking=non_blocking),
             weights,
+            single=self.single,
         )
 
     def pin_memory(self) -> Ragged:

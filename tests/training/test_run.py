@@ -457,3 +457,14 @@ def test_evaluation_counts_weights_and_refuses_data_without_labels() -> None:
 def test_synthetic_data_is_not_read_from_files() -> None:
     with pytest.raises(InputError, match="not read from files"):
         open_reader(config().data, Path("x.parquet"))
+
+
+def test_a_run_computes_on_the_device_of_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run = Run(config(train_device="auto"), tmp_path / "auto")  # there is no GPU
+    assert {parameter.device.type for parameter in run.model.parameters()} == {"cpu"}
+    assert {table.engine for table in run.model.embeddings.shards.local.values()} == {"cpu"}
+    with pytest.raises(UsageError, match="--device cuda needs an NVIDIA GPU"):
+        Run(config(train_device="cuda"), tmp_path / "cuda")
+    with pytest.raises(InputError, match=r"train\.device must be one of"):
+        config(train_device="tpu")

@@ -19,6 +19,7 @@ from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.nn.features import Feature
 from megalith.ragged import Ragged
 from megalith.shards import PreparedIds
+from megalith.shards.lookup import versions
 
 
 class BatchPreparer:
@@ -37,6 +38,18 @@ class BatchPreparer:
         self._plan = plan
         self._prepare_ids = prepare_ids
         self._absent_ok = absent_ok
+        self._splits: dict[tuple[int, torch.device], Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_splits": {}}
+
+    def _single_splits(self) -> dict[tuple[int, torch.device], Tensor]:
+        """The row_splits of columns with one id per example, which batches share if nobody changed them."""
+        if len(self._splits) > 4:
+            self._splits.clear()
+        for key in [key for key, splits in self._splits.items() if versions([splits]) != [0]]:
+            del self._splits[key]
+        return self._splits
 
     def __call__(self, batch: Any) -> CompiledBatch:
         """Compile a batch: anything that `EmbeddingCollection.forward` accepts.
@@ -56,7 +69,7 @@ class BatchPreparer:
                 )
             batch = Ragged.from_keyed(batch)
         columns: dict[str, Ragged] = {}
-        splits_of: dict[tuple[int, torch.device], Tensor] = {}
+        splits_of = self._single_splits()
         absent = []
         for name, feature in self._plan.features.items():
             if name in batch:
@@ -102,7 +115,7 @@ def column_of(
         key = value.shape[0], value.device
         if key not in splits_of:
             splits_of[key] = torch.arange(value.shape[0] + 1, device=value.device)
-        column = Ragged(value, splits_of[key])
+        column = Ragged.trusted(value, splits_of[key], single=True)
     elif isinstance(value, Tensor) and value.dim() == 2:
         column = Ragged.from_padded(value, pad=feature.pad)
     else:

@@ -115,10 +115,12 @@ class Mean(Combiner):
     If the weights sum to 0, it is sum(w x).
     """
 
-    def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor:
+    def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """See `Combiner.divisor`: the number of values, or the sum of their weights."""
         _ragged(column)
         _float_dtype(dtype)
+        if column.single and column.weights is None:
+            return None
         if column.weights is None:
             return column.lengths().clamp(min=1).to(dtype)
         weights = column.weights.detach()[:, None].to(dtype)
@@ -131,10 +133,12 @@ class Sqrtn(Combiner):
     This differs from `monolith.reduce_sqrtn`, Monolith's name for the L2 norm of each column.
     """
 
-    def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor:
+    def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """See `Combiner.divisor`: the root of the number of values, or of the sum of squared weights."""
         _ragged(column)
         _float_dtype(dtype)
+        if column.single and column.weights is None:
+            return None
         if column.weights is None:
             return column.lengths().clamp(min=1).to(dtype).sqrt()
         squares = column.weights.detach()[:, None].to(dtype).square()

@@ -95,10 +95,17 @@ class FeaturePlan:
                 self._add_feature(feature)
         else:
             self._add_layouts(layouts)
+        # The same tuples in every batch, so that an engine can recognise the structure of a pooling.
+        self._fixed_parts = {name: tuple(parts) for name, parts in self._parts.items()}
         self._coverage = Coverage()
+        self._single_bags: dict[str, Bags] = {}
+        self._pooling: Pooling | None = None  # of the last batch; the next one is often equal
         self.tables: dict[str, list[Feature]] = {}
         for feature in self.features.values():
             self.tables.setdefault(feature.table, []).append(feature)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_single_bags": {}, "_pooling": None}
 
     # ---- at construction
 
@@ -204,7 +211,7 @@ class FeaturePlan:
         bags: dict[str, tuple[Bags, ...]] = {}
         for table, features in self.tables.items():
             values: list[Tensor] = []
-            found: list[tuple[Feature, Ragged, Tensor]] = []
+            found: list[tuple[Feature, Ragged, Tensor, int]] = []
             begin = 0
             for feature in features:
                 column = columns[feature.name] if keep else columns[feature.name].to("cpu")
@@ -216,21 +223,32 @@ class FeaturePlan:
                     column = feature.combiner.cut(column)
                     offsets = feature.combiner.offsets(column)
                 values.append(column.values)
-                found.append((feature, column, offsets + begin if begin else offsets))
+                found.append((feature, column, offsets + begin if begin else offsets, begin))
                 begin += column.values.shape[0]
             ids[table] = values[0] if len(values) == 1 else torch.cat(values)
-            weights = _weights([column for _, column, _ in found])
+            weights = _weights([column for _, column, _, _ in found])
             bags[table] = tuple(self._bags(*each, weights) for each in found)
         shapes = tuple((r, output.columns) for r, output in zip(rows, self.outputs, strict=True))
-        pooling = Pooling(shapes, bags, self._coverage)
+        pooling = self._pooling
+        if pooling is None or pooling.outputs != shapes or not _same(pooling.bags, bags):
+            pooling = self._pooling = Pooling(shapes, bags, self._coverage)
         return CompiledBatch(prepare_ids(ids), pooling, size, columns, device)
 
-    def _bags(self, feature: Feature, column: Ragged, offsets: Tensor, weights: Tensor | None) -> Bags:
-        parts = tuple(self._parts[feature.name])
+    def _bags(
+        self, feature: Feature, column: Ragged, offsets: Tensor, begin: int, weights: Tensor | None
+    ) -> Bags:
+        parts = self._fixed_parts[feature.name]
         if feature.combiner is None:
-            return Bags(offsets, parts)
+            return Bags(offsets, parts, first=begin)
+        if column.single and not begin and column.weights is None and feature.combiner.inner == 1:
+            known = self._single_bags.get(feature.name)
+            if known is None or known.offsets is not offsets:  # batches of equal size share their row_splits
+                known = Bags(offsets, parts, None, None, feature.shared, 0)
+                self._single_bags[feature.name] = known
+            return known
         weighted = weights if column.weights is not None else None
-        return Bags(offsets, parts, weighted, feature.combiner.divisor(column), feature.shared)
+        first = begin if column.single and feature.combiner.inner == 1 else None
+        return Bags(offsets, parts, weighted, feature.combiner.divisor(column), feature.shared, first)
 
     def _batch_size(self, columns: Mapping[str, Ragged]) -> int:
         size: int | None = None
@@ -286,6 +304,11 @@ def _by_name(features: Sequence[Feature], configs: Mapping[str, TableConfig]) ->
     if not by_name:
         raise InputError("features is empty: pass at least one")
     return by_name
+
+
+def _same(one: Mapping[str, tuple[Bags, ...]], other: Mapping[str, tuple[Bags, ...]]) -> bool:
+    """Return whether two poolings of a plan have the same bags."""
+    return all(a is b for table in one for a, b in zip(one[table], other[table], strict=True))
 
 
 def _device(columns: Mapping[str, Ragged]) -> torch.device:

@@ -76,6 +76,9 @@ class Bags:
     """float32 [bags]: the divisor of each bag's sum, such as the counts of a mean."""
     shared: bool = False
     """Whether the bags belong to the whole batch; the rows of the outputs then repeat theirs."""
+    first: int | None = None
+    """If every bag has exactly one occurrence, the first of them: bag b has the occurrence `first + b`, and
+    offsets say the same. A GPU then need not read them. None: not known."""
 
     @property
     def num_bags(self) -> int:
@@ -90,7 +93,7 @@ class Bags:
             return tensor.to(device, non_blocking=True) if has_data else tensor
 
         tensors = move(self.offsets), self.parts, move(self.weights), move(self.divisor)
-        return Bags(*tensors, self.shared)
+        return Bags(*tensors, self.shared, self.first)
 
     @property
     def native(self) -> tuple[Any, ...]:
@@ -272,6 +275,8 @@ class Pooling:
         _check_count("dim", dim)
         for bags in self.of(table):
             _check_shape(table, "offsets", bags.offsets, torch.int64, None)
+            if bags.first is not None:
+                _check_single(table, bags, num_occurrences)
             if bags.weights is not None:
                 _check_shape(table, "weights", bags.weights, torch.float32, num_occurrences)
             if bags.divisor is not None:
@@ -299,6 +304,10 @@ class Pooling:
             first, last = int(bags.offsets[0]), int(bags.offsets[-1])
             if not end <= first <= last <= num_occurrences:
                 raise _descends(table, num_occurrences)
+            if bags.first is not None:
+                _check_single(table, bags, num_occurrences)
+                if first != bags.first or last - first != bags.num_bags:
+                    raise _not_single(table, bags)
             found.append((first, last))
             end = last
             if bags.weights is not None:
@@ -418,6 +427,22 @@ def _check_bags(bags: Any, num_occurrences: int, dim: int, outputs: Sequence[Ten
 def _descends(table: str, num_occurrences: int) -> InputError:
     return InputError(
         f"table {table!r}: offsets must ascend from feature to feature within {num_occurrences} occurrences"
+    )
+
+
+def _check_single(table: str, bags: Bags, num_occurrences: int) -> None:
+    """Raise InputError unless `first` and the number of bags are within the occurrences."""
+    first = bags.first
+    _check_count("first", first)
+    assert first is not None
+    if first + bags.num_bags > num_occurrences:
+        raise _not_single(table, bags)
+
+
+def _not_single(table: str, bags: Bags) -> InputError:
+    return InputError(
+        f"table {table!r}: first={bags.first} says that {bags.num_bags} bags have one occurrence each, but "
+        "the offsets or ids do not; leave first out"
     )
 
 

@@ -93,8 +93,9 @@ class LocalShards(Shards):
         elif not self._is_prepared(ids):  # made by hand, or by other shards
             ids = self.prepare(ids.ids)
         own = ids.ids
-        if self.device.type != "cpu":
-            own = {name: x.to(self.device, non_blocking=True) for name, x in own.items()}
+        device = self.device
+        if any(x.device != device for x in own.values()):
+            own = {name: x.to(device, non_blocking=True) for name, x in own.items()}
         return LocalLookup(self.engines, own, step)
 
     def _is_prepared(self, prepared: PreparedIds) -> bool:

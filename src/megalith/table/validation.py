@@ -470,7 +470,7 @@ class InputChecks:
             raise InputError(f"table {self.name!r}: {field} must be on {place}, got {tensor.device}")
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
+        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
 
     def _matrix(self, field: str, tensor: Tensor, rows: int, columns: int, strided: bool = False) -> Tensor:
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
@@ -519,7 +519,8 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
         The same numbers, detached and without lazy negation. Each row is contiguous, but rows may be apart; a
         copy only if needed.
     """
-    tensor = tensor.detach().resolve_neg()
+    if tensor.requires_grad or tensor.is_neg():
+        tensor = tensor.detach().resolve_neg()
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from megalith.data import Batch, Reader
 from megalith.errors import InputError
 from megalith.metrics import AUC, Calibration
-from megalith.models import forward_batch
 from megalith.ops import checks
 from megalith.training.run_batches import RunBatches
+from megalith.training.run_device import score
 from megalith.training.run_ranks import RunRanks
 
 
@@ -112,12 +112,12 @@ def _scored(
     """Logits, labels and weights of each batch, with the rows of all ranks."""
     for step in batches:
         if isinstance(step, Batch):
-            yield forward_batch(model, step), step.labels, step.weights
+            yield score(model, step), step.labels, step.weights
             continue
         assert ranks is not None
         sizes = step.sizes_of(ranks.size)
         own = step.part(ranks.rank, ranks.size, range(ranks.rank, ranks.rank + 1))
-        logits = ranks.join(forward_batch(model, own), sizes)
+        logits = ranks.join(score(model, own), sizes)
         labels = ranks.join(own.labels, sizes)
         yield logits, labels, None if own.weights is None else ranks.join(own.weights, sizes)
 

@@ -76,7 +76,8 @@ def _export(
         store.verify(entry, CheckpointError)
     config = config_of(manifest, root)
     progress = manifest.latest.progress
-    model = model_for(config, progress["features"], progress["num_dense"])
+    on_cpu = config.changed(train_device="cpu")
+    model = model_for(on_cpu, progress["features"], progress["num_dense"])
     load_dense(model, root, manifest)
     latest = manifest.latest.collections[COLLECTION]
     if block_size is None:

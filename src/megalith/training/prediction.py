@@ -13,7 +13,8 @@ from torch import Tensor
 from megalith.data import Reader
 from megalith.data.arrow import arrow
 from megalith.errors import InputError
-from megalith.models import Model, forward_batch
+from megalith.models import Model
+from megalith.training.run_device import score
 
 SUFFIXES = (".csv", ".parquet")
 
@@ -61,7 +62,7 @@ def check_output(out: Path) -> None:
 def _scores(model: Model, reader: Reader, on_batch: Callable[[int], None] | None) -> Iterator[Tensor]:
     done = 0
     for batch in reader:
-        yield forward_batch(model, batch).sigmoid()
+        yield score(model, batch).sigmoid()
         done += len(batch)
         if on_batch is not None:
             on_batch(done)

@@ -48,6 +48,7 @@ MAY_CHANGE = (
     "huge_pages",
     "epochs",
     "max_steps",
+    "device",
     "threads",
     "log_every",
     "save_every",
@@ -163,7 +164,9 @@ class TrainConfig:
     """Ask for pages of 2 MiB for tables without their own value. They make random access in large tables
     faster and take more memory for small ones."""
     engine: str = "cpu"
-    """Engine of the tables: cpu or reference."""
+    """Engine of the tables: cpu or reference. On a GPU, cpu means cuda."""
+    device: str = "cpu"
+    """Where the tables and the dense weights are: cpu, cuda (a GPU), or auto (a GPU if there is one)."""
     seed: int = 0
     """Seed of initial rows, dense weights and the order of samples."""
     threads: int | None = None
@@ -240,6 +243,7 @@ class RunConfig:
         _one_of("data.kind", self.data.kind, KINDS)
         _one_of("data.on_error", self.data.on_error, ("raise", "skip"))
         _one_of("train.table_optimizer", self.train.table_optimizer, TABLE_OPTIMIZERS)
+        _one_of("train.device", self.train.device, ("cpu", "cuda", "auto"))
         counts = ["epochs", "max_steps", "evict_every", "threads", "log_every"]
         counts += ["save_every", "keep_last", "keep_every"]
         at_least_1 = {f"train.{name}": getattr(self.train, name) for name in counts}

@@ -19,6 +19,7 @@ from megalith.table import TableConfig
 from megalith.training.data_source import id_sources
 from megalith.training.options import check_options
 from megalith.training.run_config import RunConfig
+from megalith.training.run_device import device_of, engine_of
 from megalith.training.table_settings import parse_serving
 
 CHECKPOINT = "checkpoint"
@@ -72,7 +73,8 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
     )
     if config.model.name in MODELS:
         check_options("model.options", options, MODELS[config.model.name], passed=("embeddings", "num_dense"))
-    return build_model(config.model.name, embeddings, num_dense=num_dense, **options)
+    model = build_model(config.model.name, embeddings, num_dense=num_dense, **options)
+    return model.to(device_of(config.train))
 
 
 def updates_in_step(config: RunConfig) -> bool:
@@ -91,7 +93,7 @@ def _placement(config: RunConfig) -> dict[str, Any]:
     """The placement of the tables: in this process, or distributed over the ranks."""
     train = config.train
     if world_size() == 1:
-        return {"engine": train.engine, "seed": train.seed}
+        return {"engine": engine_of(train), "seed": train.seed}
 
     def distribute(tables: list[TableConfig]) -> SyncShards:
         router: str | Router = train.dist_type
@@ -100,7 +102,7 @@ def _placement(config: RunConfig) -> dict[str, Any]:
         return SyncShards(
             tables,
             router=router,
-            engine=train.engine,
+            engine=engine_of(train),
             seed=train.seed,
             wire=config.wire,
             timeout=train.timeout,

@@ -17,6 +17,7 @@ from megalith.errors import InputError
 from megalith.models import forward_batch
 from megalith.nn import MicroBatches
 from megalith.training.run_batches import StepBatch
+from megalith.training.run_device import moved
 from megalith.training.run_ranks import RunRanks
 
 
@@ -64,7 +65,7 @@ class WholeBatches(Steps):
 
     def take(self, step: StepBatch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
         """See `Steps.take`."""
-        batch = step.batch
+        batch = moved(self._model, step.batch)
         self._optimizer.zero_grad()
         logits = forward_batch(self._model, batch)
         loss = _losses(logits, batch).mean()
@@ -76,7 +77,7 @@ class WholeBatches(Steps):
         loss.backward()
         self._optimizer.step()
         self.stopped = stop
-        return float(loss.detach()), [BatchScores(batch, logits.detach())]
+        return float(loss.detach()), [BatchScores(step.batch, logits.detach().cpu())]
 
 
 class PartBatches(Steps):
@@ -106,9 +107,10 @@ class PartBatches(Steps):
 
     def _loss(self, step: StepBatch, index: int, scored: list[BatchScores]) -> Callable[[], Tensor]:
         def compute() -> Tensor:
-            part = step.part(index, self._micro.num, self._micro.mine)
+            own = step.part(index, self._micro.num, self._micro.mine)
+            part = moved(self._model, own)
             logits = forward_batch(self._model, part)
-            scored.append(BatchScores(part, logits.detach()))
+            scored.append(BatchScores(own, logits.detach().cpu()))
             # The mean of this over micro-batches is the mean over rows, even if the parts differ in size.
             return _losses(logits, part).sum() * (self._micro.num / step.rows)
 

@@ -46,3 +46,43 @@ def test_two_runs_give_the_same_bits() -> None:
         order = chunk.ids.argsort()
         results.append((chunk.rows[order], chunk.state["0/m"][order]))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_lookup_dense_part_and_update_on_different_streams() -> None:
+    config = TableConfig("t", dim=32, optimizer=SGD(1.0), initializer=Zeros())
+    tables = [Table(config, engine="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    generator = torch.Generator(device="cuda").manual_seed(2)
+    batches = [torch.randint(0, 400_000, (100_000,), device="cuda", generator=generator) for _ in range(12)]
+    torch.cuda.synchronize()
+    for step, ids in enumerate(batches):  # memory is freed and allocated again all the time
+        with torch.cuda.stream(streams[0]):
+            rows = tables[0].lookup(ids)
+        with torch.cuda.stream(streams[1]):
+            streams[1].wait_stream(streams[0])
+            grads = rows * 0.5 + 1.0
+            rows.record_stream(streams[1])
+        with torch.cuda.stream(streams[2]):
+            streams[2].wait_stream(streams[1])
+            tables[0].apply_gradients(ids, grads, step=step, time=1)
+            grads.record_stream(streams[2])
+        del rows, grads
+    torch.cuda.synchronize()
+    for step, ids in enumerate(batches):
+        tables[1].apply_gradients(ids, tables[1].lookup(ids) * 0.5 + 1.0, step=step, time=1)
+    every = torch.arange(400_000, device="cuda")
+    assert torch.equal(tables[0].lookup(every), tables[1].lookup(every))
+
+
+def test_an_update_in_a_steady_state_does_not_wait_for_the_gpu() -> None:
+    table = Table(TableConfig("t", dim=8, optimizer=Adam(0.1)), engine="cuda")
+    ids, grads = torch.arange(50_000, device="cuda"), torch.ones(50_000, 8, device="cuda")
+    for step in range(30):
+        table.apply_gradients(ids, grads, step=step)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        table.lookup(ids)
+        table.apply_gradients(ids, grads, step=30)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

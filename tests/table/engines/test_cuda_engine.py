@@ -17,9 +17,11 @@ from megalith import (
     EmbeddingCollection,
     Feature,
     FirstN,
+    Layout,
     Mean,
     Normal,
     Ragged,
+    Slice,
     Table,
     TableConfig,
     Uniform,
@@ -81,7 +83,7 @@ def test_tables_of_a_collection_share_launches_and_train_as_on_the_reference_eng
     }
     collections = [EmbeddingCollection(configs, features, engine=name) for name in ("cuda", "reference")]
     for collection in collections:
-        for _ in range(2):
+        for _ in range(6):
             out = collection(columns)
             sum((value * value).sum() for value in out.values()).backward()
 
@@ -92,6 +94,35 @@ def test_tables_of_a_collection_share_launches_and_train_as_on_the_reference_eng
         got, expected = (everything(collection.tables[name]) for collection in collections)
         assert got.ids.tolist() == expected.ids.tolist()
         torch.testing.assert_close(got.rows, expected.rows, rtol=1e-6, atol=1e-7)
+
+
+def test_repeated_steps_of_the_same_sizes_use_their_memory_again() -> None:
+    configs = [
+        TableConfig("a", dim=4, optimizer=Adagrad(0.1)),
+        TableConfig("b", dim=4, optimizer=Adagrad(0.2), missing="initial"),
+    ]
+    features = [Feature("x", "a"), Feature("y", "b")]
+    layouts = [Layout("both", [Slice("x", 0, 4), Slice("y", 0, 4)])]
+    collections = [
+        EmbeddingCollection(configs, features, layouts=layouts, engine=name) for name in ("cuda", "reference")
+    ]
+    outputs: list[list[torch.Tensor]] = [[], []]
+    for collection, own in zip(collections, outputs, strict=True):
+        for step in range(8 if ON_GPU else 5):  # from the third step on, memory and launches are used again
+            columns = {
+                "x": torch.tensor([1, 5, step], device=collection.shards.device),
+                "y": torch.tensor([9, 9, 4 + step], device=collection.shards.device),
+            }
+            ahead = collection(columns)  # a lookup that is not followed by an update
+            out = collection(columns)["both"]
+            own.append(out.detach().cpu())
+            (out * out).sum().backward()
+            del ahead
+    for got, expected in zip(*outputs, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+    group = collections[0].shards.engines
+    assert isinstance(group, CudaEngineGroup)
+    assert sum(len(slots) for slots in group._shared[0].slots._slots.values()) == 2
 
 
 def test_a_table_grows_without_losing_a_row() -> None:

@@ -1,10 +1,17 @@
-"""CopiedSnapshot: the rows of a snapshot, copied when it began."""
+"""Snapshots of engines that copy all rows when a snapshot begins."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Container
+from contextlib import AbstractContextManager
+
+import torch
 from torch import Tensor
 
-from megalith.table.table_data import Chunk
+from megalith.errors import InputError
+from megalith.table.engines.contract import Engine
+from megalith.table.table_data import Chunk, SnapshotStart
 
 
 class CopiedSnapshot:
@@ -42,3 +49,56 @@ class CopiedSnapshot:
             target[:n] = column
         self._at += n
         return n
+
+
+class CopyingEngine(Engine):
+    """An engine that copies the rows of a snapshot at once. A subclass says which rows and how."""
+
+    _snapshot: CopiedSnapshot | None = None
+
+    @property
+    @abstractmethod
+    def _guard(self) -> AbstractContextManager[object]:
+        """The lock of the table."""
+
+    @property
+    @abstractmethod
+    def _consumers(self) -> Container[int]:
+        """The numbers of the consumers of touched rows."""
+
+    @abstractmethod
+    def _copy_rows(self, consumer: int) -> Chunk:
+        """Copy the rows that a consumer has not drained, or all rows if it is -1."""
+
+    def begin_snapshot(
+        self, consumer: int, touched_only: bool, room: int, with_pending: bool
+    ) -> SnapshotStart:
+        """See `Engine.begin_snapshot`; copies the rows at once."""
+        with self._guard:
+            if self._snapshot is not None:
+                raise InputError(f"table {self.name!r} already has an open snapshot: close it first")
+            none = torch.empty(0, dtype=torch.int64)
+            total = len(self)
+            rows = self._copy_rows(consumer if touched_only else -1)
+            drained = (none, none) if consumer < 0 else self.drain(consumer)
+            self._snapshot = CopiedSnapshot(rows, consumer, drained)
+            pending = self.pending() if with_pending else (none, none)
+            return SnapshotStart(rows.ids.numel(), total, drained[1], pending)
+
+    def read_snapshot(self, chunk: Chunk) -> int:
+        """See `Engine.read_snapshot`."""
+        assert self._snapshot is not None
+        return self._snapshot.read(chunk)
+
+    def snapshot_pressure(self) -> float:
+        """See `Engine.snapshot_pressure`."""
+        return 0.0
+
+    def end_snapshot(self, give_back: bool) -> float:
+        """See `Engine.end_snapshot`."""
+        with self._guard:
+            copy, self._snapshot = self._snapshot, None
+            if copy is not None and give_back and copy.consumer in self._consumers:
+                for ids in copy.drained:
+                    self.mark(copy.consumer, ids)
+        return 0.0

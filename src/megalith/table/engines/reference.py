@@ -6,17 +6,16 @@ It is slow and simple. It runs wherever torch runs, so Megalith works without th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError, TableFullError
+from megalith.errors import TableFullError
 from megalith.ops.pooling import Pooling, pool, unpool
-from megalith.table.engines.contract import Engine
-from megalith.table.engines.copied_snapshot import CopiedSnapshot
+from megalith.table.engines.copied_snapshot import CopyingEngine
 from megalith.table.engines.reference_policies import (
     AdmissionState,
     IdLog,
@@ -30,10 +29,10 @@ from megalith.table.optimizers import Optimizer, native_rule
 from megalith.table.policies.min_count import MAX_COUNT
 from megalith.table.rounding import round_rows, round_step
 from megalith.table.table_config import TableConfig
-from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, SnapshotStart, Step
+from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, Step
 
 
-class ReferenceEngine(Engine):
+class ReferenceEngine(CopyingEngine):
     """Rows in one tensor, found through a dict. See `Engine`.
 
     Weights of 16 bits are rounded in the same way as in other engines, but occupy 32 bits.
@@ -54,7 +53,6 @@ class ReferenceEngine(Engine):
         self._epoch = 0
         self._touched: dict[int, dict[int, None]] = {}  # consumer -> ids, in order
         self._removed: dict[int, dict[int, None]] = {}
-        self._snapshot: CopiedSnapshot | None = None
         limits = self.limits
         self._admission = AdmissionState(config.admission, self._key, limits.counted_ids, limits.log_ids)
         self._evicted = IdLog(limits.log_ids)
@@ -496,40 +494,17 @@ class ReferenceEngine(Engine):
                 log_lost=self._evicted.lost + state.refused.lost,
             )
 
-    def begin_snapshot(
-        self, consumer: int, touched_only: bool, room: int, with_pending: bool
-    ) -> SnapshotStart:
-        """See `Engine.begin_snapshot`; copies the rows at once."""
-        with self._lock:
-            if self._snapshot is not None:
-                raise InputError(f"table {self.name!r} already has an open snapshot: close it first")
-            none = torch.empty(0, dtype=torch.int64)
-            drained = (none, none)
-            if consumer >= 0:
-                drained = self.drain(consumer)
-            ids = drained[0].tolist() if touched_only else list(self._row_of)
-            chunk = self._chunk(torch.tensor([self._row_of[id] for id in ids], dtype=torch.int64))
-            self._snapshot = CopiedSnapshot(chunk, consumer, drained)
-            pending = self.pending() if with_pending else (none, none)
-            return SnapshotStart(len(ids), len(self._row_of), drained[1], pending)
+    @property
+    def _guard(self) -> AbstractContextManager[object]:
+        return self._lock
 
-    def read_snapshot(self, chunk: Chunk) -> int:
-        """See `Engine.read_snapshot`."""
-        assert self._snapshot is not None
-        return self._snapshot.read(chunk)
+    @property
+    def _consumers(self) -> Container[int]:
+        return self._touched
 
-    def snapshot_pressure(self) -> float:
-        """See `Engine.snapshot_pressure`."""
-        return 0.0
-
-    def end_snapshot(self, give_back: bool) -> float:
-        """See `Engine.end_snapshot`."""
-        with self._lock:
-            copy, self._snapshot = self._snapshot, None
-            if copy is not None and give_back and copy.consumer in self._touched:
-                for ids in copy.drained:
-                    self.mark(copy.consumer, ids)
-        return 0.0
+    def _copy_rows(self, consumer: int) -> Chunk:
+        ids = list(self._row_of) if consumer < 0 else list(self._touched[consumer])
+        return self._chunk(torch.tensor([self._row_of[id] for id in ids], dtype=torch.int64))
 
     def _is_live(self, row: int) -> bool:
         return self._row_of.get(int(self._ids_of[row])) == row

@@ -114,7 +114,7 @@ class CudaPolicies:
         """
         engine = self._engine
         taken = torch.ones_like(ids, dtype=torch.int8) if wanted is None else wanted.clone()
-        rows = engine.group.find(ids, [ids.numel()])
+        rows = engine.group.find(ids, [ids.numel()]).rows
         missing = ((rows < 0) & (taken != 0)).nonzero()[:, 0]
         distinct, where = first_occurrences(ids[missing])
         if engine.config.admission is None:
@@ -182,7 +182,7 @@ class CudaPolicies:
             need = len(engine) + new - limit
         if need <= 0:
             return engine.epoch != epoch
-        found = engine.group.find(call, [call.numel()])
+        found = engine.group.find(call, [call.numel()]).rows
         kept = set(found[found >= 0].tolist())
         if capacity.score is None or callable(capacity.score) or len(engine) - len(kept) < need:
             raise TableFullError(

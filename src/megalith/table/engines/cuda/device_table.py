@@ -16,6 +16,7 @@ from megalith.errors import TableFullError
 from megalith.table.engines.cuda import index_kernels, row_kernels
 from megalith.table.engines.cuda.device_functions import EMPTY, LIVE, SEGMENT_FIELDS, SEGMENTS
 from megalith.table.engines.cuda.row_layout import RowLayout
+from megalith.table.engines.cuda.stream_order import retire
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC
 from megalith.table.table_config import TableConfig
 
@@ -76,7 +77,11 @@ class DeviceTable:
         version: Advances when the descriptor changes.
         requested: Sum of the rows that calls asked room for.
         known_at: Value of `requested` when the known numbers of rows were counted.
+        room: Number of rows that calls may ask for before the host must look at the counters.
+        changes: Advances with the version of any table.
     """
+
+    changes = 0
 
     def __init__(self, config: TableConfig, layout: RowLayout, key: int, device: torch.device) -> None:
         self.config = config
@@ -88,20 +93,23 @@ class DeviceTable:
         self.requested = 0  # sum of the rows that calls asked room for
         initial = [c.initial for c in config.state_columns for _ in range(c.end - c.start)]
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
+        self._chunks: list[Tensor] = []
         self._state_values = torch.tensor(initial or [0.0], dtype=torch.float32, device=device)
         self.empty()
 
     def empty(self) -> None:
         """Drop all rows and memory."""
+        if self._chunks:
+            retire(self.entries, self.chunk_table, self.free, *self._chunks)
         self.slots = MIN_SLOTS
         self.entries = self._new_entries(self.slots)
-        self._chunks: list[Tensor] = []
+        self._chunks = []
         self.chunk_table = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.counters[:2] = 0
         self.free = torch.empty(1, dtype=torch.int32, device=self.device)
         self._removed_slots = 0
         self.know(0, 0, self.requested)
-        self.version += 1
+        self.changed()
 
     # ---- sizes
 
@@ -130,6 +138,18 @@ class DeviceTable:
             requested: Value of `requested` at that time.
         """
         self._used, self._live, self.known_at = used, used - free, requested
+        self._count_room()
+
+    def _count_room(self) -> None:
+        """Find how many more rows calls may ask for."""
+        rows = self.row_capacity - self._used
+        slots = self.slot_limit - self._live - self._removed_slots
+        self.room = min(rows, slots) - (self.requested - self.known_at)
+
+    def changed(self) -> None:
+        """Note that the descriptor changed."""
+        self.version += 1
+        DeviceTable.changes += 1
 
     def ensure_room(self, n: int) -> None:
         """Make sure that n new rows fit; the bound then includes them.
@@ -137,11 +157,7 @@ class DeviceTable:
         Args:
             n: Largest number of new rows.
         """
-        asked = self.requested - self.known_at + n
-        if (
-            self._used + asked > self.row_capacity
-            or self._live + self._removed_slots + asked > self.slot_limit
-        ):
+        if n > self.room:
             used, free, *_ = self.read_counters()
             if used - free + n > MAX_ROWS:
                 raise TableFullError(f"table {self.config.name!r}: more than {MAX_ROWS} rows")
@@ -152,6 +168,7 @@ class DeviceTable:
             if used + max(0, ahead - free) > self.row_capacity:
                 self._add_chunks(used + max(0, ahead - free))
         self.requested += n
+        self.room -= n
 
     def needs_report(self, n: int) -> bool:
         """Return whether the host should learn the number of rows soon, because its bound comes to an end.
@@ -162,9 +179,7 @@ class DeviceTable:
         Returns:
             Whether there is no room for some more calls of this size.
         """
-        asked = self.requested - self.known_at + n * CALLS_AHEAD // 2
-        rows, slots = self._used + asked, self._live + self._removed_slots + asked
-        return rows > self.row_capacity or slots > self.slot_limit
+        return self.room < n * CALLS_AHEAD // 2
 
     def reserve(self, n: int) -> None:
         """Allocate memory for n rows in all.
@@ -200,9 +215,10 @@ class DeviceTable:
         self._replace_index(entries, slots)
 
     def _replace_index(self, entries: Tensor, slots: int) -> None:
+        retire(self.entries)
         self.entries, self.slots = entries, slots
         self._removed_slots = 0
-        self.version += 1
+        self.changed()
         self.read_counters()
 
     def rebuild_index(self, ids: Tensor, rows: Tensor) -> None:
@@ -252,13 +268,15 @@ class DeviceTable:
         self._chunks_changed()
 
     def _chunks_changed(self) -> None:
+        retire(self.chunk_table, self.free)
         pointers = [chunk.data_ptr() for chunk in self._chunks] or [0]
         self.chunk_table = torch.tensor(pointers, dtype=torch.int64, device=self.device)
         free = torch.empty(max(1, self.row_capacity), dtype=torch.int32, device=self.device)
         kept = min(free.numel(), self.free.numel())
         free[:kept] = self.free[:kept]
         self.free = free
-        self.version += 1
+        self.changed()
+        self._count_room()
 
     def shrink(self, used: int, free: Tensor) -> None:
         """Return the chunks after the last used row, and replace the list of free rows.
@@ -267,7 +285,9 @@ class DeviceTable:
             used: All row numbers in use are below.
             free: The free rows below it, int32.
         """
-        del self._chunks[-(-used >> self.layout.shift) :]
+        kept = -(-used >> self.layout.shift)
+        retire(*self._chunks[kept:])
+        del self._chunks[kept:]
         self._chunks_changed()
         self.free[: free.numel()] = free
         self.counters[0] = used

@@ -1,9 +1,7 @@
 """The cuda engine: the Engine contract over tables in GPU memory.
 
-The hot calls (find, read, pool, update) launch kernels and return without waiting for the device; they are in
-launch_group.py, pooling_parts.py and table_updates.py. All other calls are here: they compose kernels and
-torch operations, and wait for the device where they return data to the host. Ids and chunks that come from or
-go to the host may be on the CPU in these calls.
+The hot calls (find, read, pool, update) are here: they launch kernels and return without waiting for the
+device. All other calls are in stored_rows.py.
 
 Reads and writes may come from several threads and CUDA streams: a lock orders the launches, and a call on
 another stream than the previous one waits for that stream on the device.
@@ -13,139 +11,112 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError, UsageError
 from megalith.ops.pooling import Pooling
-from megalith.table.engines.contract import Engine
-from megalith.table.engines.copied_snapshot import CopiedSnapshot
-from megalith.table.engines.cuda.cuda_policies import CudaPolicies
-from megalith.table.engines.cuda.device_table import FLAGS, DeviceTable
-from megalith.table.engines.cuda.launch_group import LaunchGroup
-from megalith.table.engines.cuda.occurrences import first_occurrences, last_occurrences
-from megalith.table.engines.cuda.pooling_parts import PoolingParts, on_device, waves
-from megalith.table.engines.cuda.row_layout import CHUNK_BYTES, RowLayout
-from megalith.table.engines.cuda.row_writes import COUNT, STEP, TIME, assign_in_order, write_chunk
-from megalith.table.engines.cuda.stream_order import StreamOrder
+from megalith.table.engines.cuda.launch_group import RowSearch
+from megalith.table.engines.cuda.pooling_parts import PoolingPlan, PoolingPlans, on_device
+from megalith.table.engines.cuda.row_steps import Gradients
+from megalith.table.engines.cuda.stored_rows import StoredRows
 from megalith.table.engines.cuda.table_updates import TableUpdate, stage_updates
-from megalith.table.engines.cuda.triton_runtime import find_device
-from megalith.table.engines.reference_policies import is_sparse
 from megalith.table.engines.room import check_room
-from megalith.table.initializers import table_key
-from megalith.table.policies.min_count import MAX_COUNT
-from megalith.table.table_config import PRECISIONS, TableConfig
-from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, SnapshotStart, Step
-
-SCAN_ROWS = 1 << 16
-FIRST_CONSUMER_BIT = 8
-FIRST_WATCH_BIT = 16
-NUM_WATCHES = 8
+from megalith.table.table_data import FoundRows, Step
 
 
-class CudaEngine(Engine):
-    """Rows in GPU memory. See `Engine`.
-
-    Args:
-        config: The config of the table.
-        seed: As for `Engine`.
-        num_shards: As for `Engine`.
-        chunk_bytes: Bytes of a chunk of rows, about.
+class FoundBy(NamedTuple):
+    """Who found rows, and when; kept with the tensor of row numbers, which users may hold.
 
     Attributes:
-        device: Where the rows are.
-        table: The memory of the table.
+        owner: The launch group.
+        writes: The engine's number of writes at that time; while it stays, absent ids stay absent.
+        ids: The ids of the group's tables.
+        search: What the group found.
+        sizes: Number of ids of each table.
     """
 
-    engine = "cuda"
+    owner: object
+    writes: int
+    ids: Tensor
+    search: RowSearch
+    sizes: list[int]
 
-    def __init__(
-        self, config: TableConfig, *, seed: int = 0, num_shards: int = 1, chunk_bytes: int = CHUNK_BYTES
-    ) -> None:
-        super().__init__(config, seed=seed, num_shards=num_shards)
-        self.device = find_device()
-        self._key = table_key(seed, config.name)
-        self.layout = RowLayout.of(config, chunk_bytes)
-        self.table = DeviceTable(config, self.layout, self._key, self.device)
-        self.group = LaunchGroup([self.table])
-        self.policies = CudaPolicies(self)
-        self.order = StreamOrder(self.device)
-        self._epoch = 0
-        self.writes = 0  # number of calls that may have created rows
-        self._length: int | None = 0  # None: on the device
-        self.latest_step = 0  # the largest step of an update or of a restored row
-        self._removed: dict[int, list[Tensor]] = {}  # consumer -> removed ids
-        self._watches: set[int] = set()
-        self._snapshot: CopiedSnapshot | None = None
 
-    def reseed(self, seed: int) -> None:
-        """See `Engine.reseed`."""
-        with self.order:
-            self.seed = seed
-            self._key = self.table.key = table_key(seed, self.name)
-            self.table.version += 1
-            self.policies.set_key(self._key)
+class CudaEngine(StoredRows):
+    """The hot calls of one table. See `Engine`."""
 
-    # ---- hot calls
+    _plans: PoolingPlans | None = None
 
     def find(self, ids: Tensor) -> FoundRows:
         """See `Engine.find`."""
         with self.order:
             ids = ids.to(self.device)
-            rows = self.group.find(ids, [ids.numel()])
-            return self.note_found(rows)
+            search = self.group.find(ids, [ids.numel()])
+            # A view: rows that refer to a search that refers to them would be freed late.
+            by = FoundBy(self.group, self.writes, ids, search, [ids.numel()])
+            return self.note_found(search.rows.view(-1), by)
 
-    def note_found(self, rows: Tensor) -> FoundRows:
-        """Return rows that were found now; while no row is created, absent ids stay absent.
+    def note_found(self, rows: Tensor, by: FoundBy) -> FoundRows:
+        """Return rows that were found now.
 
         Args:
-            rows: int32 [n].
+            rows: int32 [n], the rows of this table.
+            by: How they were found.
 
         Returns:
             The rows with the epoch.
         """
-        rows.megalith_writes = self.writes  # type: ignore[attr-defined]
+        rows.megalith_found = by  # type: ignore[attr-defined]
         return FoundRows(rows, self._epoch)
 
-    def current_rows(self, ids: Tensor, found: FoundRows | None, *, copy: bool = False) -> Tensor:
-        """Return the rows of ids as they are now.
+    def known(self, found: FoundRows | None, owner: object) -> FoundBy | None:
+        """Return how rows were found, if they are current.
 
         Args:
-            ids: int64 [n].
-            found: Rows that were found earlier; they are found again if they may have changed.
-            copy: Whether the caller writes to the result.
+            found: Rows that were found earlier.
+            owner: The launch group that must have found them.
 
         Returns:
-            int32 [n].
+            None if they must be found again.
         """
-        known = found is not None and found.epoch is not None and found.epoch == self._epoch
-        if found is None or not known or getattr(found.rows, "megalith_writes", None) != self.writes:
-            return self.group.find(ids, [ids.numel()])
-        return found.rows.clone() if copy else found.rows
+        if found is None or found.epoch is None or found.epoch != self._epoch:
+            return None
+        by: FoundBy | None = getattr(found.rows, "megalith_found", None)
+        return by if by is not None and by.owner is owner and by.writes == self.writes else None
+
+    def _search(self, ids: Tensor, found: FoundRows | None) -> RowSearch:
+        by = self.known(found, self.group)
+        return self.group.find(ids, [ids.numel()]) if by is None else by.search
 
     def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
         """See `Engine.read`."""
         with self.order:
             ids = ids.to(self.device)
-            rows = self.current_rows(ids, found)
+            by = self.known(found, self.group)
             direct = out is not None and out.device == self.device
             result = out if direct else torch.empty(ids.numel(), self.dim, device=self.device)
             assert result is not None
-            self.group.read(ids, rows, [ids.numel()], result)
+            self.group.read(ids, None if by is None else by.search, [ids.numel()], result)
             if out is not None and not direct:
                 out.copy_(result)
             return result if out is None else out
 
+    def _plan(self, pooling: Pooling, n: int) -> PoolingPlan:
+        if self._plans is None:
+            self._plans = PoolingPlans()
+        return self._plans.find(self.group, [self.name], [n], pooling)
+
     def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:
         """See `Engine.pool`."""
-        on_device(pooling, self.name, ids.numel(), self.dim, self.device)
         with self.order:
             ids = ids.to(self.device)
-            rows = self.current_rows(ids, found)
-            parts = PoolingParts(self.group, [self.name], [ids.numel()], pooling)
-            for wave in waves(parts.parts):
-                parts.pool(ids, rows, outputs, wave)
+            pooling = on_device(pooling, self.device)
+            plan = self._plan(pooling, ids.numel())
+            search, bags = self._search(ids, found), plan.bags_of(pooling)
+            for cut in plan.launches:
+                plan.pool(cut, bags, ids, search, outputs)
 
     def update(
         self,
@@ -175,13 +146,19 @@ class CudaEngine(Engine):
         occurrences: Tensor | None = None,
     ) -> Iterator[Callable[[], None]]:
         """See `Engine.stage_update`."""
-        if pooling is not None:
-            on_device(pooling, self.name, ids.numel(), self.dim, self.device)
         with self.order:
             check_room(self, ids, pooling, step, occurrences)
-            yield stage_updates(
-                self.group, [TableUpdate(self, ids, found, grads, step, occurrences)], pooling
-            )
+            if pooling is None:
+                gradients = Gradients.of(grads)
+            else:
+                pooling = on_device(pooling, self.device)
+                plan = self._plan(pooling, ids.numel())
+                gradients = plan.gradients(plan.bags_of(pooling), [grad.contiguous() for grad in grads])
+            by = self.known(found, self.group)
+            search = None
+            if by is not None:  # a copy, because rows of new ids are filled in
+                search = ids, RowSearch(by.search.rows.clone(), by.search.missing, by.search.absent)
+            yield stage_updates(self.group, [TableUpdate(self, ids, step, occurrences)], gradients, search)
 
     def pool_lookup(
         self,
@@ -195,417 +172,5 @@ class CudaEngine(Engine):
         """See `Engine.pool_lookup`. A view is applied in torch."""
         if self.view is None:
             return self.pool(ids, found, pooling, outputs)
-        on_device(pooling, self.name, ids.numel(), self.dim, self.device)
+        self._plan(on_device(pooling, self.device), ids.numel())  # checks it
         self.pool_rows(self.lookup(ids, found, step=step), pooling.of(self.name), outputs)
-
-    def wrote(self, step: int = 0) -> None:
-        """Note that a call wrote rows and may have created some.
-
-        Args:
-            step: The step of an update.
-        """
-        self.writes += 1
-        self._length = None
-        self.latest_step = max(self.latest_step, min(step, MAX_COUNT))
-
-    # ---- rows
-
-    def find_or_create(self, ids: Tensor, fresh: Tensor | None = None) -> Tensor:
-        """Find the rows of ids, create missing ones, and make room for them if the table has a capacity.
-
-        Args:
-            ids: int64 [n] on the device.
-            fresh: int8 [n] of zeros; becomes 1 at the first occurrence of each new id.
-
-        Returns:
-            int32 [n].
-        """
-        sizes = [ids.numel()]
-        rows = self.group.find(ids, sizes)
-        if self.policies.active and ids.numel():
-            missing = first_occurrences(ids[rows < 0])[0]
-            if self.policies.make_place(missing.numel(), ids):
-                rows = self.group.find(ids, sizes)
-            self.policies.created(missing)
-        slots = self.group.create(ids, rows, sizes, fresh=fresh)
-        self.group.finish(slots, rows, sizes, keys=False)
-        self.wrote()
-        return rows
-
-    def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
-        """See `Engine.assign`."""
-        with self.order:
-            if ids.numel():
-                found = self.find_or_create(ids.to(self.device))
-                assign_in_order(self.group, found, rows.to(self.device), add=add, time=time)
-                self._note_assigned(found)
-
-    def reinitialize(self, ids: Tensor, time: int) -> Tensor:
-        """See `Engine.reinitialize`."""
-        with self.order:
-            fresh = torch.zeros(ids.numel(), dtype=torch.int8, device=self.device)
-            rows = torch.unique(self.find_or_create(ids.to(self.device), fresh))
-            self.group.initialize(rows)
-            self._write_headers(rows, time)
-            self._note_assigned(rows)
-            return 1 - fresh.to(torch.int32)
-
-    def _note_assigned(self, rows: Tensor) -> None:
-        """Note that rows were written by other means than an update, at the latest step."""
-        if self.config.counted:
-            rows = torch.unique(rows)
-            counts = self.table.headers(rows)[3].clamp(min=1)
-            self.table.write_header(COUNT, rows, counts)
-            self.table.write_header(STEP, rows, torch.full_like(counts, self.latest_step))
-
-    def _write_headers(self, rows: Tensor, time: int | Tensor) -> None:
-        times = torch.full_like(rows, time, dtype=torch.int64) if isinstance(time, int) else time
-        self.table.write_header(TIME, rows, times)
-        self.table.write_header(FLAGS, rows, torch.full_like(rows, self.table.tracked), 1)
-
-    def remove(self, ids: Tensor) -> int:
-        """See `Engine.remove`."""
-        with self.order:
-            distinct, _ = first_occurrences(ids.to(self.device))
-            gone = self._remove(distinct)
-            self.policies.removed += gone.numel()
-            self._epoch += 1
-            return gone.numel()
-
-    def _remove(self, distinct: Tensor) -> Tensor:
-        """Remove the rows of distinct ids; return the ids that had one."""
-        rows = self.group.find(distinct, [distinct.numel()])
-        exists = rows >= 0
-        ids = distinct[exists].contiguous()
-        self.table.remove(ids, rows[exists].contiguous())
-        for removed in self._removed.values():
-            removed.append(ids.cpu())
-        self.writes += 1
-        self._length = None
-        return ids
-
-    def restore(self, chunk: Chunk) -> None:
-        """See `Engine.restore`."""
-        with self.order:
-            last = last_occurrences(chunk.ids)
-            chunk = chunk if last.numel() == chunk.ids.numel() else chunk.select(last)
-            if chunk.ids.numel():
-                ids = chunk.ids.to(self.device)
-                rows = self.find_or_create(ids)
-                write_chunk(self.table, rows, chunk)
-                self._write_headers(rows, chunk.time.to(self.device))
-                if chunk.step is not None:
-                    self.latest_step = max(self.latest_step, int(chunk.step.max()))
-            self._epoch += 1
-
-    def scan_part(
-        self,
-        start: int,
-        limit: int,
-        *,
-        rows: bool = True,
-        watch: int | None = None,
-        stop: int | None = None,
-    ) -> tuple[Chunk, int]:
-        """See `Engine.scan_part`."""
-        with self.order:
-            used = self.table.read_counters()[0]
-            last = used if stop is None else min(used, stop)
-            found, headers = [], []
-            count, at = 0, start
-            while at < last and count < limit:
-                end = min(last, at + max(SCAN_ROWS, limit))
-                live, header = self.table.live_rows(at, end)
-                found.append(live[: limit - count])
-                headers.append(header[:, : limit - count])
-                count += found[-1].numel()
-                at = end if count < limit else int(found[-1][-1]) + 1
-            none = torch.empty(0, dtype=torch.int32, device=self.device)
-            chosen = torch.cat(found) if found else none
-            header = torch.cat(headers, 1) if headers else self.table.headers(none)
-            if watch is not None:  # a write sets the flag again
-                kept = torch.full_like(chosen, ~self._watch_bit(watch))
-                self.table.write_header(FLAGS, chosen, kept, 2)
-            return self._chunk(chosen, header, with_rows=rows), at if at < used else -1
-
-    def _chunk(self, rows: Tensor, headers: Tensor, *, with_rows: bool = True) -> Chunk:
-        """Copy rows to the host."""
-        ids, time, _, count, step = headers.cpu()
-        weights, states = torch.empty(rows.numel(), 0), torch.empty(rows.numel(), 0)
-        if with_rows:
-            weights, states = (part.cpu() for part in self.complete_rows(headers[0], rows))
-        columns = {
-            c.key: states[:, c.start - self.dim : c.end - self.dim].contiguous()
-            for c in self.config.state_columns
-            if with_rows
-        }
-        counted = (count, step) if self.config.counted else (None, None)
-        return Chunk(ids.contiguous(), weights, columns, time.contiguous(), *counted)
-
-    def complete_rows(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Read weights and states; an id without a row reads as the row that would be created.
-
-        Args:
-            ids: int64 [n], distinct.
-            rows: int32 [n].
-
-        Returns:
-            float32 [n, dim] and float32 [n, state floats], on the device.
-        """
-        weights = torch.empty(rows.numel(), self.dim, device=self.device)
-        self.group.read(ids.contiguous(), rows, [rows.numel()], weights)
-        initial = [c.initial for c in self.config.state_columns for _ in range(c.end - c.start)]
-        values = torch.tensor(initial, dtype=torch.float32, device=self.device)
-        states = values.expand(rows.numel(), -1).contiguous()
-        exists = (rows >= 0).nonzero()[:, 0]
-        known = torch.empty(exists.numel(), len(initial), device=self.device)
-        self.table.copy_states(rows[exists].contiguous(), known, write=False)
-        states[exists] = known
-        return weights, states
-
-    def clear(self) -> None:
-        """See `Engine.clear`."""
-        with self.order:
-            ids = self.table.live_rows()[1][0].cpu()
-            for removed in self._removed.values():
-                removed.append(ids)
-            self.policies.removed += ids.numel()
-            self.policies.forget()
-            self.table.empty()
-            self._length = 0
-            self.writes += 1
-            self._epoch += 1
-            self.moves += 1
-
-    def reserve(self, n: int) -> None:
-        """See `Engine.reserve`."""
-        with self.order:
-            self.table.reserve(n)
-
-    # ---- policies
-
-    def admitted(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
-        """See `Engine.admitted`."""
-        with self.order:
-            known = self.find(ids).rows >= 0
-            return known | self.policies.admission.admits(ids.cpu(), seen.cpu(), step).to(self.device)
-
-    @staticmethod
-    def _watch_bit(watch: int) -> int:
-        return 1 << (FIRST_WATCH_BIT + watch)
-
-    def open_watch(self) -> int:
-        """See `Engine.open_watch`."""
-        with self.order:
-            number = next((k for k in range(NUM_WATCHES) if k not in self._watches), None)
-            if number is None:
-                raise UsageError(f"table {self.name!r}: {NUM_WATCHES} passes over the table are in progress")
-            self._watches.add(number)
-            self.table.tracked |= self._watch_bit(number)
-            self.table.version += 1
-            return number
-
-    def close_watch(self, watch: int) -> None:
-        """See `Engine.close_watch`."""
-        with self.order:
-            self._watches.remove(watch)
-            self.table.tracked &= ~self._watch_bit(watch)
-            self.table.version += 1
-
-    def evict(self, ids: Tensor, watch: int) -> Tensor:
-        """See `Engine.evict`."""
-        with self.order:
-            ids = ids.to(self.device)
-            rows = self.group.find(ids, [ids.numel()])
-            exists = (rows >= 0).nonzero()[:, 0]
-            flags = self.table.headers(rows[exists].contiguous())[2]
-            return self.evict_ids(ids[exists[(flags & self._watch_bit(watch)) == 0]])
-
-    def evict_ids(self, ids: Tensor) -> Tensor:
-        """Remove rows, log their ids and count them as evicted.
-
-        Args:
-            ids: int64 [n], distinct.
-
-        Returns:
-            The same ids on the CPU.
-        """
-        gone = self._remove(ids).cpu()
-        self.policies.evicted += gone.numel()
-        self.policies.evicted_log.add(gone.tolist())
-        self._epoch += bool(gone.numel())
-        return gone
-
-    def compact(self, limit: int) -> bool:
-        """See `Engine.compact`; moves all rows in one call."""
-        with self.order:
-            used = self.table.read_counters()[0]
-            if self._snapshot is not None or not is_sparse(len(self), used):
-                return True
-            rows, headers = self.table.live_rows()
-            boundary = max(1, rows.numel())
-            taken = torch.zeros(boundary, dtype=torch.bool, device=self.device)
-            taken[rows[rows < boundary].long()] = True
-            far = rows >= boundary
-            targets = (~taken).nonzero()[:, 0].to(torch.int32)
-            moved, spare = targets[: int(far.sum())], targets[int(far.sum()) :]
-            self.table.move(rows[far].contiguous(), moved.contiguous())
-            rows[far] = moved
-            self.table.rebuild_index(headers[0].contiguous(), rows)
-            self.table.shrink(boundary, spare)
-            self.writes += 1
-            self._epoch += 1
-            return True
-
-    def drain_evicted(self) -> Tensor:
-        """See `Engine.drain_evicted`."""
-        with self.order:
-            return self.policies.evicted_log.take()
-
-    def drain_refused(self) -> Tensor:
-        """See `Engine.drain_refused`."""
-        with self.order:
-            return self.policies.admission.refused.take()
-
-    def pending(self) -> tuple[Tensor, Tensor]:
-        """See `Engine.pending`."""
-        with self.order:
-            counts = self.policies.admission.counts
-            ids, numbers = list(counts), list(counts.values())
-            return torch.tensor(ids, dtype=torch.int64), torch.tensor(numbers, dtype=torch.int64)
-
-    def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
-        """See `Engine.restore_pending`."""
-        with self.order:
-            absent = self.find(ids).rows < 0
-            self.policies.count(ids.to(self.device)[absent].tolist(), counts.to(self.device)[absent].tolist())
-
-    def counters(self) -> RowCounters:
-        """See `Engine.counters`.
-
-        Raises:
-            InputError: Rows were skipped because their gradient was not finite.
-        """
-        with self.order:
-            _, _, created, skipped = self.table.read_counters()
-            if skipped:
-                self.table.counters[3] = 0
-                raise InputError(
-                    f"table {self.name!r}: {skipped} rows got gradients with NaN or Inf since the last call; "
-                    "these rows were not changed"
-                )
-            return self.policies.counters(created)
-
-    # ---- snapshots
-
-    def begin_snapshot(
-        self, consumer: int, touched_only: bool, room: int, with_pending: bool
-    ) -> SnapshotStart:
-        """See `Engine.begin_snapshot`; copies the rows to the host at once."""
-        with self.order:
-            if self._snapshot is not None:
-                raise InputError(f"table {self.name!r} already has an open snapshot: close it first")
-            none = torch.empty(0, dtype=torch.int64)
-            rows, headers = self.table.live_rows()
-            total = rows.numel()
-            if touched_only:
-                touched = (headers[2] & self._bit(consumer)) != 0
-                rows, headers = rows[touched].contiguous(), headers[:, touched].contiguous()
-            drained = (none, none) if consumer < 0 else self.drain(consumer)
-            self._snapshot = CopiedSnapshot(self._chunk(rows, headers), consumer, drained)
-            pending = self.pending() if with_pending else (none, none)
-            return SnapshotStart(rows.numel(), total, drained[1], pending)
-
-    def read_snapshot(self, chunk: Chunk) -> int:
-        """See `Engine.read_snapshot`."""
-        assert self._snapshot is not None
-        return self._snapshot.read(chunk)
-
-    def snapshot_pressure(self) -> float:
-        """See `Engine.snapshot_pressure`."""
-        return 0.0
-
-    def end_snapshot(self, give_back: bool) -> float:
-        """See `Engine.end_snapshot`."""
-        with self.order:
-            copy, self._snapshot = self._snapshot, None
-            if copy is not None and give_back and copy.consumer in self._removed:
-                for ids in copy.drained:
-                    self.mark(copy.consumer, ids)
-        return 0.0
-
-    # ---- touched rows
-
-    @staticmethod
-    def _bit(consumer: int) -> int:
-        return 1 << (FIRST_CONSUMER_BIT + consumer)
-
-    def track(self, consumer: int) -> None:
-        """See `Engine.track`."""
-        with self.order:
-            self._removed[consumer] = []
-            self._forget(consumer, *self.table.live_rows())
-            self.table.tracked |= self._bit(consumer)
-            self.table.version += 1
-
-    def _forget(self, consumer: int, rows: Tensor, headers: Tensor) -> Tensor:
-        """Clear the flags of touched rows; return their ids."""
-        touched = (headers[2] & self._bit(consumer)) != 0
-        own = rows[touched].contiguous()
-        self.table.write_header(FLAGS, own, torch.full_like(own, ~self._bit(consumer)), 2)
-        return headers[0][touched]
-
-    def untrack(self, consumer: int) -> None:
-        """See `Engine.untrack`."""
-        with self.order:
-            del self._removed[consumer]
-            self.table.tracked &= ~self._bit(consumer)
-            self.table.version += 1
-
-    def drain(self, consumer: int) -> tuple[Tensor, Tensor]:
-        """See `Engine.drain`. It reads the flags of all rows, at the speed of the device's memory."""
-        with self.order:
-            updated = self._forget(consumer, *self.table.live_rows()).cpu()
-            removed = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *self._removed[consumer]]))
-            self._removed[consumer] = []
-            absent = self.find(removed).rows.cpu() < 0
-            return updated, removed[absent]
-
-    def mark(self, consumer: int, ids: Tensor) -> None:
-        """See `Engine.mark`."""
-        with self.order:
-            distinct = torch.unique(ids.to(self.device))
-            rows = self.group.find(distinct, [distinct.numel()])
-            own = rows[rows >= 0].contiguous()
-            self.table.write_header(FLAGS, own, torch.full_like(own, self._bit(consumer)), 1)
-            self._removed[consumer].append(distinct[rows < 0].cpu())
-
-    # ---- state
-
-    @property
-    def epoch(self) -> int:
-        """See `Engine.epoch`."""
-        return self._epoch
-
-    def __len__(self) -> int:
-        with self.order:
-            if self._length is None:
-                used, free, *_ = self.table.read_counters()
-                self._length = used - free
-            return self._length
-
-    def shape(self) -> tuple[int, int, int, bool]:
-        """See `Engine.shape`."""
-        with self.order:
-            return len(self), max(len(self), self.table.slot_limit), self._epoch, False
-
-    def memory(self) -> MemoryUse:
-        """See `Engine.memory`."""
-        with self.order:
-            used, table = len(self), self.table
-            weights = used * sum(s.dim * PRECISIONS[s.precision] for s in self.config.segments)
-            states = used * 4 * self.layout.state_floats
-            side = used * self.layout.stride - weights - states
-            slack = (table.row_capacity - used) * self.layout.stride + 4 * table.free.numel()
-            index = 8 * table.entries.numel()
-            return MemoryUse(index, weights, states, side, self.policies.memory(), slack)

@@ -7,6 +7,7 @@ kept with the row numbers, so that `pool` and `update` do not concatenate again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor
 
 from megalith.library import span
-from megalith.ops.pooling import Pooling
+from megalith.ops.pooling import Bags, Pooling
 from megalith.table.engines.contract import Engine
-from megalith.table.engines.cuda.engine import CudaEngine
-from megalith.table.engines.cuda.launch_group import LaunchGroup
-from megalith.table.engines.cuda.pooling_parts import PoolingParts, TablePart, on_device, waves
+from megalith.table.engines.cuda.engine import CudaEngine, FoundBy
+from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
+from megalith.table.engines.cuda.pooling_parts import Cut, PoolingPlan, PoolingPlans, on_device, waves
+from megalith.table.engines.cuda.recorded_calls import RecordedCalls, SearchSlots
 from megalith.table.engines.cuda.row_layout import RowLayout
+from megalith.table.engines.cuda.row_steps import Gradients
 from megalith.table.engines.cuda.stream_order import JointOrder
 from megalith.table.engines.cuda.table_updates import TableUpdate, stage_updates
 from megalith.table.engines.group import EngineGroup
@@ -31,7 +34,7 @@ class JoinedRows(NamedTuple):
     """Ids and rows of the tables of a launch group, one table after another."""
 
     ids: Tensor
-    rows: Tensor
+    search: RowSearch
     sizes: list[int]
 
 
@@ -40,32 +43,102 @@ class SharedLaunches:
 
     Args:
         engines: Their engines.
+
+    Attributes:
+        limited: The engines with a `Capacity`.
+        active: Whether new rows of some table depend on a policy.
     """
 
     def __init__(self, engines: Sequence[CudaEngine]) -> None:
         self.engines = list(engines)
         self.names = [engine.name for engine in engines]
         self.group = LaunchGroup([engine.table for engine in engines])
+        self.plans = PoolingPlans()
+        self.recorded = RecordedCalls(self.group)
+        self.slots = SearchSlots(self.group)
+        self.limited = [engine for engine in engines if engine.config.capacity is not None]
+        self.active = any(engine.policies.active for engine in engines)
         self._none = torch.empty(0, dtype=torch.int64, device=engines[0].device)
 
-    def find(self, ids: Mapping[str, Tensor]) -> dict[str, FoundRows]:
+    def columns(self, ids: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the ids of all tables.
+
+        Args:
+            ids: int64 [n] by table; tables of other layouts are ignored.
+
+        Returns:
+            int64 [n] of each table, none for a table that does not occur.
+        """
+        return [ids.get(name, self._none) for name in self.names]
+
+    def search(self, columns: Sequence[Tensor], sizes: list[int]) -> JoinedRows:
+        """Find the rows of ids.
+
+        Args:
+            columns: The ids of each table.
+            sizes: Their numbers.
+
+        Returns:
+            The rows of all tables.
+        """
+        ids = columns[0] if len(columns) == 1 else torch.cat(columns)
+        return JoinedRows(ids, self.group.find(ids, sizes), sizes)
+
+    def find(self, ids: Mapping[str, Tensor]) -> tuple[JoinedRows, dict[str, FoundRows]]:
         """Find the rows of ids.
 
         Args:
             ids: int64 [n] by table; tables of other layouts are ignored.
 
         Returns:
-            The rows of the tables that occur in `ids`.
+            The rows of all tables, and those of the tables that occur in `ids`.
         """
-        columns = [ids.get(name, self._none) for name in self.names]
+        columns = self.columns(ids)
+        joined = self.search(columns, [column.numel() for column in columns])
+        return joined, self._noted(ids, joined)
+
+    def find_and_pool(
+        self, ids: Mapping[str, Tensor], plan: PoolingPlan, bags: Sequence[Bags], outputs: Sequence[Tensor]
+    ) -> dict[str, FoundRows] | None:
+        """Find rows and reduce them into outputs, with launches that are recorded for later calls.
+
+        Args:
+            ids: int64 [n] by table.
+            plan: The plan of the pooling.
+            bags: Its bags.
+            outputs: Its outputs.
+
+        Returns:
+            The rows, or None if nothing was done because such calls have not been repeated yet.
+        """
+        columns = self.columns(ids)
         sizes = [column.numel() for column in columns]
-        joined_ids = columns[0] if len(columns) == 1 else torch.cat(columns)
-        joined = JoinedRows(joined_ids, self.group.find(joined_ids, sizes), sizes)
+        slot = self.slots.find(sizes) if sum(sizes) else None
+        if slot is None:
+            return None
+        search = slot.take()
+        torch.cat(columns, out=slot.ids)
+        addresses = plan.output_addresses(bags, outputs)
+        aligned = [plan.is_aligned(cut, addresses) for cut in plan.launches]
+        fields = [plan.fill(cut, bags, addresses) for cut in plan.launches]
+        written = slot.write_fields([x for own in fields for x in own])
+
+        def launch() -> None:
+            search.missing.zero_()
+            self.group.launch_find(slot.ids, sizes, search)
+            parts = written.split([len(own) for own in fields])
+            for cut, wide, part in zip(plan.launches, aligned, parts, strict=True):
+                plan.launch(cut, wide, part, slot.ids, search)
+
+        self.recorded.run(("pool", id(slot), id(plan), *aligned), launch)
+        return self._noted(ids, JoinedRows(slot.ids, search, sizes))
+
+    def _noted(self, ids: Mapping[str, Tensor], joined: JoinedRows) -> dict[str, FoundRows]:
+        """Return the rows of each table, with how they were found."""
         found = {}
-        for engine, rows in zip(self.engines, joined.rows.split(sizes), strict=True):
+        for engine, rows in zip(self.engines, joined.search.rows.split(joined.sizes), strict=True):
             if engine.name in ids:
-                found[engine.name] = engine.note_found(rows)
-                rows.megalith_joined = joined
+                found[engine.name] = engine.note_found(rows, FoundBy(self.group, engine.writes, *joined))
         return found
 
     def joined(self, ids: Mapping[str, Tensor], found: Mapping[str, FoundRows]) -> JoinedRows:
@@ -78,25 +151,24 @@ class SharedLaunches:
         Returns:
             What `find` kept if all its rows are current, otherwise new rows.
         """
-        columns = [ids.get(name, self._none) for name in self.names]
+        columns = self.columns(ids)
         sizes = [column.numel() for column in columns]
-        kept: set[int] = set()
+        kept: FoundBy | None = None
         for engine, size in zip(self.engines, sizes, strict=True):
-            own = found.get(engine.name)
-            if not size:
-                continue
-            current = own is not None and own.epoch == engine.epoch
-            if own is None or not current or getattr(own.rows, "megalith_writes", None) != engine.writes:
-                break
-            candidate = getattr(own.rows, "megalith_joined", None)
-            kept.add(id(candidate))
-            if candidate is None or candidate.sizes != sizes or len(kept) > 1:
-                break
-        else:
-            if kept and isinstance(candidate, JoinedRows):
-                return candidate
-        joined_ids = columns[0] if len(columns) == 1 else torch.cat(columns)
-        return JoinedRows(joined_ids, self.group.find(joined_ids, sizes), sizes)
+            if size:
+                by = engine.known(found.get(engine.name), self.group)
+                if by is None or (kept is not None and by.search is not kept.search) or by.sizes != sizes:
+                    return self.search(columns, sizes)
+                kept = by
+        return self.search(columns, sizes) if kept is None else JoinedRows(*kept[2:])
+
+
+class PlannedLaunch(NamedTuple):
+    """One launch of a pooling over several layouts."""
+
+    number: int
+    plan: PoolingPlan
+    cut: Cut
 
 
 class CudaEngineGroup(EngineGroup):
@@ -114,17 +186,22 @@ class CudaEngineGroup(EngineGroup):
             by_layout.setdefault(engine.layout, []).append(engine)
         self._shared = [SharedLaunches(own) for own in by_layout.values()]
         self._cuda = [engine for own in by_layout.values() for engine in own]
+        self._views = {engine.name for engine in self._cuda if engine.view is not None}
         self._order = JointOrder([engine.order for engine in self._cuda])
+        self._launches: dict[tuple[object, ...], list[PlannedLaunch]] = {}
+        self._last_ready: weakref.ref[Pooling] | None = None
 
     def find(self, ids: Mapping[str, Tensor]) -> dict[str, FoundRows]:
         """See `EngineGroup.find`."""
         ids = _moved(ids, self._cuda[0].device)
         with span("megalith.ids"), self._order:
+            if len(ids) == 1:
+                return {name: self[name].find(own) for name, own in ids.items()}
             found: dict[str, FoundRows] = {}
             for shared in self._shared:
                 if any(name in ids for name in shared.names):
-                    found |= shared.find(ids)
-            return {name: found[name] for name in ids}
+                    found |= shared.find(ids)[1]
+            return found
 
     def pool(
         self,
@@ -136,34 +213,87 @@ class CudaEngineGroup(EngineGroup):
     ) -> list[Tensor]:
         """See `EngineGroup.pool`. If a table has a view, the tables are read one after another."""
         device = self._cuda[0].device
-        pooling = pooling.to(device)
+        pooling = self._ready(pooling)
         ids = _moved(ids, device)
-        names = [name for name in pooling.bags if pooling.of(name)]
-        if any(self[name].view is not None for name in names):
+        names = [name for name, bags in pooling.bags.items() if bags]
+        if not self._views.isdisjoint(names):
             outputs = pooling.new_outputs(None, device)
             for name in names:
                 if name not in found:
                     found[name] = self[name].find(ids[name])
                 self[name].pool_lookup(ids[name], found[name], pooling, outputs, step=step)
             return outputs
-        for name in names:
-            on_device(pooling, name, ids[name].numel(), self[name].dim, device)
         with span("megalith.pool"), self._order:
-            outputs = pooling.new_outputs(None, device)
+            own = {name: ids[name] for name in names}
+            plans = self._plans(own, pooling)
             absent = {name: ids[name] for name in names if name not in found}
-            if absent:
-                found.update(self.find(absent))
-            joined, all_parts = {}, []
-            for number, shared in enumerate(self._shared):
-                own = [name if name in names else "" for name in shared.names]
-                if any(own):
-                    joined[number] = shared.joined(ids, found)
-                    parts = PoolingParts(shared.group, own, joined[number].sizes, pooling)
-                    all_parts.append((number, parts))
-            for wave in _joint_waves(all_parts, names, self._shared):
-                for number, parts, chosen in wave:
-                    parts.pool(joined[number].ids, joined[number].rows, outputs, chosen)
+            outputs = pooling.new_outputs(None, device)
+            bags = {number: plan.bags_of(pooling) for number, plan in plans}
+            joined = {}
+            for number, plan in plans:
+                shared = self._shared[number]
+                if not any(name in absent for name in shared.names):
+                    joined[number] = shared.joined(own, found)
+                    continue
+                new = None
+                if len(plans) == 1 and len(absent) == len(own):
+                    new = shared.find_and_pool(own, plan, bags[number], outputs)
+                if new is not None:
+                    found.update(new)
+                    return outputs
+                joined[number], new = shared.find(own)
+                found.update({name: new[name] for name in new if name in absent})
+            for launch in self._ordered(plans, names):
+                rows, number = joined[launch.number], launch.number
+                launch.plan.pool(launch.cut, bags[number], rows.ids, rows.search, outputs)
             return outputs
+
+    def _ready(self, pooling: Pooling) -> Pooling:
+        """Return a pooling as kernels read it; remembers the last one that needs no copy."""
+        if self._last_ready is not None and self._last_ready() is pooling:
+            return pooling
+        ready = on_device(pooling, self._cuda[0].device)
+        self._last_ready = weakref.ref(ready)
+        return ready
+
+    def _plans(self, ids: Mapping[str, Tensor], pooling: Pooling) -> list[tuple[int, PoolingPlan]]:
+        """Return the plan of each layout that the pooling reads; raise if the pooling does not fit."""
+        found = []
+        for number, shared in enumerate(self._shared):
+            if any(name in ids for name in shared.names):
+                sizes = [column.numel() for column in shared.columns(ids)]
+                found.append((number, shared.plans.find(shared.group, shared.names, sizes, pooling)))
+        return found
+
+    def _ordered(
+        self, plans: Sequence[tuple[int, PoolingPlan]], names: Sequence[str]
+    ) -> Sequence[PlannedLaunch]:
+        """Return the launches of several layouts, in the order of the pooling's tables."""
+        if len(plans) == 1:
+            number, plan = plans[0]
+            return [PlannedLaunch(number, plan, cut) for cut in plan.launches]
+        key = (*names, *(id(plan) for _, plan in plans))
+        known = self._launches.get(key)
+        if known is not None and all(launch.plan is dict(plans)[launch.number] for launch in known):
+            return known
+        owners, ordered = {}, []
+        for name in names:
+            for number, plan in plans:
+                if name in self._shared[number].names:
+                    at = self._shared[number].names.index(name)
+                    own = [part for part in plan.parts if part.table == at]
+                    owners |= {id(part): number for part in own}
+                    ordered += own
+        by_number = dict(plans)
+        launches = []
+        for wave in waves(ordered):
+            for number, plan in by_number.items():
+                chosen = [part for part in wave if owners[id(part)] == number]
+                launches += [PlannedLaunch(number, plan, cut) for cut in plan.cuts(chosen)]
+        if len(self._launches) > 64:
+            self._launches.clear()
+        self._launches[key] = launches
+        return launches
 
     def update(
         self,
@@ -177,44 +307,50 @@ class CudaEngineGroup(EngineGroup):
         """See `EngineGroup.update`."""
         seen = occurrences or {}
         device = self._cuda[0].device
-        pooling = None if pooling is None else pooling.to(device)
+        pooling = None if pooling is None else self._ready(pooling)
         ids = _moved(ids, device)
         # With a pooling all tables have the same list of gradients.
-        moved = {id(own): [g.to(device, non_blocking=True) for g in own] for own in grads.values()}
-        grads = {name: moved[id(own)] for name, own in grads.items()}
+        distinct = {id(own): own for own in grads.values()}
+        moved = {key: [_contiguous(grad, device) for grad in own] for key, own in distinct.items()}
         with span("megalith.optimizer"), self._order:
             # What may raise comes before the first write.
-            for name in grads:
-                check_room(self[name], ids[name], pooling, steps[name], seen.get(name))
-            writes = []
             for shared in self._shared:
-                own = [name for name in shared.names if name in grads]
-                if not own:
-                    continue
-                any_step = steps[own[0]]
-                updates = []
-                for engine in shared.engines:
+                for engine in shared.limited:
                     name = engine.name
                     if name in grads:
-                        arguments = (ids[name], found.get(name), grads[name], steps[name], seen.get(name))
-                        updates.append(TableUpdate(engine, *arguments))
-                    else:
-                        nothing = torch.empty(0, engine.dim, device=engine.device)
-                        updates.append(TableUpdate(engine, shared._none, None, [nothing], any_step, None))
-                rows = None
-                if all(name in found for name in own) and not any(e.policies.active for e in shared.engines):
-                    rows = shared.joined({name: ids[name] for name in own}, found)
-                grads_first = next(u.grads for u in updates if u.ids.numel() or u.engine.name in grads)
-                write = stage_updates(
-                    shared.group,
-                    updates,
-                    pooling,
-                    outputs=grads_first,
-                    known=None if rows is None else (rows.ids, rows.rows.clone()),
-                )
-                writes.append(write)
+                        check_room(engine, ids[name], pooling, steps[name], seen.get(name))
+            writes = []
+            for shared in self._shared:
+                own = {name: ids[name] for name in shared.names if name in grads}
+                if not own:
+                    continue
+                columns = shared.columns(own)
+                any_step = steps[next(iter(own))]
+                updates = [
+                    TableUpdate(engine, column, steps.get(name, any_step), seen.get(name))
+                    for engine, name, column in zip(shared.engines, shared.names, columns, strict=True)
+                ]
+                known = None
+                if not shared.active:
+                    rows = shared.joined(own, found)
+                    known = rows.ids, rows.search
+                if pooling is None:
+                    empty = torch.empty(0, shared.group.layout.dim, device=device)
+                    matrices = [moved[id(grads[n])][0] if n in grads else empty for n in shared.names]
+                    gradients = Gradients.of(matrices)
+                else:
+                    sizes = [column.numel() for column in columns]
+                    plan = shared.plans.find(shared.group, shared.names, sizes, pooling)
+                    gradients = plan.gradients(plan.bags_of(pooling), moved[id(grads[next(iter(own))])])
+                writes.append(stage_updates(shared.group, updates, gradients, known, shared.recorded))
             for write in writes:
                 write()
+
+
+def _contiguous(grad: Tensor, device: torch.device) -> Tensor:
+    if grad.device == device and grad.is_contiguous():
+        return grad
+    return grad.to(device, non_blocking=True).contiguous()
 
 
 def _moved(tensors: Mapping[str, Tensor], device: torch.device) -> Mapping[str, Tensor]:
@@ -222,25 +358,3 @@ def _moved(tensors: Mapping[str, Tensor], device: torch.device) -> Mapping[str, 
     if all(tensor.device == device for tensor in tensors.values()):
         return tensors
     return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-
-
-def _joint_waves(
-    groups: Sequence[tuple[int, PoolingParts]], names: Sequence[str], shared: Sequence[SharedLaunches]
-) -> list[list[tuple[int, PoolingParts, list[TablePart]]]]:
-    """Divide the parts of several launch groups into waves, in the order of the pooling's tables."""
-    ordered: list[tuple[int, TablePart]] = []
-    for name in names:
-        for number, parts in groups:
-            if name in shared[number].names:
-                at = shared[number].names.index(name)
-                ordered += [(number, part) for part in parts.parts if part.table == at]
-    origin = {id(part): number for number, part in ordered}
-    by_number = dict(groups)
-    result = []
-    for wave in waves([part for _, part in ordered]):
-        launches = []
-        for number in sorted({origin[id(part)] for part in wave}):
-            chosen = [part for part in wave if origin[id(part)] == number]
-            launches.append((number, by_number[number], chosen))
-        result.append(launches)
-    return result

@@ -65,11 +65,9 @@ def positions(spans, BLOCK: tl.constexpr):
     return table, at, at < end
 
 
-@launched
 @triton.jit
-def find_rows(tables, spans, ids, rows, missing, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Find rows, and add the number of ids without one to `missing`."""
-    table, at, inside = positions(spans, BLOCK)
+def search(tables, table, ids, at, inside, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows of the ids at these positions, -1 where an id has none."""
     entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
     mask = field(tables, table, FIELDS, MASK)
     id = tl.load(ids + at, mask=inside, other=0)
@@ -84,54 +82,85 @@ def find_rows(tables, spans, ids, rows, missing, FIELDS: tl.constexpr, BLOCK: tl
         row = tl.where(hit, value, row)
         active = active & (key != EMPTY) & (hit == 0)
         slot = (slot + 1) & mask
+    return row
+
+
+@triton.jit
+def list_missing(spans, table, at, lacks, missing, absent):
+    """Count ids without a row in `missing`, and list their positions in `absent`, in any order."""
+    count = tl.sum(lacks.to(tl.int32), 0)
+    if count > 0:
+        place = tl.load(spans + 3 * table) + tl.atomic_add(missing + table, count)
+        place += tl.cumsum(lacks.to(tl.int32), 0) - 1
+        tl.store(absent + place, at.to(tl.int32), mask=lacks)
+
+
+@launched
+@triton.jit
+def find_rows(tables, spans, ids, rows, missing, absent, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Find rows. `missing` counts the ids of each table without one, `absent` lists their positions.
+
+    The positions of a table are listed from its first position on.
+    """
+    table, at, inside = positions(spans, BLOCK)
+    row = search(tables, table, ids, at, inside, FIELDS, BLOCK)
     tl.store(rows + at, row.to(tl.int32), mask=inside)
-    absent = tl.sum((inside & (row < 0)).to(tl.int32), 0)
-    if absent > 0:
-        tl.atomic_add(missing, absent)
+    list_missing(spans, table, at, inside & (row < 0), missing, absent)
 
 
 @launched
 @triton.jit
 def claim_slots(
-    tables, spans, ids, rows, wanted, slots, FIELDS: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr
+    tables,
+    spans,
+    ids,
+    rows,
+    missing,
+    wanted,
+    slots,
+    FIELDS: tl.constexpr,
+    ALL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    """Find or claim the slots of missing ids. If no id of a table is missing, its slots are not written."""
     table, at, inside = positions(spans, BLOCK)
-    row = tl.load(rows + at, mask=inside, other=0)
-    missing = inside & (row < 0)
-    if not ALL:
-        missing = missing & (tl.load(wanted + at, mask=inside, other=0) != 0)
-    claimed = tl.full((BLOCK,), -1, tl.int64)
-    if tl.max(missing.to(tl.int32), 0) > 0:
-        entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
-        mask = field(tables, table, FIELDS, MASK)
-        id = tl.load(ids + at, mask=inside, other=0)
-        own = (id == EMPTY) | (id == REMOVED)
-        slot = first_slot(id, mask)
-        active = missing
-        while tl.max(active.to(tl.int32), 0) > 0:
-            # To the id or an empty slot with plain loads: atomic operations are slow.
-            key = tl.load(entries + 2 * slot, mask=active, other=EMPTY)
-            passing = active & (key != EMPTY) & (key != id) & (own == 0)
-            while tl.max(passing.to(tl.int32), 0) > 0:
-                slot = tl.where(passing, (slot + 1) & mask, slot)
-                key = tl.where(passing, tl.load(entries + 2 * slot, mask=passing, other=EMPTY), key)
-                passing = passing & (key != EMPTY) & (key != id)
-            try_claim = active & (key == EMPTY) & (own == 0)
-            # atomic_cas has no mask: a lane that must not write replaces REMOVED by REMOVED.
-            expected = tl.where(try_claim, EMPTY, REMOVED)
-            old = tl.atomic_cas(entries + 2 * slot, expected, tl.where(try_claim, id, REMOVED))
-            key = tl.where(try_claim, old, key)
-            hit = active & ((key == id) | own | (try_claim & (old == EMPTY)))
-            claimed = tl.where(hit, slot, claimed)
-            active = active & (hit == 0)
-            slot = tl.where(active, (slot + 1) & mask, slot)
-        value = tl.load(entries + 2 * slot + 1, mask=missing, other=0)
-        exists = missing & (value >= 0) & (value < MAX_ROW)
-        tl.store(rows + at, value.to(tl.int32), mask=exists)
-        pending = missing & (exists == 0)
-        tl.atomic_max(entries + 2 * slot + 1, PENDING - at, mask=pending)
-        claimed = tl.where(pending, claimed, -1)
-    tl.store(slots + at, claimed, mask=inside)
+    if tl.load(missing + table) > 0:
+        row = tl.load(rows + at, mask=inside, other=0)
+        lacks = inside & (row < 0)
+        if not ALL:
+            lacks = lacks & (tl.load(wanted + at, mask=inside, other=0) != 0)
+        claimed = tl.full((BLOCK,), -1, tl.int64)
+        if tl.max(lacks.to(tl.int32), 0) > 0:
+            entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
+            mask = field(tables, table, FIELDS, MASK)
+            id = tl.load(ids + at, mask=inside, other=0)
+            own = (id == EMPTY) | (id == REMOVED)
+            slot = first_slot(id, mask)
+            active = lacks
+            while tl.max(active.to(tl.int32), 0) > 0:
+                # To the id or an empty slot with plain loads: atomic operations are slow.
+                key = tl.load(entries + 2 * slot, mask=active, other=EMPTY)
+                passing = active & (key != EMPTY) & (key != id) & (own == 0)
+                while tl.max(passing.to(tl.int32), 0) > 0:
+                    slot = tl.where(passing, (slot + 1) & mask, slot)
+                    key = tl.where(passing, tl.load(entries + 2 * slot, mask=passing, other=EMPTY), key)
+                    passing = passing & (key != EMPTY) & (key != id)
+                try_claim = active & (key == EMPTY) & (own == 0)
+                # atomic_cas has no mask: a lane that must not write replaces REMOVED by REMOVED.
+                expected = tl.where(try_claim, EMPTY, REMOVED)
+                old = tl.atomic_cas(entries + 2 * slot, expected, tl.where(try_claim, id, REMOVED))
+                key = tl.where(try_claim, old, key)
+                hit = active & ((key == id) | own | (try_claim & (old == EMPTY)))
+                claimed = tl.where(hit, slot, claimed)
+                active = active & (hit == 0)
+                slot = tl.where(active, (slot + 1) & mask, slot)
+            value = tl.load(entries + 2 * slot + 1, mask=lacks, other=0)
+            exists = lacks & (value >= 0) & (value < MAX_ROW)
+            tl.store(rows + at, value.to(tl.int32), mask=exists)
+            pending = lacks & (exists == 0)
+            tl.atomic_max(entries + 2 * slot + 1, PENDING - at, mask=pending)
+            claimed = tl.where(pending, claimed, -1)
+        tl.store(slots + at, claimed, mask=inside)
 
 
 @triton.jit
@@ -145,24 +174,36 @@ def is_first(entries, slots, at, inside):
 
 @launched
 @triton.jit
-def count_new(tables, spans, slots, counts, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+def count_new(tables, spans, slots, missing, counts, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     table, at, inside = positions(spans, BLOCK)
-    entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
-    _, first = is_first(entries, slots, at, inside)
-    block = tl.load(spans + 3 * table + 2) + tl.program_id(0)
     start = tl.load(spans + 3 * table)
-    if start + tl.program_id(0).to(tl.int64) * BLOCK < tl.load(spans + 3 * table + 1):
+    some = start + tl.program_id(0).to(tl.int64) * BLOCK < tl.load(spans + 3 * table + 1)
+    if some & (tl.load(missing + table) > 0):
+        entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
+        _, first = is_first(entries, slots, at, inside)
+        block = tl.load(spans + 3 * table + 2) + tl.program_id(0)
         tl.store(counts + block, tl.sum(first.to(tl.int32), 0))
 
 
 @launched
 @triton.jit
-def number_new(tables, spans, counts, created, FIELDS: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr):
+def number_new(
+    tables,
+    spans,
+    missing,
+    counts,
+    created,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
+):
     """Replace the counts of a table by their exclusive prefix sum; take rows from its counters."""
     table = tl.program_id(0)
     size = tl.load(spans + 3 * table + 1) - tl.load(spans + 3 * table)
     first_block = tl.load(spans + 3 * table + 2)
     blocks = (size + BLOCK - 1) // BLOCK
+    if tl.load(missing + table) == 0:
+        blocks = blocks * 0
     total = tl.zeros((), tl.int32)
     done = tl.zeros((), tl.int64)
     while done < blocks:
@@ -239,19 +280,19 @@ def finish_keys(
     tables,
     spans,
     slots,
+    missing,
     rows,
     wanted,
     keys,
     FIELDS: tl.constexpr,
     ALL: tl.constexpr,
-    WITH_SLOTS: tl.constexpr,
     WITH_KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Complete the row numbers, and write sort keys: the table's base + row, or + its limit for no row."""
     table, at, inside = positions(spans, BLOCK)
     row = tl.load(rows + at, mask=inside, other=0).to(tl.int64)
-    if WITH_SLOTS:
+    if tl.load(missing + table) > 0:
         slot = tl.load(slots + at, mask=inside, other=-1)
         pending = slot >= 0
         if tl.max(pending.to(tl.int32), 0) > 0:

@@ -7,46 +7,50 @@ memory runs out.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalith.table.engines.cuda import index_kernels, row_kernels, update_kernels
-from megalith.table.engines.cuda.device_table import BLOCK, WARPS, DeviceTable, float_bits
-from megalith.table.engines.cuda.step_settings import NUM_SETTINGS, step_numbers
+from megalith.table.engines.cuda import index_kernels, row_kernels
+from megalith.table.engines.cuda.device_table import BLOCK, WARPS, DeviceTable
+from megalith.table.engines.cuda.kernel_launch import Bound
+from megalith.table.engines.cuda.row_layout import ColumnRun
+from megalith.table.engines.cuda.stream_order import retire
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, padded
-from megalith.table.table_data import Step
 
-CHUNK = 8 if INTERPRETED else 64
-"""Sorted occurrences that one program of an update sums."""
-READ_TILE = 4096
+READ_TILE = 4096 if INTERPRETED else 1024
 """Weights that one program reads."""
+READ_WARPS = 2
 FIND_BLOCK = 1024 if INTERPRETED else 64
 SCAN = 1024
 MAX_CACHED = 64
 MAX_PROGRAMS = 1 if INTERPRETED else 2112
 """Programs of a launch that does not know its size."""
+COUNTERS_AHEAD = 64
 
 
-class Gradients(NamedTuple):
-    """Where the gradients of the occurrences are.
+@dataclass(eq=False)
+class RowSearch:
+    """Rows that were found, and which ids have none.
 
     Attributes:
-        matrices: float32 [n, dim] of each table, or none if `addresses` is given.
-        addresses: int64 [n] of all tables: the address of the gradient of each occurrence.
-        factors: float32 [n]: factor of each gradient, or None.
-        wanted: int8 [n]: which occurrences count; None: all.
-        aligned: Whether the addresses are multiples of 16.
+        rows: int32 [n], -1 where an id has no row.
+        missing: int32 [tables], number of ids of each table without a row.
+        absent: int32 [n], the positions of these ids, from the first position of their table on.
+        slot: The `SearchSlot` that the memory belongs to, if any.
+        used: Whether an update has used it; its memory may then be used again.
     """
 
-    matrices: Sequence[Tensor] = ()
-    addresses: Tensor | None = None
-    factors: Tensor | None = None
-    wanted: Tensor | None = None
-    aligned: bool = False
+    rows: Tensor
+    missing: Tensor
+    absent: Tensor
+    slot: object = None
+    used: bool = False
 
 
 class CounterReport(NamedTuple):
@@ -68,20 +72,29 @@ class LaunchGroup:
 
     Args:
         tables: The tables, on one device.
+
+    Attributes:
+        bound: Kernels with their constants, by use.
+        generation: Advances when memory that launches refer to is replaced.
     """
 
     def __init__(self, tables: Sequence[DeviceTable]) -> None:
         self.tables = list(tables)
         self.layout = tables[0].layout
         self.device = tables[0].device
-        self._fields = tables[0].num_fields
+        self.fields = tables[0].num_fields
+        self.kinds = {"FIELDS": self.fields, "SHIFT": self.layout.shift, "STRIDE": self.layout.stride}
+        self.bound: dict[tuple[object, ...], Bound] = {}
+        self.generation = 0
         self._versions: list[int] = []
+        self._checked = -1
         self._descriptors = torch.empty(0)
         self._spans: dict[tuple[int, ...], Tensor] = {}
-        self._uploads: dict[tuple[object, ...], tuple[list[int], Tensor]] = {}
         self._reports: deque[CounterReport] = deque()
-        self._unknown = torch.ones(1, dtype=torch.int32, device=self.device)
-        self.kinds = {"FIELDS": self._fields, "SHIFT": self.layout.shift, "STRIDE": self.layout.stride}
+        self._counters: list[Tensor] = []
+        self._scratch: dict[str, Tensor] = {}
+        # Programs for each table of a launch that does not know its size.
+        self.few_programs = MAX_PROGRAMS // len(self.tables) + 1
 
     # ---- descriptors
 
@@ -94,33 +107,57 @@ class LaunchGroup:
         Returns:
             int64 [n] on the device.
         """
-        pinned = self.device.type == "cuda"
-        host = torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
-        return host.to(self.device, non_blocking=True)
+        return self._pinned(values).to(self.device, non_blocking=True)
 
-    def upload_once(self, key: tuple[object, ...], values: list[int]) -> Tensor:
-        """Copy integers to the device, unless the last call with this key copied the same.
+    def _pinned(self, values: Sequence[int]) -> Tensor:
+        """Return integers in memory from which the device copies without waiting."""
+        host = torch.frombuffer(array("q", values), dtype=torch.int64)
+        if self.device.type == "cpu":
+            return host.clone()
+        return torch.empty(len(values), dtype=torch.int64, pin_memory=True).copy_(host)
+
+    def write(self, target: Tensor, values: Sequence[int]) -> Tensor:
+        """Copy integers to given memory on the device without waiting for it.
 
         Args:
-            key: Identifies the use.
+            target: int64 [n].
             values: The integers.
 
         Returns:
-            int64 [n] on the device; not to be changed.
+            The target.
         """
-        known = self._uploads.get(key)
-        if known is None or known[0] != values:
-            known = self._uploads[key] = (values, self.upload(values))
-        return known[1]
+        return target.copy_(self._pinned(values), non_blocking=True)
+
+    def overwrite(self, use: str, values: Sequence[int]) -> Tensor:
+        """Copy integers to the same memory at each call, without waiting for the device.
+
+        Args:
+            use: What they are for.
+            values: The integers.
+
+        Returns:
+            int64 [n] on the device.
+        """
+        known = self.scratch(use, len(values), torch.int64)
+        if known.numel() != len(values):
+            self._scratch.pop(use)
+            known = self.scratch(use, len(values), torch.int64)
+        return self.write(known, values)
 
     def descriptors(self) -> Tensor:
         """Return the descriptors of the tables, int64 [tables * fields]."""
+        if self._checked == DeviceTable.changes:
+            return self._descriptors
+        self._checked = DeviceTable.changes
         versions = [table.version for table in self.tables]
         if versions != self._versions:
             fields, base = [], 0
             for table in self.tables:
                 fields += table.descriptor(base)
                 base += table.row_capacity + 1
+            if self._versions:
+                retire(self._descriptors)
+            self.generation += 1
             self._descriptors = self.upload(fields)
             self.key_type = torch.int32 if base < 2**31 else torch.int64
             self._versions = versions
@@ -139,7 +176,9 @@ class LaunchGroup:
         key = (block, *sizes)
         if key not in self._spans:
             if len(self._spans) >= MAX_CACHED:
+                retire(*self._spans.values())
                 self._spans.clear()
+                self.generation += 1
             values, at, blocks = [], 0, 0
             for size in sizes:
                 values += [at, at + size, blocks]
@@ -148,12 +187,51 @@ class LaunchGroup:
             self._spans[key] = self.upload(values)
         return self._spans[key]
 
-    def _grid(self, sizes: Sequence[int], block: int) -> tuple[int, int]:
+    def grid(self, sizes: Sequence[int], block: int) -> tuple[int, int]:
+        """Return the grid of a launch over the positions of all tables.
+
+        Args:
+            sizes: Number of positions of each table.
+            block: Positions of a program.
+
+        Returns:
+            Blocks of the largest table, and the number of tables.
+        """
         return max(1, -(-max(sizes) // block)), len(sizes)
+
+    def _new_counters(self) -> Tensor:
+        """Return int32 [tables] of zeros; many are cleared at once."""
+        if not self._counters:
+            count = len(self.tables)
+            width = -(-count // 4) * 4  # aligned
+            zeros = torch.zeros(COUNTERS_AHEAD, width, dtype=torch.int32, device=self.device)
+            self._counters = list(zeros[:, :count].unbind())
+        return self._counters.pop()
+
+    def scratch(self, use: str, n: int, dtype: torch.dtype) -> Tensor:
+        """Return memory that is needed until the end of a call; later calls use it again.
+
+        Args:
+            use: What it is for; different in one call.
+            n: Number of elements.
+            dtype: Their type.
+
+        Returns:
+            At least n elements of any content.
+        """
+        known = self._scratch.get(use)
+        if known is None or known.numel() < n or known.dtype != dtype:
+            room = n
+            if known is not None:
+                retire(known)
+                room += n // 8
+            self.generation += 1
+            known = self._scratch[use] = torch.empty(room, dtype=dtype, device=self.device)
+        return known
 
     # ---- rows
 
-    def find(self, ids: Tensor, sizes: Sequence[int]) -> Tensor:
+    def find(self, ids: Tensor, sizes: Sequence[int]) -> RowSearch:
         """Find the rows of ids.
 
         Args:
@@ -161,75 +239,108 @@ class LaunchGroup:
             sizes: Number of ids of each table.
 
         Returns:
-            int32 [n], -1 where an id has no row.
+            Their rows.
         """
-        rows = torch.empty(ids.numel(), dtype=torch.int32, device=self.device)
-        missing = torch.zeros(1, dtype=torch.int32, device=self.device)
-        if ids.numel():
-            index_kernels.find_rows[self._grid(sizes, FIND_BLOCK)](
-                self.descriptors(),
-                self.spans(sizes, FIND_BLOCK),
-                ids,
-                rows,
-                missing,
-                FIELDS=self._fields,
-                BLOCK=FIND_BLOCK,
-                num_warps=2,
-            )
-        rows.megalith_missing = missing  # type: ignore[attr-defined]
-        return rows
+        n = ids.numel()
+        rows, absent = self._new_positions(n)
+        search = RowSearch(rows, self._new_counters(), absent)
+        if n:
+            self.launch_find(ids, sizes, search)
+        return search
 
-    def missing_of(self, rows: Tensor) -> Tensor:
-        """Return the number of ids without a row.
+    def _new_positions(self, n: int) -> tuple[Tensor, ...]:
+        aligned = -(-n // 4) * 4  # Triton compiles a kernel once more for pointers that are not
+        return torch.empty(2, aligned, dtype=torch.int32, device=self.device)[:, :n].unbind()
+
+    def new_search(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Allocate memory for a search.
 
         Args:
-            rows: int32 [n].
+            n: Number of ids.
 
         Returns:
-            int32 [1] on the device, positive if it is not known.
+            Rows, numbers of missing ids, and positions of absent ids.
         """
-        known: Tensor | None = getattr(rows, "megalith_missing", None)
-        return self._unknown if known is None else known
+        rows, absent = self._new_positions(n)
+        return rows, torch.zeros(len(self.tables), dtype=torch.int32, device=self.device), absent
 
-    def read(self, ids: Tensor, rows: Tensor, sizes: Sequence[int], out: Tensor) -> None:
+    def launch_find(self, ids: Tensor, sizes: Sequence[int], into: RowSearch) -> None:
+        """Find the rows of ids.
+
+        Args:
+            ids: int64 [n], n > 0.
+            sizes: Number of ids of each table.
+            into: Receives the rows; its numbers of missing ids are zeros.
+        """
+        if ("find",) not in self.bound:
+            constants = {"FIELDS": self.fields, "BLOCK": FIND_BLOCK, "num_warps": 2}
+            self.bound["find",] = index_kernels.find_rows.bind(**constants)
+        self.bound["find",](
+            self.grid(sizes, FIND_BLOCK),
+            self.descriptors(),
+            self.spans(sizes, FIND_BLOCK),
+            ids,
+            into.rows,
+            into.missing,
+            into.absent,
+        )
+
+    def all_found(self, rows: Tensor) -> RowSearch:
+        """Return rows that exist as the result of a search.
+
+        Args:
+            rows: int32 [n], none negative.
+
+        Returns:
+            A search without missing ids.
+        """
+        return RowSearch(rows, self._new_counters(), rows)
+
+    def read(self, ids: Tensor, found: RowSearch | None, sizes: Sequence[int], out: Tensor) -> None:
         """Read weights; an id without a row reads as its initial row or zeros.
 
         Args:
             ids: int64 [n].
-            rows: int32 [n].
+            found: Their rows; None: they are found here.
             sizes: Number of ids of each table.
             out: float32 [n, dim].
         """
-        if not ids.numel():
+        n, runs = ids.numel(), self.layout.runs
+        if not n:
             return
+        if found is None and len(runs) > 1:
+            found = self.find(ids, sizes)
         tables = self.descriptors()
-        for run in self.layout.runs:
+        for number, run in enumerate(runs):
             columns = min(padded(run.width), 256)
             block = max(1, READ_TILE // columns)
-            common = {"DIM": self.layout.dim, "START": run.start, "WIDTH": run.width}
-            common |= {"PRECISION": run.precision, "BLOCK": block, "COLUMNS": columns, "num_warps": WARPS}
-            grid, spans = self._grid(sizes, block), self.spans(sizes, block)
-            row_kernels.read_rows[grid](
-                tables, spans, rows, out, OFFSET=run.offset, **self.kinds, **common, **PLAIN_ARITHMETIC
-            )
+            grid, spans = self.grid(sizes, block), self.spans(sizes, block)
+            if ("read", number) not in self.bound:
+                self._bind_reads(number, run, block, columns)
+            if found is None:
+                missing, absent = self._new_counters(), self.scratch("absent", n, torch.int32)
+                self.bound["find_and_read",](grid, tables, spans, ids, missing, absent, out)
+            else:
+                missing, absent = found.missing, found.absent
+                self.bound["read", number](grid, tables, spans, found.rows, out)
             if self.layout.initial:
-                row_kernels.read_missing[(min(grid[0], MAX_PROGRAMS), grid[1])](
-                    tables,
-                    spans,
-                    ids,
-                    rows,
-                    self.missing_of(rows),
-                    out,
-                    FIELDS=self._fields,
-                    NUM_SEGMENTS=len(self.layout.segments),
-                    **common,
-                    **PLAIN_ARITHMETIC,
-                )
+                few = (min(grid[0], self.few_programs), grid[1])
+                self.bound["read_missing", number](few, tables, spans, ids, missing, absent, out)
+
+    def _bind_reads(self, number: int, run: ColumnRun, block: int, columns: int) -> None:
+        common = {"DIM": self.layout.dim, "START": run.start, "WIDTH": run.width, "PRECISION": run.precision}
+        common |= {"BLOCK": block, "COLUMNS": columns, "num_warps": READ_WARPS, **PLAIN_ARITHMETIC}
+        where = {"OFFSET": run.offset, **self.kinds}
+        self.bound["read", number] = row_kernels.read_rows.bind(**where, **common)
+        self.bound["find_and_read",] = row_kernels.find_and_read.bind(**where, **common)
+        self.bound["read_missing", number] = row_kernels.read_missing.bind(
+            FIELDS=self.fields, NUM_SEGMENTS=len(self.layout.segments), **common
+        )
 
     def create(
         self,
         ids: Tensor,
-        rows: Tensor,
+        found: RowSearch,
         sizes: Sequence[int],
         wanted: Tensor | None = None,
         fresh: Tensor | None = None,
@@ -238,59 +349,96 @@ class LaunchGroup:
 
         Args:
             ids: int64 [n].
-            rows: int32 [n], -1 where an id has no row; completed in place after `finish`.
+            found: Their rows, completed in place after `finish`.
             sizes: Number of ids of each table.
             wanted: int8 [n], not 0 for ids that may get a row; None: all.
             fresh: int8 [n] of zeros; becomes 1 at the first occurrence of each new id.
 
         Returns:
-            The slots of new ids, int64 [n], for `finish`.
+            The slots of new ids for `finish`, int64, at least n.
+        """
+        self.make_room(sizes)
+        slots = self.launch_create(ids, found, sizes, wanted, fresh)
+        self.report(sizes)
+        return slots
+
+    def make_room(self, sizes: Sequence[int]) -> None:
+        """Make sure that new rows fit.
+
+        Args:
+            sizes: Largest number of new rows of each table.
         """
         self._read_reports()
         for table, size in zip(self.tables, sizes, strict=True):
             table.ensure_room(size)
-        n, layout, device = ids.numel(), self.layout, self.device
-        slots = torch.empty(n, dtype=torch.int64, device=device)
+
+    def launch_create(
+        self,
+        ids: Tensor,
+        found: RowSearch,
+        sizes: Sequence[int],
+        wanted: Tensor | None,
+        fresh: Tensor | None,
+    ) -> Tensor:
+        """Create rows after `make_room`; see `create`.
+
+        Args:
+            ids: As for `create`.
+            found: As for `create`.
+            sizes: As for `create`.
+            wanted: As for `create`.
+            fresh: As for `create`.
+
+        Returns:
+            As `create`.
+        """
+        n = ids.numel()
+        slots = self.scratch("slots", n, torch.int64)
         if not n:
             return slots
-        tables, spans, grid = self.descriptors(), self.spans(sizes, BLOCK), self._grid(sizes, BLOCK)
+        claim, count, number, create = self._creating(wanted is None, fresh is not None)
+        tables, spans, grid = self.descriptors(), self.spans(sizes, BLOCK), self.grid(sizes, BLOCK)
         num_blocks = sum(-(-size // BLOCK) for size in sizes)
-        counts = torch.empty(num_blocks, dtype=torch.int32, device=device)
-        created = torch.empty(3 * len(sizes), dtype=torch.int64, device=device)
-        new_rows = torch.empty(n, dtype=torch.int32, device=device)
-        common = {"FIELDS": self._fields, "BLOCK": BLOCK}
-        index_kernels.claim_slots[grid](
-            tables,
-            spans,
-            ids,
-            rows,
-            rows if wanted is None else wanted,
-            slots,
-            ALL=wanted is None,
-            **common,
-            num_warps=BLOCK // 32,  # atomic_cas needs an element per thread
-        )
-        index_kernels.count_new[grid](tables, spans, slots, counts, **common, num_warps=WARPS)
-        index_kernels.number_new[(len(sizes),)](tables, spans, counts, created, SCAN=SCAN, **common)
-        index_kernels.create_rows[grid](
-            tables,
-            spans,
-            ids,
-            slots,
-            counts,
-            created,
-            new_rows,
-            rows if fresh is None else fresh,
-            HEADER=layout.header,
-            MARK=fresh is not None,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            **self.kinds,
-        )
+        counts = self.scratch("counts", num_blocks, torch.int32)
+        created = self.scratch("created", 3 * len(sizes), torch.int64)
+        new_rows = self.scratch("new", n, torch.int32)
+        rows, missing = found.rows, found.missing
+        claim(grid, tables, spans, ids, rows, missing, rows if wanted is None else wanted, slots)
+        count(grid, tables, spans, slots, missing, counts)
+        number((len(sizes),), tables, spans, missing, counts, created)
+        marked = rows if fresh is None else fresh
+        create(grid, tables, spans, ids, slots, counts, created, new_rows, marked)
         self._initialize(new_rows, created, spans, n)
-        if any(table.needs_report(size) for table, size in zip(self.tables, sizes, strict=True)):
-            self._report(created)
         return slots
+
+    def report(self, sizes: Sequence[int]) -> None:
+        """Send the numbers of rows to the host after `launch_create`, if it will need them soon.
+
+        Args:
+            sizes: Largest number of new rows of each table.
+        """
+        if not any(sizes):
+            return
+        for table, size in zip(self.tables, sizes, strict=True):
+            if table.needs_report(size):
+                self._report(self._scratch["created"])
+                return
+
+    def _creating(self, everyone: bool, marked: bool) -> tuple[Bound, Bound, Bound, Bound]:
+        common = {"FIELDS": self.fields, "BLOCK": BLOCK}
+        if ("claim", everyone) not in self.bound:
+            # atomic_cas needs an element per thread
+            self.bound["claim", everyone] = index_kernels.claim_slots.bind(
+                ALL=everyone, **common, num_warps=BLOCK // 32
+            )
+        if ("create", marked) not in self.bound:
+            self.bound["count",] = index_kernels.count_new.bind(**common, num_warps=WARPS)
+            self.bound["number",] = index_kernels.number_new.bind(SCAN=SCAN, **common)
+            self.bound["create", marked] = index_kernels.create_rows.bind(
+                HEADER=self.layout.header, MARK=marked, BLOCK=BLOCK, num_warps=WARPS, **self.kinds
+            )
+        first, last = self.bound["claim", everyone], self.bound["create", marked]
+        return first, self.bound["count",], self.bound["number",], last
 
     def _report(self, created: Tensor) -> None:
         """Send the numbers of rows to the host, for later calls."""
@@ -320,25 +468,24 @@ class LaunchGroup:
         for number, run in enumerate(layout.runs):
             columns = min(128, padded(max(run.width, layout.state_floats)))
             block = padded(min(n, 256)) if INTERPRETED else max(1, 1024 // columns)
-            programs = min(-(-n // block), MAX_PROGRAMS)
-            row_kernels.initialize_rows[(programs, len(self.tables))](
-                self.descriptors(),
-                spans,
-                rows,
-                counts,
-                HEADER=layout.header,
-                OFFSET=run.offset,
-                START=run.start,
-                WIDTH=run.width,
-                PRECISION=run.precision,
-                STATE_OFFSET=layout.state_offset,
-                STATES=layout.state_floats if number == 0 else 0,
-                NUM_SEGMENTS=len(layout.segments),
-                BLOCK=block,
-                COLUMNS=columns,
-                **self.kinds,
-                **PLAIN_ARITHMETIC,
-            )
+            key = ("initialize", number, block)
+            if key not in self.bound:
+                self.bound[key] = row_kernels.initialize_rows.bind(
+                    HEADER=layout.header,
+                    OFFSET=run.offset,
+                    START=run.start,
+                    WIDTH=run.width,
+                    PRECISION=run.precision,
+                    STATE_OFFSET=layout.state_offset,
+                    STATES=layout.state_floats if number == 0 else 0,
+                    NUM_SEGMENTS=len(layout.segments),
+                    BLOCK=block,
+                    COLUMNS=columns,
+                    **self.kinds,
+                    **PLAIN_ARITHMETIC,
+                )
+            programs = min(-(-n // block), self.few_programs)
+            self.bound[key]((programs, len(self.tables)), self.descriptors(), spans, rows, counts)
 
     def initialize(self, rows: Tensor) -> None:
         """Reset rows of the only table of the group to their initial weights and states.
@@ -352,8 +499,8 @@ class LaunchGroup:
 
     def finish(
         self,
-        slots: Tensor | None,
-        rows: Tensor,
+        slots: Tensor,
+        found: RowSearch,
         sizes: Sequence[int],
         wanted: Tensor | None = None,
         *,
@@ -362,8 +509,8 @@ class LaunchGroup:
         """Complete the rows after `create`.
 
         Args:
-            slots: What `create` returned; None: the rows are complete.
-            rows: int32 [n], completed in place.
+            slots: What `create` returned.
+            found: The rows, completed in place.
             sizes: Number of ids of each table.
             wanted: As for `create`.
             keys: Whether to compute sort keys.
@@ -372,201 +519,26 @@ class LaunchGroup:
             int32 or int64 [n]: a key per occurrence, equal for equal rows and ascending by table; an
             occurrence that has no row or is not wanted gets the last key of its table. Empty without `keys`.
         """
-        tables = self.descriptors()
+        tables, rows = self.descriptors(), found.rows
         out = torch.empty(rows.numel() if keys else 0, dtype=self.key_type, device=self.device)
         if rows.numel():
-            index_kernels.finish_keys[self._grid(sizes, BLOCK)](
+            key = ("finish", wanted is None, keys)
+            if key not in self.bound:
+                self.bound[key] = index_kernels.finish_keys.bind(
+                    FIELDS=self.fields,
+                    ALL=wanted is None,
+                    WITH_KEYS=keys,
+                    BLOCK=BLOCK,
+                    num_warps=WARPS,
+                )
+            self.bound[key](
+                self.grid(sizes, BLOCK),
                 tables,
                 self.spans(sizes, BLOCK),
-                rows if slots is None else slots,
+                slots,
+                found.missing,
                 rows,
                 rows if wanted is None else wanted,
                 out if keys else rows,
-                FIELDS=self._fields,
-                ALL=wanted is None,
-                WITH_SLOTS=slots is not None,
-                WITH_KEYS=keys,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
             )
         return out
-
-    # ---- updates
-
-    def step_rows(
-        self, keys: Tensor, sizes: Sequence[int], gradients: Gradients, steps: Sequence[Step]
-    ) -> None:
-        """Sum the gradients of each row in the order of its occurrences, and make one step per row.
-
-        Args:
-            keys: From `finish`.
-            sizes: Number of occurrences of each table.
-            gradients: The gradients of the occurrences.
-            steps: The step of each table.
-        """
-        layout = self.layout
-        walk = _Walk(self, keys, sizes, gradients, steps)
-        measured = len(layout.segments) > 1
-        if measured:
-            walk.factors()
-        for number in range(len(layout.segments)):
-            walk.segment(number, measured)
-
-    def sum_rows(self, keys: Tensor, sizes: Sequence[int], gradients: Gradients) -> tuple[Tensor, Tensor]:
-        """Sum the gradients of each row.
-
-        Args:
-            keys: As for `step_rows`; the group has one table.
-            sizes: Number of occurrences.
-            gradients: The gradients of the occurrences.
-
-        Returns:
-            The positions of the first occurrence of each row, int64 [u], by ascending row, and the sums,
-            float32 [u, dim]. It waits for the device.
-        """
-        walk = _Walk(self, keys, sizes, gradients, [Step([], 0, 1.0, 0.0, 0)])
-        heads = walk.sums()
-        limit = self.tables[0].row_capacity
-        heads = heads[walk.keys[heads] < limit]
-        return walk.order[heads], walk.buffer.view(-1, self.layout.dim)[heads]
-
-
-class _Walk:
-    """The launches of one update: sorted occurrences, scratch memory and the descriptors of the call."""
-
-    def __init__(
-        self,
-        group: LaunchGroup,
-        keys: Tensor,
-        sizes: Sequence[int],
-        gradients: Gradients,
-        steps: Sequence[Step],
-    ) -> None:
-        self.group, self.sizes, self.gradients = group, sizes, gradients
-        self.keys, self.order = torch.sort(keys, stable=True)
-        fields: list[int] = []
-        same: dict[tuple[object, ...], list[int]] = {}  # tables often share their numbers
-        for number, step in enumerate(steps):
-            segments = group.tables[number].config.segments
-            key = (step.time, step.step, step.scale, step.clip_norm, *step.rates)
-            if key not in same:
-                bits = [step.time, step.step, float_bits(step.scale), float_bits(step.clip_norm)]
-                for segment, rate in zip(segments, step.rates, strict=False):
-                    bits += [float_bits(x) for x in step_numbers(segment.optimizer, rate, step.step)]
-                same[key] = bits
-            fields.append(gradients.matrices[number].data_ptr() if gradients.matrices else 0)
-            fields += same[key]
-        self.num_fields = len(fields) // len(steps)
-        self.calls = group.upload(fields)
-        self.spans = group.spans(sizes, CHUNK)
-        self.grid = group._grid(sizes, CHUNK)
-        self.num_chunks = sum(-(-size // CHUNK) for size in sizes)
-        device = group.device
-        self.heads = torch.empty(self.num_chunks, dtype=torch.int64, device=device)
-        self.buffer = torch.empty(0, device=device)
-
-    def segment(self, number: int, measured: bool) -> None:
-        place = self.group.layout.segments[number]
-        assert place.rule is not None
-        self._launch(
-            {
-                "OFFSET": place.offset,
-                "STATE": place.state,
-                "START": place.start,
-                "WIDTH": place.width,
-                "SEGMENT": number,
-                "PRECISION": place.precision,
-                "STOCHASTIC": place.stochastic,
-                "RULE": place.rule.rule,
-                "OPTIONS": place.rule.options,
-                "MEASURED": measured,
-                "COUNTED": self.group.layout.counted,
-            },
-            place.rule.settings,
-        )
-
-    def factors(self) -> None:
-        """Compute the factor of each row's gradient, which depends on all columns."""
-        self.buffer = torch.empty(self.keys.numel(), device=self.group.device)
-        self._launch(self._whole_row(update_kernels.MEASURE.value), (0.0,) * NUM_SETTINGS)
-
-    def sums(self) -> Tensor:
-        """Compute the sums; return the sorted positions of the first occurrence of each row."""
-        n = self.keys.numel()
-        self.buffer = torch.empty(n * self.group.layout.dim, device=self.group.device)
-        self._launch(self._whole_row(update_kernels.SUM.value), (0.0,) * NUM_SETTINGS)
-        first = torch.ones(n, dtype=torch.bool, device=self.group.device)
-        first[1:] = self.keys[1:] != self.keys[:-1]
-        return first.nonzero()[:, 0]
-
-    def _whole_row(self, rule: int) -> dict[str, int | bool]:
-        return {
-            "OFFSET": 0,
-            "STATE": 0,
-            "START": 0,
-            "WIDTH": self.group.layout.dim,
-            "SEGMENT": 0,
-            "PRECISION": 0,
-            "STOCHASTIC": False,
-            "RULE": rule,
-            "OPTIONS": 0,
-            "MEASURED": False,
-            "COUNTED": False,
-        }
-
-    def _is_aligned(self) -> bool:
-        matrices = self.gradients.matrices
-        if not matrices:
-            return self.gradients.aligned
-        return self.group.layout.dim % 4 == 0 and all(matrix.data_ptr() % 16 == 0 for matrix in matrices)
-
-    def _launch(self, what: dict[str, int | bool], settings: tuple[float, ...]) -> None:
-        if not self.keys.numel():
-            return
-        group, layout, gradients = self.group, self.group.layout, self.gradients
-        columns = padded(int(what["WIDTH"]))
-        parts = torch.empty(2 * self.num_chunks * columns, device=group.device)
-        common = {
-            "FIELDS": group._fields,
-            "CALL_FIELDS": self.num_fields,
-            "SHIFT": layout.shift,
-            "STRIDE": layout.stride,
-            "HEADER": layout.header,
-            "DIM": layout.dim,
-            "CHUNK": CHUNK,
-            "COLUMNS": columns,
-            "num_warps": max(1, min(8, columns // 128)),
-            **what,
-            **PLAIN_ARITHMETIC,
-        }
-        tables = group.descriptors()
-        keys, none = self.keys, self.keys
-        update_kernels.walk_chunks[self.grid](
-            tables,
-            self.calls,
-            self.spans,
-            keys,
-            self.order,
-            none if gradients.addresses is None else gradients.addresses,
-            self.buffer if gradients.factors is None else gradients.factors,
-            parts,
-            self.heads,
-            self.buffer,
-            *settings,
-            ADDRESSED=gradients.addresses is not None,
-            WEIGHTED=gradients.factors is not None,
-            ALIGNED=self._is_aligned(),
-            **common,
-        )
-        update_kernels.finish_chunks[self.grid](
-            tables,
-            self.calls,
-            self.spans,
-            keys,
-            parts,
-            self.heads,
-            self.buffer,
-            *settings,
-            AHEAD=max(2, min(16, 2048 // columns)),
-            **common,
-        )

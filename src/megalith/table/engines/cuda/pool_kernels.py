@@ -6,7 +6,7 @@ clamped to the occurrences of the table, because the host does not read them.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: SIM102
+# ruff: noqa: D103, SIM102
 
 from megalith.table.engines.cuda.device_functions import (
     CHUNKS,
@@ -22,7 +22,7 @@ from megalith.table.engines.cuda.triton_runtime import tl, triton
 
 # Fields of a part, int64 each.
 TABLE = tl.constexpr(0)
-OFFSETS = tl.constexpr(1)
+OFFSETS = tl.constexpr(1)  # address, or 0 if each bag has one occurrence
 BAGS = tl.constexpr(2)
 WEIGHTS = tl.constexpr(3)
 DIVISOR = tl.constexpr(4)
@@ -35,7 +35,8 @@ REPEAT = tl.constexpr(10)  # how often a shared feature fills the rows of the ou
 FIRST = tl.constexpr(11)  # position of the table's first occurrence
 COUNT = tl.constexpr(12)  # number of the table's occurrences
 ACCUMULATE = tl.constexpr(13)
-PART_FIELDS = tl.constexpr(14)
+BEGIN = tl.constexpr(14)  # without offsets: the table's occurrence that is the first bag
+PART_FIELDS = tl.constexpr(15)
 
 
 @triton.jit
@@ -44,10 +45,14 @@ def bags_of(parts, block, BLOCK: tl.constexpr):
     part = parts + tl.program_id(1) * PART_FIELDS
     bag = block * BLOCK + tl.arange(0, BLOCK)
     inside = bag < tl.load(part + BAGS)
-    offsets = tl.load(part + OFFSETS).to(tl.pointer_type(tl.int64))
+    address = tl.load(part + OFFSETS)
     count = tl.load(part + COUNT)
-    begin = tl.load(offsets + bag, mask=inside, other=0)
-    end = tl.load(offsets + bag + 1, mask=inside, other=0)
+    begin = tl.load(part + BEGIN) + bag
+    end = begin + inside.to(tl.int64)
+    if address != 0:
+        offsets = address.to(tl.pointer_type(tl.int64))
+        begin = tl.load(offsets + bag, mask=inside, other=0)
+        end = tl.load(offsets + bag + 1, mask=inside, other=0)
     begin = tl.minimum(tl.maximum(begin, 0), count)
     end = tl.minimum(tl.maximum(end, begin), count)
     return part, bag, inside, begin, end - begin
@@ -149,7 +154,7 @@ def pool_bags(
     """Pool blocks of bags; with INITIAL, blocks with an id without a row are left to `pool_missing`."""
     part, bag, inside, begin, length = bags_of(parts, tl.program_id(0).to(tl.int64), BLOCK)
     if INITIAL:
-        if tl.load(missing) > 0:
+        if tl.load(missing + tl.load(part + TABLE)) > 0:
             if not all_found(rows, tl.load(part + FIRST) + begin, length):
                 inside = inside & (bag < 0)
                 length = length * 0
@@ -172,7 +177,7 @@ def pool_missing(
     It is a launch of its own, because the registers that initial rows need would slow down `pool_bags`. A few
     programs walk over all blocks, and end at once if `missing`, the number of such ids, is 0.
     """
-    if tl.load(missing) > 0:
+    if tl.load(missing + tl.load(parts + tl.program_id(1) * PART_FIELDS + TABLE)) > 0:
         count = tl.load(parts + tl.program_id(1) * PART_FIELDS + BAGS)
         block = tl.program_id(0).to(tl.int64)
         while block * BLOCK < count:
@@ -184,6 +189,66 @@ def pool_missing(
                     BLOCK, COLUMNS,
                 )  # fmt: skip
             block += tl.num_programs(0)
+
+
+@triton.jit
+def output_pointer(part, bag, ALIGNED: tl.constexpr):
+    pointer = output_address(part, bag).to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer[:, None]
+
+
+@launched
+@triton.jit
+def place_rows(
+    tables, parts, rows,
+    FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr,
+    START: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, NUM_SEGMENTS: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy the rows of bags with one occurrence each to the outputs; an id without a row is zeros."""
+    part = parts + tl.program_id(1) * PART_FIELDS
+    bag = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = bag < tl.load(part + BAGS)
+    row = tl.load(rows + tl.load(part + FIRST) + tl.load(part + BEGIN) + bag, mask=inside, other=-1)
+    exists = row >= 0
+    chunks = pointer_field(tables, tl.load(part + TABLE), FIELDS, CHUNKS, tl.int64)
+    source = weight_pointer(row_address(chunks, row, SHIFT, STRIDE, exists), OFFSET, PRECISION)[:, None]
+    target = output_pointer(part, bag, ALIGNED)
+    for first in tl.static_range(0, WIDTH, COLUMNS):
+        column = (first + tl.arange(0, COLUMNS))[None, :]
+        wide = column < WIDTH
+        value = load_weights(source + column, exists[:, None] & wide, PRECISION)
+        tl.store(target + column, value, mask=inside[:, None] & wide)
+
+
+@launched
+@triton.jit
+def place_missing(
+    tables, parts, ids, missing, absent,
+    FIELDS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the initial rows of the ids without a row that `find_rows` listed, after `place_rows`."""
+    part = parts + tl.program_id(1) * PART_FIELDS
+    table = tl.load(part + TABLE)
+    count = tl.load(missing + table)
+    block = tl.program_id(0).to(tl.int64) * BLOCK
+    while block < count:
+        listed = block + tl.arange(0, BLOCK)
+        start = tl.load(part + FIRST)
+        at = tl.load(absent + start + listed, mask=listed < count, other=-1).to(tl.int64)
+        bag = at - start - tl.load(part + BEGIN)
+        inside = (at >= 0) & (bag >= 0) & (bag < tl.load(part + BAGS))
+        id = tl.load(ids + at, mask=inside, other=0)[:, None]
+        target = output_pointer(part, tl.where(inside, bag, 0), ALIGNED)
+        for first in tl.static_range(0, WIDTH, COLUMNS):
+            column = (first + tl.arange(0, COLUMNS))[None, :]
+            value = initial_weights(tables, table, FIELDS, id, START + column, NUM_SEGMENTS)
+            value = rounded_weights(value, PRECISION)
+            tl.store(target + column, value, mask=inside[:, None] & (column < WIDTH))
+        block += tl.num_programs(0) * BLOCK
 
 
 @launched

@@ -1,8 +1,16 @@
-"""The parts of a pooling as descriptors for the kernels of pool_kernels.py."""
+"""Launches of a pooling: rows reduced into outputs, and the gradients of occurrences.
+
+Compiling a pooling into launches takes longer than the launches. Poolings of batches with equal structure
+(the same features, sizes and output shapes) differ only in the addresses of their tensors, so a `PoolingPlan`
+is made once per structure and filled with addresses for each batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -11,14 +19,21 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.ops.pooling import Bags, OutputSlice, Pooling
 from megalith.table.engines.cuda import pool_kernels
-from megalith.table.engines.cuda.launch_group import MAX_PROGRAMS, Gradients, LaunchGroup
+from megalith.table.engines.cuda.kernel_launch import Bound
+from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
 from megalith.table.engines.cuda.row_layout import ColumnRun
+from megalith.table.engines.cuda.row_steps import Gradients
+from megalith.table.engines.cuda.stream_order import hold, retire
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, padded
 
-POOL_TILE = 2048
+POOL_TILE = 1024
 """Weights that one program reduces at a time."""
+POOL_WARPS = 2
+PLACE_TILE = 1024
+PLACE_WARPS = 2
 VECTOR = 16
 """Bytes of the widest memory access; parts that are multiples of it are read and written faster."""
+MAX_PLANS = 32
 
 
 class TablePart(NamedTuple):
@@ -26,198 +41,522 @@ class TablePart(NamedTuple):
 
     Attributes:
         table: Number of the table in its group.
-        bags: The bags of the feature.
+        bags: Number of the bags among those of the group.
         part: The part.
         number: Number of the part in its feature.
     """
 
     table: int
-    bags: Bags
+    bags: int
     part: OutputSlice
     number: int
 
 
-class PoolingParts:
-    """The parts of a pooling that read the tables of one LaunchGroup.
+@dataclass
+class Cut:
+    """The columns of some parts that one launch reads.
+
+    Attributes:
+        start: The first column of the rows.
+        end: The column after the last one.
+        run: The run of columns that they belong to.
+        parts: The parts.
+        template: The descriptors of the parts without addresses.
+        aligned: Whether columns and widths are multiples of VECTOR.
+        single: Whether every bag has exactly one occurrence, without a factor.
+        most_bags: Number of bags of the largest part.
+        fields: The descriptors that were uploaded last.
+        uploaded: The same on the device.
+    """
+
+    start: int
+    end: int
+    run: ColumnRun | None
+    parts: tuple[TablePart, ...]
+    template: list[int]
+    aligned: bool
+    single: bool
+    most_bags: int
+    fields: list[int] | None = None
+    uploaded: Tensor | None = None
+
+    def upload(self, group: LaunchGroup, fields: list[int]) -> Tensor:
+        """Copy the descriptors to the device, unless the last call copied the same.
+
+        Args:
+            group: The group.
+            fields: The descriptors.
+
+        Returns:
+            The same on the device.
+        """
+        if self.uploaded is None or self.fields != fields:
+            if self.uploaded is not None:
+                retire(self.uploaded)
+            self.fields, self.uploaded = fields, group.upload(fields)
+        return self.uploaded
+
+
+class PoolingPlan:
+    """The launches of poolings of equal structure over the tables of one LaunchGroup.
 
     Args:
         group: The group.
         names: Names of its tables.
         sizes: Number of occurrences of each table.
-        pooling: The pooling; it fits the tables.
+        pooling: A pooling of this structure.
     """
 
     def __init__(
         self, group: LaunchGroup, names: Sequence[str], sizes: Sequence[int], pooling: Pooling
     ) -> None:
         self._group = group
-        self._sizes = sizes
+        self._names = list(names)
+        self._sizes = list(sizes)
+        self._outputs = pooling.outputs
         self._first = [sum(sizes[:k]) for k in range(len(sizes))]
-        self._pooling = pooling
+        self._model = self.bags_of(pooling)  # also keeps the tuples whose ids are in the signature
+        owners = [number for number, name in enumerate(names) for _ in pooling.of(name)]
         self.parts = [
-            TablePart(number, bags, part, k)
-            for number, name in enumerate(names)
-            for bags in pooling.of(name)
-            for k, part in enumerate(bags.parts)
+            TablePart(owners[k], k, part, number)
+            for k, bags in enumerate(self._model)
+            for number, part in enumerate(bags.parts)
         ]
+        self._used = [each for each in self.parts if self._model[each.bags].num_bags]
+        self._strided = self._find_strided()
+        self._expanding = self._cut(0, group.layout.dim, None, self._used) if self._used else None
 
-    def pool(self, ids: Tensor, rows: Tensor, outputs: Sequence[Tensor], parts: Sequence[TablePart]) -> None:
+    def bags_of(self, pooling: Pooling) -> list[Bags]:
+        """Return the bags of the group's tables.
+
+        Args:
+            pooling: A pooling of this structure.
+
+        Returns:
+            The bags in the order of the tables.
+        """
+        return [bags for name in self._names for bags in pooling.bags.get(name, ())]
+
+    # ---- forward
+
+    @cached_property
+    def launches(self) -> list[Cut]:
+        """The launches of all parts, in order."""
+        return [cut for wave in waves(self.parts) for cut in self.cuts(wave)]
+
+    def cuts(self, parts: Sequence[TablePart]) -> list[Cut]:
+        """Divide parts into launches.
+
+        Args:
+            parts: Some of `parts`, no two of which write the same columns.
+
+        Returns:
+            The launches.
+        """
+        found = []
+        for run in self._group.layout.runs:
+            columns: dict[tuple[int, int, bool], list[TablePart]] = {}
+            for each in parts:
+                start, end = max(each.part.start, run.start), min(each.part.end, run.end)
+                if start < end and self._model[each.bags].num_bags:
+                    columns.setdefault((start, end, self._is_single(each)), []).append(each)
+            found += [self._cut(start, end, run, own) for (start, end, _), own in columns.items()]
+        return found
+
+    def pool(
+        self, cut: Cut, bags: Sequence[Bags], ids: Tensor, found: RowSearch, outputs: Sequence[Tensor]
+    ) -> None:
         """Reduce rows into outputs.
 
         Args:
+            cut: One of `cuts`.
+            bags: The bags of this batch.
             ids: int64 [n], the ids of all tables of the group.
-            rows: int32 [n].
+            found: Their rows.
             outputs: The outputs of the pooling.
-            parts: Some of `parts`, no two of which write the same columns.
         """
-        for run in self._group.layout.runs:
-            cuts: dict[tuple[int, int], list[TablePart]] = {}
-            for each in parts:
-                start, end = max(each.part.start, run.start), min(each.part.end, run.end)
-                if start < end and each.bags.num_bags:
-                    cuts.setdefault((start, end), []).append(each)
-            for (start, end), chosen in cuts.items():
-                self._pool_cut(run, start, end, chosen, ids, rows, outputs)
+        addresses = self.output_addresses(bags, outputs)
+        aligned = self.is_aligned(cut, addresses)
+        uploaded = cut.upload(self._group, self.fill(cut, bags, addresses))
+        self.launch(cut, aligned, uploaded, ids, found)
 
-    def _pool_cut(
-        self,
-        run: ColumnRun,
-        start: int,
-        end: int,
-        parts: list[TablePart],
-        ids: Tensor,
-        rows: Tensor,
-        outputs: Sequence[Tensor],
-    ) -> None:
-        group, layout = self._group, self._group.layout
-        width, item = end - start, 4 if run.precision == 0 else 2
-        offset = run.offset + (start - run.start) * item
-        fields: list[int] = []
-        for each in parts:
-            fields += self._fields(each, outputs, start)
-        aligned = offset % VECTOR == 0 and all(self._is_aligned(each, outputs, start) for each in parts)
-        columns = min(padded(width), 256)
-        block = max(1, POOL_TILE // columns)
-        most = max(each.bags.num_bags for each in parts)
-        uploaded = group.upload_once(("pool", run.start, start, end, parts[0].part.accumulate), fields)
-        blocks = -(-most // block)
-        kernels = [(pool_kernels.pool_bags, blocks)]
+    @staticmethod
+    def output_addresses(bags: Sequence[Bags], outputs: Sequence[Tensor]) -> list[int]:
+        """Return the addresses of outputs or their gradients.
+
+        Args:
+            bags: The bags that fill them.
+            outputs: The tensors.
+
+        Returns:
+            Their addresses.
+        """
+        hold(_tensors(bags))
+        return [tensor.data_ptr() for tensor in outputs]
+
+    @staticmethod
+    def is_aligned(cut: Cut, addresses: Sequence[int]) -> bool:
+        """Return whether a launch can use the widest memory accesses.
+
+        Args:
+            cut: The launch.
+            addresses: The addresses of the outputs.
+
+        Returns:
+            Whether all places in the outputs are multiples of VECTOR.
+        """
+        return cut.aligned and not any(address % VECTOR for address in addresses)
+
+    def launch(self, cut: Cut, aligned: bool, uploaded: Tensor, ids: Tensor, found: RowSearch) -> None:
+        """Launch the kernels of a cut.
+
+        Args:
+            cut: One of `cuts`.
+            aligned: What `is_aligned` returned.
+            uploaded: What `fill` returned, on the device.
+            ids: int64 [n].
+            found: Their rows.
+        """
+        group = self._group
+        key = ("pool", cut.start, cut.end, cut.single, aligned)
+        if key not in group.bound:
+            self._bind(key, cut, aligned)
+        tables, count = group.descriptors(), len(cut.parts)
+        blocks = -(-cut.most_bags // self._block(cut))
+        main, rest = group.bound[key], group.bound.get((*key, "missing"))
+        if cut.single:
+            main((blocks, count), tables, uploaded, found.rows)
+        else:
+            main((blocks, count), tables, uploaded, ids, found.rows, found.missing)
+        if rest is None:
+            return
+        programs = (min(blocks, group.few_programs), count)
+        if cut.single:
+            rest(programs, tables, uploaded, ids, found.missing, found.absent)
+        else:
+            rest(programs, tables, uploaded, ids, found.rows, found.missing)
+
+    @staticmethod
+    def _block(cut: Cut) -> int:
+        columns = min(padded(cut.end - cut.start), 256)
+        return max(1, (PLACE_TILE if cut.single else POOL_TILE) // columns)
+
+    def _bind(self, key: tuple[object, ...], cut: Cut, aligned: bool) -> None:
+        group, layout, run = self._group, self._group.layout, cut.run
+        assert run is not None
+        item = 4 if run.precision == 0 else 2
+        common = {
+            "START": cut.start,
+            "WIDTH": cut.end - cut.start,
+            "PRECISION": run.precision,
+            "NUM_SEGMENTS": len(layout.segments),
+            "ALIGNED": aligned,
+            "BLOCK": self._block(cut),
+            "COLUMNS": min(padded(cut.end - cut.start), 256),
+            "num_warps": PLACE_WARPS if cut.single else POOL_WARPS,
+            **PLAIN_ARITHMETIC,
+        }
+        where = {**group.kinds, "OFFSET": run.offset + (cut.start - run.start) * item}
+        missing: Bound
+        if cut.single:
+            group.bound[key] = pool_kernels.place_rows.bind(**where, **common)
+            missing = pool_kernels.place_missing.bind(FIELDS=group.fields, **common)
+        else:
+            group.bound[key] = pool_kernels.pool_bags.bind(INITIAL=layout.initial, **where, **common)
+            missing = pool_kernels.pool_missing.bind(INITIAL=True, **where, **common)
         if layout.initial:
-            kernels.append((pool_kernels.pool_missing, min(blocks, MAX_PROGRAMS // len(parts) + 1)))
-        for kernel, programs in kernels:
-            kernel[(programs, len(parts))](
-                group.descriptors(),
-                uploaded,
-                ids,
-                rows,
-                group.missing_of(rows),
-                **group.kinds,
-                OFFSET=offset,
-                START=start,
-                WIDTH=width,
-                PRECISION=run.precision,
-                INITIAL=layout.initial,
-                NUM_SEGMENTS=len(layout.segments),
-                ALIGNED=aligned,
-                BLOCK=block,
-                COLUMNS=columns,
-                num_warps=4,
-                **PLAIN_ARITHMETIC,
-            )
+            group.bound[(*key, "missing")] = missing
 
-    def gradients(self, grads: Sequence[Tensor]) -> Gradients:
+    # ---- backward
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether the gradients of each table's occurrences are rows of one output."""
+        return self._strided is not None
+
+    def gradients(self, bags: Sequence[Bags], grads: Sequence[Tensor]) -> Gradients:
         """Find the gradients of the occurrences.
 
         If each feature fills whole rows of one output, occurrences refer to these; otherwise the gradients
         are written to a matrix first.
 
         Args:
+            bags: The bags of this batch.
             grads: The gradient of each output.
 
         Returns:
             The gradients and which occurrences are in an output.
         """
         group, n = self._group, sum(self._sizes)
+        hold((*grads, *_tensors(bags)))
+        addresses = [tensor.data_ptr() for tensor in grads]
+        if self._strided is not None:
+            bases, strides = [], []
+            for output, offset, stride in self._strided:
+                bases.append(addresses[output] + offset if output >= 0 else 0)
+                strides.append(stride)
+            return Gradients(bases, strides, held=grads)
         wanted = torch.zeros(n, dtype=torch.int8, device=group.device)
-        used = [each for each in self.parts if each.bags.num_bags]
-        dim = group.layout.dim
-        direct = all(
-            len(each.bags.parts) == 1
-            and not each.bags.shared
-            and each.part.start == 0
-            and each.part.end == dim
-            for each in used
-        )
-        if direct:
-            return self._addresses(used, grads, wanted)
-        matrix = torch.zeros(n, dim, device=group.device)
-        for number in range(max((each.number for each in used), default=-1) + 1):
-            cuts: dict[tuple[int, int], list[TablePart]] = {}
-            for each in (each for each in used if each.number == number):
-                cuts.setdefault((each.part.start, each.part.end), []).append(each)
-            for (start, end), chosen in cuts.items():
-                columns = min(padded(end - start), 256)
-                block = max(1, (4096 if INTERPRETED else 1024) // columns)
-                most = max(each.bags.num_bags for each in chosen)
-                pool_kernels.unpool_bags[(-(-most // block), len(chosen))](
-                    group.upload([x for each in chosen for x in self._fields(each, grads, start)]),
+        if self._is_direct():
+            return self._addresses(bags, grads, addresses, wanted)
+        matrix = torch.zeros(n, group.layout.dim, device=group.device)
+        for number in range(max((each.number for each in self._used), default=-1) + 1):
+            columns: dict[tuple[int, int], list[TablePart]] = {}
+            for each in (each for each in self._used if each.number == number):
+                columns.setdefault((each.part.start, each.part.end), []).append(each)
+            for (start, end), chosen in columns.items():
+                cut = self._cut(start, end, None, chosen)
+                width = min(padded(end - start), 256)
+                block = max(1, (4096 if INTERPRETED else 1024) // width)
+                pool_kernels.unpool_bags[-(-cut.most_bags // block), len(chosen)](
+                    group.upload(self.fill(cut, bags, addresses)),
                     wanted,
                     matrix,
-                    DIM=dim,
+                    DIM=group.layout.dim,
                     START=start,
                     WIDTH=end - start,
                     BLOCK=block,
-                    COLUMNS=columns,
+                    COLUMNS=width,
                     **PLAIN_ARITHMETIC,
                 )
-        return Gradients(list(matrix.split(list(self._sizes))), wanted=wanted)
+        return Gradients.of(matrix.split(self._sizes), wanted=wanted)
 
-    def _addresses(self, parts: list[TablePart], grads: Sequence[Tensor], wanted: Tensor) -> Gradients:
+    def _is_direct(self) -> bool:
+        """Whether each feature fills whole rows of one output."""
+        dim = self._group.layout.dim
+        return all(
+            len(self._model[each.bags].parts) == 1
+            and not self._model[each.bags].shared
+            and each.part.start == 0
+            and each.part.end == dim
+            for each in self._used
+        )
+
+    def _find_strided(self) -> list[tuple[int, int, int]] | None:
+        """Find output, first byte and bytes between rows of each table's gradients.
+
+        None unless the gradient of a table's occurrence k is row k of one output.
+        """
+        found = [(-1, 0, 0)] * len(self._sizes)
+        if not self._is_direct():
+            return None
+        for each in self._used:
+            bags = self._model[each.bags]
+            whole = bags.first == 0 and bags.num_bags == self._sizes[each.table]
+            if not whole or not self._is_single(each, adds=True) or each.part.inner != 1:
+                return None
+            found[each.table] = (
+                each.part.output,
+                4 * each.part.column,
+                4 * self._outputs[each.part.output][1],
+            )
+        if any(size and found[table][0] < 0 for table, size in enumerate(self._sizes)):
+            return None
+        return found
+
+    def _addresses(
+        self, bags: Sequence[Bags], grads: Sequence[Tensor], addresses: list[int], wanted: Tensor
+    ) -> Gradients:
         group, n = self._group, wanted.numel()
-        addresses = torch.empty(n, dtype=torch.int64, device=group.device)
-        weighted = any(each.bags.weights is not None or each.bags.divisor is not None for each in parts)
+        places = torch.empty(n, dtype=torch.int64, device=group.device)
+        weighted = any(b.weights is not None or b.divisor is not None for b in bags)
         factors = torch.empty(n if weighted else 0, device=group.device)
-        if parts:
+        aligned = True
+        if self._expanding is not None:
+            cut = self._expanding
             block = 1024 if INTERPRETED else 128
-            most = max(each.bags.num_bags for each in parts)
-            pool_kernels.expand_bags[(-(-most // block), len(parts))](
-                group.upload_once(("expand",), [x for each in parts for x in self._fields(each, grads, 0)]),
+            pool_kernels.expand_bags[-(-cut.most_bags // block), len(cut.parts)](
+                cut.upload(group, self.fill(cut, bags, addresses)),
                 wanted,
-                addresses,
+                places,
                 factors,
                 WEIGHTED=weighted,
                 BLOCK=block,
                 **PLAIN_ARITHMETIC,
             )
-        aligned = all(self._is_aligned(each, grads, 0) for each in parts)
-        return Gradients((), addresses, factors if weighted else None, wanted, aligned)
+            aligned = cut.aligned and not any(address % VECTOR for address in addresses)
+        return Gradients(
+            addresses=places,
+            factors=factors if weighted else None,
+            wanted=wanted,
+            all_aligned=aligned,
+            held=grads,
+        )
 
-    def _fields(self, each: TablePart, tensors: Sequence[Tensor], start: int) -> list[int]:
-        bags, part = each.bags, each.part
-        tensor = tensors[part.output]
-        rows, columns = tensor.shape
-        repeat = rows * part.inner // bags.num_bags if bags.shared else 1
-        return [
-            each.table,
-            bags.offsets.data_ptr(),
-            bags.num_bags,
-            0 if bags.weights is None else bags.weights.data_ptr(),
-            0 if bags.divisor is None else bags.divisor.data_ptr(),
-            tensor.data_ptr(),
-            columns,
-            part.column + start - part.start,
-            part.inner,
-            part.step or part.width,
-            repeat,
-            self._first[each.table],
-            self._sizes[each.table],
-            int(part.accumulate),
-        ]
+    # ---- descriptors
 
-    def _is_aligned(self, each: TablePart, tensors: Sequence[Tensor], start: int) -> bool:
-        part, tensor = each.part, tensors[each.part.output]
-        numbers = (part.column + start - part.start, tensor.shape[1], part.step or part.width)
-        return tensor.data_ptr() % VECTOR == 0 and all(4 * x % VECTOR == 0 for x in numbers)
+    def _is_single(self, each: TablePart, adds: bool = False) -> bool:
+        bags = self._model[each.bags]
+        plain = bags.weights is None and bags.divisor is None and not bags.shared
+        return plain and bags.first is not None and (adds or not each.part.accumulate)
+
+    def _cut(self, start: int, end: int, run: ColumnRun | None, parts: Sequence[TablePart]) -> Cut:
+        template: list[int] = []
+        aligned = (
+            run is None or (run.offset + (start - run.start) * (4 if run.precision == 0 else 2)) % VECTOR == 0
+        )
+        for each in parts:
+            bags, part = self._model[each.bags], each.part
+            rows, columns = self._outputs[part.output]
+            column = part.column + max(0, start - part.start)
+            step = part.step or part.width
+            repeat = rows * part.inner // bags.num_bags if bags.shared else 1
+            aligned = aligned and all(4 * x % VECTOR == 0 for x in (column, columns, step))
+            template += [
+                each.table,
+                0,
+                bags.num_bags,
+                0,
+                0,
+                0,
+                columns,
+                column,
+                part.inner,
+                step,
+                repeat,
+                self._first[each.table],
+                self._sizes[each.table],
+                int(part.accumulate),
+                bags.first or 0,
+            ]
+        single = all(self._is_single(each) for each in parts)
+        most = max(self._model[each.bags].num_bags for each in parts)
+        return Cut(start, end, run, tuple(parts), template, aligned, single, most)
+
+    @staticmethod
+    def fill(cut: Cut, bags: Sequence[Bags], addresses: Sequence[int]) -> list[int]:
+        """Return the descriptors of parts with the addresses of a batch.
+
+        Args:
+            cut: Some parts.
+            bags: The bags of the batch.
+            addresses: The addresses of the outputs or of their gradients.
+
+        Returns:
+            The fields of pool_kernels.py.
+        """
+        fields = cut.template.copy()
+        at = 0
+        for each in cut.parts:
+            own = bags[each.bags]
+            if own.first is None:
+                fields[at + 1] = own.offsets.data_ptr()
+            if own.weights is not None:
+                fields[at + 3] = own.weights.data_ptr()
+            if own.divisor is not None:
+                fields[at + 4] = own.divisor.data_ptr()
+            fields[at + 5] = addresses[each.part.output]
+            at += 15
+        return fields
+
+
+class PoolingPlans:
+    """The plans of one set of tables, by the structure of the pooling."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[object, ...], PoolingPlan] = {}
+        self._last: tuple[weakref.ref[Pooling], list[int], PoolingPlan] | None = None
+
+    def find(
+        self, group: LaunchGroup, names: Sequence[str], sizes: Sequence[int], pooling: Pooling
+    ) -> PoolingPlan:
+        """Return the plan of a pooling; a new structure is checked and compiled.
+
+        The values of offsets, weights and divisors on a GPU are not read: that would wait for it. Kernels
+        keep offsets within the occurrences of the table.
+
+        Args:
+            group: The tables.
+            names: Their names.
+            sizes: Number of occurrences of each table.
+            pooling: The pooling, on the device of the tables.
+
+        Returns:
+            The plan.
+
+        Raises:
+            InputError: The pooling does not fit the tables, or a tensor is on another device.
+        """
+        if self._last is not None and self._last[0]() is pooling and self._last[1] == sizes:
+            return self._last[2]  # an update follows the forward of the same pooling
+        key = (*sizes, pooling.outputs, *_structure(names, pooling.bags))
+        on_cpu = group.device.type == "cpu"
+        plan = self._plans.get(key)
+        if plan is None or on_cpu:
+            for name, size in zip(names, sizes, strict=True):
+                if pooling.bags.get(name):
+                    _check(pooling, name, size, group.layout.dim, group.device)
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+                group.generation += 1
+            plan = self._plans[key] = PoolingPlan(group, names, sizes, pooling)
+        self._last = weakref.ref(pooling), list(sizes), plan
+        return plan
+
+
+def _tensors(bags: Sequence[Bags]) -> Iterator[Tensor]:
+    """The tensors of bags that kernels read through addresses in a descriptor."""
+    for own in bags:
+        yield from (tensor for tensor in (own.offsets, own.weights, own.divisor) if tensor is not None)
+
+
+def _structure(names: Sequence[str], bags: Mapping[str, tuple[Bags, ...]]) -> list[object]:
+    """What determines the launches of tables' bags, besides addresses."""
+    found: list[object] = []
+    for name in names:
+        of_table = bags.get(name, ())
+        found.append(len(of_table))
+        for own in of_table:
+            found += (id(own.parts), own.first, own.shared, own.offsets.shape[0])
+            if own.first is None:
+                found += (own.offsets.dtype, own.offsets.device)
+            for tensor in (own.weights, own.divisor):
+                found.append(None if tensor is None else (tensor.shape, tensor.dtype, tensor.device))
+    return found
+
+
+def on_device(pooling: Pooling, device: torch.device) -> Pooling:
+    """Return a pooling as kernels read it: on a device, each tensor contiguous.
+
+    Args:
+        pooling: The pooling.
+        device: The device.
+
+    Returns:
+        The pooling itself if nothing must be copied.
+    """
+    if all(_is_ready(bags, device) for of_table in pooling.bags.values() for bags in of_table):
+        return pooling
+    pooling = pooling.to(device)
+    packed = {name: tuple(map(_packed, bags)) for name, bags in pooling.bags.items()}
+    return Pooling(pooling.outputs, packed, pooling.coverage)
+
+
+def _is_ready(bags: Bags, device: torch.device) -> bool:
+    for tensor in (bags.offsets, bags.weights, bags.divisor):
+        if tensor is not None and (tensor.device != device or not tensor.is_contiguous()):
+            return False
+    return True
+
+
+def _packed(bags: Bags) -> Bags:
+    tensors = [
+        tensor.contiguous() if isinstance(tensor, Tensor) else tensor
+        for tensor in (bags.offsets, bags.weights, bags.divisor)
+    ]
+    return replace(bags, offsets=tensors[0], weights=tensors[1], divisor=tensors[2])
+
+
+def _check(pooling: Pooling, table: str, size: int, dim: int, device: torch.device) -> None:
+    if device.type == "cpu":
+        pooling.check(table, size, dim)
+        return
+    pooling.check_shapes(table, size, dim)
+    for bags in pooling.of(table):
+        for tensor in (bags.offsets, bags.weights, bags.divisor):
+            if tensor is not None and tensor.device != device:
+                raise InputError(f"table {table!r}: the pooling is on {tensor.device}, the table on {device}")
 
 
 def waves(parts: Sequence[TablePart]) -> list[list[TablePart]]:
@@ -239,29 +578,3 @@ def waves(parts: Sequence[TablePart]) -> list[list[TablePart]]:
             found.append([])
         found[wave].append(each)
     return found
-
-
-def on_device(pooling: Pooling, table: str, size: int, dim: int, device: torch.device) -> None:
-    """Check that a pooling fits a table.
-
-    The values of offsets, weights and divisors on a GPU are not read: that would wait for it. Kernels keep
-    offsets within the occurrences of the table.
-
-    Args:
-        pooling: The pooling.
-        table: Name of the table.
-        size: Number of its occurrences.
-        dim: Number of columns of its rows.
-        device: The device of the table.
-
-    Raises:
-        InputError: It does not fit, or a tensor is on another device.
-    """
-    if device.type == "cpu":
-        pooling.check(table, size, dim)
-        return
-    pooling.check_shapes(table, size, dim)
-    for bags in pooling.of(table):
-        for tensor in (bags.offsets, bags.weights, bags.divisor):
-            if tensor is not None and tensor.device != device:
-                raise InputError(f"table {table!r}: the pooling is on {tensor.device}, the table on {device}")

@@ -25,9 +25,27 @@ from megalith.table.engines.cuda.device_functions import (
     store_weights,
     weight_pointer,
 )
-from megalith.table.engines.cuda.index_kernels import positions
+from megalith.table.engines.cuda.index_kernels import list_missing, positions, search
 from megalith.table.engines.cuda.kernel_launch import launched
 from megalith.table.engines.cuda.triton_runtime import tl, triton
+
+
+@triton.jit
+def copy_weights(
+    tables, table, row, at, inside, out,
+    DIM: tl.constexpr, FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr,
+    START: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy one run of columns of rows to `out`; zeros for no row."""
+    exists = row >= 0
+    chunks = pointer_field(tables, table, FIELDS, CHUNKS, tl.int64)
+    pointer = weight_pointer(row_address(chunks, row, SHIFT, STRIDE, exists), OFFSET, PRECISION)[:, None]
+    for first in tl.static_range(0, WIDTH, COLUMNS):
+        column = (first + tl.arange(0, COLUMNS))[None, :]
+        wide = column < WIDTH
+        value = load_weights(pointer + column, exists[:, None] & wide, PRECISION)
+        target = out + (at * DIM)[:, None] + START + column
+        tl.store(target, value, mask=inside[:, None] & wide)
 
 
 @launched
@@ -51,15 +69,40 @@ def read_rows(
     """Read one run of columns of equal precision; an id without a row reads as zeros."""
     table, at, inside = positions(spans, BLOCK)
     row = tl.load(rows + at, mask=inside, other=-1)
-    exists = row >= 0
-    chunks = pointer_field(tables, table, FIELDS, CHUNKS, tl.int64)
-    pointer = weight_pointer(row_address(chunks, row, SHIFT, STRIDE, exists), OFFSET, PRECISION)[:, None]
-    for first in tl.static_range(0, WIDTH, COLUMNS):
-        column = (first + tl.arange(0, COLUMNS))[None, :]
-        wide = column < WIDTH
-        value = load_weights(pointer + column, exists[:, None] & wide, PRECISION)
-        target = out + (at * DIM)[:, None] + START + column
-        tl.store(target, value, mask=inside[:, None] & wide)
+    copy_weights(
+        tables, table, row, at, inside, out, DIM, FIELDS, SHIFT, STRIDE, OFFSET, START, WIDTH, PRECISION,
+        COLUMNS,
+    )  # fmt: skip
+
+
+@launched
+@triton.jit
+def find_and_read(
+    tables,
+    spans,
+    ids,
+    missing,
+    absent,
+    out,
+    DIM: tl.constexpr,
+    FIELDS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`find_rows` and `read_rows` in one launch, for rows of one precision."""
+    table, at, inside = positions(spans, BLOCK)
+    row = search(tables, table, ids, at, inside, FIELDS, BLOCK)
+    list_missing(spans, table, at, inside & (row < 0), missing, absent)
+    copy_weights(
+        tables, table, row, at, inside, out, DIM, FIELDS, SHIFT, STRIDE, OFFSET, START, WIDTH, PRECISION,
+        COLUMNS,
+    )  # fmt: skip
 
 
 @launched
@@ -68,8 +111,8 @@ def read_missing(
     tables,
     spans,
     ids,
-    rows,
     missing,
+    absent,
     out,
     DIM: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -80,27 +123,27 @@ def read_missing(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the initial rows of ids without a row.
+    """Write the initial rows of ids without a row: the positions that `find_rows` listed.
 
     It is a launch of its own, because the registers that it needs would slow down `read_rows`. A few programs
-    walk over all positions, and end at once if `missing`, the number of such ids, is 0.
+    walk over the list.
     """
-    if tl.load(missing) > 0:
-        table = tl.program_id(1)
-        end = tl.load(spans + 3 * table + 1)
-        block = tl.load(spans + 3 * table) + tl.program_id(0).to(tl.int64) * BLOCK
-        while block < end:
-            at = block + tl.arange(0, BLOCK)
-            absent = (at < end) & (tl.load(rows + at, mask=at < end, other=0) < 0)
-            if tl.max(absent.to(tl.int32), 0) > 0:
-                id = tl.load(ids + at, mask=absent, other=0)[:, None]
-                for first in tl.static_range(0, WIDTH, COLUMNS):
-                    column = (first + tl.arange(0, COLUMNS))[None, :]
-                    value = initial_weights(tables, table, FIELDS, id, START + column, NUM_SEGMENTS)
-                    value = rounded_weights(value, PRECISION)
-                    target = out + (at * DIM)[:, None] + START + column
-                    tl.store(target, value, mask=absent[:, None] & (column < WIDTH))
-            block += tl.num_programs(0) * BLOCK
+    table = tl.program_id(1)
+    count = tl.load(missing + table)
+    begin = tl.load(spans + 3 * table)
+    block = tl.program_id(0).to(tl.int64) * BLOCK
+    while block < count:
+        listed = block + tl.arange(0, BLOCK)
+        inside = listed < count
+        at = tl.load(absent + begin + listed, mask=inside, other=0).to(tl.int64)
+        id = tl.load(ids + at, mask=inside, other=0)[:, None]
+        for first in tl.static_range(0, WIDTH, COLUMNS):
+            column = (first + tl.arange(0, COLUMNS))[None, :]
+            value = initial_weights(tables, table, FIELDS, id, START + column, NUM_SEGMENTS)
+            value = rounded_weights(value, PRECISION)
+            target = out + (at * DIM)[:, None] + START + column
+            tl.store(target, value, mask=inside[:, None] & (column < WIDTH))
+        block += tl.num_programs(0) * BLOCK
 
 
 @launched

@@ -4,7 +4,8 @@
     states                         float32, in the order of `TableConfig.state_columns`
     header                         id, time, flags, count, step: 24 bytes
 
-Rows are multiples of 32 bytes, the unit of memory access of the GPU.
+Rows are multiples of 32 bytes, the unit of access to the caches of the GPU; wide ones are multiples of 64,
+the unit of access to its memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megalith.table.serving_view import ServingView
 from megalith.table.table_config import PRECISIONS, TableConfig
 
 HEADER_BYTES = 24
-SECTOR = 32
+SECTOR, WIDE_SECTOR, WIDE_ROW = 32, 64, 512
 CHUNK_BYTES = 16 << 20
 """Bytes of a chunk of rows, about."""
 MIN_CHUNK_SHIFT = 4
@@ -115,7 +116,8 @@ class RowLayout:
             segments.append(SegmentPlace(start, segment.dim, offset, precision, stochastic, state, rule))
         state_floats = config.row_floats - config.dim
         header = -(-(state_offset + 4 * state_floats) // 8) * 8
-        stride = -(-(header + HEADER_BYTES) // SECTOR) * SECTOR
+        sector = WIDE_SECTOR if header >= WIDE_ROW else SECTOR
+        stride = -(-(header + HEADER_BYTES) // sector) * sector
         shift = max(MIN_CHUNK_SHIFT, (chunk_bytes // stride).bit_length() - 1)
         return cls(
             dim=config.dim,

@@ -1,11 +1,43 @@
-"""StreamOrder: the calls of an engine run one after another on the device, whatever their streams."""
+"""StreamOrder: the calls of an engine run one after another on the device, whatever their streams.
+
+torch gives freed memory back to the stream that it was allocated on, although another stream may still use
+it. So once calls come from several streams, tensors are marked with the streams that use them.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
+
+_SEEN: dict[int, torch.cuda.Stream] = {}
+"""The streams of all calls so far, by handle."""
+
+
+def hold(tensors: Iterable[Tensor]) -> None:
+    """Note that launches of the current stream use tensors that another stream may have allocated.
+
+    Args:
+        tensors: Tensors on the device; some may be on the CPU.
+    """
+    if len(_SEEN) > 1 and not torch.cuda.is_current_stream_capturing():  # a graph keeps its memory
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def retire(*tensors: Tensor) -> None:
+    """Note that launches of any stream may use tensors that are about to be freed.
+
+    Args:
+        tensors: Tensors on the device.
+    """
+    if len(_SEEN) > 1:
+        for tensor in tensors:
+            for stream in _SEEN.values():
+                tensor.record_stream(stream)
 
 
 class StreamOrder:
@@ -22,7 +54,7 @@ class StreamOrder:
         self.device = device
         self.lock = threading.RLock()
         self._last: torch.cuda.Stream | None = None
-        self._last_handle = -1
+        self.last_handle = -1
 
     def __enter__(self) -> None:
         self.lock.acquire()
@@ -37,12 +69,13 @@ class StreamOrder:
         Args:
             handle: The handle of the current stream.
         """
-        if handle == self._last_handle:
+        if handle == self.last_handle:
             return
         current = torch.cuda.current_stream(self.device)
+        _SEEN[handle] = current
         if self._last is not None:
             current.wait_stream(self._last)
-        self._last, self._last_handle = current, handle
+        self._last, self.last_handle = current, handle
 
 
 class JointOrder:
@@ -59,7 +92,8 @@ class JointOrder:
         handle = current_handle(self._orders[0].device)
         for order in self._orders:
             order.lock.acquire()
-            order.follow(handle)
+            if order.last_handle != handle:
+                order.follow(handle)
 
     def __exit__(self, *_: object) -> None:
         for order in reversed(self._orders):

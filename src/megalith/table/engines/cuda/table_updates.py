@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megalith.ops.pooling import Pooling
 from megalith.table.engines.cuda.device_table import FLAGS
-from megalith.table.engines.cuda.launch_group import Gradients, LaunchGroup
-from megalith.table.engines.cuda.pooling_parts import PoolingParts
+from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
+from megalith.table.engines.cuda.recorded_calls import RecordedCalls
+from megalith.table.engines.cuda.row_steps import Gradients, call_fields, step_rows, sum_rows
 from megalith.table.engines.cuda.row_writes import COUNT, STEP, TIME, write_chunk
 from megalith.table.engines.torch_step import update_chunk
 from megalith.table.policies.min_count import MAX_COUNT
 from megalith.table.rounding import round_step
-from megalith.table.table_data import Chunk, FoundRows, Step
+from megalith.table.table_data import Chunk, Step
 
 if TYPE_CHECKING:
     from megalith.table.engines.cuda.engine import CudaEngine
@@ -33,8 +33,6 @@ class TableUpdate(NamedTuple):
 
     engine: CudaEngine
     ids: Tensor
-    found: FoundRows | None
-    grads: list[Tensor]
     step: Step
     occurrences: Tensor | None
 
@@ -43,19 +41,18 @@ class TableUpdate(NamedTuple):
 def stage_updates(
     group: LaunchGroup,
     updates: Sequence[TableUpdate],
-    pooling: Pooling | None,
-    *,
-    outputs: Sequence[Tensor] | None = None,
-    known: tuple[Tensor, Tensor] | None = None,
+    gradients: Gradients,
+    known: tuple[Tensor, RowSearch] | None,
+    recorded: RecordedCalls | None = None,
 ) -> Callable[[], None]:
     """Do the part of an update that may raise because of the user's optimizers.
 
     Args:
         group: The group; its tables are those of the engines, in this order.
         updates: One per table.
-        pooling: The pooling whose outputs the gradients belong to.
-        outputs: With `pooling`, the gradients of the outputs; None: those of the first table.
+        gradients: The gradients of their occurrences.
         known: Ids and current rows of all tables, if the caller has them; the rows are changed.
+        recorded: The recorded launches of the group.
 
     Returns:
         A function that writes the update.
@@ -63,23 +60,16 @@ def stage_updates(
     sizes = [update.ids.numel() for update in updates]
     if not sum(sizes):
         return lambda: None
-    if known is not None:
-        ids = known[0]
-    else:
-        ids = updates[0].ids if len(updates) == 1 else torch.cat([update.ids for update in updates])
-    if pooling is None:
-        gradients = Gradients([update.grads[0].contiguous() for update in updates])
-    else:
-        names = [update.engine.name for update in updates]
-        whole = [grad.contiguous() for grad in (updates[0].grads if outputs is None else outputs)]
-        gradients = PoolingParts(group, names, sizes, pooling).gradients(whole)
     if group.layout.has_rules:
-        rows = None if known is None else known[1]
-        return lambda: _update_in_kernels(group, updates, ids, rows, sizes, gradients)
-    writes = _stage_in_torch(updates, sizes, gradients)
+        return lambda: _update_in_kernels(group, updates, sizes, gradients, known, recorded)
+    staged = [
+        _stage_one_in_torch(update, gradients.part(number, sizes))
+        for number, update in enumerate(updates)
+        if sizes[number]
+    ]
 
     def write() -> None:
-        for each in writes:
+        for each in staged:
             each()
 
     return write
@@ -89,51 +79,41 @@ def stage_updates(
 def _update_in_kernels(
     group: LaunchGroup,
     updates: Sequence[TableUpdate],
-    ids: Tensor,
-    rows: Tensor | None,
     sizes: list[int],
     gradients: Gradients,
+    known: tuple[Tensor, RowSearch] | None,
+    recorded: RecordedCalls | None,
 ) -> None:
     wanted = gradients.wanted
     if any(update.engine.policies.active for update in updates):
         pieces = []
-        for update, own in zip(updates, _split(wanted, sizes), strict=True):
+        split = [None] * len(sizes) if wanted is None else list(wanted.split(sizes))
+        for update, own in zip(updates, split, strict=True):
             pieces.append(update.engine.policies.admit(update.ids, own, update.occurrences, update.step.step))
         wanted = torch.cat(pieces)
-    if rows is None:
-        pieces = [update.engine.current_rows(update.ids, update.found, copy=True) for update in updates]
-        rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    slots = group.create(ids, rows, sizes, wanted)
-    keys = group.finish(slots, rows, sizes, wanted, keys=True)
-    group.step_rows(keys, sizes, gradients, [update.step for update in updates])
+        known = None  # policies may have removed rows
+    if known is None:
+        ids = updates[0].ids if len(updates) == 1 else torch.cat([update.ids for update in updates])
+        known = ids, group.find(ids, sizes)
+    ids, found = known
+    group.make_room(sizes)
+    fields = call_fields(group, gradients, [update.step for update in updates])
+    repeats = recorded is not None and found.slot is not None and wanted is None
+    calls = group.overwrite("calls", fields) if repeats else group.upload(fields)
+
+    def launch() -> None:
+        slots = group.launch_create(ids, found, sizes, wanted, None)
+        keys = group.finish(slots, found, sizes, wanted, keys=True)
+        step_rows(group, keys, sizes, gradients, calls)
+
+    if recorded is not None and repeats:
+        recorded.run(("update", id(found.slot), gradients.aligned), launch)
+        found.used = True
+    else:
+        launch()
+    group.report(sizes)
     for update in updates:
         update.engine.wrote(update.step.step)
-
-
-def _split(wanted: Tensor | None, sizes: list[int]) -> list[Tensor | None]:
-    return [None] * len(sizes) if wanted is None else list(wanted.split(sizes))
-
-
-def _stage_in_torch(
-    updates: Sequence[TableUpdate], sizes: list[int], gradients: Gradients
-) -> list[Callable[[], None]]:
-    """Make the steps of optimizers that are written in torch; return functions that write them."""
-    matrices, writes = list(gradients.matrices), []
-    for number, (update, wanted) in enumerate(zip(updates, _split(gradients.wanted, sizes), strict=True)):
-        if not sizes[number]:
-            continue
-        own = Gradients(matrices[number : number + 1], wanted=wanted)
-        if gradients.addresses is not None:
-            factors = gradients.factors
-            own = Gradients(
-                (),
-                gradients.addresses.split(sizes)[number],
-                None if factors is None else factors.split(sizes)[number],
-                wanted,
-                gradients.aligned,
-            )
-        writes.append(_stage_one_in_torch(update, own))
-    return writes
 
 
 def _stage_one_in_torch(update: TableUpdate, gradients: Gradients) -> Callable[[], None]:
@@ -148,7 +128,7 @@ def _stage_one_in_torch(update: TableUpdate, gradients: Gradients) -> Callable[[
         plan = engine.policies.plan(ids, wanted, update.occurrences, step.step)
         wanted = plan.wanted
     keys = inverse if wanted is None else torch.where(wanted != 0, inverse, table.row_capacity)
-    first, sums = group.sum_rows(keys.to(group.key_type), sizes, gradients)
+    first, sums = sum_rows(group, keys.to(group.key_type), sizes, gradients)
     own = ids[first]
     finite = torch.isfinite(sums).all(1)
     skipped = int((~finite).sum())
@@ -167,11 +147,11 @@ def _stage_one_in_torch(update: TableUpdate, gradients: Gradients) -> Callable[[
         table.counters[3] += skipped
         if plan is not None:
             engine.policies.apply(plan, ids)
-        rows = group.find(ids, sizes)
-        slots = group.create(ids, rows, sizes, wanted)
-        group.finish(slots, rows, sizes, wanted, keys=False)
+        found = group.find(ids, sizes)
+        slots = group.create(ids, found, sizes, wanted)
+        group.finish(slots, found, sizes, wanted, keys=False)
         if own.numel():
-            rows = group.find(own, [own.numel()])
+            rows = group.find(own, [own.numel()]).rows
             headers = table.headers(rows)
             write_chunk(table, rows, chunk)
             table.write_header(TIME, rows, torch.full_like(own, step.time))

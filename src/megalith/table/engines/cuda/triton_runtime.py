@@ -54,7 +54,7 @@ def padded(n: int) -> int:
     Returns:
         The size of a block that holds them.
     """
-    return int(triton.next_power_of_2(max(1, n)))
+    return 1 << max(0, n - 1).bit_length()
 
 
 __all__ = ["INTERPRETED", "PLAIN_ARITHMETIC", "find_device", "padded", "tl", "triton"]

@@ -44,7 +44,7 @@ from megalith.table.engines.cuda.device_functions import (
     store_weights,
     weight_pointer,
 )
-from megalith.table.engines.cuda.index_kernels import SKIPPED
+from megalith.table.engines.cuda.index_kernels import SKIPPED, positions
 from megalith.table.engines.cuda.kernel_launch import launched
 from megalith.table.engines.cuda.step_rules import optimizer_step
 from megalith.table.engines.cuda.triton_runtime import tl, triton
@@ -54,11 +54,12 @@ MEASURE = tl.constexpr(0)
 
 # Fields of a call's descriptor, int64 each; floats as their bits.
 GRADS = tl.constexpr(0)
-TIME = tl.constexpr(1)
-STEP = tl.constexpr(2)
-SCALE = tl.constexpr(3)
-CLIP = tl.constexpr(4)
-RATES = tl.constexpr(5)  # lr, correction, extra of each segment
+GRADS_STRIDE = tl.constexpr(1)
+TIME = tl.constexpr(2)
+STEP = tl.constexpr(3)
+SCALE = tl.constexpr(4)
+CLIP = tl.constexpr(5)
+RATES = tl.constexpr(6)  # lr, correction, extra of each segment
 
 
 @triton.jit
@@ -66,25 +67,39 @@ def float_field(call, number):
     return tl.load(call + number).to(tl.int32).to(tl.float32, bitcast=True)
 
 
+@launched
+@triton.jit
+def sort_gradients(
+    calls, spans, order, addresses, factors, sorted_addresses, sorted_factors,
+    CALL_FIELDS: tl.constexpr, ADDRESSED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the address and the factor of each gradient in the order of the sorted occurrences."""
+    table, at, inside = positions(spans, BLOCK)
+    source = tl.load(order + at, mask=inside, other=0)
+    if ADDRESSED:
+        address = tl.load(addresses + source, mask=inside, other=0)
+    else:
+        call = calls + table * CALL_FIELDS
+        place = source - tl.load(spans + 3 * table)
+        address = tl.load(call + GRADS) + place * tl.load(call + GRADS_STRIDE)
+    tl.store(sorted_addresses + at, address, mask=inside)
+    if WEIGHTED:
+        tl.store(sorted_factors + at, tl.load(factors + source, mask=inside, other=0.0), mask=inside)
+
+
 @triton.jit
 def load_gradient(
-    source, start, grads, addresses, factors, column, wide,
-    ADDRESSED: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr, DIM: tl.constexpr,
-    START: tl.constexpr,
+    at, inside, addresses, factors, column, wide,
+    START: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of an occurrence: a row of a matrix, or a row of a pooled output times a factor."""
-    if ADDRESSED:
-        pointer = tl.load(addresses + source).to(tl.pointer_type(tl.float32))
-        if ALIGNED:
-            pointer = tl.multiple_of(pointer, 16)
-        value = tl.load(pointer + START + column, mask=wide, other=0.0)
-        if WEIGHTED:
-            value = value * tl.load(factors + source)
-        return value
-    else:
-        if ALIGNED:
-            grads = tl.multiple_of(grads, 16)
-        return tl.load(grads + (source - start) * DIM + START + column, mask=wide, other=0.0)
+    """The gradient of a sorted occurrence: a row of a matrix or of a pooled output, times a factor."""
+    pointer = tl.load(addresses + at, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    value = tl.load(pointer + START + column, mask=wide & inside, other=0.0)
+    if WEIGHTED:
+        value = value * tl.load(factors + at, mask=inside, other=0.0)
+    return value
 
 
 @triton.jit
@@ -177,14 +192,13 @@ def flush(
 @launched
 @triton.jit
 def walk_chunks(
-    tables, calls, spans, keys, order, addresses, factors, parts, heads, sums,
+    tables, calls, spans, keys, addresses, factors, parts, heads, sums,
     h0, h1, h2, h3, h4, h5,
     FIELDS: tl.constexpr, CALL_FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
     HEADER: tl.constexpr, OFFSET: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr,
     WIDTH: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr, STOCHASTIC: tl.constexpr,
     RULE: tl.constexpr, OPTIONS: tl.constexpr, MEASURED: tl.constexpr, COUNTED: tl.constexpr,
-    ADDRESSED: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The first launch: sums within chunks of sorted occurrences."""
     table = tl.program_id(1)
@@ -195,7 +209,6 @@ def walk_chunks(
         last = tl.minimum(first + CHUNK, end)
         chunk = tl.load(spans + 3 * table + 2) + tl.program_id(0)
         call = calls + table * CALL_FIELDS
-        grads = tl.load(call + GRADS).to(tl.pointer_type(tl.float32))
         column = tl.arange(0, COLUMNS)
         wide = column < WIDTH
         key = tl.load(keys + first).to(tl.int64)
@@ -203,21 +216,15 @@ def walk_chunks(
         continued = before == key
         head = first
         total = tl.zeros((COLUMNS,), tl.float32)
-        grad = load_gradient(
-            tl.load(order + first), start, grads, addresses, factors, column, wide,
-            ADDRESSED, WEIGHTED, ALIGNED, DIM, START,
-        )  # fmt: skip
+        grad = load_gradient(first, first < last, addresses, factors, column, wide, START, WEIGHTED, ALIGNED)
         at = first
         while at < last:
             total += grad
-            more = at + 1 < last
-            # The next gradient is loaded before the step, so that the two do not wait for each other.
-            source = tl.load(order + at + 1, mask=more, other=0)
             next_key = tl.load(keys + at + 1, mask=at + 1 < end, other=-1).to(tl.int64)
+            # The next gradient is loaded before the step, so that the two do not wait for each other.
             grad = load_gradient(
-                source + tl.where(more, 0, start), start, grads, addresses, factors, column, wide & more,
-                ADDRESSED, WEIGHTED, ALIGNED, DIM, START,
-            )  # fmt: skip
+                at + 1, at + 1 < last, addresses, factors, column, wide, START, WEIGHTED, ALIGNED
+            )
             if next_key != key:
                 if continued:
                     tl.store(parts + (2 * chunk * COLUMNS) + column, total)

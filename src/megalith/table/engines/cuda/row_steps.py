@@ -1,0 +1,307 @@
+"""Launches of an update: gradients summed by row in a fixed order, and one step per row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.table.engines.cuda import update_kernels
+from megalith.table.engines.cuda.device_table import BLOCK, WARPS, float_bits
+from megalith.table.engines.cuda.launch_group import LaunchGroup
+from megalith.table.engines.cuda.step_settings import NUM_SETTINGS, step_numbers
+from megalith.table.engines.cuda.stream_order import hold
+from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, padded
+from megalith.table.table_data import Step
+
+CHUNK = 8 if INTERPRETED else 64
+"""Sorted occurrences that one program of an update sums."""
+
+
+class Gradients(NamedTuple):
+    """Where the gradients of the occurrences are.
+
+    Attributes:
+        bases: For each table, the address of the gradient of its first occurrence; none with `addresses`.
+        strides: For each table, the bytes from one gradient to the next.
+        addresses: int64 [n] of all tables: the address of the gradient of each occurrence.
+        factors: float32 [n]: factor of each gradient, or None.
+        wanted: int8 [n]: which occurrences count; None: all.
+        all_aligned: With `addresses`, whether they are multiples of 16.
+        held: The tensors that the addresses belong to.
+    """
+
+    bases: Sequence[int] = ()
+    strides: Sequence[int] = ()
+    addresses: Tensor | None = None
+    factors: Tensor | None = None
+    wanted: Tensor | None = None
+    all_aligned: bool = False
+    held: Sequence[Tensor] = ()
+
+    @classmethod
+    def of(cls, matrices: Sequence[Tensor], wanted: Tensor | None = None) -> Gradients:
+        """Return the gradients of matrices.
+
+        Args:
+            matrices: float32 [n, dim] of each table; each row is contiguous.
+            wanted: int8 [n]: which occurrences count; None: all.
+
+        Returns:
+            The gradients.
+        """
+        hold(matrices)
+        bases = [matrix.data_ptr() for matrix in matrices]
+        return cls(bases, [4 * matrix.stride(0) for matrix in matrices], wanted=wanted, held=matrices)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all addresses are multiples of 16."""
+        if self.addresses is not None:
+            return self.all_aligned
+        return not any(base % 16 for base in self.bases) and not any(stride % 16 for stride in self.strides)
+
+    def part(self, number: int, sizes: list[int]) -> Gradients:
+        """Return the gradients of one table.
+
+        Args:
+            number: Number of the table.
+            sizes: Number of occurrences of each table.
+
+        Returns:
+            Its gradients.
+        """
+
+        def own(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.split(sizes)[number]
+
+        return Gradients(
+            self.bases[number : number + 1],
+            self.strides[number : number + 1],
+            own(self.addresses),
+            own(self.factors),
+            own(self.wanted),
+            self.all_aligned,
+            self.held,
+        )
+
+
+def call_fields(group: LaunchGroup, gradients: Gradients, steps: Sequence[Step]) -> list[int]:
+    """Return the numbers of an update that change from call to call.
+
+    Args:
+        group: The tables.
+        gradients: The gradients of the occurrences.
+        steps: The step of each table.
+
+    Returns:
+        The fields of update_kernels.py of each table.
+    """
+    fields: list[int] = []
+    same: dict[tuple[object, ...], list[int]] = {}  # tables often share their numbers
+    for number, step in enumerate(steps):
+        key = (step.time, step.step, step.scale, step.clip_norm, *step.rates)
+        if key not in same:
+            bits = [step.time, step.step, float_bits(step.scale), float_bits(step.clip_norm)]
+            segments = group.tables[number].config.segments
+            for segment, rate in zip(segments, step.rates, strict=False):
+                bits += [float_bits(x) for x in step_numbers(segment.optimizer, rate, step.step)]
+            same[key] = bits
+        fields += (gradients.bases[number], gradients.strides[number]) if gradients.bases else (0, 0)
+        fields += same[key]
+    return fields
+
+
+def step_rows(
+    group: LaunchGroup, keys: Tensor, sizes: Sequence[int], gradients: Gradients, calls: Tensor
+) -> None:
+    """Sum the gradients of each row in the order of its occurrences, and make one step per row.
+
+    Args:
+        group: The tables.
+        keys: From `LaunchGroup.finish`.
+        sizes: Number of occurrences of each table.
+        gradients: The gradients of the occurrences.
+        calls: What `call_fields` returned, on the device.
+    """
+    if not keys.numel():
+        return
+    walk = _Walk(group, keys, sizes, gradients, calls)
+    measured = len(group.layout.segments) > 1
+    if measured:
+        walk.measure()
+    for number in range(len(group.layout.segments)):
+        walk.segment(number, measured)
+
+
+def sum_rows(
+    group: LaunchGroup, keys: Tensor, sizes: Sequence[int], gradients: Gradients
+) -> tuple[Tensor, Tensor]:
+    """Sum the gradients of each row.
+
+    Args:
+        group: A group of one table.
+        keys: As for `step_rows`.
+        sizes: Number of occurrences.
+        gradients: The gradients of the occurrences.
+
+    Returns:
+        The positions of the first occurrence of each row, int64 [u], by ascending row, and the sums, float32
+        [u, dim]. It waits for the device.
+    """
+    dim = group.layout.dim
+    if not keys.numel():
+        return torch.empty(0, dtype=torch.int64, device=group.device), torch.empty(
+            0, dim, device=group.device
+        )
+    calls = group.upload(call_fields(group, gradients, [Step([], 0, 1.0, 0.0, 0)]))
+    walk = _Walk(group, keys, sizes, gradients, calls)
+    heads = walk.sums()
+    heads = heads[walk.keys[heads] < group.tables[0].row_capacity]
+    return walk.order[heads], walk.buffer.view(-1, dim)[heads]
+
+
+class _Walk:
+    """The launches of one update: sorted occurrences, scratch memory and the descriptors of the call."""
+
+    def __init__(
+        self,
+        group: LaunchGroup,
+        keys: Tensor,
+        sizes: Sequence[int],
+        gradients: Gradients,
+        calls: Tensor,
+    ) -> None:
+        self.group, self.sizes, self.gradients, self.calls = group, sizes, gradients, calls
+        self.keys, self.order = torch.sort(keys, stable=True)
+        self.num_fields = calls.numel() // len(sizes)
+        self.spans = group.spans(sizes, CHUNK)
+        self.grid = group.grid(sizes, CHUNK)
+        self.num_chunks = sum(-(-size // CHUNK) for size in sizes)
+        self.heads = group.scratch("heads", self.num_chunks, torch.int64)
+        self._sort_gradients()
+        self.buffer = self.factors
+
+    def _sort_gradients(self) -> None:
+        group, gradients, n = self.group, self.gradients, self.keys.numel()
+        addressed, weighted = gradients.addresses is not None, gradients.factors is not None
+        self.addresses = group.scratch("addresses", n, torch.int64)
+        self.factors = group.scratch("factors", n if weighted else 0, torch.float32)
+        key = ("sort", addressed, weighted, self.num_fields)
+        if key not in group.bound:
+            group.bound[key] = update_kernels.sort_gradients.bind(
+                CALL_FIELDS=self.num_fields,
+                ADDRESSED=addressed,
+                WEIGHTED=weighted,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+            )
+        group.bound[key](
+            group.grid(self.sizes, BLOCK),
+            self.calls,
+            group.spans(self.sizes, BLOCK),
+            self.order,
+            self.order if gradients.addresses is None else gradients.addresses,
+            self.factors if gradients.factors is None else gradients.factors,
+            self.addresses,
+            self.factors,
+        )
+
+    def segment(self, number: int, measured: bool) -> None:
+        place = self.group.layout.segments[number]
+        assert place.rule is not None
+        what = {
+            "OFFSET": place.offset,
+            "STATE": place.state,
+            "START": place.start,
+            "WIDTH": place.width,
+            "SEGMENT": number,
+            "PRECISION": place.precision,
+            "STOCHASTIC": place.stochastic,
+            "RULE": place.rule.rule,
+            "OPTIONS": place.rule.options,
+            "MEASURED": measured,
+            "COUNTED": self.group.layout.counted,
+        }
+        self._launch(("walk", number, measured), what, place.rule.settings)
+
+    def measure(self) -> None:
+        """Compute the factor of each row's gradient, which depends on all columns."""
+        self.buffer = torch.empty(self.keys.numel(), device=self.group.device)
+        self._whole_row("measure", update_kernels.MEASURE.value)
+
+    def sums(self) -> Tensor:
+        """Compute the sums; return the sorted positions of the first occurrence of each row."""
+        n = self.keys.numel()
+        self.buffer = torch.empty(n * self.group.layout.dim, device=self.group.device)
+        self._whole_row("sum", update_kernels.SUM.value)
+        first = torch.ones(n, dtype=torch.bool, device=self.group.device)
+        first[1:] = self.keys[1:] != self.keys[:-1]
+        return first.nonzero()[:, 0]
+
+    def _whole_row(self, use: str, rule: int) -> None:
+        """Do something with the sums of whole rows that is no optimizer step."""
+        nothing = ("OFFSET", "STATE", "START", "SEGMENT", "PRECISION", "OPTIONS")
+        constants: dict[str, int | bool] = dict.fromkeys(nothing, 0)
+        constants |= dict.fromkeys(("STOCHASTIC", "MEASURED", "COUNTED"), False)
+        width = self.group.layout.dim
+        self._launch((use,), {"WIDTH": width, "RULE": rule, **constants}, (0.0,) * NUM_SETTINGS)
+
+    def _launch(
+        self, use: tuple[object, ...], what: dict[str, int | bool], settings: tuple[float, ...]
+    ) -> None:
+        group, gradients = self.group, self.gradients
+        key = (*use, gradients.factors is not None, gradients.aligned, self.num_fields)
+        if key not in group.bound:
+            self._bind(key, what)
+        tables, columns = group.descriptors(), padded(int(what["WIDTH"]))
+        parts = group.scratch("parts", 2 * self.num_chunks * columns, torch.float32)
+        group.bound[key](
+            self.grid,
+            tables,
+            self.calls,
+            self.spans,
+            self.keys,
+            self.addresses,
+            self.factors,
+            parts,
+            self.heads,
+            self.buffer,
+            *settings,
+        )
+        group.bound[(*key, "finish")](
+            self.grid,
+            tables,
+            self.calls,
+            self.spans,
+            self.keys,
+            parts,
+            self.heads,
+            self.buffer,
+            *settings,
+        )
+
+    def _bind(self, key: tuple[object, ...], what: dict[str, int | bool]) -> None:
+        group, layout, gradients = self.group, self.group.layout, self.gradients
+        columns = padded(int(what["WIDTH"]))
+        common = {
+            "FIELDS": group.fields,
+            "CALL_FIELDS": self.num_fields,
+            "SHIFT": layout.shift,
+            "STRIDE": layout.stride,
+            "HEADER": layout.header,
+            "DIM": layout.dim,
+            "CHUNK": CHUNK,
+            "COLUMNS": columns,
+            "num_warps": max(1, min(8, columns // 128)),
+            **what,
+            **PLAIN_ARITHMETIC,
+        }
+        group.bound[key] = update_kernels.walk_chunks.bind(
+            WEIGHTED=gradients.factors is not None, ALIGNED=gradients.aligned, **common
+        )
+        group.bound[(*key, "finish")] = update_kernels.finish_chunks.bind(
+            AHEAD=max(2, min(16, 2048 // columns)), **common
+        )

@@ -1,0 +1,473 @@
+"""StoredRows: the calls of the cuda engine that are not on the hot path.
+
+They compose kernels and torch operations, and wait for the device where they return data to the host. Ids and
+chunks that come from or go to the host may be on the CPU in these calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError, UsageError
+from megalith.table.engines.copied_snapshot import CopyingEngine
+from megalith.table.engines.cuda.cuda_policies import CudaPolicies
+from megalith.table.engines.cuda.device_table import FLAGS, DeviceTable
+from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
+from megalith.table.engines.cuda.occurrences import first_occurrences, last_occurrences
+from megalith.table.engines.cuda.row_layout import CHUNK_BYTES, RowLayout
+from megalith.table.engines.cuda.row_writes import COUNT, STEP, TIME, assign_in_order, write_chunk
+from megalith.table.engines.cuda.stream_order import StreamOrder
+from megalith.table.engines.cuda.triton_runtime import find_device
+from megalith.table.engines.reference_policies import is_sparse
+from megalith.table.initializers import table_key
+from megalith.table.policies.min_count import MAX_COUNT
+from megalith.table.table_config import PRECISIONS, TableConfig
+from megalith.table.table_data import Chunk, MemoryUse, RowCounters
+
+SCAN_ROWS = 1 << 16
+FIRST_CONSUMER_BIT = 8
+FIRST_WATCH_BIT = 16
+NUM_WATCHES = 8
+
+
+class StoredRows(CopyingEngine):
+    """Rows in GPU memory. See `Engine`.
+
+    Args:
+        config: The config of the table.
+        seed: As for `Engine`.
+        num_shards: As for `Engine`.
+        chunk_bytes: Bytes of a chunk of rows, about.
+
+    Attributes:
+        device: Where the rows are.
+        table: The memory of the table.
+        group: The launches over this table alone.
+        order: Orders the launches of several threads and streams.
+        writes: Number of calls that may have created rows.
+        latest_step: The largest step of an update or of a restored row.
+    """
+
+    engine = "cuda"
+
+    def __init__(
+        self, config: TableConfig, *, seed: int = 0, num_shards: int = 1, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        super().__init__(config, seed=seed, num_shards=num_shards)
+        self.device = find_device()
+        self._key = table_key(seed, config.name)
+        self.layout = RowLayout.of(config, chunk_bytes)
+        self.table = DeviceTable(config, self.layout, self._key, self.device)
+        self.group = LaunchGroup([self.table])
+        self.policies = CudaPolicies(self)
+        self.order = StreamOrder(self.device)
+        self._epoch = 0
+        self.writes = 0
+        self._length: int | None = 0  # None: on the device
+        self.latest_step = 0
+        self._removed: dict[int, list[Tensor]] = {}  # consumer -> removed ids
+        self._watches: set[int] = set()
+
+    def reseed(self, seed: int) -> None:
+        """See `Engine.reseed`."""
+        with self.order:
+            self.seed = seed
+            self._key = self.table.key = table_key(seed, self.name)
+            self.table.changed()
+            self.policies.set_key(self._key)
+
+    def wrote(self, step: int = 0) -> None:
+        """Note that a call wrote rows and may have created some.
+
+        Args:
+            step: The step of an update.
+        """
+        self.writes += 1
+        self._length = None
+        self.latest_step = max(self.latest_step, min(step, MAX_COUNT))
+
+    # ---- rows
+
+    def find_or_create(self, ids: Tensor, fresh: Tensor | None = None) -> Tensor:
+        """Find the rows of ids, create missing ones, and make room for them if the table has a capacity.
+
+        Args:
+            ids: int64 [n] on the device.
+            fresh: int8 [n] of zeros; becomes 1 at the first occurrence of each new id.
+
+        Returns:
+            int32 [n].
+        """
+        sizes = [ids.numel()]
+        found = self.group.find(ids, sizes)
+        if self.policies.active and ids.numel():
+            missing = first_occurrences(ids[found.rows < 0])[0]
+            if self.policies.make_place(missing.numel(), ids):
+                found = self.group.find(ids, sizes)
+            self.policies.created(missing)
+        slots = self.group.create(ids, found, sizes, fresh=fresh)
+        self.group.finish(slots, found, sizes, keys=False)
+        self.wrote()
+        return found.rows
+
+    def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
+        """See `Engine.assign`."""
+        with self.order:
+            if ids.numel():
+                found = self.find_or_create(ids.to(self.device))
+                assign_in_order(self.group, found, rows.to(self.device), add=add, time=time)
+                self._note_assigned(found)
+
+    def reinitialize(self, ids: Tensor, time: int) -> Tensor:
+        """See `Engine.reinitialize`."""
+        with self.order:
+            fresh = torch.zeros(ids.numel(), dtype=torch.int8, device=self.device)
+            rows = torch.unique(self.find_or_create(ids.to(self.device), fresh))
+            self.group.initialize(rows)
+            self._write_headers(rows, time)
+            self._note_assigned(rows)
+            return 1 - fresh.to(torch.int32)
+
+    def _note_assigned(self, rows: Tensor) -> None:
+        """Note that rows were written by other means than an update, at the latest step."""
+        if self.config.counted:
+            rows = torch.unique(rows)
+            counts = self.table.headers(rows)[3].clamp(min=1)
+            self.table.write_header(COUNT, rows, counts)
+            self.table.write_header(STEP, rows, torch.full_like(counts, self.latest_step))
+
+    def _write_headers(self, rows: Tensor, time: int | Tensor) -> None:
+        times = torch.full_like(rows, time, dtype=torch.int64) if isinstance(time, int) else time
+        self.table.write_header(TIME, rows, times)
+        self.table.write_header(FLAGS, rows, torch.full_like(rows, self.table.tracked), 1)
+
+    def remove(self, ids: Tensor) -> int:
+        """See `Engine.remove`."""
+        with self.order:
+            distinct, _ = first_occurrences(ids.to(self.device))
+            gone = self._remove(distinct)
+            self.policies.removed += gone.numel()
+            self._epoch += 1
+            return gone.numel()
+
+    def _remove(self, distinct: Tensor) -> Tensor:
+        """Remove the rows of distinct ids; return the ids that had one."""
+        rows = self.group.find(distinct, [distinct.numel()]).rows
+        exists = rows >= 0
+        ids = distinct[exists].contiguous()
+        self.table.remove(ids, rows[exists].contiguous())
+        for removed in self._removed.values():
+            removed.append(ids.cpu())
+        self.writes += 1
+        self._length = None
+        return ids
+
+    def restore(self, chunk: Chunk) -> None:
+        """See `Engine.restore`."""
+        with self.order:
+            last = last_occurrences(chunk.ids)
+            chunk = chunk if last.numel() == chunk.ids.numel() else chunk.select(last)
+            if chunk.ids.numel():
+                ids = chunk.ids.to(self.device)
+                rows = self.find_or_create(ids)
+                write_chunk(self.table, rows, chunk)
+                self._write_headers(rows, chunk.time.to(self.device))
+                if chunk.step is not None:
+                    self.latest_step = max(self.latest_step, int(chunk.step.max()))
+            self._epoch += 1
+
+    def scan_part(
+        self,
+        start: int,
+        limit: int,
+        *,
+        rows: bool = True,
+        watch: int | None = None,
+        stop: int | None = None,
+    ) -> tuple[Chunk, int]:
+        """See `Engine.scan_part`."""
+        with self.order:
+            used = self.table.read_counters()[0]
+            last = used if stop is None else min(used, stop)
+            found, headers = [], []
+            count, at = 0, start
+            while at < last and count < limit:
+                end = min(last, at + max(SCAN_ROWS, limit))
+                live, header = self.table.live_rows(at, end)
+                found.append(live[: limit - count])
+                headers.append(header[:, : limit - count])
+                count += found[-1].numel()
+                at = end if count < limit else int(found[-1][-1]) + 1
+            none = torch.empty(0, dtype=torch.int32, device=self.device)
+            chosen = torch.cat(found) if found else none
+            header = torch.cat(headers, 1) if headers else self.table.headers(none)
+            if watch is not None:  # a write sets the flag again
+                kept = torch.full_like(chosen, ~self._watch_bit(watch))
+                self.table.write_header(FLAGS, chosen, kept, 2)
+            return self._chunk(chosen, header, with_rows=rows), at if at < used else -1
+
+    def _chunk(self, rows: Tensor, headers: Tensor, *, with_rows: bool = True) -> Chunk:
+        """Copy rows to the host."""
+        ids, time, _, count, step = headers.cpu()
+        weights, states = torch.empty(rows.numel(), 0), torch.empty(rows.numel(), 0)
+        if with_rows:
+            weights, states = (
+                part.cpu() for part in self.complete_rows(headers[0], self.group.all_found(rows))
+            )
+        columns = {
+            c.key: states[:, c.start - self.dim : c.end - self.dim].contiguous()
+            for c in self.config.state_columns
+            if with_rows
+        }
+        counted = (count, step) if self.config.counted else (None, None)
+        return Chunk(ids.contiguous(), weights, columns, time.contiguous(), *counted)
+
+    def complete_rows(self, ids: Tensor, found: RowSearch) -> tuple[Tensor, Tensor]:
+        """Read weights and states; an id without a row reads as the row that would be created.
+
+        Args:
+            ids: int64 [n], distinct.
+            found: Their rows.
+
+        Returns:
+            float32 [n, dim] and float32 [n, state floats], on the device.
+        """
+        rows = found.rows
+        weights = torch.empty(rows.numel(), self.dim, device=self.device)
+        self.group.read(ids.contiguous(), found, [rows.numel()], weights)
+        initial = [c.initial for c in self.config.state_columns for _ in range(c.end - c.start)]
+        values = torch.tensor(initial, dtype=torch.float32, device=self.device)
+        states = values.expand(rows.numel(), -1).contiguous()
+        exists = (rows >= 0).nonzero()[:, 0]
+        known = torch.empty(exists.numel(), len(initial), device=self.device)
+        self.table.copy_states(rows[exists].contiguous(), known, write=False)
+        states[exists] = known
+        return weights, states
+
+    def clear(self) -> None:
+        """See `Engine.clear`."""
+        with self.order:
+            ids = self.table.live_rows()[1][0].cpu()
+            for removed in self._removed.values():
+                removed.append(ids)
+            self.policies.removed += ids.numel()
+            self.policies.forget()
+            self.table.empty()
+            self._length = 0
+            self.writes += 1
+            self._epoch += 1
+            self.moves += 1
+
+    def reserve(self, n: int) -> None:
+        """See `Engine.reserve`."""
+        with self.order:
+            self.table.reserve(n)
+
+    # ---- policies
+
+    def admitted(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
+        """See `Engine.admitted`."""
+        with self.order:
+            known = self.group.find(ids.to(self.device), [ids.numel()]).rows >= 0
+            return known | self.policies.admission.admits(ids.cpu(), seen.cpu(), step).to(self.device)
+
+    @staticmethod
+    def _watch_bit(watch: int) -> int:
+        return 1 << (FIRST_WATCH_BIT + watch)
+
+    def open_watch(self) -> int:
+        """See `Engine.open_watch`."""
+        with self.order:
+            number = next((k for k in range(NUM_WATCHES) if k not in self._watches), None)
+            if number is None:
+                raise UsageError(f"table {self.name!r}: {NUM_WATCHES} passes over the table are in progress")
+            self._watches.add(number)
+            self.table.tracked |= self._watch_bit(number)
+            self.table.changed()
+            return number
+
+    def close_watch(self, watch: int) -> None:
+        """See `Engine.close_watch`."""
+        with self.order:
+            self._watches.remove(watch)
+            self.table.tracked &= ~self._watch_bit(watch)
+            self.table.changed()
+
+    def evict(self, ids: Tensor, watch: int) -> Tensor:
+        """See `Engine.evict`."""
+        with self.order:
+            ids = ids.to(self.device)
+            rows = self.group.find(ids, [ids.numel()]).rows
+            exists = (rows >= 0).nonzero()[:, 0]
+            flags = self.table.headers(rows[exists].contiguous())[2]
+            return self.evict_ids(ids[exists[(flags & self._watch_bit(watch)) == 0]])
+
+    def evict_ids(self, ids: Tensor) -> Tensor:
+        """Remove rows, log their ids and count them as evicted.
+
+        Args:
+            ids: int64 [n], distinct.
+
+        Returns:
+            The same ids on the CPU.
+        """
+        gone = self._remove(ids).cpu()
+        self.policies.evicted += gone.numel()
+        self.policies.evicted_log.add(gone.tolist())
+        self._epoch += bool(gone.numel())
+        return gone
+
+    def compact(self, limit: int) -> bool:
+        """See `Engine.compact`; moves all rows in one call."""
+        with self.order:
+            used = self.table.read_counters()[0]
+            if self._snapshot is not None or not is_sparse(len(self), used):
+                return True
+            rows, headers = self.table.live_rows()
+            boundary = max(1, rows.numel())
+            taken = torch.zeros(boundary, dtype=torch.bool, device=self.device)
+            taken[rows[rows < boundary].long()] = True
+            far = rows >= boundary
+            targets = (~taken).nonzero()[:, 0].to(torch.int32)
+            moved, spare = targets[: int(far.sum())], targets[int(far.sum()) :]
+            self.table.move(rows[far].contiguous(), moved.contiguous())
+            rows[far] = moved
+            self.table.rebuild_index(headers[0].contiguous(), rows)
+            self.table.shrink(boundary, spare)
+            self.writes += 1
+            self._epoch += 1
+            return True
+
+    def drain_evicted(self) -> Tensor:
+        """See `Engine.drain_evicted`."""
+        with self.order:
+            return self.policies.evicted_log.take()
+
+    def drain_refused(self) -> Tensor:
+        """See `Engine.drain_refused`."""
+        with self.order:
+            return self.policies.admission.refused.take()
+
+    def pending(self) -> tuple[Tensor, Tensor]:
+        """See `Engine.pending`."""
+        with self.order:
+            counts = self.policies.admission.counts
+            ids, numbers = list(counts), list(counts.values())
+            return torch.tensor(ids, dtype=torch.int64), torch.tensor(numbers, dtype=torch.int64)
+
+    def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
+        """See `Engine.restore_pending`."""
+        with self.order:
+            absent = self.group.find(ids.to(self.device), [ids.numel()]).rows < 0
+            self.policies.count(ids.to(self.device)[absent].tolist(), counts.to(self.device)[absent].tolist())
+
+    def counters(self) -> RowCounters:
+        """See `Engine.counters`.
+
+        Raises:
+            InputError: Rows were skipped because their gradient was not finite.
+        """
+        with self.order:
+            _, _, created, skipped = self.table.read_counters()
+            if skipped:
+                self.table.counters[3] = 0
+                raise InputError(
+                    f"table {self.name!r}: {skipped} rows got gradients with NaN or Inf since the last call; "
+                    "these rows were not changed"
+                )
+            return self.policies.counters(created)
+
+    # ---- touched rows
+
+    @property
+    def _guard(self) -> AbstractContextManager[object]:
+        return self.order
+
+    @property
+    def _consumers(self) -> Container[int]:
+        return self._removed
+
+    def _copy_rows(self, consumer: int) -> Chunk:
+        rows, headers = self.table.live_rows()
+        if consumer >= 0:
+            touched = (headers[2] & self._bit(consumer)) != 0
+            rows, headers = rows[touched].contiguous(), headers[:, touched].contiguous()
+        return self._chunk(rows, headers)
+
+    @staticmethod
+    def _bit(consumer: int) -> int:
+        return 1 << (FIRST_CONSUMER_BIT + consumer)
+
+    def track(self, consumer: int) -> None:
+        """See `Engine.track`."""
+        with self.order:
+            self._removed[consumer] = []
+            self._forget(consumer, *self.table.live_rows())
+            self.table.tracked |= self._bit(consumer)
+            self.table.changed()
+
+    def _forget(self, consumer: int, rows: Tensor, headers: Tensor) -> Tensor:
+        """Clear the flags of touched rows; return their ids."""
+        touched = (headers[2] & self._bit(consumer)) != 0
+        own = rows[touched].contiguous()
+        self.table.write_header(FLAGS, own, torch.full_like(own, ~self._bit(consumer)), 2)
+        return headers[0][touched]
+
+    def untrack(self, consumer: int) -> None:
+        """See `Engine.untrack`."""
+        with self.order:
+            del self._removed[consumer]
+            self.table.tracked &= ~self._bit(consumer)
+            self.table.changed()
+
+    def drain(self, consumer: int) -> tuple[Tensor, Tensor]:
+        """See `Engine.drain`. It reads the flags of all rows, at the speed of the device's memory."""
+        with self.order:
+            updated = self._forget(consumer, *self.table.live_rows()).cpu()
+            removed = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *self._removed[consumer]]))
+            self._removed[consumer] = []
+            absent = self.group.find(removed.to(self.device), [removed.numel()]).rows.cpu() < 0
+            return updated, removed[absent]
+
+    def mark(self, consumer: int, ids: Tensor) -> None:
+        """See `Engine.mark`."""
+        with self.order:
+            distinct = torch.unique(ids.to(self.device))
+            rows = self.group.find(distinct, [distinct.numel()]).rows
+            own = rows[rows >= 0].contiguous()
+            self.table.write_header(FLAGS, own, torch.full_like(own, self._bit(consumer)), 1)
+            self._removed[consumer].append(distinct[rows < 0].cpu())
+
+    # ---- state
+
+    @property
+    def epoch(self) -> int:
+        """See `Engine.epoch`."""
+        return self._epoch
+
+    def __len__(self) -> int:
+        with self.order:
+            if self._length is None:
+                used, free, *_ = self.table.read_counters()
+                self._length = used - free
+            return self._length
+
+    def shape(self) -> tuple[int, int, int, bool]:
+        """See `Engine.shape`."""
+        with self.order:
+            return len(self), max(len(self), self.table.slot_limit), self._epoch, False
+
+    def memory(self) -> MemoryUse:
+        """See `Engine.memory`."""
+        with self.order:
+            used, table = len(self), self.table
+            weights = used * sum(s.dim * PRECISIONS[s.precision] for s in self.config.segments)
+            states = used * 4 * self.layout.state_floats
+            side = used * self.layout.stride - weights - states
+            slack = (table.row_capacity - used) * self.layout.stride + 4 * table.free.numel()
+            index = 8 * table.entries.numel()
+            return MemoryUse(index, weights, states, side, self.policies.memory(), slack)

@@ -1,0 +1,92 @@
+"""Where a run computes: on the CPU, or with tables and dense weights on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor, nn
+
+from megalith.data import Batch
+from megalith.errors import UsageError
+from megalith.models import forward_batch
+from megalith.training.run_config import TrainConfig
+
+
+def has_gpu() -> bool:
+    """Returns whether the cuda engine can run: torch finds a GPU, and triton is installed."""
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+def device_of(train: TrainConfig) -> torch.device:
+    """Returns where a model of a config computes.
+
+    Args:
+        train: The section [train]. A model that was trained on a GPU computes on the CPU where there is none.
+
+    Returns:
+        The device.
+    """
+    gpu = train.device in ("cuda", "auto") and has_gpu()
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+
+def engine_of(train: TrainConfig) -> str:
+    """Returns the engine of the tables.
+
+    Args:
+        train: The section [train].
+
+    Returns:
+        Its engine; on a GPU, cuda instead of cpu.
+    """
+    on_gpu = train.engine == "cpu" and device_of(train).type == "cuda"
+    return "cuda" if on_gpu else train.engine
+
+
+def check_device(train: TrainConfig, ranks: int) -> None:
+    """Checks that a run can start on its device.
+
+    Args:
+        train: The section [train].
+        ranks: Number of ranks.
+
+    Raises:
+        UsageError: There is no GPU, or a run of several ranks asks for one.
+    """
+    if train.device == "cuda" and not has_gpu():
+        raise UsageError(
+            "--device cuda needs an NVIDIA GPU, a torch build with CUDA and triton: use --device auto to "
+            "train on the CPU where there is none"
+        )
+    if ranks > 1 and device_of(train).type == "cuda":
+        raise UsageError("a run of several ranks trains on the CPU: use --device cpu")
+
+
+def score(model: nn.Module, batch: Batch) -> Tensor:
+    """Returns the logits of a batch.
+
+    Args:
+        model: The model, on any device.
+        batch: The batch, on any device.
+
+    Returns:
+        float32 [rows], on the CPU.
+    """
+    return forward_batch(model, moved(model, batch)).cpu()
+
+
+def moved(model: nn.Module, batch: Batch) -> Batch:
+    """Returns a batch on the device of a model.
+
+    Args:
+        model: The model.
+        batch: The batch, on any device.
+
+    Returns:
+        The batch itself if it is there.
+    """
+    first = next(model.parameters(), None)
+    if first is None or first.device == batch.labels.device:
+        return batch
+    return batch.to(first.device, non_blocking=True)

@@ -1,0 +1,61 @@
+"""A short program for compute-sanitizer: each kernel of the cuda engine on a few ids.
+
+`make check-gpu-memory` runs it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megalith import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    EmbeddingCollection,
+    Feature,
+    FirstN,
+    Mean,
+    Ragged,
+    Segment,
+    Table,
+    TableConfig,
+)
+
+
+def main() -> None:
+    segments = [Segment(3, optimizer=FTRL(0.1), precision="float16"), Segment(4, optimizer=Adam(0.1))]
+    for config in (
+        TableConfig("t", dim=5, optimizer=Adam(0.1)),
+        TableConfig("t", segments=segments),
+        TableConfig("t", dim=8, optimizer=SGD(0.1), missing="zeros"),
+    ):
+        table = Table(config, engine="cuda")
+        for step in range(3):
+            ids = (torch.arange(700, device="cuda") % 301) * 7919 + step * 100
+            table.lookup(ids)
+            table.apply_gradients(ids, torch.ones(700, config.dim, device="cuda"), step=step)
+            table.remove(ids[:50])
+        ids = torch.unique(ids)
+        table.assign(ids, torch.ones(ids.numel(), config.dim))
+        table.assign_add(ids, torch.ones(ids.numel(), config.dim))
+        table.reinitialize(ids[:10])
+        rows = list(table.scan(100))
+        table.engine_impl.compact(1 << 30)
+        assert sum(chunk.ids.numel() for chunk in rows) == len(table)
+    tables = [
+        TableConfig("a", dim=4, optimizer=Adagrad(0.1)),
+        TableConfig("b", dim=4, optimizer=Adagrad(0.2)),
+    ]
+    features = [Feature("x", "a"), Feature("y", "a", combiner=Mean()), Feature("z", "b", combiner=FirstN(2))]
+    collection = EmbeddingCollection(tables, [*features, Feature("w", "b")], engine="cuda")
+    ragged = Ragged.from_lists([[1, 2, 1], [], [3]]).to("cuda")
+    for _ in range(2):
+        out = collection({"x": ragged, "y": ragged, "z": ragged, "w": torch.tensor([5, 6, 5], device="cuda")})
+        torch.cat([value.flatten() for value in out.values()]).square().sum().backward()
+    torch.cuda.synchronize()
+    print("every kernel has run")
+
+
+if __name__ == "__main__":
+    main()
