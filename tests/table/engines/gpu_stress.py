@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megalith import SGD, Adam, Constant, Table, TableConfig, Zeros
+from megalith import SGD, Adam, Constant, EmbeddingCollection, Feature, Table, TableConfig, Zeros
 
 
 def test_growth_and_removal_under_load_lose_no_row() -> None:
@@ -86,3 +86,23 @@ def test_an_update_in_a_steady_state_does_not_wait_for_the_gpu() -> None:
         table.apply_gradients(ids, grads, step=30)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_repeated_steps_of_growing_tables_lose_no_row() -> None:
+    configs = [TableConfig(name, dim=8, optimizer=SGD(1.0), initializer=Zeros()) for name in ("a", "b")]
+    features = [Feature(f"of_{c.name}", c.name) for c in configs]
+    collection = EmbeddingCollection(configs, features, engine="cuda")
+    new = 0
+    for step in range(120):  # the launches are recorded, and recorded again when a table grows
+        ids = torch.arange(new, new + 4000, device="cuda")
+        new += 3000 if step % 10 == 0 else 0
+        out = collection({"of_a": ids, "of_b": ids + 7})
+        sum(value.sum() for value in out.values()).backward()
+    counts = torch.zeros(new + 4000, device="cuda")
+    at = 0
+    for step in range(120):
+        counts[at : at + 4000] += 1
+        at += 3000 if step % 10 == 0 else 0
+    ids = torch.arange(new + 4000, device="cuda")
+    for name, shift in (("a", 0), ("b", 7)):
+        assert torch.equal(collection.tables[name].lookup(ids + shift), -counts[:, None].expand(-1, 8))

@@ -29,6 +29,7 @@ from megalith import (
     checkpoint,
 )
 from megalith.errors import InputError, UsageError
+from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Optimizer
 from megalith.table.engines import score_search
 from megalith.table.engines.cuda import triton_runtime
@@ -123,6 +124,19 @@ def test_repeated_steps_of_the_same_sizes_use_their_memory_again() -> None:
     group = collections[0].shards.engines
     assert isinstance(group, CudaEngineGroup)
     assert sum(len(slots) for slots in group._shared[0].slots._slots.values()) == 2
+
+
+def test_an_occurrence_in_no_bag_has_no_gradient() -> None:
+    ids = torch.tensor([7, 8, 9, 7])
+    bags = Bags(torch.tensor([1, 2, 3]), (OutputSlice(0, 0, 0, 4),))  # occurrences 1 and 2
+    pooling = Pooling(((2, 4),), {"t": (bags,)})
+    config = TableConfig("t", dim=4, optimizer=SGD(1.0), initializer=Zeros())
+    tables = [Table(config, engine=name) for name in ("cuda", "reference")]
+    for table in tables:
+        table.update(None, ids, [torch.arange(8.0).view(2, 4)], pooling, step=0, time=0)
+    got, expected = (everything(table) for table in tables)
+    assert got.ids.tolist() == expected.ids.tolist() == [8, 9]
+    assert torch.equal(got.rows, expected.rows)
 
 
 def test_a_table_grows_without_losing_a_row() -> None:

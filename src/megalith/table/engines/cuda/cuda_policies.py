@@ -19,7 +19,7 @@ from megalith.table.engines.room import make_room
 from megalith.table.table_data import RowCounters
 
 if TYPE_CHECKING:
-    from megalith.table.engines.cuda.engine import CudaEngine
+    from megalith.table.engines.cuda.stored_rows import StoredRows
 
 
 class AdmissionPlan(NamedTuple):
@@ -52,7 +52,7 @@ class CudaPolicies:
         evicted: Number of rows removed by policies.
     """
 
-    def __init__(self, engine: CudaEngine) -> None:
+    def __init__(self, engine: StoredRows) -> None:
         self._engine = engine
         config = engine.config
         self.active = config.admission is not None or config.capacity is not None

@@ -94,6 +94,7 @@ class DeviceTable:
         initial = [c.initial for c in config.state_columns for _ in range(c.end - c.start)]
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
         self._chunks: list[Tensor] = []
+        self.entries = self.chunk_table = self.free = self.counters
         self._state_values = torch.tensor(initial or [0.0], dtype=torch.float32, device=device)
         self.empty()
 

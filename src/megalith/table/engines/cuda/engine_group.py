@@ -19,7 +19,14 @@ from megalith.ops.pooling import Bags, Pooling
 from megalith.table.engines.contract import Engine
 from megalith.table.engines.cuda.engine import CudaEngine, FoundBy
 from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
-from megalith.table.engines.cuda.pooling_parts import Cut, PoolingPlan, PoolingPlans, on_device, waves
+from megalith.table.engines.cuda.pooling_parts import (
+    Cut,
+    PoolingPlan,
+    PoolingPlans,
+    TablePart,
+    on_device,
+    waves,
+)
 from megalith.table.engines.cuda.recorded_calls import RecordedCalls, SearchSlots
 from megalith.table.engines.cuda.row_layout import RowLayout
 from megalith.table.engines.cuda.row_steps import Gradients
@@ -71,7 +78,7 @@ class SharedLaunches:
         """
         return [ids.get(name, self._none) for name in self.names]
 
-    def search(self, columns: Sequence[Tensor], sizes: list[int]) -> JoinedRows:
+    def search(self, columns: list[Tensor], sizes: list[int]) -> JoinedRows:
         """Find the rows of ids.
 
         Args:
@@ -276,7 +283,8 @@ class CudaEngineGroup(EngineGroup):
         known = self._launches.get(key)
         if known is not None and all(launch.plan is dict(plans)[launch.number] for launch in known):
             return known
-        owners, ordered = {}, []
+        owners: dict[int, int] = {}
+        ordered: list[TablePart] = []
         for name in names:
             for number, plan in plans:
                 if name in self._shared[number].names:

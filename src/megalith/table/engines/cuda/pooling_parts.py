@@ -358,7 +358,7 @@ class PoolingPlan:
         self, bags: Sequence[Bags], grads: Sequence[Tensor], addresses: list[int], wanted: Tensor
     ) -> Gradients:
         group, n = self._group, wanted.numel()
-        places = torch.empty(n, dtype=torch.int64, device=group.device)
+        places = torch.zeros(n, dtype=torch.int64, device=group.device)  # 0: in no bag
         weighted = any(b.weights is not None or b.divisor is not None for b in bags)
         factors = torch.empty(n if weighted else 0, device=group.device)
         aligned = True
@@ -541,11 +541,8 @@ def _is_ready(bags: Bags, device: torch.device) -> bool:
 
 
 def _packed(bags: Bags) -> Bags:
-    tensors = [
-        tensor.contiguous() if isinstance(tensor, Tensor) else tensor
-        for tensor in (bags.offsets, bags.weights, bags.divisor)
-    ]
-    return replace(bags, offsets=tensors[0], weights=tensors[1], divisor=tensors[2])
+    weights, divisor = (None if x is None else x.contiguous() for x in (bags.weights, bags.divisor))
+    return replace(bags, offsets=bags.offsets.contiguous(), weights=weights, divisor=divisor)
 
 
 def _check(pooling: Pooling, table: str, size: int, dim: int, device: torch.device) -> None:

@@ -44,6 +44,7 @@ class RecordedCalls:
         """
         if self._group.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return launch()
+        self._group.descriptors()  # a table may have grown
         if self._generation != self._group.generation:  # buffers were replaced
             self._generation = self._group.generation
             self._calls.clear()

@@ -92,11 +92,15 @@ def load_gradient(
     at, inside, addresses, factors, column, wide,
     START: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a sorted occurrence: a row of a matrix or of a pooled output, times a factor."""
-    pointer = tl.load(addresses + at, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    """The gradient of a sorted occurrence: a row of a matrix or of a pooled output, times a factor.
+
+    An occurrence in no bag has the address 0 and no gradient.
+    """
+    address = tl.load(addresses + at, mask=inside, other=0)
+    pointer = address.to(tl.pointer_type(tl.float32))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
-    value = tl.load(pointer + START + column, mask=wide & inside, other=0.0)
+    value = tl.load(pointer + START + column, mask=wide & (address != 0), other=0.0)
     if WEIGHTED:
         value = value * tl.load(factors + at, mask=inside, other=0.0)
     return value
