@@ -200,3 +200,15 @@ def test_without_a_gpu_the_engine_raises_with_the_remedy(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match=r'engine="cuda" needs an NVIDIA GPU .* use engine="cpu"'):
         Table(TableConfig("t", dim=1, optimizer=SGD(0.1)), engine="cuda")
+
+
+@pytest.mark.parametrize("engine", ["cuda", "reference"])
+def test_bags_of_one_occurrence_each_must_match_their_offsets(engine: str) -> None:
+    table = Table(TableConfig("t", dim=2, optimizer=SGD(1.0)), engine=engine)
+    ids, parts = torch.tensor([7, 8, 9]), (OutputSlice(0, 0, 0, 2),)
+    beyond = Pooling(((2, 2),), {"t": (Bags(torch.tensor([1, 2, 3]), parts, first=2),)})
+    with pytest.raises(InputError, match="first=2 says that 2 bags have one occurrence each"):
+        table.read(table.find(ids), ids, beyond)
+    single = Pooling(((2, 2),), {"t": (Bags(torch.tensor([1, 2, 3]), parts, first=1),)})
+    (out,) = table.read(table.find(ids), ids, single)
+    assert torch.equal(out.cpu(), table.lookup(ids[1:]).cpu())
