@@ -1,12 +1,16 @@
 """PartSave: the tables of one process, frozen by snapshots and written to files.
 
 A `SaveJob` has one for the tables of its own process. For tables on servers each server has one, so rows go
-from the server to the store and not through the process that saves.
+from the server to the store and not through the process that saves. A server starts writing when it freezes:
+its calls run one at a time, and a write that waits for the reader of a snapshot would hold up the call that
+starts the reader.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +18,7 @@ from megalith.checkpoint.chain import CONSUMER
 from megalith.checkpoint.manifest import Piece, full_name
 from megalith.checkpoint.piece_writer import PieceWriter
 from megalith.checkpoint.saved_rows import write_pending, write_tensors
+from megalith.errors import UsageError
 from megalith.shards.part import ShardsPart
 from megalith.storage.store import Store
 from megalith.table import Table
@@ -73,6 +78,7 @@ class PartSave:
     ) -> None:
         self._shard, self._delta = shard, delta
         self._tables: list[_FrozenTable] = []
+        self._written: Future[dict[str, Any]] = Future()
         self.waited = 0.0
         sizes = [max(1, table.memory().rows) for _, table in tables]
         try:
@@ -138,8 +144,41 @@ class PartSave:
                 frozen.pending.append(write_pending(store, name, ids, counts, shard))
         return {frozen.saved.full_name: _report(frozen) for frozen in self._tables}
 
+    def start(self, store: Store, precision: str) -> None:
+        """Write all rows in a thread. If that fails, the snapshots end: training must not wait for them.
+
+        Args:
+            store: See `write`.
+            precision: See `write`.
+        """
+        thread = threading.Thread(
+            target=self._write_all, args=(store, precision), name="megalith save", daemon=True
+        )
+        thread.start()
+
+    def _write_all(self, store: Store, precision: str) -> None:
+        try:
+            report = self.write(store, precision)
+        except BaseException as error:
+            self.close(give_back=True)
+            self._written.set_exception(error)
+        else:
+            self._written.set_result(report)
+
+    def written(self) -> dict[str, Any]:
+        """Wait until the thread of `start` has ended.
+
+        Returns:
+            What `write` returned; its error is raised.
+        """
+        return self._written.result()
+
+    def abandon(self) -> None:
+        """End the snapshots of a save whose process has ended. See `Kept`."""
+        self.close(give_back=True)
+
     def close(self, *, give_back: bool) -> None:
-        """End the snapshots.
+        """End the snapshots. Only the first call has an effect.
 
         Args:
             give_back: Whether the rows count as changed again, because the save failed.
@@ -163,9 +202,16 @@ def _report(frozen: _FrozenTable) -> dict[str, Any]:
 
 
 def freeze_on_server(
-    part: ShardsPart, id: str, tables: Sequence[SavedTable], track: bool, delta: bool, place: Any
+    part: ShardsPart,
+    id: str,
+    tables: Sequence[SavedTable],
+    track: bool,
+    delta: bool,
+    place: Any,
+    store: Store,
+    precision: str,
 ) -> None:
-    """Freeze the tables of a server.
+    """Freeze the tables of a server and start writing them.
 
     Args:
         part: The tables of the server.
@@ -174,27 +220,38 @@ def freeze_on_server(
         track: See `PartSave`.
         delta: See `PartSave`.
         place: Where the checkpoint will be, for `PartRecovery.frozen`.
+        store: The store of the checkpoint.
+        precision: See `PartSave.write`.
     """
     own = [(saved, part.shards.local[saved.name]) for saved in tables]
-    part.kept[f"save {id}"] = PartSave(own, part.index, track=track, delta=delta)
-    if part.recovery is not None:
-        part.recovery.frozen(id, place)
+    frozen = PartSave(own, part.index, track=track, delta=delta)
+    try:
+        if part.recovery is not None:
+            part.recovery.frozen(id, place)
+        frozen.start(store, precision)
+    except BaseException:
+        frozen.close(give_back=True)
+        raise
+    part.kept[_key(id)] = frozen
 
 
-def write_on_server(part: ShardsPart, id: str, store: Store, precision: str) -> dict[str, Any]:
-    """Write the frozen tables of a server.
+def write_on_server(part: ShardsPart, id: str) -> dict[str, Any]:
+    """Wait until the frozen tables of a server are written.
 
     Args:
         part: The tables of the server.
         id: The id of the save.
-        store: The store of the checkpoint.
-        precision: See `PartSave.write`.
 
     Returns:
         See `PartSave.write`.
+
+    Raises:
+        UsageError: The server has ended the save, because the worker has left.
     """
-    saved: PartSave = part.kept[f"save {id}"]
-    return saved.write(store, precision)
+    saved = part.kept.get(_key(id))
+    if not isinstance(saved, PartSave):
+        raise UsageError(f"server {part.index} does not have save {id}: this worker has left in the meantime")
+    return saved.written()
 
 
 def close_on_server(part: ShardsPart, id: str, give_back: bool) -> float:
@@ -208,10 +265,14 @@ def close_on_server(part: ShardsPart, id: str, give_back: bool) -> float:
     Returns:
         See `PartSave.waited`.
     """
-    saved: PartSave | None = part.kept.pop(f"save {id}", None)
-    if saved is None:
+    saved = part.kept.pop(_key(id), None)
+    if not isinstance(saved, PartSave):
         return 0.0
     saved.close(give_back=give_back)
     if part.recovery is not None:
         part.recovery.ended(id, complete=not give_back)
     return saved.waited
+
+
+def _key(id: str) -> str:
+    return f"save {id}"

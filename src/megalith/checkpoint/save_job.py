@@ -69,7 +69,7 @@ from megalith.checkpoint.saved_rows import MAX_MANIFEST, read_manifest, write_te
 from megalith.checkpoint.server_restore import place_of
 from megalith.checkpoint.sharded_weights import check_weights, whole_copies
 from megalith.distributed.agreement import agree
-from megalith.errors import CheckpointError, InputError, ServerLostError, UsageError
+from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.ops import checks
 from megalith.shards import Shards
 from megalith.storage.store import Store, open_store
@@ -163,6 +163,9 @@ class SaveJob:
             agree(self._ranks, self._freeze, error=CheckpointError)
         except BaseException:
             self._end(give_back=True)
+            if self._on_servers() and self._ranks.size == 1:
+                with suppress(Exception):
+                    self.store.remove(self._folder)  # servers have begun to write
             raise
 
     # ---- freezing
@@ -214,7 +217,16 @@ class SaveJob:
         self._part = PartSave(here, self._ranks.rank, track=options.track, delta=options.delta)
         for shards, tables in self._on_servers():
             place = place_of(shards, self.store, [(saved.collection, saved.name) for saved in tables])
-            shards.each_part(freeze_on_server, self.id, tables, options.track, options.delta, place)
+            shards.each_part(
+                freeze_on_server,
+                self.id,
+                tables,
+                options.track,
+                options.delta,
+                place,
+                self.store,
+                options.precision,
+            )
 
     def _shards(self, saved: SavedTable) -> Shards:
         return self._collections[saved.collection].shards
@@ -252,16 +264,19 @@ class SaveJob:
         return manifest
 
     def _end(self, *, give_back: bool) -> None:
-        if self._part is not None:
-            self._part.close(give_back=give_back)
-            self.waited = self._part.waited
-        for shards, _ in self._on_servers():
-            try:
-                self.waited += sum(shards.each_part(close_on_server, self.id, give_back))
-            except ServerLostError as error:  # its rows are lost, and so is what it kept of the save
-                logger.warning("%s", error)
-        for collection in self._collections.values():
-            set_idle(collection, self)
+        """End the snapshots. The error of a server is logged: the save is complete or has its own error."""
+        try:
+            if self._part is not None:
+                self._part.close(give_back=give_back)
+                self.waited = self._part.waited
+            for shards, _ in self._on_servers():
+                try:
+                    self.waited += sum(shards.each_part(close_on_server, self.id, give_back))
+                except Exception as error:  # for instance, it has ended, and with it what it kept of the save
+                    logger.warning("save %s: %s", self.id, error)
+        finally:
+            for collection in self._collections.values():
+                set_idle(collection, self)
 
     def _write_tables(self) -> list[dict[str, Any]]:
         """Write the rows of this process and its servers; return the reports of their parts."""
@@ -270,9 +285,7 @@ class SaveJob:
         try:
             reports = [self._part.write(self.store, options.precision, options.on_rows)]
             for shards, _ in self._on_servers():
-                reports += shards.each_part(
-                    write_on_server, self.id, self.store, options.precision, background=True
-                )
+                reports += shards.each_part(write_on_server, self.id, background=True)
                 if options.on_rows is not None:
                     options.on_rows(_rows_of(reports))
         except FileNotFoundError:

@@ -6,11 +6,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from megalith.shards.local import LocalShards
     from megalith.shards.servers.recovery import PartRecovery
+
+
+class Kept(Protocol):
+    """What a function keeps at a part between calls."""
+
+    def abandon(self) -> None:
+        """End it: the worker that made the calls has left, or another process has taken its number."""
 
 
 @dataclass
@@ -28,5 +35,5 @@ class ShardsPart:
     shards: LocalShards
     index: int = 0
     count: int = 1
-    kept: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Kept] = field(default_factory=dict)
     recovery: PartRecovery | None = None

@@ -2,11 +2,12 @@
 
 Before a row changes, the engine saves a copy of it, so the reader sees the row as it was when the snapshot
 started. The room for copies is bounded: when it is full, writers wait for the reader. Read a snapshot from a
-different thread than the one that writes, and always call `close`.
+different thread than the one that writes, and always call `close`; any thread may do so.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -38,6 +39,7 @@ class Snapshot:
         self.waited = 0.0
         self._engine = engine
         self._open = True
+        self._lock = threading.Lock()  # after `close` nothing is read from the table's next snapshot
 
     def read(self, chunk: Chunk) -> int:
         """Read the next rows into a chunk.
@@ -51,12 +53,13 @@ class Snapshot:
         Raises:
             UsageError: The snapshot was closed.
         """
-        if not self._open:
-            raise UsageError(f"table {self._engine.name!r}: this snapshot was closed")
         size, filled = chunk.ids.numel(), 0
         while filled < size:
             part = chunk.part(filled, min(size, filled + STEP_ROWS))
-            count = self._engine.read_snapshot(part)
+            with self._lock:
+                if not self._open:
+                    raise UsageError(f"table {self._engine.name!r}: this snapshot was closed")
+                count = self._engine.read_snapshot(part)
             if not count:
                 break
             filled += count
@@ -90,9 +93,10 @@ class Snapshot:
             give_back: Marks the drained rows of the consumer as touched again, for instance after a failed
                 save.
         """
-        if self._open:
-            self._open = False
-            self.waited = self._engine.end_snapshot(give_back)
+        with self._lock:
+            if self._open:
+                self._open = False
+                self.waited = self._engine.end_snapshot(give_back)
 
     def __enter__(self) -> Snapshot:
         return self

@@ -1,8 +1,9 @@
 """TableServer: one server process. It holds a part of the tables of one or several `ServerShards`.
 
 Ray runs an instance as an asynchronous actor: calls that wait for other workers do not hold up the others,
-and calls that touch tables run one at a time. Errors of Megalith are returned as `Failure`, so that a worker
-raises them as they are.
+and calls that touch tables run one at a time, except functions in the background and the writing of a save,
+which have threads of their own. Errors of Megalith are returned as `Failure`, so that a worker raises them as
+they are.
 """
 
 from __future__ import annotations
@@ -177,16 +178,16 @@ class TableServer:
         *args: Any,
         background: bool,
     ) -> Any:
-        """Run a function with this server's part of the tables; see `Shards.each_part`.
+        """See `TableSpace.run`.
 
         Args:
             name: The name of the tables.
-            worker: See `TableSpace.read`.
+            worker: See there.
             session: See there.
             after: See there.
-            function: It receives the part, then `args`.
-            args: Further arguments.
-            background: Whether it runs in a thread, so that other calls continue.
+            function: See there.
+            args: See there.
+            background: See there.
 
         Returns:
             Its result, or a Failure.
@@ -194,10 +195,7 @@ class TableServer:
 
         async def run() -> Any:
             space = self._space(name)
-            await space.wait_for(worker, session, after)
-            if background:
-                return await asyncio.to_thread(function, space.part, *args)
-            return function(space.part, *args)
+            return await space.run(worker, session, after, function, *args, background=background)
 
         return await _guarded(run())
 

@@ -23,9 +23,10 @@ With a staleness bound k, a read waits while its worker has made more than k pus
 
 from __future__ import annotations
 
+import asyncio
 import time as clock
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ class TableSpace:
         self._index = index
         self._incarnation = uuid.uuid4().hex
         self._journal: SpaceJournal | None = None
+        self._kept_by: dict[str, int] = {}  # worker by the key of what its functions keep
 
     @property
     def waiting(self) -> int:
@@ -149,7 +151,9 @@ class TableSpace:
             self._journal.flush()
 
     def close(self) -> None:
-        """Close the log."""
+        """End what functions keep, and close the log."""
+        for worker in set(self._kept_by.values()):
+            self._abandon(worker)
         if self._journal is not None:
             self._journal.close()
 
@@ -242,6 +246,7 @@ class TableSpace:
         if member.session != session:
             self._record(worker, 0, ServerWrite("join", {"session": session}))
             member.session = session
+            self._abandon(worker)
         known = member.accepted
         if unacknowledged is not None and unacknowledged - 1 > member.accepted:
             # Answered writes that this server no longer has: they were lost with its log.
@@ -260,6 +265,7 @@ class TableSpace:
         if worker in self.members:
             self._record(worker, 0, ServerWrite("leave", {}))
             self.members[worker].present = False
+            self._abandon(worker)
             self._end_round_if_complete()
             self._waiters.changed()
 
@@ -341,6 +347,46 @@ class TableSpace:
                 f"ahead, but another worker has made {slowest()}"
             ),
         )
+
+    # ---- functions
+
+    async def run(
+        self,
+        worker: int,
+        session: str,
+        after: int,
+        function: Callable[..., Any],
+        *args: Any,
+        background: bool,
+    ) -> Any:
+        """Run a function with this server's part of the tables; see `Shards.each_part`.
+
+        Args:
+            worker: The number of the worker. What the function keeps ends when the worker leaves, or when
+                another process joins under its number.
+            session: See `join`.
+            after: See `read`.
+            function: It receives the part, then `args`.
+            args: Further arguments.
+            background: Whether it runs in a thread, so that other calls continue. Then it keeps nothing.
+
+        Returns:
+            Its result.
+        """
+        await self.wait_for(worker, session, after)
+        if background:
+            return await asyncio.to_thread(function, self.part, *args)
+        try:
+            return function(self.part, *args)
+        finally:
+            self._kept_by = {key: self._kept_by.get(key, worker) for key in self.part.kept}
+
+    def _abandon(self, worker: int) -> None:
+        """End what functions of a worker keep, for instance a save."""
+        for key in [key for key, owner in self._kept_by.items() if owner == worker]:
+            del self._kept_by[key]
+            if key in self.part.kept:
+                self.part.kept.pop(key).abandon()
 
     # ---- writes
 
