@@ -23,6 +23,7 @@ from megalith import (
     Zeros,
     checkpoint,
 )
+from megalith.checkpoint.part_load import TableLoad, load_on_server
 from megalith.checkpoint.part_save import SavedTable, close_on_server, freeze_on_server, write_on_server
 from megalith.errors import RankTimeoutError, UsageError
 from megalith.shards.preparer import make_routers
@@ -121,10 +122,10 @@ def test_a_save_ends_with_its_worker(tmp_path: Path, how: str) -> None:
 
     async def calls() -> None:
         await freeze(made, store)
-        made.leave(1)
+        made.remove(1)
         assert made.part.kept
         if how == "leave":
-            made.leave(0)
+            made.remove(0)
         made.join(0, "a" if how == "leave" else "another process")
         assert not made.part.kept
         with pytest.raises(UsageError):
@@ -132,6 +133,15 @@ def test_a_save_ends_with_its_worker(tmp_path: Path, how: str) -> None:
         made.part.shards.local["t"].snapshot().close()
 
     asyncio.run(calls())
+
+
+def test_a_table_is_loaded_once_at_a_time(tmp_path: Path) -> None:
+    made = space()
+    load = TableLoad("t", [], None, True, False, None, alone=True)
+    made.part.loads["t"] = "the load of another process"
+    with pytest.raises(UsageError, match="is being loaded on server 0"):
+        load_on_server(made.part, open_store(tmp_path), load)
+    assert made.part.loads
 
 
 class Remote(LocalShards):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.checkpoint.manifest import Piece, TableEntry
 from megalith.checkpoint.saved_rows import read_chunk, read_pending, read_removed
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, UsageError
 from megalith.routing import Router
 from megalith.shards.part import ShardsPart
 from megalith.storage.store import Store, read_ahead
@@ -104,7 +104,20 @@ def load_on_server(part: ShardsPart, store: Store, load: TableLoad) -> tuple[int
 
     Returns:
         See `load_part`.
+
+    Raises:
+        UsageError: The table is being loaded, for instance by a process that has ended.
     """
+    own = object()
+    if part.loads.setdefault(load.name, own) is not own:
+        raise UsageError(f"table {load.name!r} is being loaded on server {part.index}: load it again later")
+    try:
+        return _load_files(part, store, load)
+    finally:
+        del part.loads[load.name]
+
+
+def _load_files(part: ShardsPart, store: Store, load: TableLoad) -> tuple[int, int]:
     last = load.entries[-1].pending
     pieces = [p for entry in load.entries for p in relevant_pieces(entry, load.router, part.index)]
     removed = [p for entry in load.entries for p in entry.removed]

@@ -29,6 +29,7 @@ class ShardsPart:
         index: The number of the part: the rank, or the number of the server.
         count: The number of parts.
         kept: What functions keep between calls, by their own keys.
+        loads: Tables that are being loaded; the value identifies the load.
         recovery: Records saves, if a server can start again from them.
     """
 
@@ -36,4 +37,5 @@ class ShardsPart:
     index: int = 0
     count: int = 1
     kept: dict[str, Kept] = field(default_factory=dict)
+    loads: dict[str, object] = field(default_factory=dict)
     recovery: PartRecovery | None = None

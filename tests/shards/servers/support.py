@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ def push(shards: Shards, ids: list[int], grads: list[list[float]], step: int = 0
 
 def one_rate() -> float:
     return 1.0
+
+
+def nap(part: ShardsPart, seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
 
 
 def where(part: ShardsPart, number: int = 5) -> tuple[int, int, int]:

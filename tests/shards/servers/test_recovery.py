@@ -187,7 +187,7 @@ def test_a_round_in_progress_is_in_the_log(tmp_path: Path) -> None:
 
 def test_workers_that_left_are_not_waited_for_after_a_restart(tmp_path: Path) -> None:
     made = space(tmp_path, Saves(), workers=2, sync=True)
-    made.leave(1)
+    made.remove(1)
     again = TableSpace(made.spec, 0, 1)
     again.recover(tmp_path)
     again.join(0, "s")

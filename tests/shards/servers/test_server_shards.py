@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,8 +52,10 @@ from megalith.errors import (
 )
 from megalith.serving import export_model
 from megalith.shards.gradient_sums import GradientSum, total
+from megalith.shards.servers import server_link
 from megalith.shards.servers.ray_servers import ray_module, stop_ray
-from tests.shards.servers.support import one_rate, push, read, table, where, work
+from megalith.shards.servers.server_link import ServerLink
+from tests.shards.servers.support import nap, one_rate, push, read, table, where, work
 from tests.table.support import ints
 from tests.test_docs import ROOT, snippets
 from tests.test_wrong_input import raw_errors
@@ -377,6 +380,73 @@ def test_a_bad_gradient_of_one_worker_raises_on_all(make: Make) -> None:
     push(first, [1], [[1.0]])
     push(second, [1], [[1.0]])
     assert read(first, "t", 1, 2) == [[-2.0], [0.0]]
+
+
+def test_workers_learn_of_checks_that_fail_before_the_gradients(make: Make) -> None:
+    options: dict[str, Any] = {"mode": "sync", "num_workers": 2, "name": next(NAMES)}
+    first, second = (make(table(), worker=worker, **options) for worker in (0, 1))
+    push(first, [1], [[1.0]])
+    with pytest.raises(InputError, match="another Shards"):
+        second.apply_gradients(first.lookup({"t": ints(1)}), {"t": torch.ones(1, 1)}, step=0)
+    with pytest.raises(Exception, match="worker 1 failed"):
+        first.flush()
+
+
+def test_a_write_that_cannot_be_sent_does_not_use_up_a_number(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = make(table())
+
+    def refuse(*args: Any) -> None:
+        raise OSError("not sent")
+
+    with monkeypatch.context() as patch:
+        refusing = SimpleNamespace(write=SimpleNamespace(remote=refuse))
+        patch.setattr(shards._links[1], "_actor", refusing)
+        with pytest.raises(OSError, match="not sent"):
+            push(shards, [2, 3], [[1.0], [1.0]])  # an id of each server
+    push(shards, [2, 3], [[1.0], [1.0]])
+    assert read(shards, "t", 2, 3) == [[-2], [-1]]
+
+
+def test_functions_in_the_background_have_no_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_link, "GRACE", 0.0)
+    shards = make(table(), timeout=0.2)
+    assert shards.each_part(nap, 0.4, background=True) == [0.4, 0.4]
+
+
+def test_close_raises_the_error_of_the_last_push_and_leaves(make: Make) -> None:
+    name = next(NAMES)
+    first, second = (make(table(eviction=[Capacity(2)]), worker=w, name=name) for w in (0, 1))
+    push(first, [0, 2, 4, 6], [[1.0]] * 4)
+    with pytest.raises(TableFullError):
+        first.close()
+    assert [server["workers"] for server in second.describe_servers()] == [[1], [1]]
+    with pytest.raises(KeyError), second:
+        raise KeyError  # and not an error of leaving
+    assert [server["workers"] for server in second.describe_servers()] == [[], []]
+
+
+def test_a_worker_that_cannot_join_one_server_is_a_member_of_none(
+    make: Make, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = next(NAMES)
+    first, join = make(table(), name=name), ServerLink.join
+
+    def refuse(link: ServerLink) -> Any:
+        joined = join(link)
+        if link is not links[0]:
+            raise UsageError("refused")
+        return joined
+
+    links: list[ServerLink] = []
+    open_link = ServerLink.open
+    monkeypatch.setattr(ServerLink, "open", lambda link: (links.append(link), open_link(link))[1])
+    monkeypatch.setattr(ServerLink, "join", refuse)
+    with pytest.raises(UsageError, match="refused"):
+        ServerShards([table()], servers=servers, name=name, worker=1, timeout=60.0)
+    first.flush()
+    assert [server["workers"] for server in first.describe_servers()] == [[0], [0]]
 
 
 def test_a_worker_waits_for_the_slowest(make: Make) -> None:

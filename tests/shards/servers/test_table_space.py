@@ -218,7 +218,7 @@ def test_a_step_does_not_wait_for_a_worker_that_left() -> None:
     made = space(sync=True, workers=2)
 
     async def leave() -> None:
-        made.leave(1)
+        made.remove(1)
 
     assert run(made.write(0, "s", 1, push(1.0)), leave()) == [None, None]
     assert value(made) == -1.0
@@ -236,6 +236,72 @@ def test_workers_join_between_steps_only() -> None:
     results = run(*(made.write(worker, "s", 2 if worker < 2 else 1, push(1.0, 1)) for worker in range(3)))
     assert results == [None] * 3
     assert value(made) == -5.0
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_write_of_a_replaced_process_that_waited_is_refused(sync: bool) -> None:
+    made = space(sync=sync, workers=1)
+
+    async def replaced() -> list[Any]:
+        old = asyncio.create_task(made.write(0, "s", 2, push(100.0, 1)))  # its write 1 never arrives
+        read = asyncio.create_task(made.read(0, "s", 2, np.array([7]), [1], None))
+        await asyncio.sleep(0)
+        assert made.join(0, "new").accepted == 0
+        await made.write(0, "new", 1, push(1.0, 0))
+        await made.write(0, "new", 2, push(1.0, 1))
+        return await asyncio.gather(old, read, return_exceptions=True)
+
+    assert all("another ServerShards has joined" in str(error) for error in asyncio.run(replaced()))
+    assert value(made) == -2.0
+
+
+def test_a_read_of_a_replaced_process_does_not_wait_for_the_slowest() -> None:
+    made = space(staleness=0, workers=2)
+
+    async def replaced() -> list[Any]:
+        await made.write(0, "s", 1, push(1.0))
+        read = asyncio.create_task(made.read(0, "s", 1, np.array([7]), [1], None))
+        await asyncio.sleep(0)
+        made.join(0, "new")
+        return await asyncio.gather(read, return_exceptions=True)
+
+    assert isinstance(asyncio.run(replaced())[0], UsageError)
+
+
+def test_a_write_that_times_out_does_not_stop_those_after_it() -> None:
+    made = space(timeout=0.01)
+    (late,) = run(made.write(0, "s", 3, push(1.0)))
+    assert isinstance(late, RankTimeoutError)
+    assert run(made.write(0, "s", 4, push(1.0))) == [None]
+    skipped = run(*(made.write(0, "s", number, push(1.0)) for number in (1, 2, 3)))
+    assert all(isinstance(error, RankTimeoutError) for error in skipped)  # they are not silently lost
+    assert value(made) == -1.0
+
+
+def test_steps_that_time_out_do_not_stop_those_after_them() -> None:
+    made = space(sync=True, workers=2, timeout=0.02)
+    results = run(*(made.write(0, "s", number, push(1.0, number)) for number in (1, 2, 3)))
+    assert all(isinstance(error, RankTimeoutError) for error in results)
+    assert made.members[0].accepted == 3
+    assert run(made.write(0, "s", 4, push(1.0, 4)), made.write(1, "s", 1, push(1.0, 4))) == [None, None]
+    assert value(made) == -2.0
+
+
+def test_a_worker_leaves_after_its_writes_and_then_writes_nothing() -> None:
+    made = space(sync=True, workers=2)
+    results = run(
+        made.leave(1, "s", 1),
+        made.write(1, "s", 1, push(1.0)),
+        made.write(0, "s", 1, push(1.0)),
+    )
+    assert results == [None] * 3
+    assert value(made) == -2.0
+    (error,) = run(made.write(1, "s", 2, push(1.0)))
+    assert "worker 1 has left" in str(error)
+    (error,) = run(made.leave(0, "another process", 0))
+    assert isinstance(error, UsageError)
+    assert run(made.write(0, "s", 2, push(1.0))) == [None]
+    assert value(made) == -3.0
 
 
 # ---- bounded staleness
@@ -265,7 +331,7 @@ def test_a_worker_that_left_holds_up_nobody() -> None:
     made = space(staleness=0, workers=2, timeout=0.01)
     (waited,) = run(_both(made))
     assert isinstance(waited, RankTimeoutError)
-    made.leave(1)
+    made.remove(1)
     (rows,) = run(made.read(0, "s", 1, np.array([7]), [1], None))
     assert torch.from_numpy(rows).view(torch.float32).tolist() == [-1.0]
 

@@ -38,6 +38,7 @@ class PendingCall:
         what: The call, for messages.
         number: The number of a write; 0: another call.
         repeatable: Whether it can be made again on a server that was started again.
+        limited: Whether it may take only as long as the link waits for an answer.
 
     Attributes:
         reference: Ray's reference.
@@ -45,12 +46,19 @@ class PendingCall:
     """
 
     def __init__(
-        self, send: Callable[[], Any], what: str, number: int = 0, *, repeatable: bool = True
+        self,
+        send: Callable[[], Any],
+        what: str,
+        number: int = 0,
+        *,
+        repeatable: bool = True,
+        limited: bool = True,
     ) -> None:
         self._send = send
         self.what = what
         self.number = number
         self.repeatable = repeatable
+        self.limited = limited
         self.generation = 0
         self.reference = send()
 
@@ -112,8 +120,19 @@ class ServerLink:
         self._token = f"{self._session}@{joined.incarnation}"
         return joined
 
-    def leave(self, worker: int) -> PendingCall:
-        """Remove a worker from those of the tables.
+    def leave(self) -> PendingCall:
+        """Remove this worker from those of the tables, after its writes.
+
+        Returns:
+            The call in progress.
+        """
+        remote, number = self._actor.leave, self._number
+        return self._started(
+            PendingCall(lambda: remote.remote(self._name, self._worker, self._token, number), "leave")
+        )
+
+    def remove(self, worker: int) -> PendingCall:
+        """Remove a worker from those of the tables, whatever it does.
 
         Args:
             worker: Its number.
@@ -121,7 +140,7 @@ class ServerLink:
         Returns:
             The call in progress.
         """
-        return self._call("leave", worker)
+        return self._call("remove", worker)
 
     def describe(self) -> PendingCall:
         """Ask for numbers about the server.
@@ -149,7 +168,8 @@ class ServerLink:
                 name, self._worker, self._token, number, function, *args, background=background
             )
 
-        return self._started(PendingCall(send, function.__name__, repeatable=False))
+        # A save or load in the background takes as long as it takes; Ray notices if the server ends.
+        return self._started(PendingCall(send, function.__name__, repeatable=False, limited=not background))
 
     def _call(self, method: str, *args: Any) -> PendingCall:
         remote = getattr(self._actor, method)
@@ -187,13 +207,13 @@ class ServerLink:
             The call in progress.
         """
         with self._lock:
-            self._number += 1
-            number, remote = self._number, self._actor.write
+            number, remote = self._number + 1, self._actor.write
             pending = PendingCall(
                 lambda: remote.remote(self._name, self._worker, self._token, number, write),
                 write.kind,
                 number,
             )
+            self._number = number  # only now: the server waits for each number
             self._pending.append(self._started(pending))
         return pending
 
@@ -227,7 +247,8 @@ class ServerLink:
         deadline = clock.monotonic() + self._timeout
         while True:
             try:
-                result = ray.get(pending.reference, timeout=max(0.0, deadline - clock.monotonic()))
+                left = max(0.0, deadline - clock.monotonic()) if pending.limited else None
+                result = ray.get(pending.reference, timeout=left)
                 if not isinstance(result, Failure) or not isinstance(result.error, ServerRestartedError):
                     break
                 self._reconnect(pending, deadline, result.error)
@@ -252,6 +273,8 @@ class ServerLink:
                 f"server {self._index} has ended before it answered {pending.what} of worker {self._worker}, "
                 f"and its rows are lost: load the last checkpoint into new servers ({_first_line(error)})"
             ) from None
+        if not pending.limited:
+            deadline = clock.monotonic() + self._timeout
         with self._lock:
             if pending.generation == self.restarts:
                 self._join_again(deadline)

@@ -13,9 +13,11 @@ defines the order of calls and the modes.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn
 
@@ -52,6 +54,8 @@ from megalith.table import Chunk, MemoryUse, RowCounters, Table, TableConfig, Ta
 from megalith.table.engines.registry import engine_class
 from megalith.table.serving_view import ServingView
 from megalith.table.validation import InputChecks, check_by_table, check_flag, check_step
+
+logger = logging.getLogger(__name__)
 
 MODES = ("async", "sync")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -168,8 +172,25 @@ class ServerShards(Shards):
             ServerLink(actor, index, self.name, self.worker, spec)
             for index, actor in enumerate(self.servers.actors)
         ]
-        self._results([(link, link.open()) for link in self._links])
-        self.seen_step = max(link.join().step for link in self._links)
+        self.seen_step = self._join()
+
+    def _join(self) -> int:
+        """Join all servers; return the highest step. If one refuses, leave those that were joined."""
+        steps: list[int] = []
+        try:
+            self._results([(link, link.open()) for link in self._links])
+            for link in self._links:
+                steps.append(link.join().step)
+        except BaseException:
+            with suppress(
+                Exception
+            ):  # also the server whose answer is missing leaves, but nobody waits for it
+                calls = [(link, link.leave()) for link in self._links[: len(steps) + 1]]
+                self._results(calls[: len(steps)])
+            if self._owns_servers:
+                self.servers.close()
+            raise
+        return max(steps)
 
     def _server_count(self, num_servers: int | None, servers: Servers | None) -> int:
         if servers is None:
@@ -206,20 +227,29 @@ class ServerShards(Shards):
         return sum(link.lost for link in self._links)
 
     def leave(self, worker: int | None = None) -> None:
-        """Remove a worker: the others no longer wait for it. Before leaving itself, a worker calls `flush`.
+        """Remove a worker: the others no longer wait for it, and its next update raises.
 
         Args:
-            worker: The number of a worker that has ended; None: this one.
+            worker: The number of a worker that has ended; None: this one, after its updates (see `flush`).
         """
-        number = self.worker if worker is None else checks.integer(worker, "leave: worker", 0)
-        self._results([(link, link.leave(number)) for link in self._links])
+        if worker is None:
+            _run_all(self.flush, lambda: self._results([(link, link.leave()) for link in self._links]))
+        else:
+            self._remove(checks.integer(worker, "leave: worker", 0))
+
+    def _remove(self, worker: int) -> None:
+        self._results([(link, link.remove(worker)) for link in self._links])
 
     def close(self) -> None:
-        """Leave the workers; end the servers if they were started by this object."""
+        """Wait for all updates, then leave the workers; end the servers if they were started by this object.
+
+        Raises:
+            MegalithError: An update failed. This object is closed all the same.
+        """
         if not self.servers.actors:
             return
         if self._owns_servers:
-            self.servers.close()
+            _run_all(self.flush, self.servers.close)
         else:
             self.leave()
 
@@ -229,7 +259,13 @@ class ServerShards(Shards):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        elif self.servers.actors:  # not `close`, which would wait for other workers
+            try:
+                self.servers.close() if self._owns_servers else self._remove(self.worker)
+            except Exception as failed:
+                logger.warning("ServerShards: %s", failed)
 
     # ---- a batch
 
@@ -265,12 +301,21 @@ class ServerShards(Shards):
     def report_failure(self, error: Exception) -> None:
         """With mode="sync", make the other workers raise RankFailedError in the step that waits.
 
+        If that fails too, it is logged: the caller raises `error`.
+
         Args:
             error: Why this worker has no gradients.
         """
-        if self.mode == "sync":
-            write = ServerWrite("fail", {"error": f"{type(error).__name__}: {error}"})
-            self._results([(link, link.write(write)) for link in self._links])
+        self._report_failure(error, self._links)
+
+    def _report_failure(self, error: Exception, links: Sequence[ServerLink]) -> None:
+        if self.mode != "sync":
+            return
+        write = ServerWrite("fail", {"error": f"{type(error).__name__}: {error}"})
+        try:
+            self._results([(link, link.write(write)) for link in links])
+        except Exception as failed:
+            logger.warning("the other workers may not know of %r: %s", error, failed)
 
     def apply_gradients(
         self,
@@ -290,24 +335,36 @@ class ServerShards(Shards):
         An error on a server is raised by the next call, or by `flush`. With mode="sync", step, scale and
         clip_norm must be equal on all workers.
         """
-        check_flag(wait, "wait")
-        if not isinstance(lookup, Lookup):
-            lookup = self.lookup(lookup, step=step)
-        if not isinstance(lookup, ServerLookup) or lookup.shards is not self:
-            raise InputError("this Lookup belongs to another Shards object")
-        self._raise_errors()
         try:
+            check_flag(wait, "wait")
+            if not isinstance(lookup, Lookup):
+                lookup = self.lookup(lookup, step=step)
+            if not isinstance(lookup, ServerLookup) or lookup.shards is not self:
+                raise InputError("this Lookup belongs to another Shards object")
+            self._raise_errors()
             with span("megalith.gradients"):
                 writes = self._gradient_writes(
                     lookup, grads, pooling, occurrences, step, time, scale, clip_norm
                 )
         except Exception as error:
-            lookup.fail(error)
-        self._pushed.append(
-            [(link, link.write(write)) for link, write in zip(self._links, writes, strict=True) if write]
-        )
+            if isinstance(lookup, ServerLookup) and lookup.shards is self:
+                lookup.used = True  # it does not report a second time
+            self.fail(error, "apply_gradients")
+        self._send(writes)
         while len(self._pushed) > self.window:
             self._results(self._pushed.popleft())
+
+    def _send(self, writes: Sequence[ServerWrite | None]) -> None:
+        """Send updates; if one cannot be sent, those before it are in progress all the same."""
+        sent: list[tuple[ServerLink, PendingCall]] = []
+        self._pushed.append(sent)
+        for server, (link, write) in enumerate(zip(self._links, writes, strict=True)):
+            try:
+                if write is not None:
+                    sent.append((link, link.write(write)))
+            except Exception as error:
+                self._report_failure(error, self._links[server:])
+                raise
 
     def _gradient_writes(
         self,
@@ -590,6 +647,18 @@ def _selected(
             pieces.append(blocks[t][server].view(-1, dim)[own].view(-1))
             kept[server, t] = own.sum()
     return ids[mask], torch.cat(pieces), kept, None if seen is None else seen[mask]
+
+
+def _run_all(*calls: Callable[[], object]) -> None:
+    """Make all calls, then raise the first error."""
+    errors: list[Exception] = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _known(result: Any, call: str) -> Any:

@@ -103,8 +103,26 @@ class TableServer:
 
         return await _guarded(join())
 
-    async def leave(self, name: str, worker: int) -> Any:
+    async def leave(self, name: str, worker: int, session: str, after: int) -> Any:
         """See `TableSpace.leave`.
+
+        Args:
+            name: The name of the tables.
+            worker: See there.
+            session: See there.
+            after: See there.
+
+        Returns:
+            None, or a Failure.
+        """
+
+        async def leave() -> Any:
+            await self._space(name).leave(worker, session, after)
+
+        return await _guarded(leave())
+
+    async def remove(self, name: str, worker: int) -> Any:
+        """See `TableSpace.remove`.
 
         Args:
             name: The name of the tables.
@@ -114,10 +132,10 @@ class TableServer:
             None, or a Failure.
         """
 
-        async def leave() -> Any:
-            return self._space(name).leave(worker)
+        async def remove() -> Any:
+            self._space(name).remove(worker)
 
-        return await _guarded(leave())
+        return await _guarded(remove())
 
     async def read(
         self,
@@ -243,4 +261,4 @@ async def _guarded(call: Awaitable[Any]) -> Any:
     try:
         return await call
     except (MegalithError, OSError) as error:
-        return Failure(error)
+        return Failure(error.with_traceback(None))

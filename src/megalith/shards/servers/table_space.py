@@ -6,7 +6,7 @@ in another order, and a worker sends a write again if it does not know whether i
     a write with number            is
     at most `accepted`             a repetition: the answer waits until it is done, and nothing is applied
     accepted + 1                   accepted and applied
-    higher                         kept waiting for its predecessors
+    higher                         kept waiting for its predecessors; without them it fails in the end
 
 A read names the last write that it must see. In mode "sync" pushes are collected in a round:
 
@@ -27,7 +27,6 @@ import asyncio
 import time as clock
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from megalith.errors import (
 )
 from megalith.shards.local import LocalShards
 from megalith.shards.part import ShardsPart
+from megalith.shards.servers.members import Member, Round
 from megalith.shards.servers.server_messages import (
     Array,
     Joined,
@@ -58,39 +58,6 @@ from megalith.shards.wire import make_wire
 READER = -1
 """The number of a process that only reads."""
 _TIMED = {"push", "assign", "assign_add", "reinitialize", "evict", "evict_part"}
-_KEPT_ERRORS = 1000
-
-
-@dataclass
-class Member:
-    """A worker.
-
-    Attributes:
-        session: Identifies the process that is this worker.
-        accepted: The number of the last accepted write.
-        done: The number of the last write that has been applied or has failed.
-        pushes: The number of its pushes, counted from the highest number of a member when it joined.
-        result: The result of the last write.
-        errors: Errors of writes by their number.
-        present: Whether it is a member now.
-    """
-
-    session: str = ""
-    accepted: int = 0
-    done: int = 0
-    pushes: int = 0
-    result: Any = None
-    errors: dict[int, Exception] = field(default_factory=dict)
-    present: bool = True
-
-
-class Round:
-    """The pushes of one synchronous step."""
-
-    def __init__(self) -> None:
-        self.pushes: dict[int, ServerWrite] = {}
-        self.ended = False
-        self.error: Exception | None = None
 
 
 class TableSpace:
@@ -212,7 +179,7 @@ class TableSpace:
         if write.kind == "join":
             self.join(worker, write.header["session"])
         elif write.kind == "leave":
-            self.leave(worker)
+            self.remove(worker)
         elif write.kind == "drop":
             self._drop_round(RankTimeoutError(write.header["error"]))
         elif worker in self.members and number > self.members[worker].accepted:
@@ -256,8 +223,19 @@ class TableSpace:
         self._waiters.changed()
         return Joined(known, self.step, self._incarnation)
 
-    def leave(self, worker: int) -> None:
-        """Remove a worker; steps and other workers no longer wait for it.
+    async def leave(self, worker: int, session: str, after: int) -> None:
+        """Remove the worker that calls, after its writes.
+
+        Args:
+            worker: Its number.
+            session: See `join`.
+            after: The number of its last write.
+        """
+        await self.wait_for(worker, session, after)
+        self.remove(worker)
+
+    def remove(self, worker: int) -> None:
+        """Remove a worker; steps and other workers no longer wait for it, and its next write raises.
 
         Args:
             worker: Its number.
@@ -307,7 +285,7 @@ class TableSpace:
         if worker != READER:
             await self.wait_for(worker, session, after)
             if self.spec.staleness is not None:
-                await self._wait_for_slowest(worker, self.members[worker])
+                await self._wait_for_slowest(worker, session)
         self.reads += 1
         own = torch.tensor([counts], dtype=torch.int64)
         flat = torch.empty(int(self.tables.rows.floats(own).sum()))
@@ -325,14 +303,17 @@ class TableSpace:
             after: The number of the write.
         """
         member = self._member(worker, session)
+        own = member.session
         await self._waiters.until(
-            lambda: member.done >= after,
+            lambda: member.done >= after or member.session != own,
             self.spec.timeout,
             lambda: self._missing(f"server {self._index}: a call of worker {worker} waits for its push"),
         )
+        self._member(worker, session)
 
-    async def _wait_for_slowest(self, worker: int, member: Member) -> None:
-        bound = self.spec.staleness
+    async def _wait_for_slowest(self, worker: int, session: str) -> None:
+        member, bound = self._member(worker, session), self.spec.staleness
+        own = member.session
         assert bound is not None
 
         def slowest() -> int:
@@ -340,13 +321,14 @@ class TableSpace:
             return min(others, default=member.pushes)
 
         await self._waiters.until(
-            lambda: member.pushes - slowest() <= bound,
+            lambda: member.pushes - slowest() <= bound or member.session != own,
             self.spec.timeout,
             lambda: (
                 f"server {self._index}: worker {worker} has made {member.pushes} steps and may be {bound} "
                 f"ahead, but another worker has made {slowest()}"
             ),
         )
+        self._member(worker, session)
 
     # ---- functions
 
@@ -402,14 +384,7 @@ class TableSpace:
         Returns:
             The result of the write; None for a repetition whose result is no longer known.
         """
-        member = self._member(worker, session)
-        limit = self.spec.timeout
-        if number > member.accepted:
-            await self._waiters.until(
-                lambda: number <= member.accepted + 1 and (not self.spec.sync or number <= member.done + 1),
-                limit,
-                lambda: f"server {self._index}: write {number} of worker {worker} waits for the one before",
-            )
+        member = await self._wait_for_turn(worker, session, number)
         if number > member.accepted:
             self.writes += 1
             timed = self.with_time(write)
@@ -424,11 +399,48 @@ class TableSpace:
                     await self._wait_for_round(joined)
         elif member.done < number:
             await self._waiters.until(
-                lambda: member.done >= number, limit, lambda: self._missing(f"write {number}")
+                lambda: member.done >= number, self.spec.timeout, lambda: self._missing(f"write {number}")
             )
+        self._member(worker, session)
         if number in member.errors:
             raise member.errors[number]
         return member.result if member.done == number else None
+
+    async def _wait_for_turn(self, worker: int, session: str, number: int) -> Member:
+        """Wait until a write is accepted or the next one of its worker.
+
+        The time counts from the worker's last progress. A write that waits too long is accepted with this
+        error, so that those after it go on.
+        """
+        while True:
+            member = self._member(worker, session)
+            if number <= member.accepted:
+                return member
+            if not member.present:
+                raise UsageError(
+                    f"worker {worker} has left the workers of server {self._index}, so it cannot write: "
+                    "make a new ServerShards to join again"
+                )
+            in_round = member.done < member.accepted  # which has its own time limit
+            if number == member.accepted + 1 and not (self.spec.sync and in_round):
+                return member
+            error = await self._wait_for_progress(member, worker, number)
+            if error is not None and not in_round:
+                member.skip(number, error)
+                self._waiters.changed()
+
+    async def _wait_for_progress(self, member: Member, worker: int, number: int) -> RankTimeoutError | None:
+        """Wait until something has changed for a worker; return the error if nothing has."""
+        before = member.progress
+        try:
+            await self._waiters.until(
+                lambda: member.progress != before,
+                self.spec.timeout,
+                lambda: f"server {self._index}: write {number} of worker {worker} waits for the one before",
+            )
+        except RankTimeoutError as error:
+            return error if member.progress == before else None
+        return None
 
     def _record(self, worker: int, number: int, write: ServerWrite) -> None:
         """Record a change before it is applied."""
@@ -481,14 +493,9 @@ class TableSpace:
 
     def _finish(self, member: Member, number: int, error: Exception | None) -> None:
         if error is not None:
-            self._keep(member, number, error)
+            member.keep(number, error)
         member.done = number
         self._waiters.changed()
-
-    def _keep(self, member: Member, number: int, error: Exception) -> None:
-        member.errors[number] = error
-        while len(member.errors) > _KEPT_ERRORS:
-            del member.errors[next(iter(member.errors))]
 
     # ---- synchronous steps
 
@@ -517,7 +524,7 @@ class TableSpace:
             member = self.members[worker]
             member.done, member.result = member.accepted, None
             if ended.error is not None and push.kind != "fail":
-                self._keep(member, member.accepted, ended.error)
+                member.keep(member.accepted, ended.error)
         self._waiters.changed()
 
     async def _wait_for_round(self, joined: Round) -> None:
