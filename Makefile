@@ -25,7 +25,7 @@ demo: $(VENV)/installed
 test: lint test-native test-python
 
 test-python: $(VENV)/dev
-	$(PYTEST) -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --ignore tests/integrations
+	$(PYTEST) -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --ignore tests/integrations
 
 # On a machine with a GPU, offline: GPU_PYTHON is a Python with torch, triton, pytest and hypothesis. The native
 # module is not needed.
