@@ -59,8 +59,8 @@ def test_the_weights_are_the_same_for_any_number_of_ranks(tmp_path: Path) -> Non
 
 def test_faults_depend_on_the_seed_alone() -> None:
     one, two = Simulation(peers=50, seed=1), Simulation(peers=50, seed=1)
-    assert one.fault_of(0) == two.fault_of(0) != Simulation(peers=50, seed=2).fault_of(0)
-    assert one.fault_of(0) != one.fault_of(1)
+    assert one.faults_of(0) == two.faults_of(0) != Simulation(peers=50, seed=2).faults_of(0)
+    assert one.faults_of(0) != one.faults_of(1)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import struct
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,9 @@ _FILES = re.compile(
     r"data/weights/weight_\d+|data/constants/tensor_\d+|\.data/(version|serialization_id)"
     r"|archive_format|archive_version|byteorder"
 )
+_END = struct.Struct("<4s4H2LH")  # of a zip file, without a comment
+_LOCATOR = struct.Struct("<4sLQL")
+_LONG_END = struct.Struct("<4sQ2H2L4Q")
 _GRAPH = "models/model.json"
 _SAMPLES = "data/sample_inputs/model.pt"
 _CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
@@ -90,6 +94,7 @@ def check_archive(data: bytes, where: str) -> None:
     from torch.export.pt2_archive._package import PT2ArchiveReader
 
     try:
+        _check_directory(data)
         _check_stored(data)
         with PT2ArchiveReader(io.BytesIO(data)) as archive:
             files = archive.get_file_names()
@@ -111,6 +116,25 @@ def check_archive(data: bytes, where: str) -> None:
         zipfile.BadZipFile,
     ) as error:
         raise ExportError(f"{where} is not a program that a server may run: {error}") from None
+
+
+def _check_directory(data: bytes) -> None:
+    """Raise ValueError unless the one directory of a zip file stands where its end says, right before it.
+
+    Two readers of zip files can find two directories otherwise: one that we check, and one that torch reads.
+    """
+    at = len(data) - _END.size
+    if at < 0:
+        raise ValueError("it is not a zip file")
+    mark, *_, size, offset, comment = _END.unpack_from(data, at)
+    if at >= _LONG_END.size and data[at - _LOCATOR.size : at].startswith(b"PK\6\7"):  # torch writes this form
+        at -= _LOCATOR.size + _LONG_END.size
+        _, _, place, _ = _LOCATOR.unpack_from(data, at + _LONG_END.size)
+        long_mark, *_, long_size, long_offset = _LONG_END.unpack_from(data, at)
+        if (long_mark, place, long_size, long_offset) != (b"PK\6\6", at, size, offset):
+            raise ValueError("its end is not that of a zip file")
+    if mark != b"PK\5\6" or comment or offset + size != at:
+        raise ValueError("its directory is not where its end says")
 
 
 def _check_stored(data: bytes) -> None:
