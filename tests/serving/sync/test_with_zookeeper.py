@@ -14,14 +14,14 @@ from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.sync.publisher import Publisher
 from tests.serving.sync_support import LIMIT, Trainer, assert_equal, export_version, make_model
-from tests.serving.zookeeper import ZooKeeper, zookeeper
+from tests.serving.zookeeper import ZooKeeper, root, zookeeper
 
-__all__ = ["zookeeper"]
+__all__ = ["root", "zookeeper"]
 HOUR = 3600.0
 
 
-def serve(folder: Path, hosts: str, stack: ExitStack) -> ModelServer:
-    discovery = stack.enter_context(ZooKeeperDiscovery(hosts, "sync", session_seconds=5.0))
+def serve(folder: Path, hosts: str, root: str, stack: ExitStack) -> ModelServer:
+    discovery = stack.enter_context(ZooKeeperDiscovery(hosts, root, session_seconds=5.0))
     return stack.enter_context(ModelServer(folder, ServerConfig(allow_writes=True), discovery=discovery))
 
 
@@ -43,14 +43,14 @@ def pushed(publisher: Publisher, servers: list[ModelServer], model: Model) -> No
 
 
 def test_zookeeper_restarts_in_the_middle_of_publishing(
-    zookeeper: ZooKeeper, tmp_path: Path, stack: ExitStack
+    zookeeper: ZooKeeper, root: str, tmp_path: Path, stack: ExitStack
 ) -> None:
     model = make_model()
     trainer = Trainer(model)
     trainer.step(3)
     export_version(model, tmp_path, base="one")
-    servers = [serve(tmp_path, zookeeper.hosts, stack)]
-    url = f"zk://{zookeeper.hosts}/sync"
+    servers = [serve(tmp_path, zookeeper.hosts, root, stack)]
+    url = f"zk://{zookeeper.hosts}/{root}"
     publisher = stack.enter_context(Publisher(model, url, model_name="movies", interval=HOUR, base="one"))
     trainer.step(2)
     pushed(publisher, servers, model)
@@ -62,13 +62,13 @@ def test_zookeeper_restarts_in_the_middle_of_publishing(
     finally:
         zookeeper.start()
     trainer.step(2)
-    servers.append(serve(tmp_path, zookeeper.hosts, stack))
+    servers.append(serve(tmp_path, zookeeper.hosts, root, stack))
 
     pushed(publisher, servers, model)
 
 
 def test_training_starts_while_zookeeper_is_away(
-    zookeeper: ZooKeeper, tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    zookeeper: ZooKeeper, root: str, tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megalith.serving.sync.publisher.START_SECONDS", 0.05)
     model = make_model()
@@ -77,10 +77,10 @@ def test_training_starts_while_zookeeper_is_away(
     export_version(model, tmp_path, base="one")
     zookeeper.kill()
     try:
-        url = f"zk://{zookeeper.hosts}/sync"
+        url = f"zk://{zookeeper.hosts}/{root}"
         publisher = stack.enter_context(Publisher(model, url, model_name="movies", interval=HOUR, base="one"))
         trainer.step(2)
     finally:
         zookeeper.start()
-    servers = [serve(tmp_path, zookeeper.hosts, stack)]
+    servers = [serve(tmp_path, zookeeper.hosts, root, stack)]
     pushed(publisher, servers, model)
