@@ -407,6 +407,16 @@ def unfilter(kind: int, line: bytearray, above: bytearray, step: int) -> None:
             line[i] = (line[i] + nearest) & 255
 
 
+def painted_colours(tmp_path: Path, page: Path, *flags: str) -> set[bytes]:
+    """The colours of a picture that headless Chromium takes of a page once all of it is drawn."""
+    picture = tmp_path / "page.png"
+    complete = ["--run-all-compositor-stages-before-draw", "--virtual-time-budget=2000"]
+    chromium(tmp_path, page, "--window-size=760,720", f"--screenshot={picture}", *complete, *flags)
+    width, height, pixels = decode_png(picture.read_bytes())
+    assert (width, height) == (760, 720)
+    return {pixel[:3] for pixel in pixels}
+
+
 @pytest.mark.parametrize(
     ("scheme", "page_colour", "line_colour"),
     [("light", (245, 246, 248), (42, 111, 187)), ("dark", (20, 24, 29), (108, 176, 245))],
@@ -414,15 +424,15 @@ def unfilter(kind: int, line: bytearray, above: bytearray, step: int) -> None:
 def test_a_browser_paints_the_page(
     run: Path, tmp_path: Path, scheme: str, page_colour: tuple[int, ...], line_colour: tuple[int, ...]
 ) -> None:
-    picture = tmp_path / "page.png"
     dark = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
-    chromium(tmp_path, write_report(run), "--window-size=760,640", f"--screenshot={picture}", *dark)
-    width, height, pixels = decode_png(picture.read_bytes())
-    assert (width, height) == (760, 640)
-    colours = {pixel[:3] for pixel in pixels}
+    page, expected = write_report(run), {bytes(page_colour), bytes(line_colour)}
+    # On a busy machine the browser may take its picture before it has painted the last part of the page.
+    for _ in range(4):
+        colours = painted_colours(tmp_path, page, *dark)
+        if colours >= expected:
+            break
+    assert colours >= expected
     assert len(colours) > 50
-    assert bytes(page_colour) in colours
-    assert bytes(line_colour) in colours
 
 
 def test_a_browser_finds_every_section(run: Path, tmp_path: Path) -> None:
