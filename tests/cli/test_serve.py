@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from megalith.cli.main import app
+from megalith.errors import InputError
 from megalith.models import Model
 from megalith.serving.discovery import FileDiscovery
 from megalith.serving.server.model_server import ModelServer
@@ -112,7 +113,16 @@ def test_a_run_is_exported_again_only_if_its_checkpoint_changed(tmp_path: Path) 
             train(run, "--start-over")  # to the same step, but another checkpoint
         with ThreadPoolExecutor(2) as pool:  # as two servers that start together
             assert len(set(pool.map(lambda _: export_newest(run, None), range(2)))) == 1
-        assert sorted(path.name for path in (run / "exports").iterdir() if path.is_dir()) == versions
+        assert exported(run / "exports" / "deepfm") == versions
+    export_newest(run, "clicks")  # a server with another name has exports of its own
+    assert exported(run / "exports" / "clicks") == ["5"]
+    assert exported(run / "exports" / "deepfm") == versions
+    with pytest.raises(InputError, match="the name of the model"):
+        export_newest(run, "..")
+
+
+def exported(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.is_dir())
 
 
 @pytest.mark.parametrize(

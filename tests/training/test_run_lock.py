@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,23 @@ def test_a_file_system_without_locks_is_not_locked(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(fcntl, "flock", refuses)
     with RunLock(tmp_path) as lock, RunLock(tmp_path):
         assert lock.next_session() > 0
+
+
+def test_a_process_that_was_forked_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """A data worker may live a little longer than a trainer that was killed."""
+    with RunLock(tmp_path) as lock:
+        held, ends = os.pipe(), os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(held[1], b"1" if lock._file is None else b"0")
+            os.read(ends[0], 1)
+            os._exit(0)
+        assert os.read(held[0], 1) == b"1"
+    try:
+        with RunLock(tmp_path):  # the child process is still alive
+            pass
+    finally:
+        os.write(ends[1], b"1")
+        os.waitpid(child, 0)
+        for end in (*held, *ends):
+            os.close(end)

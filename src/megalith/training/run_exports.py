@@ -1,7 +1,8 @@
-"""Exports of a run for its servers, below RUN/exports.
+"""Exports of a run for its servers, below RUN/exports/NAME, where NAME is the name of the model in requests.
 
-Servers that are started together on one run share its exports: one writes the newest checkpoint, the others
-wait for it. Older exports are deleted: they can be written again from checkpoints that are kept.
+Servers that are started together on one run, under one name, share its exports: one writes the newest
+checkpoint, the others wait for it. Older exports are deleted: they can be written again from checkpoints that
+are kept.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from pathlib import Path
 
 from megalith.checkpoint import read_manifest
 from megalith.errors import ExportError
+from megalith.serving.discovery.contract import check_name
 from megalith.serving.export.signature import Signature
 from megalith.serving.server.version_directories import versions_of
 from megalith.training.exporting import export_run
-from megalith.training.run_model import CHECKPOINT
+from megalith.training.run_model import CHECKPOINT, config_of
 
 EXPORTS = "exports"
 KEPT_EXPORTS = 2
@@ -40,8 +42,9 @@ def export_newest(run: Path, name: str | None) -> Path:
         CheckpointError: The checkpoint is missing or damaged.
         ExportError: The version cannot be written.
     """
-    out = run / EXPORTS
-    out.mkdir(exist_ok=True)
+    name = name or config_of(read_manifest(run / CHECKPOINT), run).model.name
+    out = run / EXPORTS / check_name(name, "the name of the model")
+    out.mkdir(parents=True, exist_ok=True)
     with _locked(out / _LOCK):
         newest = max(versions_of(out), default=None)
         version = None
@@ -49,7 +52,7 @@ def export_newest(run: Path, name: str | None) -> Path:
             manifest = read_manifest(run / CHECKPOINT)
             with suppress(ExportError):  # a version that cannot be read is replaced by a newer one
                 signature = Signature.read(out / str(newest))
-                if signature.base == manifest.tip and name in (None, signature.model):
+                if signature.base == manifest.tip:
                     return out
             steps = [each.global_step for each in manifest.latest.collections.values()]
             version = max(newest + 1, *steps)

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import time
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,7 +26,8 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 class RunLock:
     """Locks the directory of a run for this process, as a context manager.
 
-    A process that ends, or is killed, releases the lock. On a file system without locks nothing is locked.
+    A process that ends, or is killed, releases the lock; processes that it forked, such as data workers, do
+    not hold it. On a file system without locks nothing is locked.
 
     Args:
         directory: The directory of the run.
@@ -40,6 +42,7 @@ class RunLock:
 
     def __enter__(self) -> Self:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        _close_in_children(weakref.ref(self))
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -70,3 +73,14 @@ class RunLock:
         if self._file is not None:
             os.close(self._file)  # releases the lock
             self._file = None
+
+
+def _close_in_children(lock: weakref.ref[RunLock]) -> None:
+    """Close the file of a lock in every process that is forked, which would keep it if this one is killed."""
+
+    def close() -> None:
+        found = lock()
+        if found is not None:
+            found._close()
+
+    os.register_at_fork(after_in_child=close)

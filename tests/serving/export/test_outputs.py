@@ -270,6 +270,14 @@ def test_rows_that_depend_on_each_other_are_computed_alone(tmp_path: Path) -> No
     assert not Signature.read(export_model(Watched(), tmp_path, name="m", version=2) / "2").joint_rows
 
 
+@pytest.mark.parametrize("joint", [True, False])
+def test_who_exports_may_say_whether_rows_depend_on_each_other(tmp_path: Path, joint: bool) -> None:
+    """A run with random rows does not find every dependence, and may find one that does not matter."""
+    model = Watched(lambda hidden: hidden[:, 0] - hidden[:, 0].mean()) if not joint else Watched()
+    export_model(model, tmp_path, name="m", version=1, joint_rows=joint)
+    assert Signature.read(tmp_path / "1").joint_rows is joint
+
+
 # ---- the format before named outputs
 
 

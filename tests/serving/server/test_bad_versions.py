@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import shutil
+import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -81,6 +83,29 @@ def test_a_trial_stops_with_the_server(exports: Path) -> None:
     stopping = threading.Event()
     stopping.set()
     try_version(exports / "2", stopping)  # its child is killed at once
+
+
+def test_a_trial_is_ended_before_the_server_for_lack_of_memory() -> None:
+    code = (
+        "from pathlib import Path; from megalith.serving.export.trial import _die_first;"
+        "_die_first(); print(Path('/proc/self/oom_score_adj').read_text())"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert printed.stdout.strip() == "1000", printed.stderr
+
+
+def test_versions_that_were_deleted_are_forgotten(exports: Path, served: Path) -> None:
+    with ModelServer(served, ServerConfig(poll_seconds=3600, trial="never")) as server:
+        (served / "7").mkdir()
+        server.refresh()
+        repository = server._repository
+        assert (list(repository._failed), list(repository._loaded)) == ([served / "7"], [served / "1"])
+        for number in ("7", "1"):
+            shutil.rmtree(served / number)
+        server.refresh()
+        assert (repository._failed, repository._loaded) == ({}, {})
+        (model,) = server.models
+        assert list(model.versions) == [1]  # it still answers
 
 
 def test_a_version_replaced_under_its_number_is_reported(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from megalith.errors import RemoteError
+from megalith.errors import InputError, RemoteError
 from megalith.serving.proto import GetModelStatusRequest
 from megalith.serving.server.guard import MAX_REFLECTIONS, REQUESTS
 from megalith.serving.server.model_server import SPARE_REQUESTS, ModelServer
 from megalith.serving.server.server_config import ServerConfig
-from tests.serving.exports import ServerClient, export_version, rows
+from tests.serving.exports import ServerClient, export_version, request_of, rows
 from tests.serving.server.test_security import silent
 
 FEATURES, DENSE = rows(2)
@@ -22,14 +24,22 @@ INPUTS = {**FEATURES, "dense": DENSE}
 STATUS = "/tensorflow.serving.ModelService/GetModelStatus"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 MAX_CONCURRENT = 4
+LIMIT = 60.0
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     out = tmp_path_factory.mktemp("exports")
     export_version(out)
-    with ModelServer(out, ServerConfig(max_concurrent=MAX_CONCURRENT)) as started:
+    with ModelServer(out, ServerConfig(max_concurrent=MAX_CONCURRENT, read_seconds=0.3)) as started:
         yield started
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def is_healthy(server: ModelServer) -> bool:
@@ -47,10 +57,7 @@ def has_status(server: ModelServer) -> bool:
 
 
 @pytest.mark.parametrize("method", REQUESTS)
-def test_half_open_requests_leave_health_alone_and_end(
-    server: ModelServer, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    monkeypatch.setattr("megalith.serving.server.read_deadlines.READ_SECONDS", 0.3)
+def test_half_open_requests_leave_health_alone_and_end(server: ModelServer, method: str) -> None:
     places = MAX_CONCURRENT + SPARE_REQUESTS
     with silent(server, method, places + 156) as calls:
         assert is_healthy(server)
@@ -63,10 +70,7 @@ def test_half_open_requests_leave_health_alone_and_end(
 
 
 @pytest.mark.parametrize("method", [STATUS, REFLECTION])
-def test_half_open_calls_of_other_methods_leave_requests_alone(
-    server: ModelServer, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    monkeypatch.setattr("megalith.serving.server.read_deadlines.READ_SECONDS", 0.3)
+def test_half_open_calls_of_other_methods_leave_requests_alone(server: ModelServer, method: str) -> None:
     with silent(server, method, 40) as calls, ServerClient(server.address) as ask:
         assert ask(INPUTS)["logits"].shape == (2,)
         assert is_healthy(server)
@@ -94,3 +98,33 @@ def test_places_come_back(server: ModelServer) -> None:
                 return str(error.code)
 
         assert {future.result() for future in [pool.submit(score) for _ in range(60)]} == {"2"}
+
+
+def test_a_cancelled_call_has_its_place_until_its_thread_is_free(
+    server: ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise calls would be accepted that wait for a thread, with no deadline."""
+    started, go = threading.Semaphore(0), threading.Event()
+    (model,) = server.models
+
+    def holds(*_: object, **__: object) -> object:
+        started.release()
+        go.wait(LIMIT)
+        raise InputError("held")
+
+    assert model.newest is not None
+    monkeypatch.setattr(model.newest, "predict", holds)
+    places = server._guard._requests.places  # type: ignore[union-attr]
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary(REQUESTS[0])
+        before = places._value
+        held = call.future(request_of(INPUTS).SerializeToString(), timeout=LIMIT)
+        assert started.acquire(timeout=LIMIT)
+        ended = threading.Event()
+        held.add_done_callback(lambda _: ended.set())
+        held.cancel()
+        assert ended.wait(LIMIT)
+        assert is_healthy(server)  # the server has read what came before it, the cancellation
+        assert places._value == before - 1
+        go.set()
+        wait_until(lambda: places._value == before)

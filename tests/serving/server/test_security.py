@@ -131,7 +131,8 @@ def test_who_shows_none_is_refused_before_anything_is_read(guarded: ModelServer)
 def test_health_checks_have_a_deadline(
     guarded: ModelServer, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr("megalith.serving.server.read_deadlines.READ_SECONDS", 0.05)
+    assert guarded._guard is not None
+    monkeypatch.setattr(guarded._guard._deadlines, "_seconds", 0.05)
     with silent(guarded, f"/grpc.health.v1.Health/{method}", 200) as calls:
         codes = {call.code() for call in calls}
         assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}

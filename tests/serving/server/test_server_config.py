@@ -25,6 +25,7 @@ from megalith.serving.server.server_config import ServerConfig
         ("drain_seconds", -1, "drain_seconds must be a number of 0 or more, got -1"),
         ("poll_seconds", float("nan"), "poll_seconds must be a number of 0 or more, got nan"),
         ("fetch_timeout", 0, "fetch_timeout must be above 0"),
+        ("read_seconds", 0, "read_seconds must be above 0"),
     ],
 )
 def test_values_out_of_range(option: str, value: Any, message: str) -> None:

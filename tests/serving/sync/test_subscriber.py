@@ -352,6 +352,38 @@ def test_an_older_session_is_refused_whatever_it_sends(served: Servable) -> None
     assert (counts.sessions, counts.replaced_sessions, counts.old_sessions) == (2, 1, 8)
 
 
+def test_a_session_that_began_during_a_wait_makes_the_waiting_one_older(
+    served: Servable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalith.serving.sync.subscriber.EARLY_SECONDS", LIMIT)
+    subscriber = Subscriber(served)
+    begin(subscriber, number=7)
+    waits = threading.Event()
+    is_early = subscriber._is_early
+
+    def reports(header: MessageHeader) -> bool:
+        waits.set()
+        return is_early(header)
+
+    monkeypatch.setattr(subscriber, "_is_early", reports)
+    errors: list[str] = []
+
+    def begin_again() -> None:
+        try:
+            begin(subscriber, sequence=3, number=7)  # message 2 is missing, so it waits
+        except SequenceError as error:
+            errors.append(str(error))
+
+    late = threading.Thread(target=begin_again)
+    late.start()
+    assert waits.wait(LIMIT)
+    begin(subscriber, session=OTHER, number=8)
+    late.join(LIMIT)
+    assert len(errors) == 1
+    assert "a newer training session pushes" in errors[0]
+    assert Position.read(subscriber.handle("sync_position", {}, header())).session == OTHER
+
+
 def test_the_number_of_a_session_outlives_its_rows(served: Servable, exported: tuple[Model, Path]) -> None:
     subscriber = Subscriber(served)
     begin(subscriber, number=8)

@@ -84,6 +84,7 @@ def export_model(
     single_ids: Sequence[str] = (),
     outputs: Sequence[str] | None = None,
     activations: Mapping[str, str] | None = None,
+    joint_rows: bool | None = None,
     on_rows: Callable[[int], object] | None = None,
 ) -> Path:
     """Write a version of a model below `out`. A call that fails leaves no files.
@@ -114,6 +115,9 @@ def export_model(
             sigmoid) if the model's `score` returns a tensor [B] or [B, 1].
         activations: Output -> "sigmoid", "softmax" (over the last dimension), "exp" or "tanh", which is
             applied before the output is returned. Other outputs are returned as the model computes them.
+        joint_rows: Whether the outputs of a row depend on the other rows of its request, which is then
+            computed alone and never split. None: found by computing random rows in batches of several
+            sizes, which does not show a dependence that needs certain values.
         on_rows: Called with the number of rows of each chunk written; over ranks, on rank 0.
 
     Returns:
@@ -141,6 +145,8 @@ def export_model(
         checks.callback(rows, "export: rows")
         checks.callback(on_rows, "export: on_rows")
         _check_outputs(outputs, activations)
+        if joint_rows is not None:
+            checks.flag(joint_rows, "export: joint_rows")
         if ranks.size > 1:
             _check_whole(parts)
             for shards in set(tables.values()):
@@ -168,7 +174,7 @@ def export_model(
 
     def write_program(path: Path) -> WrittenProgram:
         assert parts is not None
-        return export_program(parts, path, names=outputs, activations=activations)
+        return export_program(parts, path, names=outputs, activations=activations, joint_rows=joint_rows)
 
     def write(found: RowSource) -> None:
         writer = _VersionWriter(

@@ -50,6 +50,7 @@ def export_program(
     *,
     names: Sequence[str] | None = None,
     activations: Mapping[str, str] | None = None,
+    joint_rows: bool | None = None,
 ) -> WrittenProgram:
     """Trace the dense part with torch.export, for any batch size, run it, and write it.
 
@@ -58,6 +59,7 @@ def export_program(
         path: The new file.
         names: Names of the tensors that the model returns without names; see `name_tensors`.
         activations: Output -> one of ACTIVATIONS.
+        joint_rows: Whether the outputs of a row depend on the other rows of its batch (None: find out).
 
     Returns:
         The file and the outputs.
@@ -81,7 +83,7 @@ def export_program(
             }
             dynamic = (sizes, None if dense is None else any_size)
             program = torch.export.export(dense_part, (rows, dense), dynamic_shapes=dynamic, strict=False)
-            outputs, joint_rows = _run(parts, program.module(check_guards=False), dense_part.names)
+            outputs, found_joint = _run(parts, program.module(check_guards=False), dense_part.names)
             data = write_archive(program)
     except MegalithError:
         raise
@@ -94,7 +96,8 @@ def export_program(
         for module in training:
             module.training = True
     path.write_bytes(data)
-    return WrittenProgram(StoredFile(path.name, len(data), checksum(zlib.crc32(data))), outputs, joint_rows)
+    file = StoredFile(path.name, len(data), checksum(zlib.crc32(data)))
+    return WrittenProgram(file, outputs, found_joint if joint_rows is None else joint_rows)
 
 
 class _FoundNames:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -94,7 +95,14 @@ def _run(directory: Path) -> None:
     Servable(directory, fetch=zeros if signature.part == ENTRY else None, verify_files=False).warm_up()
 
 
+def _die_first() -> None:
+    """Ask the kernel to end this process, not the server, if there is too little memory for both."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
 if __name__ == "__main__":
+    _die_first()
     try:
         _run(Path(sys.argv[1]))
     except MegalithError:

@@ -8,9 +8,10 @@ Each group of methods has threads and places of its own, so that one cannot star
     reflection  ServerReflectionInfo, a stream                       MAX_REFLECTIONS
     health      Check and Watch of grpc.health.v1.Health             MAX_CHECKS, MAX_STREAMS
 
-A call without a place is refused at once with RESOURCE_EXHAUSTED. A call without the token is refused before
-its message is read; health needs no token, because probes send none. A call whose message does not arrive in
-time is cancelled (read_deadlines.py).
+A call without a place is refused at once with RESOURCE_EXHAUSTED. The place of a call with one response is
+that of its thread: if the client cancels the call, both are free when the method returns. A call without the
+token is refused before its message is read; health needs no token, because probes send none. A call whose
+message does not arrive in time is cancelled (read_deadlines.py).
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ class Guard:
     Args:
         security: Has the token; without one, nothing is required.
         max_requests: Number of places for requests.
+        read_seconds: Seconds in which the message of a call must arrive.
     """
 
-    def __init__(self, security: Security, max_requests: int) -> None:
+    def __init__(self, security: Security, max_requests: int, read_seconds: float) -> None:
         grpc = grpc_module()
         self._security = security
         self._requests = _CallGroup("rpc", max_requests)
@@ -58,7 +60,7 @@ class Guard:
         self._streams = _CallGroup("streams", MAX_STREAMS)
         self._reflection = _CallGroup("reflection", MAX_REFLECTIONS)
         self._refusals = ThreadPoolExecutor(1, thread_name_prefix="megalith-refusal")
-        self._deadlines = ReadDeadlines()
+        self._deadlines = ReadDeadlines(read_seconds)
         self._handlers: dict[str, Any] = {}
         """The handlers of known methods."""
         self._no_token = self._refusal(
@@ -122,10 +124,10 @@ class Guard:
         else:
             behavior = self._first_message(handler.unary_stream or handler.unary_unary)
         # A handler of a stream starts before a message arrives, so that it can be cancelled without one.
-        make = grpc.stream_unary_rpc_method_handler
+        make, placed = grpc.stream_unary_rpc_method_handler, _placed_call
         if handler.response_streaming:
-            make = grpc.stream_stream_rpc_method_handler
-        return make(_placed(behavior, group), handler.request_deserializer, handler.response_serializer)
+            make, placed = grpc.stream_stream_rpc_method_handler, _placed_stream
+        return make(placed(behavior, group), handler.request_deserializer, handler.response_serializer)
 
     def _first_message(self, behavior: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a unary method as a streaming method whose first message must arrive in time."""
@@ -173,8 +175,24 @@ class Guard:
         return grpc_module().stream_unary_rpc_method_handler(refuse)
 
 
-def _placed(behavior: Callable[..., Any], group: _CallGroup) -> Callable[..., Any]:
-    """Give the place of a call back when the call ends."""
+def _placed_call(behavior: Callable[..., Any], group: _CallGroup) -> Callable[..., Any]:
+    """Give the place of a call back when its method returns, which is after a client cancelled the call."""
+
+    @functools.wraps(behavior)
+    def call(request: Any, context: Any) -> Any:
+        try:
+            if not context.is_active():
+                context.abort(Code.CANCELLED, "the client no longer waits")
+            return behavior(request, context)
+        finally:
+            group.places.release()
+
+    call.experimental_thread_pool = group.pool  # type: ignore[attr-defined]
+    return call
+
+
+def _placed_stream(behavior: Callable[..., Any], group: _CallGroup) -> Callable[..., Any]:
+    """Give the place of a call with many responses back when it ends; its method returns before that."""
 
     @functools.wraps(behavior)
     def call(request: Any, context: Any, *more: Any) -> Any:

@@ -246,7 +246,7 @@ class ModelServer:
         grpc, config = grpc_module(), self._config
         if config.allow_writes:
             keep_freed_memory(KEPT_BYTES)
-        self._guard = Guard(config.security, config.max_concurrent + SPARE_REQUESTS)
+        self._guard = Guard(config.security, config.max_concurrent + SPARE_REQUESTS, config.read_seconds)
         self._server = grpc.server(
             self._guard.pool,
             handlers=[*TFService(self._dispatcher).handlers(), *OIPService(self._dispatcher).handlers()],

@@ -11,9 +11,6 @@ import time
 from collections import deque
 from typing import Any
 
-READ_SECONDS = 5.0
-"""Seconds in which the message of a call must arrive."""
-
 
 class _Wait:
     """A call that waits for its message; `context` is None once it has arrived."""
@@ -26,9 +23,14 @@ class _Wait:
 
 
 class ReadDeadlines:
-    """Cancels calls that wait longer than READ_SECONDS; `close` it."""
+    """Cancels calls that wait too long; `close` it.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: Seconds in which the message of a call must arrive.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._waiting: deque[_Wait] = deque()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="megalith-read-deadlines", daemon=True)
@@ -43,7 +45,7 @@ class ReadDeadlines:
         Returns:
             What `end` takes.
         """
-        wait = _Wait(context, time.monotonic() + READ_SECONDS)
+        wait = _Wait(context, time.monotonic() + self._seconds)
         self._waiting.append(wait)
         return wait
 
@@ -62,7 +64,7 @@ class ReadDeadlines:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(0.5, READ_SECONDS / 2)):
+        while not self._closed.wait(min(0.5, self._seconds / 2)):
             now = time.monotonic()
             while self._waiting and (self._waiting[0].context is None or self._waiting[0].deadline <= now):
                 context = self._waiting.popleft().context

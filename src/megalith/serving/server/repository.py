@@ -161,6 +161,9 @@ class Repository:
         with self._refreshing:
             for root in version_roots(self.directory, DEPTH):
                 self._refresh_root(root)
+            for known in (self._failed, self._loaded):  # of versions that were deleted
+                for directory in [each for each in known if not each.exists()]:
+                    del known[directory]
             self._on_refresh()
 
     def _watch(self) -> None:

@@ -90,6 +90,8 @@ class ServerConfig:
     """Seconds for which a server that stops answers requests while its health is NOT_SERVING."""
     drain_seconds: float = 30.0
     """Seconds in which requests in progress may end when the server stops."""
+    read_seconds: float = 5.0
+    """Seconds in which the message of a gRPC call must arrive, up to 64 MiB for pushed rows."""
     poll_seconds: float = 1.0
     """Seconds between two checks of the directory for new versions."""
     carry_seconds: float = 60.0
@@ -121,7 +123,14 @@ class ServerConfig:
         for name in ("max_concurrent", "keep_versions", "max_request_bytes", "max_predict_bytes"):
             _check_integer(self, name, 1)
         _check_integer(self, "replica_id", -1)
-        for name in ("fetch_timeout", "lame_duck_seconds", "drain_seconds", "poll_seconds", "carry_seconds"):
+        for name in (
+            "fetch_timeout",
+            "lame_duck_seconds",
+            "drain_seconds",
+            "read_seconds",
+            "poll_seconds",
+            "carry_seconds",
+        ):
             _check_seconds(self, name)
         for name in (
             "allow_writes",
@@ -142,8 +151,9 @@ class ServerConfig:
         if self.fetch_credentials is not None:
             checks.instance(self.fetch_credentials, Credentials, "fetch_credentials")
         checks.one_of(self.trial, ("always", "running", "never"), "trial")
-        if not self.fetch_timeout:
-            raise InputError("fetch_timeout must be above 0")
+        for name in ("fetch_timeout", "read_seconds"):
+            if not getattr(self, name):
+                raise InputError(f"{name} must be above 0")
         self.security.check_exposure(self.host, writes=self.allow_writes)
 
 

@@ -184,6 +184,7 @@ class Subscriber:
                     return self._position(header)
                 if header is not None:
                     self._await_turn(header)
+                    self._check_not_older(header)  # another session may have begun during the wait
                 if is_assign(signature):
                     return self._assign(signature, inputs, header)
                 if signature not in CONTROLS:
