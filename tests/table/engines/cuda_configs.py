@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 from megalith import (
     FTRL,
     LAMB,
@@ -12,10 +16,13 @@ from megalith import (
     Adam,
     AdamW,
     AMSGrad,
+    BatchSoftmax,
     Capacity,
     Constant,
+    DelayCompensated,
     DynamicWdAdagrad,
     GroupAdagrad,
+    GroupFTRL,
     Lion,
     MinCount,
     Momentum,
@@ -33,6 +40,14 @@ from megalith import (
 )
 from megalith.table import Optimizer
 
+
+class Halving(Optimizer):
+    """A user's optimizer, which has no kernel."""
+
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        rows.copy_(0.5 * rows - lr * grads)
+
+
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": SGD(0.5),
     "momentum": Momentum(0.1, momentum=0.9, weight_decay=0.01),
@@ -41,7 +56,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "rowwise_adagrad": RowWiseAdagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.01),
     "adam": Adam(0.1, weight_decay=0.01),
     "adam_nesterov": Adam(0.1, nesterov=True),
-    "adam_row": Adam(0.1, bias_correction="row"),
+    "adam_row": Adam(0.1, weight_decay=0.01, bias_correction="row"),
+    "amsgrad_row": AMSGrad(0.1, betas=(0.9, 0.5), bias_correction="row"),
     "adamw": AdamW(0.1, weight_decay=0.1),
     "amsgrad": AMSGrad(0.1, betas=(0.9, 0.5)),
     "ftrl": FTRL(0.5, beta=1.0, l1=0.25, l2=0.125),
@@ -52,9 +68,16 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "dynamic_wd_adagrad": DynamicWdAdagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.1),
     "moving_average": MovingAverage(momentum=0.8),
     "lamb": LAMB(0.1, weight_decay=0.01),
+    "lamb_row": LAMB(0.1, bias_correction="row"),
     "group_adagrad": GroupAdagrad(0.1, l2=0.5, weight_decay=0.01),
+    "group_ftrl": GroupFTRL(0.5, l1=1.0, l2=0.125),
+    "batch_softmax": BatchSoftmax(),
+    "delay_compensated": DelayCompensated(Adagrad(0.1, initial_accumulator_value=0.1), strength=0.5),
+    "delay_compensated_adam": DelayCompensated(Adam(0.1, bias_correction="row", nesterov=True)),
+    "delay_compensated_rowwise": DelayCompensated(RowWiseAdagrad(0.1, initial_accumulator_value=0.1)),
+    "in_torch": Halving(0.1),
 }
-"""One of each rule with a kernel, and some that run in torch."""
+"""Every optimizer of the library with its variants, and one that runs in torch."""
 
 CONFIGS: dict[str, TableConfig] = {
     "segments": TableConfig(
@@ -76,7 +99,7 @@ CONFIGS: dict[str, TableConfig] = {
     ),
     "in_torch": TableConfig(
         "t",
-        segments=[Segment(4, optimizer=LAMB(0.1)), Segment(2, optimizer=SGD(0.5), precision="bfloat16")],
+        segments=[Segment(4, optimizer=Halving(0.1)), Segment(2, optimizer=SGD(0.5), precision="bfloat16")],
         eviction=TTL(6),
     ),
     "ttl": TableConfig("t", dim=4, optimizer=SGD(0.5), eviction=TTL(5)),

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megalith import (
-    LAMB,
     SGD,
     Adagrad,
+    Adam,
     EmbeddingCollection,
     Feature,
     FirstN,
@@ -35,7 +35,9 @@ from megalith.table.engines import score_search
 from megalith.table.engines.cuda import triton_runtime
 from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
-from tests.table.engines.cuda_configs import CONFIGS, OPTIMIZERS
+from megalith.table.engines.cuda.step_settings import find_rule
+from megalith.table.optimizers import OPTIMIZERS as LIBRARY
+from tests.table.engines.cuda_configs import CONFIGS, OPTIMIZERS, Halving
 from tests.table.engines.programs import Program, everything
 
 ON_GPU = torch.cuda.is_available()
@@ -46,8 +48,28 @@ CALLS = 60 if ON_GPU else 8
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_of_each_optimizer(name: str) -> None:
     optimizer: Optimizer = OPTIMIZERS[name]
-    config = TableConfig("t", dim=5, optimizer=optimizer, initializer=Uniform())
+    dim = 1 if name == "batch_softmax" else 5
+    config = TableConfig("t", dim=dim, optimizer=optimizer, initializer=Uniform())
     Program(config, 3, calls=("update", "lookup"), **SIZES).run(CALLS // 4)
+
+
+def test_every_optimizer_of_the_library_has_a_kernel() -> None:
+    without = {name for name, optimizer in OPTIMIZERS.items() if find_rule(optimizer, 1) is None}
+    assert without == {"in_torch"}
+    assert {type(optimizer) for optimizer in OPTIMIZERS.values()} - {Halving} == set(LIBRARY.values())
+
+
+def test_the_bias_correction_of_a_row_with_a_large_update_count() -> None:
+    config = TableConfig("t", dim=2, optimizer=Adam(0.1, bias_correction="row"), initializer=Zeros())
+    tables = [Table(config, engine=name) for name in ("cuda", "reference")]
+    for table in tables:
+        table.assign(torch.arange(4), torch.zeros(4, 2), time=0)
+        chunk = everything(table)
+        chunk.state["0/count"].copy_(torch.tensor([[0.0], [1000.0], [12345.0], [2.0**24]]))
+        table.restore(chunk)
+        table.apply_gradients(torch.arange(4), torch.ones(4, 2), step=0, time=0)
+    got, expected = (table.lookup(torch.arange(4)) for table in tables)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-6, atol=0.0)
 
 
 def test_a_search_for_low_scores_in_parts_removes_the_rows_of_the_reference(
@@ -68,7 +90,7 @@ def test_tables_of_a_collection_share_launches_and_train_as_on_the_reference_eng
     configs = [
         TableConfig("a", dim=4, optimizer=Adagrad(0.1)),
         TableConfig("b", dim=4, optimizer=Adagrad(0.2), initializer=Normal(0.0, 0.1)),
-        TableConfig("c", dim=3, optimizer=LAMB(0.1)),
+        TableConfig("c", dim=3, optimizer=Halving(0.1)),
     ]
     features = [
         Feature("x", "a"),

@@ -222,6 +222,7 @@ class _Walk:
             "STOCHASTIC": place.stochastic,
             "RULE": place.rule.rule,
             "OPTIONS": place.rule.options,
+            "DELAY": place.rule.delay,
             "MEASURED": measured,
             "COUNTED": self.group.layout.counted,
         }
@@ -243,15 +244,13 @@ class _Walk:
 
     def _whole_row(self, use: str, rule: int) -> None:
         """Do something with the sums of whole rows that is no optimizer step."""
-        nothing = ("OFFSET", "STATE", "START", "SEGMENT", "PRECISION", "OPTIONS")
-        constants: dict[str, int | bool] = dict.fromkeys(nothing, 0)
+        nothing = ("OFFSET", "STATE", "START", "SEGMENT", "PRECISION", "OPTIONS", "DELAY")
+        constants: dict[str, float] = dict.fromkeys(nothing, 0)
         constants |= dict.fromkeys(("STOCHASTIC", "MEASURED", "COUNTED"), False)
         width = self.group.layout.dim
         self._launch((use,), {"WIDTH": width, "RULE": rule, **constants}, (0.0,) * NUM_SETTINGS)
 
-    def _launch(
-        self, use: tuple[object, ...], what: dict[str, int | bool], settings: tuple[float, ...]
-    ) -> None:
+    def _launch(self, use: tuple[object, ...], what: dict[str, float], settings: tuple[float, ...]) -> None:
         group, gradients = self.group, self.gradients
         key = (*use, gradients.factors is not None, gradients.aligned, self.num_fields)
         if key not in group.bound:
@@ -283,7 +282,7 @@ class _Walk:
             *settings,
         )
 
-    def _bind(self, key: tuple[object, ...], what: dict[str, int | bool]) -> None:
+    def _bind(self, key: tuple[object, ...], what: dict[str, float]) -> None:
         group, layout, gradients = self.group, self.group.layout, self.gradients
         columns = padded(int(what["WIDTH"]))
         common = {

@@ -1,8 +1,9 @@
 """The optimizers that have a kernel: their numbers, settings and steps.
 
 A step reads the weights and states of one row (or segment of a row), and writes them back. Its formula is
-that of `Optimizer.update`, operation by operation. An optimizer without a rule here runs through
-`Optimizer.update` in torch on the device; see cuda_update.py.
+that of `Optimizer.update`, operation by operation; only sums over the columns of a row may add in another
+order. An optimizer without a rule here, such as a user's, runs through `Optimizer.update` in torch on the
+device; see table_updates.py.
 """
 
 # mypy: ignore-errors
@@ -20,18 +21,73 @@ RMSPROP = tl.constexpr(8)
 ADADELTA = tl.constexpr(9)
 DYNAMIC_WD = tl.constexpr(10)
 MOVING_AVERAGE = tl.constexpr(11)
+LAMB = tl.constexpr(12)
+GROUP_ADAGRAD = tl.constexpr(13)
+GROUP_FTRL = tl.constexpr(14)
+BATCH_SOFTMAX = tl.constexpr(15)
+
+# Options of ADAM and LAMB, as bits: 1 Nesterov, 2 decoupled weight decay, 4 the largest v, 8 counts rows.
 
 
 @triton.jit
 def optimizer_step(
     weight, grad, state, column, wide, lr, factor, extra, h0, h1, h2, h3, h4, h5,
-    RULE: tl.constexpr, OPTIONS: tl.constexpr, WIDTH: tl.constexpr,
+    RULE: tl.constexpr, OPTIONS: tl.constexpr, DELAY: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Return the weights after a step; changes the states at `state`.
 
     `h0` to `h5` are the settings, `lr` and `factor` the rate and the bias correction, and `extra` a number
-    that depends on the rate; `step_settings.py` computes them.
+    that depends on the rate; `step_settings.py` computes them. DELAY is the strength of `DelayCompensated`,
+    whose state precedes that of the rule; -1 without it.
     """
+    if DELAY >= 0:
+        change = tl.load(state + column, mask=wide, other=0.0)
+        grad = grad + DELAY * (grad * grad) * change
+        result = rule_step(
+            weight, grad, state + WIDTH, column, wide, lr, factor, extra, h0, h1, h2, h3, h4, h5,
+            RULE, OPTIONS, WIDTH,
+        )  # fmt: skip
+        tl.store(state + column, result - weight, mask=wide)
+        return result
+    else:
+        return rule_step(
+            weight, grad, state, column, wide, lr, factor, extra, h0, h1, h2, h3, h4, h5, RULE, OPTIONS, WIDTH
+        )
+
+
+@triton.jit
+def power(base, exponent):
+    """base ** exponent in float64, for an integer exponent up to 2^24: the largest update count of a row."""
+    result = tl.full((), 1.0, tl.float64)
+    for _ in tl.static_range(25):
+        result = tl.where((exponent & 1) == 1, result * base, result)
+        base = base * base
+        exponent = exponent >> 1
+    return result
+
+
+@triton.jit
+def row_correction(count, beta1, beta2):
+    """Advance the update count of a row; return its bias correction."""
+    updates = tl.load(count) + 1.0
+    tl.store(count, updates)
+    t = updates.to(tl.int32)
+    root = tl.sqrt(1.0 - power(tl.full((), beta2, tl.float64), t))
+    return (root / (1.0 - power(tl.full((), beta1, tl.float64), t))).to(tl.float32)
+
+
+@triton.jit
+def norm(values, wide):
+    """The length of a row."""
+    return tl.sqrt_rn(tl.sum(tl.where(wide, values * values, 0.0), 0))
+
+
+@triton.jit
+def rule_step(
+    weight, grad, state, column, wide, lr, factor, extra, h0, h1, h2, h3, h4, h5,
+    RULE: tl.constexpr, OPTIONS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The step of a rule; see `optimizer_step`."""
     first = state + column
     second = first + WIDTH
     result = weight
@@ -54,7 +110,7 @@ def optimizer_step(
         total = tl.load(state) + tl.div_rn(tl.sum(grad * grad, 0), h2)
         tl.store(state, total)
         result = weight - tl.div_rn(lr * grad, tl.sqrt_rn(total) + h0)
-    elif RULE == ADAM:  # 1 - beta1, 1 - beta2, eps, weight decay, beta1
+    elif RULE == ADAM:  # 1 - beta1, 1 - beta2, eps, weight decay, beta1, beta2
         if OPTIONS & 2 == 0:
             grad = grad + h3 * weight
         m = tl.load(first, mask=wide, other=0.0)
@@ -63,14 +119,16 @@ def optimizer_step(
         v = v + (grad * grad - v) * h1
         tl.store(first, m, mask=wide)
         tl.store(second, v, mask=wide)
-        if OPTIONS & 1 == 1:
+        if OPTIONS & 1 != 0:
             m = h0 * grad + h4 * m
-        if OPTIONS & 4 == 4:
+        if OPTIONS & 4 != 0:
             third = second + WIDTH
             v = tl.maximum(tl.load(third, mask=wide, other=0.0), v)
             tl.store(third, v, mask=wide)
+        if OPTIONS & 8 != 0:
+            factor = row_correction(state + (2 + OPTIONS // 4 % 2) * WIDTH, h4, h5)
         rate = lr * factor
-        if OPTIONS & 2 == 2:
+        if OPTIONS & 2 != 0:
             weight = extra * weight
         result = weight - tl.div_rn(rate * m, tl.sqrt_rn(v) + h2)
     elif RULE == FTRL:  # beta, l1
@@ -109,4 +167,45 @@ def optimizer_step(
         result = weight - (tl.div_rn(lr * grad, tl.sqrt_rn(total) + h0) + extra * weight)
     elif RULE == MOVING_AVERAGE:  # momentum, 1 - momentum
         result = h0 * weight + h1 * grad
+    elif RULE == LAMB:  # 1 - beta1, 1 - beta2, eps, weight decay, beta1, beta2
+        m = tl.load(first, mask=wide, other=0.0)
+        v = tl.load(second, mask=wide, other=0.0)
+        m = m + (grad - m) * h0
+        v = v + (grad * grad - v) * h1
+        tl.store(first, m, mask=wide)
+        tl.store(second, v, mask=wide)
+        if OPTIONS & 8 != 0:
+            factor = row_correction(state + 2 * WIDTH, h4, h5)
+        direction = tl.div_rn(factor * m, tl.sqrt_rn(v) + h2) + h3 * weight
+        length = norm(weight, wide)
+        along = norm(direction, wide)
+        trust = tl.where((length > 0) & (along > 0), tl.div_rn(length, along), 1.0)
+        result = weight - lr * trust * direction
+    elif RULE == GROUP_ADAGRAD:  # beta, l2, weight decay
+        grad = grad + h2 * weight
+        total = tl.load(state) + tl.max(tl.where(wide, grad * grad, 0.0), 0)
+        tl.store(state, total)
+        rate = tl.div_rn(lr, h0 + tl.sqrt_rn(total))
+        z = grad - tl.div_rn(weight, rate)
+        length = norm(z, wide)
+        value = -rate * tl.div_rn(length - h1, length) * z
+        result = tl.where(length <= h1, 0.0, value)
+    elif RULE == GROUP_FTRL:  # beta, l1
+        before = tl.load(first, mask=wide, other=0.0)
+        total = before + grad * grad
+        sigma = tl.div_rn(tl.sqrt_rn(total) - tl.sqrt_rn(before), lr)
+        z = tl.load(second, mask=wide, other=0.0) + (grad - sigma * weight)
+        tl.store(first, total, mask=wide)
+        tl.store(second, z, mask=wide)
+        length = norm(z, wide)
+        value = -lr * tl.div_rn(length - h1, length) * z
+        value = tl.div_rn(value, tl.sqrt_rn(total) + h0 + extra)
+        result = tl.where(length <= h1, 0.0, tl.where(z == 0, 0.0, value))
+    elif RULE == BATCH_SOFTMAX:  # factor and extra are the two parts of the step
+        high = tl.load(state).to(tl.int64)
+        before = high * 16777216 + tl.load(state + 1).to(tl.int64)
+        interval = (factor.to(tl.int64) * 16777216 + extra.to(tl.int64) - before).to(tl.float32)
+        tl.store(state, factor)
+        tl.store(state + 1, extra)
+        result = (1.0 - lr) * weight + lr * interval
     return result

@@ -7,13 +7,18 @@ from typing import NamedTuple
 from megalith.table.engines.cuda import step_rules
 from megalith.table.optimizers import (
     FTRL,
+    LAMB,
     SGD,
     Adadelta,
     Adagrad,
     Adam,
     AdamW,
     AMSGrad,
+    BatchSoftmax,
+    DelayCompensated,
     DynamicWdAdagrad,
+    GroupAdagrad,
+    GroupFTRL,
     Lion,
     Momentum,
     MovingAverage,
@@ -22,6 +27,8 @@ from megalith.table.optimizers import (
     RMSPropV2,
     RowWiseAdagrad,
 )
+from megalith.table.optimizers.adam import AdamSettings
+from megalith.table.schedules import as_float32
 
 NUM_SETTINGS = 6
 
@@ -33,11 +40,13 @@ class StepRule(NamedTuple):
         rule: Number of the rule.
         options: Variants of the rule, as bits.
         settings: `NUM_SETTINGS` numbers.
+        delay: Strength of a `DelayCompensated` around the optimizer; -1 without one.
     """
 
     rule: int
     options: int
     settings: tuple[float, ...]
+    delay: float = -1.0
 
 
 def find_rule(optimizer: Optimizer, dim: int) -> StepRule | None:
@@ -50,6 +59,9 @@ def find_rule(optimizer: Optimizer, dim: int) -> StepRule | None:
     Returns:
         The rule, or None if the optimizer has no kernel. A subclass of an optimizer has none.
     """
+    if type(optimizer) is DelayCompensated:
+        base = find_rule(optimizer.base, dim)
+        return None if base is None else base._replace(delay=optimizer.strength)
     rule, options, settings = _rule(optimizer, dim)
     if not rule:
         return None
@@ -68,16 +80,22 @@ def _rule(optimizer: Optimizer, dim: int) -> tuple[int, int, tuple[float, ...]]:
         return step_rules.ADAGRAD.value, 0, o.hyper
     if kind is RowWiseAdagrad:
         return step_rules.ROWWISE_ADAGRAD.value, 0, (*o.hyper, float(dim))
-    if kind in (Adam, AdamW, AMSGrad):
-        assert isinstance(o, Adam)
-        if o.counts_rows:
-            return 0, 0, ()
-        beta1, _, new1, new2, eps, decay, _ = o.hyper
-        options = int(o.nesterov) + 2 * o.decoupled + 4 * o.keeps_maximum
-        return step_rules.ADAM.value, options, (new1, new2, eps, decay, beta1)
-    if kind is FTRL:
+    if kind in (Adam, AdamW, AMSGrad, LAMB):
+        assert isinstance(o, AdamSettings)
+        beta1, beta2, new1, new2, eps, decay, _ = o.hyper
+        numbers = (new1, new2, eps, decay, as_float32(beta1), as_float32(beta2))
+        if not isinstance(o, Adam):
+            return step_rules.LAMB.value, 8 * o.counts_rows, numbers
+        options = o.nesterov + 2 * o.decoupled + 4 * o.keeps_maximum + 8 * o.counts_rows
+        return step_rules.ADAM.value, options, numbers
+    if kind in (FTRL, GroupFTRL):
         assert isinstance(o, FTRL)
-        return step_rules.FTRL.value, 0, (o.beta, o.l1)
+        rule = step_rules.FTRL if kind is FTRL else step_rules.GROUP_FTRL
+        return rule.value, 0, (o.beta, o.l1)
+    if kind is GroupAdagrad:
+        return step_rules.GROUP_ADAGRAD.value, 0, o.hyper
+    if kind is BatchSoftmax:
+        return step_rules.BATCH_SOFTMAX.value, 0, ()
     if kind is Lion:
         assert isinstance(o, Lion)
         beta1, beta2 = o.betas
@@ -105,8 +123,13 @@ def step_numbers(optimizer: Optimizer, lr: float, step: int) -> tuple[float, flo
         step: The global step, from 0.
 
     Returns:
-        The rate, the bias correction, and a number that depends on the rate.
+        The rate, the bias correction, and a number that depends on the rate. `BatchSoftmax` has the two parts
+        of its step in place of the last two.
     """
+    if isinstance(optimizer, DelayCompensated):
+        return step_numbers(optimizer.base, lr, step)
+    if isinstance(optimizer, BatchSoftmax):
+        return lr, float((step + 1) >> 24), float((step + 1) & (2**24 - 1))
     extra = 0.0
     if isinstance(optimizer, Adam) and optimizer.decoupled:
         extra = 1.0 - lr * optimizer.weight_decay

@@ -113,7 +113,7 @@ def flush(
     FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, HEADER: tl.constexpr,
     OFFSET: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr,
     SEGMENT: tl.constexpr, PRECISION: tl.constexpr, STOCHASTIC: tl.constexpr, RULE: tl.constexpr,
-    OPTIONS: tl.constexpr, MEASURED: tl.constexpr, COUNTED: tl.constexpr,
+    OPTIONS: tl.constexpr, DELAY: tl.constexpr, MEASURED: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     row = key - field(tables, table, FIELDS, BASE)
     if row < field(tables, table, FIELDS, LIMIT):
@@ -159,7 +159,7 @@ def flush(
                     weight, grad, state, column, wide,
                     float_field(call, RATES + 3 * SEGMENT), float_field(call, RATES + 3 * SEGMENT + 1),
                     float_field(call, RATES + 3 * SEGMENT + 2),
-                    h0, h1, h2, h3, h4, h5, RULE, OPTIONS, WIDTH,
+                    h0, h1, h2, h3, h4, h5, RULE, OPTIONS, DELAY, WIDTH,
                 )  # fmt: skip
                 header = address + HEADER
                 if STOCHASTIC:
@@ -201,8 +201,9 @@ def walk_chunks(
     FIELDS: tl.constexpr, CALL_FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
     HEADER: tl.constexpr, OFFSET: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr,
     WIDTH: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr, STOCHASTIC: tl.constexpr,
-    RULE: tl.constexpr, OPTIONS: tl.constexpr, MEASURED: tl.constexpr, COUNTED: tl.constexpr,
-    WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    RULE: tl.constexpr, OPTIONS: tl.constexpr, DELAY: tl.constexpr, MEASURED: tl.constexpr,
+    COUNTED: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The first launch: sums within chunks of sorted occurrences."""
     table = tl.program_id(1)
@@ -237,7 +238,7 @@ def walk_chunks(
                         tables, call, table, key, total, head, column, wide, sums,
                         h0, h1, h2, h3, h4, h5,
                         FIELDS, SHIFT, STRIDE, HEADER, OFFSET, STATE, DIM, START, WIDTH, SEGMENT, PRECISION,
-                        STOCHASTIC, RULE, OPTIONS, MEASURED, COUNTED,
+                        STOCHASTIC, RULE, OPTIONS, DELAY, MEASURED, COUNTED,
                     )  # fmt: skip
                 total = tl.zeros((COLUMNS,), tl.float32)
                 continued = before != before
@@ -260,8 +261,8 @@ def finish_chunks(
     FIELDS: tl.constexpr, CALL_FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
     HEADER: tl.constexpr, OFFSET: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr,
     WIDTH: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr, STOCHASTIC: tl.constexpr,
-    RULE: tl.constexpr, OPTIONS: tl.constexpr, MEASURED: tl.constexpr, COUNTED: tl.constexpr,
-    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+    RULE: tl.constexpr, OPTIONS: tl.constexpr, DELAY: tl.constexpr, MEASURED: tl.constexpr,
+    COUNTED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The second launch: rows that cross chunks. The program of a row's first chunk adds its parts."""
     table = tl.program_id(1)
@@ -295,5 +296,5 @@ def finish_chunks(
                 tables, call, table, key, total, head, column, wide, sums,
                 h0, h1, h2, h3, h4, h5,
                 FIELDS, SHIFT, STRIDE, HEADER, OFFSET, STATE, DIM, START, WIDTH, SEGMENT, PRECISION,
-                STOCHASTIC, RULE, OPTIONS, MEASURED, COUNTED,
+                STOCHASTIC, RULE, OPTIONS, DELAY, MEASURED, COUNTED,
             )  # fmt: skip
