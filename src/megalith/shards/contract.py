@@ -14,6 +14,7 @@ so that the call raises on all ranks instead of leaving the others waiting:
 
 from __future__ import annotations
 
+import re
 import time as clock
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from megalith.table.validation import InputChecks, check_by_table, check_flag, c
 Ids = Mapping[str, Tensor]
 Rows = Mapping[str, tuple[Tensor, Tensor]]
 Result = TypeVar("Result")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Shards(ABC):
@@ -486,6 +488,34 @@ def check_configs(configs: Sequence[TableConfig]) -> dict[str, TableConfig]:
             raise InputError(f"two tables are named {config.name!r}: names must differ")
         by_name[config.name] = config
     return by_name
+
+
+def row_shares(shards: Shards, rows: Mapping[str, int], parts: int) -> dict[str, int]:
+    """Check the rows of `Shards.reserve`.
+
+    Args:
+        shards: The shards.
+        rows: The number of rows per table.
+        parts: The number of processes that hold them.
+
+    Returns:
+        The rows of each process, per table.
+    """
+    check_by_table(rows, "rows", "{'user': 1000}")
+    known = shards.known(rows, missing_ok=False)
+    return {name: -(-shards.checks[name].row_count(rows[name]) // parts) for name in known}
+
+
+def described(*options: object) -> str:
+    """Return text by which processes compare their tables and options.
+
+    Args:
+        options: Anything with a repr.
+
+    Returns:
+        The repr, without the addresses of objects, which differ between processes.
+    """
+    return _ADDRESS.sub("", repr(options))
 
 
 def missing_status(ids: Tensor) -> Tensor:

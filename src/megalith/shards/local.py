@@ -23,6 +23,7 @@ from megalith.shards.contract import (
     check_configs,
     check_function,
     missing_status,
+    row_shares,
 )
 from megalith.shards.lookup import Lookup, PreparedIds, check_lookup_step
 from megalith.shards.lookup_series import LookupSeries
@@ -233,9 +234,7 @@ class LocalShards(Shards):
 
     def reserve(self, rows: Mapping[str, int]) -> None:
         """See `Shards.reserve`."""
-        check_by_table(rows, "rows", "{'user': 1000}")
-        counts = {name: self.checks[name].row_count(rows[name]) for name in self.known(rows, False)}
-        for name, n in counts.items():
+        for name, n in row_shares(self, rows, 1).items():
             self.engines[name].reserve(n)
 
     def each_part(

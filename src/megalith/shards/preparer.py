@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UnknownNameError
-from megalith.ops import Deduped, dedup
+from megalith.ops import Deduped, dedup, scatter_pieces
 from megalith.routing import MODES, Router
-from megalith.shards.contract import Ids
+from megalith.shards.contract import Ids, Rows, missing_status
 from megalith.shards.lookup import PreparedIds
 from megalith.table import TableConfig
 from megalith.table.validation import InputChecks, check_by_table, check_flag, check_table_name
@@ -57,6 +57,22 @@ class RoutedIds(PreparedIds):
         """
         assert self.deduped.offsets is not None
         return self.deduped.offsets[self.occurrences(table)]
+
+    def status(self, found: Tensor, ids: Ids) -> dict[str, Tensor]:
+        """Return the status of ids in the order of the input.
+
+        Args:
+            found: int32 [u], the status of the ids that were sent, by owner.
+            ids: What the caller passed, unknown tables included.
+
+        Returns:
+            int32 [n] per table; -1 for unknown tables.
+        """
+        each = found[self.deduped.inverse]
+        return {
+            name: each[self.occurrences(name)] if name in self.ids else missing_status(column)
+            for name, column in ids.items()
+        }
 
 
 class LocalPreparer:
@@ -121,6 +137,42 @@ class RoutingPreparer(LocalPreparer):
     def __call__(self, ids: Ids, *, missing_ok: bool = False, distinct: bool = True) -> RoutedIds:
         """See `Shards.prepare`; distinct=False keeps repeated ids, in their order."""
         return self.route(self.checked(ids, missing_ok), distinct=distinct)
+
+    def routed(self, ids: Ids | PreparedIds, *, missing_ok: bool = False) -> RoutedIds:
+        """Return the ids of a lookup with their routes.
+
+        Args:
+            ids: See `Shards.lookup`.
+            missing_ok: See `Shards.lookup`.
+
+        Returns:
+            The ids; those that are prepared already as they are.
+
+        Raises:
+            InputError: They were prepared by shards that do not route.
+        """
+        routed = ids if isinstance(ids, PreparedIds) else self(ids, missing_ok=missing_ok)
+        if not isinstance(routed, RoutedIds):
+            raise InputError("these ids were prepared by other Shards: prepare them with these")
+        return routed
+
+    def rows(self, rows: Rows) -> tuple[RoutedIds, Tensor]:
+        """Validate rows and sort them by owner.
+
+        Args:
+            rows: See `Shards.assign`.
+
+        Returns:
+            The ids, repeated ids in their order, and float32 [size], their rows in the same order.
+        """
+        check_by_table(rows, "rows", "{'user': (ids, rows)}")
+        for name in rows:
+            check_table_name(name, self._checks)
+        checked = {name: self._checks[name].ids_and_rows(pair) for name, pair in rows.items()}
+        routed = self.route({name: ids for name, (ids, _) in checked.items()}, distinct=False)
+        size = int((routed.deduped.counts @ torch.tensor(self._dims, dtype=torch.int64)).sum())
+        pieces = [values for _, values in checked.values()]
+        return routed, scatter_pieces(pieces, [routed.offsets(name) for name in checked], size)
 
     def route(self, checked: Mapping[str, Tensor], *, distinct: bool = True) -> RoutedIds:
         """Sort ids by owner.

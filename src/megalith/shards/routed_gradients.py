@@ -11,6 +11,7 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.ops import scatter_pieces
 from megalith.ops.pooling import Pooling
+from megalith.shards.contract import Shards
 from megalith.shards.joint_pooling import used_mask, used_occurrences
 from megalith.shards.preparer import RoutedIds
 from megalith.shards.routed_lookup import RoutedLookup
@@ -70,6 +71,43 @@ class RoutedGradients:
             for name, counts in occurrences.items():
                 each[routed.occurrences(name)] = counts
         return used_occurrences(routed, self.used, each)
+
+
+def checked_update(
+    shards: Shards,
+    lookup: RoutedLookup,
+    grads: Mapping[str, Tensor] | Sequence[Tensor],
+    pooling: Pooling | None,
+    occurrences: Mapping[str, Tensor] | None,
+    step: int,
+    time: float | None,
+    scale: float,
+    clip_norm: float | None,
+) -> tuple[RoutedGradients, Step | None, Tensor | None]:
+    """Check everything that `Shards.apply_gradients` takes, and sum the gradients per distinct id.
+
+    Args:
+        shards: The tables.
+        lookup: The lookup.
+        grads: See `Shards.apply_gradients`.
+        pooling: See `Shards.apply_gradients`.
+        occurrences: See `Shards.apply_gradients`.
+        step: See `Shards.apply_gradients`.
+        time: See `Shards.apply_gradients`.
+        scale: See `Shards.apply_gradients`.
+        clip_norm: See `Shards.apply_gradients`.
+
+    Returns:
+        The sums; the numbers without rates, None if there is no table that could have gradients; the
+        occurrences of `RoutedGradients.seen`.
+    """
+    lookup.check_unchanged()
+    if pooling is None and isinstance(grads, Mapping):
+        shards.known(grads, missing_ok=False)
+    summed = sum_routed(shards.checks, lookup, grads, pooling)
+    numbers = step_numbers(shards.configs, shards.checks, summed.names, step, time, scale, clip_norm)
+    counted = shards.check_occurrences(lookup.ids, occurrences, pooling)
+    return summed, numbers, summed.seen(shards.configs, lookup.routed, counted)
 
 
 def sum_routed(

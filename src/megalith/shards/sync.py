@@ -14,7 +14,6 @@ in the same order; a rank without data makes them with empty tensors. `rank_mess
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
@@ -26,27 +25,23 @@ from megalith.distributed.agreement import agree
 from megalith.distributed.exchange import Exchange
 from megalith.errors import InputError
 from megalith.library import span
-from megalith.ops import scatter_pieces
 from megalith.ops.checks import as_integer
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
-from megalith.shards.contract import Ids, Result, Rows, Shards, check_function, missing_status
+from megalith.shards.contract import Ids, Result, Rows, Shards, check_function, described, row_shares
 from megalith.shards.gradient_message import GradientPush
 from megalith.shards.local import LocalShards
 from megalith.shards.lookup import Lookup, PreparedIds, check_lookup_step
 from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.part import ShardsPart
-from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
+from megalith.shards.preparer import RoutingPreparer, make_routers
 from megalith.shards.rank_messages import RankMessages
 from megalith.shards.recorder import Recorder
-from megalith.shards.routed_gradients import step_numbers, sum_routed
+from megalith.shards.routed_gradients import checked_update
 from megalith.shards.sync_lookup import SyncLookup
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
-from megalith.table.validation import check_by_table, check_flag, check_step
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""The address of an object in its repr, which differs between ranks."""
+from megalith.table.validation import check_flag, check_step
 
 
 class SyncShards(Shards):
@@ -108,8 +103,7 @@ class SyncShards(Shards):
         self._check_equal(seed)
 
     def _check_equal(self, seed: int) -> None:
-        described = _ADDRESS.sub("", repr(dict(self.configs)))
-        mine = (described, repr(dict(self.routers)), seed, self.wire)
+        mine = described(dict(self.configs), dict(self.routers), seed, self.wire)
         for rank, theirs in enumerate(self.exchange.gather(mine)):
             if theirs != mine:
                 raise InputError(
@@ -172,9 +166,7 @@ class SyncShards(Shards):
     ) -> SyncLookup:
         try:
             step = None if step is None else check_step(step, call)
-            routed = ids if isinstance(ids, PreparedIds) else self.prepare(ids, missing_ok=missing_ok)
-            if not isinstance(routed, RoutedIds):
-                raise InputError("these ids were prepared by other Shards: prepare them with these")
+            routed = self.preparer.routed(ids, missing_ok=missing_ok)
         except Exception as error:
             self.fail(error, call, series=series)
         return SyncLookup(self, self._messages, routed, call, series, step, out_of_data)
@@ -255,16 +247,12 @@ class SyncShards(Shards):
         clip_norm: float | None,
     ) -> GradientPush:
         """Return what to send: gradients summed per distinct id, and which ids take part."""
-        lookup.check_unchanged()
         check_lookup_step(lookup, self._own.stepwise)
-        routed = lookup.routed
-        if pooling is None and isinstance(grads, Mapping):
-            self.known(grads, missing_ok=False)
-        summed = sum_routed(self.checks, lookup, grads, pooling)
-        mask = summed.mask(routed)
-        # A rank without gradients sends its step too.
-        numbers = step_numbers(self.configs, self.checks, summed.names, step, time, scale, clip_norm)
-        if numbers is None:  # there is no table that could have gradients
+        summed, numbers, seen = checked_update(
+            self, lookup, grads, pooling, occurrences, step, time, scale, clip_norm
+        )
+        mask = summed.mask(lookup.routed)
+        if numbers is None:  # there is no table that could have gradients; a rank sends its step all the same
             lookup.use()
             return GradientPush(summed.flat, mask, as_integer(step) or 0, None, 1.0, 0.0, {})
         # Evaluated now: a callable without an argument may return something else by the time gradients
@@ -275,8 +263,6 @@ class SyncShards(Shards):
             for name, config in self.configs.items()
             if config.trainable and wanted[name].numel()
         }
-        counted = self.check_occurrences(lookup.ids, occurrences, pooling)
-        seen = summed.seen(self.configs, routed, counted)
         lookup.use()
         seconds = None if time is None else numbers.time
         return GradientPush(
@@ -302,15 +288,8 @@ class SyncShards(Shards):
 
     def _write(self, rows: Rows, *, add: bool, time: float | None) -> None:
         try:
-            check_by_table(rows, "rows", "{'user': (ids, rows)}")
-            known = self.known(rows, missing_ok=False)
-            checked = {name: self.checks[name].ids_and_rows(rows[name]) for name in known}
             time = self._check_time(time)
-            routed = self.preparer.route({name: ids for name, (ids, _) in checked.items()}, distinct=False)
-            pieces = [values for _, values in checked.values()]
-            offsets = [routed.offsets(name) for name in checked]
-            size = int(self._messages.floats(routed.deduped.counts).sum())
-            flat = scatter_pieces(pieces, offsets, size)
+            routed, flat = self.preparer.rows(rows)
         except Exception as error:
             self.fail(error, "assign_add" if add else "assign")
         self.exchange.run(lambda: self._messages.write(routed, flat, add=add, time=time))
@@ -324,12 +303,7 @@ class SyncShards(Shards):
             time = self._check_time(time)
         except Exception as error:
             self.fail(error, "reinitialize")
-        status = self.exchange.run(lambda: self._messages.reinitialize(routed, time))
-        found = status[routed.deduped.inverse]
-        return {
-            name: found[routed.occurrences(name)] if name in routed.ids else missing_status(column)
-            for name, column in ids.items()
-        }
+        return routed.status(self.exchange.run(lambda: self._messages.reinitialize(routed, time)), ids)
 
     def _check_time(self, time: float | None) -> float | None:
         for table in self.local.values():
@@ -374,9 +348,7 @@ class SyncShards(Shards):
 
     def reserve(self, rows: Mapping[str, int]) -> None:
         """See `Shards.reserve`; `rows` counts the rows of all ranks, and each rank reserves its share."""
-        check_by_table(rows, "rows", "{'user': 1000}")
-        counts = {name: self.checks[name].row_count(rows[name]) for name in self.known(rows, False)}
-        self._own.reserve({name: -(-n // self.world_size) for name, n in counts.items()})
+        self._own.reserve(row_shares(self, rows, self.world_size))
 
     def each_part(
         self, function: Callable[..., Result], *args: Any, background: bool = False

@@ -23,7 +23,7 @@ from megalith.table.snapshot import Snapshot
 from megalith.table.table_config import TableConfig
 from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, TableStats
 from megalith.table.table_operations import MergeCounts, Predicate, merge_tables, unwanted_ids
-from megalith.table.validation import InputChecks, check_flag, check_pooling, check_step
+from megalith.table.validation import InputChecks, check_flag, check_pooling, check_start, check_step
 
 DEFAULT_CHUNK = 65536
 SNAPSHOT_BYTES = 64 << 20
@@ -286,9 +286,7 @@ class Table:
         """
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
             raise InputError(f"table {self.name!r}: rows must be a positive integer, got {rows!r}")
-        good = isinstance(start, int | float) and not isinstance(start, bool) and 0 <= start <= 1
-        if start is not None and not good:
-            raise InputError(f"table {self.name!r}: start must be a number from 0 to 1, got {start!r}")
+        check_start(start, f"table {self.name!r}")
         return self._eviction.part(self.checks.time(now), rows, start)
 
     def drain_evicted(self) -> Tensor:

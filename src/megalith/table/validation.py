@@ -90,6 +90,21 @@ def check_step(step: Any, where: str) -> int:
     return at
 
 
+def check_start(start: Any, where: str) -> None:
+    """Check where a part of an eviction begins.
+
+    Args:
+        start: A number from 0 to 1, or None.
+        where: The call or table, for the message.
+
+    Raises:
+        InputError: It is something else.
+    """
+    good = isinstance(start, int | float) and not isinstance(start, bool) and 0 <= start <= 1
+    if start is not None and not good:
+        raise InputError(f"{where}: start must be a number from 0 to 1, got {start!r}")
+
+
 def check_pooling(pooling: Any) -> None:
     """Raise unless an argument is a Pooling. Engines and `Pooling.check` check its content.
 

@@ -402,7 +402,7 @@ def test_a_write_that_cannot_be_sent_does_not_use_up_a_number(
 
     with monkeypatch.context() as patch:
         refusing = SimpleNamespace(write=SimpleNamespace(remote=refuse))
-        patch.setattr(shards._links[1], "_actor", refusing)
+        patch.setattr(shards.links._links[1], "_actor", refusing)
         with pytest.raises(OSError, match="not sent"):
             push(shards, [2, 3], [[1.0], [1.0]])  # an id of each server
     push(shards, [2, 3], [[1.0], [1.0]])

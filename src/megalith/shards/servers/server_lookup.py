@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megalith.shards.preparer import RoutedIds
 from megalith.shards.routed_lookup import RoutedLookup
-from megalith.shards.servers.server_link import PendingCall, ServerLink
+from megalith.shards.servers.link_group import LinkGroup
+from megalith.shards.servers.server_link import PendingCall
 from megalith.shards.servers.server_messages import array_of, tensor_of
 
 if TYPE_CHECKING:
@@ -26,9 +27,7 @@ class ServerLookup(RoutedLookup):
         step: See `Lookup`.
     """
 
-    def __init__(
-        self, shards: ServerShards, links: list[ServerLink], routed: RoutedIds, step: int | None
-    ) -> None:
+    def __init__(self, shards: ServerShards, links: LinkGroup, routed: RoutedIds, step: int | None) -> None:
         super().__init__(shards.configs, routed, step)
         self.shards = shards
         self._links = links
