@@ -208,7 +208,7 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
     "Model.compile": "passes its arguments to torch.compile",
 }
 """Public names that the sweep leaves out, and why."""
-ON_SERVERS = ("ServerShards", "ServerLookup", "Servers")
+ON_SERVERS = ("ServerShards", "ServerRows", "ServerLookup", "Servers")
 """Classes that need Ray; `tests/shards/servers` sweeps them."""
 FORMULAS = {"correction", "expired", "state", "states", "step", "update"} | {
     *("code_bytes", "decode", "encode", "from_unit", "gradient", "native_view", "scale", "served", "slope"),
