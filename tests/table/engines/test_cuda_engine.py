@@ -14,6 +14,7 @@ from megalith import (
     SGD,
     Adagrad,
     Adam,
+    Capacity,
     EmbeddingCollection,
     Feature,
     FirstN,
@@ -30,7 +31,7 @@ from megalith import (
 )
 from megalith.errors import InputError, UsageError
 from megalith.ops import Bags, OutputSlice, Pooling
-from megalith.table import Optimizer
+from megalith.table import Chunk, Optimizer
 from megalith.table.engines import score_search
 from megalith.table.engines.cuda import triton_runtime
 from megalith.table.engines.cuda.engine import CudaEngine
@@ -77,6 +78,24 @@ def test_a_search_for_low_scores_in_parts_removes_the_rows_of_the_reference(
 ) -> None:
     monkeypatch.setattr(score_search, "MIN_PART", 4)
     Program(CONFIGS["function"], 5, distinct=20, batch=5, calls=("update", "assign")).run(CALLS)
+
+
+def test_a_score_function_gets_tensors_on_the_device_of_the_table() -> None:
+    devices = set()
+
+    def score(chunk: Chunk) -> torch.Tensor:
+        tensors = (chunk.ids, chunk.rows, chunk.time, chunk.count, chunk.step, *chunk.state.values())
+        devices.update(x.device for x in tensors if x is not None)
+        return chunk.rows[:, 0] + chunk.state["0/sum"][:, 0]
+
+    config = TableConfig(
+        "t", dim=1, optimizer=Adagrad(0.1), initializer=Zeros(), eviction=Capacity(rows=3, score=score)
+    )
+    table = Table(config, engine="cuda")
+    table.assign(torch.arange(3), torch.tensor([[3.0], [1.0], [2.0]]))
+    table.assign(torch.tensor([9]), torch.tensor([[0.5]]))
+    assert sorted(everything(table).ids.tolist()) == [0, 2, 9]
+    assert devices == {triton_runtime.find_device()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

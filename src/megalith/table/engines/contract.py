@@ -312,6 +312,22 @@ class Engine(ABC):
             The rows, and where the next part starts; -1 at the end of the table.
         """
 
+    def scan_scored(
+        self, start: int, limit: int, *, watch: int, stop: int | None = None
+    ) -> tuple[Chunk, int]:
+        """Return the next rows of a scan for a score function: on the device of the table.
+
+        Args:
+            start: As for `scan_part`.
+            limit: As for `scan_part`.
+            watch: As for `scan_part`.
+            stop: As for `scan_part`.
+
+        Returns:
+            As for `scan_part`.
+        """
+        return self.scan_part(start, limit, watch=watch, stop=stop)
+
     @abstractmethod
     def restore(self, chunk: Chunk) -> None:
         """Write complete rows; an existing row is replaced.

@@ -12,7 +12,8 @@ A row that was written after it was visited stays (`Engine.open_watch`): its sco
 are moved or the table is cleared, the search starts again. Named scores have a search of their own:
 native/table_evict.hpp and reference_policies.py.
 
-The result depends only on the sequence of calls, and is the same on all engines. Between two calls a search
+Rows are scored on the device of the table; candidates are kept on the CPU. The result depends only on the
+sequence of calls, and is the same on all engines. Between two calls a search
 holds at most `shard_limits.SCORED_BYTES` for each row of the table.
 """
 
@@ -190,7 +191,7 @@ class _Pass:
             rows -= count
             chunk = _joined(chunks)
             if chunk.ids.numel():
-                self._add(chunk.ids, _checked_scores(self._engine.name, score, chunk))
+                self._add(chunk.ids.cpu(), _checked_scores(self._engine.name, score, chunk))
                 self.keep(self._most)
 
     def take(self, n: int) -> Tensor:
@@ -231,10 +232,11 @@ class _Pass:
         if self._done < self._blocks:
             start = self._done * self._stride % self._blocks * self._block
             self._done += 1
-            chunk, _ = self._engine.scan_part(start, self._block, watch=self.watch, stop=start + self._block)
+            stop = start + self._block
+            chunk, _ = self._engine.scan_scored(start, self._block, watch=self.watch, stop=stop)
             self.complete = self._done == self._blocks and self._at_end()
             return chunk
-        chunk, self._rest = self._engine.scan_part(self._rest, self._block, watch=self.watch)
+        chunk, self._rest = self._engine.scan_scored(self._rest, self._block, watch=self.watch)
         self.complete = self._rest < 0
         return chunk
 
@@ -357,7 +359,7 @@ def _checked_scores(table: str, score: Score, chunk: Chunk) -> Tensor:
             f"table {table!r}: the score function of Capacity must return a tensor "
             f"[{chunk.ids.numel()}], got {getattr(scores, 'shape', scores)!r}"
         )
-    scores = scores.detach().to(torch.float64)
+    scores = scores.detach().cpu().to(torch.float64)
     if not bool(torch.isfinite(scores).all()):
         raise InputError(f"table {table!r}: the score function of Capacity returned NaN or Inf")
     return scores

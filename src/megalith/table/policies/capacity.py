@@ -38,8 +38,8 @@ class Capacity(Eviction):
             included (see `megalith.table.engines.shard_limits`). With both limits the lower one applies. A
             table whose limit has no room for a row raises InputError.
         score: "lru": time of the last update in seconds. "lfu": number of updates, the older row first among
-            equals. "step": step of the last update. Or a function that takes a `Chunk` and returns a float
-            tensor [n]; a write that needs room calls it for a part of the table
+            equals. "step": step of the last update. Or a function that takes a `Chunk`, on the device of the
+            table, and returns a float tensor [n]; a write that needs room calls it for a part of the table
             (`megalith.table.engines.score_search`). None: nothing is removed, and a write beyond the limit
             raises `TableFullError`.
 

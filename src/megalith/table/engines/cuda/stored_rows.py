@@ -32,6 +32,7 @@ SCAN_ROWS = 1 << 16
 FIRST_CONSUMER_BIT = 8
 FIRST_WATCH_BIT = 16
 NUM_WATCHES = 8
+CPU = torch.device("cpu")
 
 
 class StoredRows(CopyingEngine):
@@ -190,6 +191,17 @@ class StoredRows(CopyingEngine):
         stop: int | None = None,
     ) -> tuple[Chunk, int]:
         """See `Engine.scan_part`."""
+        return self._scan(start, limit, rows=rows, watch=watch, stop=stop, to=CPU)
+
+    def scan_scored(
+        self, start: int, limit: int, *, watch: int, stop: int | None = None
+    ) -> tuple[Chunk, int]:
+        """See `Engine.scan_scored`."""
+        return self._scan(start, limit, rows=True, watch=watch, stop=stop, to=self.device)
+
+    def _scan(
+        self, start: int, limit: int, *, rows: bool, watch: int | None, stop: int | None, to: torch.device
+    ) -> tuple[Chunk, int]:
         with self.order:
             used = self.table.read_counters()[0]
             last = used if stop is None else min(used, stop)
@@ -208,15 +220,22 @@ class StoredRows(CopyingEngine):
             if watch is not None:  # a write sets the flag again
                 kept = torch.full_like(chosen, ~self._watch_bit(watch))
                 self.table.write_header(FLAGS, chosen, kept, 2)
-            return self._chunk(chosen, header, with_rows=rows), at if at < used else -1
+            return self._chunk(chosen, header, with_rows=rows, to=to), at if at < used else -1
 
-    def _chunk(self, rows: Tensor, headers: Tensor, *, with_rows: bool = True) -> Chunk:
-        """Copy rows to the host."""
-        ids, time, _, count, step = headers.cpu()
-        weights, states = torch.empty(rows.numel(), 0), torch.empty(rows.numel(), 0)
+    def _chunk(
+        self,
+        rows: Tensor,
+        headers: Tensor,
+        *,
+        with_rows: bool = True,
+        to: torch.device = CPU,
+    ) -> Chunk:
+        """Copy rows to a device."""
+        ids, time, _, count, step = headers.to(to)
+        weights = states = torch.empty(rows.numel(), 0, device=to)
         if with_rows:
             weights, states = (
-                part.cpu() for part in self.complete_rows(headers[0], self.group.all_found(rows))
+                part.to(to) for part in self.complete_rows(headers[0], self.group.all_found(rows))
             )
         columns = {
             c.key: states[:, c.start - self.dim : c.end - self.dim].contiguous()
