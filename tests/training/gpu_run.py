@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megalith.training import Run, RunConfig
+from tests.distributed.ranks import run_ranks
 
 
 def config(device: str, engine: str) -> RunConfig:
@@ -30,3 +31,22 @@ def test_a_run_on_a_gpu_learns_what_a_run_on_the_cpu_learns(tmp_path: Path) -> N
         assert engines == {"cuda" if device == "cuda" else "reference"}
     for got, expected in zip(*results.values(), strict=True):
         assert abs(got - expected) < 0.01
+
+
+def rank_of_run(folder: str) -> tuple[float, str, str]:
+    run = Run(config("cuda", "cpu"), Path(folder))
+    run.train()
+    found = run.evaluate()
+    assert found is not None
+    shards = run.model.embeddings.shards
+    return found.log_loss, shards.device.type, next(run.model.parameters()).device.type
+
+
+def test_ranks_that_share_a_gpu_learn_what_one_process_learns(tmp_path: Path) -> None:
+    alone = Run(config("cpu", "reference"), tmp_path / "alone")
+    alone.train()
+    expected = alone.evaluate()
+    assert expected is not None
+    for loss, *devices in run_ranks(rank_of_run, str(tmp_path / "ranks")):
+        assert devices == ["cuda", "cuda"]
+        assert abs(loss - expected.log_loss) < 0.01

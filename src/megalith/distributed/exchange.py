@@ -2,9 +2,15 @@
 
 It has its own process group and one thread that issues all collectives in program order, so that they do not
 interleave with other users of torch.distributed (e.g. the all-reduce of DDP). Every wait has a timeout, and
-the error names the absent ranks. Ranks on one host exchange bytes through shared memory, others through gloo.
+the error names the absent ranks. It handles bytes only, not tables or ids.
 
-It handles bytes only, not tables or ids.
+    bytes are       ranks are                        they travel
+    on the CPU      on one host                      through shared memory
+    on the CPU      on several hosts                 with gloo
+    on a GPU        one per GPU, NCCL in the group   with NCCL, from GPU to GPU
+    on a GPU        other                            through pinned host memory, then as bytes on the CPU
+
+The calls of the thread are on the default CUDA stream; it waits for the stream of the caller.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_SECONDS = 1e7
-TRANSPORTS = ("auto", "shared_memory", "gloo")
+TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl")
 
 
 class Exchange(RankGroup):
@@ -44,9 +51,11 @@ class Exchange(RankGroup):
     Args:
         group: A process group or a device mesh with one dimension; None: the default group.
         timeout: Seconds that each wait may take.
-        transport: "shared_memory", "gloo", or "auto": shared memory if all ranks are on one host.
+        transport: "shared_memory", "gloo", or "auto": shared memory if all ranks are on one host. "nccl"
+            demands NCCL for bytes on a GPU; "auto" takes it if the group has it and each rank its own GPU.
 
     Attributes:
+        device: Where the bytes of messages are: the CPU, or a GPU after `use_device`.
         calls: The number of exchanges so far.
         waited: The seconds of the last exchange.
 
@@ -70,6 +79,10 @@ class Exchange(RankGroup):
             raise UsageError("an exchange between ranks needs a process group: call init_process_group first")
         members = dist.get_process_group_ranks(_group_of(group))
         self.timeout = timeout
+        self.device = torch.device("cpu")
+        self._wanted = transport
+        self._has_nccl = "nccl" in str(dist.get_backend_config(_group_of(group)))
+        self._nccl: Any = None
         self._group: Any = dist.new_group(
             members, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
         )
@@ -96,6 +109,35 @@ class Exchange(RankGroup):
         self.transport = "gloo" if self._mailbox is None else "shared_memory"
         logger.debug("rank %d of %d exchanges by %s", self.rank, self.size, self.transport)
 
+    def use_device(self, device: torch.device) -> None:
+        """Exchange bytes on a device from now on. A collective call; small messages stay on the CPU.
+
+        Args:
+            device: The device of this rank: the CPU, or a GPU.
+
+        Raises:
+            UsageError: The transport is "nccl", but two ranks share a GPU or a rank has none.
+        """
+        self.device = device
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            self.run(lambda: torch.cuda.set_device(device))  # each thread has its own current device
+        wants_nccl = self._wanted == "nccl" or (self._wanted == "auto" and self._has_nccl and self.size > 1)
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if on_gpu else ""
+        every = self.gather((wants_nccl, gpu))
+        distinct = {own for _, own in every if own}
+        if all(wanted for wanted, _ in every) and len(distinct) == self.size:
+            members = dist.get_process_group_ranks(self._group)
+            limit = timedelta(seconds=self.timeout)
+            self._nccl = dist.new_group(
+                members, timeout=limit, backend="nccl", use_local_synchronization=True
+            )
+            self.transport = "nccl"
+        elif self._wanted == "nccl":
+            raise UsageError(
+                "transport='nccl': each rank needs a GPU of its own and tables with engine='cuda'"
+            )
+
     # ---- the thread
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
@@ -108,8 +150,44 @@ class Exchange(RankGroup):
             The future of its result; it raises UsageError if an earlier exchange has timed out.
         """
         future: Future[T] = Future()
-        self._tasks.put((lambda: self._attempt(work), future))
+        ready = None
+        if self.device.type == "cuda":
+            ready = torch.cuda.current_stream(self.device).record_event()
+        self._tasks.put((lambda: self._attempt(work, ready), future))
         return future
+
+    def lend(self, *tensors: Tensor | None) -> None:
+        """Note that work submitted next reads tensors of the current CUDA stream.
+
+        Args:
+            tensors: Tensors on any device.
+        """
+        self._hold(tensors, to_thread=True)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Let the current CUDA stream wait for a result of the thread.
+
+        Args:
+            tensor: The result.
+
+        Returns:
+            The same tensor.
+        """
+        self._hold([tensor], to_thread=False)
+        return tensor
+
+    def _hold(self, tensors: Sequence[Tensor | None], *, to_thread: bool) -> None:
+        """Order memory between the current stream and the default one, that of the thread, if they differ."""
+        if self.device.type != "cuda":
+            return
+        current, own = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
+        if current == own:
+            return
+        if not to_thread:
+            current.wait_stream(own)
+        for tensor in tensors:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(own if to_thread else current)
 
     def run(self, work: Callable[[], T]) -> T:
         """Run a function in the thread and wait for it.
@@ -128,9 +206,11 @@ class Exchange(RankGroup):
         """Wait until everything submitted before has ended, with or without an error."""
         wait([self.submit(lambda: None)])
 
-    def _attempt(self, work: Callable[[], T]) -> T:
+    def _attempt(self, work: Callable[[], T], ready: torch.cuda.Event | None) -> T:
         if self._broken is not None:
             raise UsageError(f"an earlier exchange failed: {self._broken}")
+        if ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(ready)
         try:
             return work()
         except RankTimeoutError as error:  # the state of the other ranks is unknown from now on
@@ -144,9 +224,11 @@ class Exchange(RankGroup):
             size: Bytes.
 
         Returns:
-            uint8 [size], uninitialized.
+            uint8 [size], uninitialized, on `device`.
         """
-        return self._buffers.new(size)
+        if self.device.type == "cpu":
+            return self._buffers.new(size)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     # ---- collectives; in the thread
 
@@ -156,26 +238,44 @@ class Exchange(RankGroup):
         """Send one part of `send` to each rank; return the parts received, concatenated in rank order.
 
         Args:
-            send: uint8 [sum of send_sizes], parts in rank order.
+            send: uint8 [sum of send_sizes], parts in rank order, on the CPU or on `device`; the same on all
+                ranks.
             send_sizes: Bytes for each rank.
             recv_sizes: Bytes from each rank.
             what: The operation, for messages.
 
         Returns:
-            uint8 [sum of recv_sizes].
+            uint8 [sum of recv_sizes], on the device of `send`.
 
         Raises:
             RankTimeoutError: It names the absent ranks.
             RankFailedError: If the ranks make different calls.
         """
         self.calls += 1
-        if self.size == 1:
+        direct = self._nccl is not None and send.is_cuda
+        if self.size == 1 and not direct:
             return send
         with span("megalith.exchange"):
-            return self._all_to_all(send, list(send_sizes), list(recv_sizes), what)
+            sizes = list(send_sizes), list(recv_sizes)
+            if direct:
+                return self._between_gpus(send, *sizes, what)
+            if send.is_cpu:
+                return self._all_to_all(send, self._buffers.new(sum(recv_sizes)), *sizes, what)
+            host = staging_buffer(send.numel()).copy_(send)  # waits for the GPU
+            received = self._all_to_all(host, staging_buffer(sum(recv_sizes)), *sizes, what)
+            return received.to(send.device, non_blocking=True)
 
-    def _all_to_all(self, send: Tensor, send_sizes: list[int], recv_sizes: list[int], what: str) -> Tensor:
+    def _between_gpus(self, send: Tensor, send_sizes: list[int], recv_sizes: list[int], what: str) -> Tensor:
         received = self.new_buffer(sum(recv_sizes))
+        began = clock.perf_counter()
+        with self._naming(what):
+            dist.all_to_all_single(received, send.contiguous(), recv_sizes, send_sizes, group=self._nccl)
+        self.waited = clock.perf_counter() - began  # of the host; the GPU may still wait
+        return received
+
+    def _all_to_all(
+        self, send: Tensor, received: Tensor, send_sizes: list[int], recv_sizes: list[int], what: str
+    ) -> Tensor:
         began = clock.perf_counter()
         if self._mailbox is not None:
             try:
@@ -245,6 +345,18 @@ class Exchange(RankGroup):
         finally:
             if mailbox is not None:
                 mailbox.unlink()
+
+
+def staging_buffer(size: int) -> Tensor:
+    """Return host memory that a GPU copies to and from without another copy.
+
+    Args:
+        size: Bytes.
+
+    Returns:
+        uint8 [size], uninitialized; pinned where torch has CUDA. torch keeps freed pinned memory for later.
+    """
+    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
 def _work(tasks: queue.SimpleQueue[Any]) -> None:

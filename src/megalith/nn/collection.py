@@ -18,6 +18,7 @@ from megalith.library import span
 from megalith.nn.batch_lookup import BatchLookup, StartedBatch
 from megalith.nn.batch_preparer import BatchPreparer
 from megalith.nn.checkpoint_state import CheckpointState
+from megalith.nn.device_copies import to_device, to_host
 from megalith.nn.eviction_schedule import EvictionSchedule
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.nn.features import Feature, Layout
@@ -187,7 +188,7 @@ class EmbeddingCollection(nn.Module):
             outputs = _Pool.apply(self._anchor, self, own)
         else:
             outputs = own.lookup.pool(compiled.pooling)
-        outputs = [o.to(compiled.device) for o in outputs]
+        outputs = to_device(outputs, compiled.device)
         return self.plan.assemble(compiled, outputs)
 
     @property
@@ -254,6 +255,8 @@ class EmbeddingCollection(nn.Module):
             )
         # Gradients kept for step() are copied: their memory may be shared with a parameter's .grad.
         keep = self.update == "step"
+        if self.shards.device.type == "cpu":
+            grads = to_host(grads)
         own.grads = [g.to(self.shards.device, torch.float32, copy=keep) for g in grads]
         if keep:
             self._pending.append(own)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UnknownNameError
+from megalith.nn.device_copies import columns_to_host
 from megalith.nn.features import Feature, Layout
 from megalith.ops.pooling import Bags, Coverage, OutputSlice, Pooling
 from megalith.ragged import Ragged
@@ -206,6 +207,7 @@ class FeaturePlan:
         # Columns stay on the device of the tables; from any other device they come to the CPU.
         keep = device.type == "cpu" or device == getattr(prepare_ids, "device", None)
         place = device if keep else torch.device("cpu")
+        here = columns if keep else columns_to_host(columns)
         rows = [size] * len(self.outputs)
         ids: dict[str, Tensor] = {}
         bags: dict[str, tuple[Bags, ...]] = {}
@@ -214,7 +216,7 @@ class FeaturePlan:
             found: list[tuple[Feature, Ragged, Tensor, int]] = []
             begin = 0
             for feature in features:
-                column = columns[feature.name] if keep else columns[feature.name].to("cpu")
+                column = here[feature.name]
                 offsets = column.row_splits
                 if feature.combiner is None:
                     offsets = torch.arange(column.values.shape[0] + 1, device=place)

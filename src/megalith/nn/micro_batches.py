@@ -133,12 +133,13 @@ class MicroBatches:
         if self.size == 1:
             return [own]
         self._steps += 1
-        every = [torch.empty_like(own) for _ in range(self.size)]
         group: Any = dist.group.WORLD if self._group is None else self._group
+        sent = own if dist.get_backend(group) == "nccl" else own.cpu()
+        every = [torch.empty_like(sent) for _ in range(self.size)]
         what, key = f"dense gradients of step {self._steps}", f"MicroBatches/{self._steps}"
         with naming_absent_ranks(group, what, key, self._timeout):
-            dist.all_gather(every, own, group=group)
-        return every
+            dist.all_gather(every, sent, group=group)
+        return [each.to(own.device) for each in every]
 
     def _set(self, flat: Tensor) -> None:
         sizes = [p.numel() for p in self._parameters]

@@ -203,8 +203,22 @@ def _scatter_twin(
     out = torch.zeros(size, dtype=wide, device=pieces[0].device)
     for piece, index, stride in zip(pieces, indices, strides, strict=True):
         at = _elements(index, stride, piece.shape[1], size, name)
-        out.index_add_(0, at.flatten(), piece.to(wide).flatten())
+        add_at(out, at.flatten(), piece.to(wide).flatten())
     return out.to(dtype)
+
+
+def add_at(out: Tensor, index: Tensor, values: Tensor) -> None:
+    """Add rows at positions, in the order of the index on every device: the same bits in every run.
+
+    Args:
+        out: [m, ...], changed in place.
+        index: int64 [n], positions; they may repeat.
+        values: [n, ...].
+    """
+    if out.is_cuda:  # it sorts the index; index_add_ has atomic additions there, in any order
+        out.index_put_((index,), values, accumulate=True)
+    else:
+        out.index_add_(0, index, values)
 
 
 def _elements(index: Tensor, stride: int, width: int, size: int, name: str) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.library import copy_repeated, define_op, native_module, new_size, new_tensor
 from megalith.ops import checks
+from megalith.ops.gather_rows import add_at
 from megalith.ragged import Ragged
 
 
@@ -296,7 +297,8 @@ def _move_twin(
     within = torch.arange(int(widths.sum()), device=values.device) - torch.repeat_interleave(begin, widths)
     at, to = (torch.repeat_interleave(x, widths) + within for x in (source, target))
     out = torch.zeros(size, dtype=wide, device=values.device)
-    return out.index_add_(0, to, values.to(wide)[at]).to(values.dtype)
+    add_at(out, to, values.to(wide)[at])
+    return out.to(values.dtype)
 
 
 _move = define_op(

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalith.errors import InputError, UsageError
 from megalith.library import define_op, native_module, new_tensor
 from megalith.ops import checks
-from megalith.ops.gather_rows import index_limit
+from megalith.ops.gather_rows import add_at, index_limit
 from megalith.ops.pooling import Bags, OutputSlice, Pooling, covered, pool, unpool
 
 
@@ -75,16 +75,18 @@ def pool_flat(
     outputs: Sequence[tuple[int, int]],
     dim: int,
     whole: Sequence[bool] | None = None,
+    stride: int = 1,
 ) -> list[Tensor]:
     """Compute `pool_rows` of a flat float32 buffer, without gradients and without torch.compile.
 
     Args:
         source: float32 [m].
-        index: int64 [n], the element where the row of each occurrence begins.
+        index: int64 [n], where the row of each occurrence begins, in units of `stride`.
         bags: Offsets int64, weights (one tensor for all) and divisors float32.
         outputs: The shape (rows, columns) of each output.
         dim: The largest width of a row.
         whole: The result of `covered`, for callers that reuse it.
+        stride: The number of elements that an index counts: 1, or the dim if all rows have it.
 
     Returns:
         A float32 tensor for each shape.
@@ -93,15 +95,17 @@ def pool_flat(
         InputError: An index is out of range, or the bags do not match the occurrences or the outputs.
     """
     if source.is_cpu and native_module() is not None:
-        return _pool_into(source, index, 1, dim, bags, outputs, "index", whole)
+        return _pool_into(source, index, stride, dim, bags, outputs, "index", whole)
     rows, columns = [r for r, _ in outputs], [c for _, c in outputs]
     pooled: list[Tensor] = _pool(
-        source, index, 1, dim, *arguments(bags, torch.float32), rows, columns, "index"
+        source, index, stride, dim, *arguments(bags, torch.float32), rows, columns, "index"
     )
     return pooled
 
 
-def unpool_flat(grads: Sequence[Tensor], index: Tensor, bags: Sequence[Bags], size: int, dim: int) -> Tensor:
+def unpool_flat(
+    grads: Sequence[Tensor], index: Tensor, bags: Sequence[Bags], size: int, dim: int, stride: int = 1
+) -> Tensor:
     """Compute the gradient of `pool_flat`; sums run in the order of the occurrences.
 
     Args:
@@ -110,6 +114,7 @@ def unpool_flat(grads: Sequence[Tensor], index: Tensor, bags: Sequence[Bags], si
         bags: As for `pool_flat`.
         size: The number of elements of the source.
         dim: The largest width of a row.
+        stride: As for `pool_flat`.
 
     Returns:
         float32 [size].
@@ -118,8 +123,8 @@ def unpool_flat(grads: Sequence[Tensor], index: Tensor, bags: Sequence[Bags], si
         InputError: An index is out of range, or the bags do not match the occurrences or the gradients.
     """
     if index.is_cpu and native_module() is not None:
-        return _unpool_into(grads, index, 1, dim, bags, size, "index")
-    summed: Tensor = _unpool(list(grads), index, 1, dim, *arguments(bags, torch.float32), size, "index")
+        return _unpool_into(grads, index, stride, dim, bags, size, "index")
+    summed: Tensor = _unpool(list(grads), index, stride, dim, *arguments(bags, torch.float32), size, "index")
     return summed
 
 
@@ -285,7 +290,10 @@ def _unpool_twin(grads: list[Tensor], index: Any, stride: int, dim: int, *plan: 
     _check_twin(bags, [tuple(g.shape) for g in grads], index, size, stride, dim, name)
     result, reached = unpool(grads, bags, index.shape[0], dim)
     keep = (index >= 0) & reached
-    out.index_add_(0, _elements(index[keep], stride, dim).flatten(), result[keep].flatten())
+    if stride == dim and size % dim == 0:
+        add_at(out.view(-1, dim), index[keep], result[keep])
+    else:
+        add_at(out, _elements(index[keep], stride, dim).flatten(), result[keep].flatten())
     return out[:size].clone()
 
 

@@ -34,7 +34,7 @@ def join_blocks(data: Tensor, begins: Sequence[int], counts: Tensor, widths: Ten
         out: uint8, exactly as large as all blocks.
     """
     native = native_module()
-    if native is not None:
+    if native is not None and data.is_cpu:
         native.join_blocks(data, begins, counts, widths, out)
         return
     sizes = (counts * widths).tolist()

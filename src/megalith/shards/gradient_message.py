@@ -78,7 +78,7 @@ class GradientMessage:
         wire: The precision of the values.
         dims: The dim of each table.
         with_counts: Whether messages hold the occurrences of ids.
-        new_buffer: Returns memory for a number of bytes, uint8.
+        new_buffer: Returns memory for a number of bytes, uint8, on the device of the gradients.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class GradientMessage:
         self._dims = dims
         self._row_bytes = torch.tensor([wire.row_bytes(dim) for dim in dims], dtype=torch.int64)
         self._new_buffer = new_buffer
+        self._device = new_buffer(0).device
 
     def sizes(self, counts: Tensor) -> list[int]:
         """Return the size of the message for each rank.
@@ -122,6 +123,7 @@ class GradientMessage:
         Returns:
             uint8 [sum of sizes].
         """
+        head = head.to(self._device)
         if push is None:
             heads = [torch.nn.functional.pad(head, (0, size // 8 - _HEAD_WORDS)) for size in sizes]
             return torch.cat(heads).view(torch.uint8)
@@ -136,10 +138,11 @@ class GradientMessage:
             seen = push.occurrences.split_with_sizes(ids)
         pieces: list[Tensor] = []
         for n, mask, part, count in zip(ids, masks, parts, seen, strict=True):
-            filler = _pad(part.numel()) - part.numel()
-            pieces += [head.view(torch.uint8), _bits(n, mask), part, torch.zeros(filler, dtype=torch.uint8)]
+            filler = torch.zeros(_pad(part.numel()) - part.numel(), dtype=torch.uint8, device=self._device)
+            pieces += [head.view(torch.uint8), _bits(n, mask, self._device), part, filler]
             if self._with_counts:
-                words = torch.ones(n, dtype=torch.int32) if count is None else count.to(torch.int32)
+                ones = torch.ones(n, dtype=torch.int32, device=self._device)
+                words = ones if count is None else count.to(torch.int32)
                 pieces.append(torch.nn.functional.pad(words, (0, n % 2)).view(torch.uint8))
         return torch.cat(pieces, out=self._new_buffer(sum(sizes)))
 
@@ -179,7 +182,7 @@ class GradientMessage:
 
     def _by_table(self, data: Tensor, begins: list[int], counts: Tensor, width: int = 1) -> Sequence[Tensor]:
         """Return the items of each table, of `width` bytes each, as bytes."""
-        out = torch.empty(int(counts.sum()) * width, dtype=torch.uint8)
+        out = torch.empty(int(counts.sum()) * width, dtype=torch.uint8, device=data.device)
         join_blocks(data, begins, counts, torch.full_like(counts[0], width), out)
         return out.split_with_sizes([n * width for n in counts.sum(0).tolist()])
 
@@ -243,13 +246,14 @@ def _pad(size: int) -> int:
     return -(-size // 8) * 8
 
 
-def _bits(n: int, mask: Tensor | None) -> Tensor:
+def _bits(n: int, mask: Tensor | None, device: torch.device) -> Tensor:
     """Return one bit per id, padded to 8 bytes: those in the mask, or all."""
     if mask is None:
-        return torch.full((_pad(-(-n // 8)),), 255, dtype=torch.uint8)
+        return torch.full((_pad(-(-n // 8)),), 255, dtype=torch.uint8, device=device)
     padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -n % 64)).view(-1, 8)
-    return (padded << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8)
+    return (padded << torch.arange(8, dtype=torch.uint8, device=device)).sum(1).to(torch.uint8)
 
 
 def _unpack_bits(bits: Tensor, n: int) -> Tensor:
-    return ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).view(-1)[:n].bool()
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, None] >> places) & 1).view(-1)[:n].bool()

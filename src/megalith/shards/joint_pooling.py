@@ -43,17 +43,25 @@ class JointPooling:
         for name in self.tables:
             if name not in routed.ids:
                 raise InputError(f"table {name!r}: pooled, but it was not looked up")
-        self._pooling = pooling
+        device = routed.deduped.inverse.device
+        on_host, pooling = pooling.to("cpu"), pooling.to(device)
+        self._pooling = on_host
+        self._device = device
         self._dims = {name: dims[name] for name in self.tables}
         self._sizes = {name: routed.ids[name].numel() for name in self.tables}
         slices = [routed.occurrences(name) for name in self.tables]
-        self._index = _index(routed, slices)
+        # On a GPU, rows of one width are addressed as rows: sums then sort row numbers, not elements.
+        one_width = device.type != "cpu" and set(dims.values()) == {self._dim}
+        self._stride = self._dim if one_width else 1
+        places = routed.deduped.offsets if self._stride == 1 else routed.deduped.inverse
+        assert places is not None
+        self._index = _index(places, slices)
         self._bags: list[Bags] = []
         self.used: list[tuple[int, int]] = []
         begin = 0
-        weights = joint_weights(pooling, self.tables, list(self._sizes.values()))
+        weights = joint_weights(pooling, self.tables, list(self._sizes.values()), device)
         for name, where in zip(self.tables, slices, strict=True):
-            ends = pooling.check_ends(name, self._sizes[name], dims[name])
+            ends = on_host.check_ends(name, self._sizes[name], dims[name])
             for bags, (first, last) in zip(pooling.of(name), ends, strict=True):
                 self.used.append((where.start + first, where.start + last))
                 own = None if bags.weights is None else weights
@@ -82,7 +90,9 @@ class JointPooling:
             One tensor per output of the pooling, float32.
         """
         try:
-            return pool_flat(source, self._index, self._bags, self._pooling.outputs, self._dim)
+            return pool_flat(
+                source, self._index, self._bags, self._pooling.outputs, self._dim, None, self._stride
+            )
         except InputError:
             self._name_table()
             raise
@@ -98,9 +108,9 @@ class JointPooling:
             float32 [size], in the order of the distinct ids.
         """
         if not self._bags:
-            return torch.zeros(size)
+            return torch.zeros(size, device=self._device)
         try:
-            return unpool_flat(grads, self._index, self._bags, size, self._dim)
+            return unpool_flat(grads, self._index, self._bags, size, self._dim, self._stride)
         except InputError:
             self._name_table()
             raise
@@ -115,15 +125,13 @@ class JointPooling:
             self._pooling.check(name, self._sizes[name], dim)
 
 
-def _index(routed: RoutedIds, slices: Sequence[slice]) -> Tensor:
-    """Return where the rows of these occurrences begin, int64 [n]."""
-    offsets = routed.deduped.offsets
-    assert offsets is not None
+def _index(places: Tensor, slices: Sequence[slice]) -> Tensor:
+    """Return the places of these occurrences, int64 [n]."""
     if not slices:
-        return offsets[:0]
+        return places[:0]
     if all(a.stop == b.start for a, b in pairwise(slices)):
-        return offsets[slices[0].start : slices[-1].stop]
-    return torch.cat([offsets[where] for where in slices])
+        return places[slices[0].start : slices[-1].stop]
+    return torch.cat([places[where] for where in slices])
 
 
 def used_mask(routed: RoutedIds, used: Sequence[tuple[int, int]]) -> Tensor | None:
@@ -143,7 +151,7 @@ def used_mask(routed: RoutedIds, used: Sequence[tuple[int, int]]) -> Tensor | No
         at = stop
     if at == routed.total:
         return None
-    mask = torch.zeros(routed.deduped.ids.numel(), dtype=torch.bool)
+    mask = torch.zeros(routed.deduped.ids.numel(), dtype=torch.bool, device=routed.deduped.ids.device)
     for start, stop in used:
         mask[routed.deduped.inverse[start:stop]] = True
     return mask
@@ -167,7 +175,9 @@ def sum_gradients(
         The sums by table.
     """
     tables = {name: configs[name] for name in ids}
-    routed = RoutingPreparer(tables, {name: Router("roundrobin", 1) for name in tables})(ids)
+    device = grads[0].device if grads else torch.device("cpu")
+    ids = {name: own.to(device) for name, own in ids.items()}
+    routed = RoutingPreparer(tables, {name: Router("roundrobin", 1) for name in tables}, device)(ids)
     dims = [config.dim for config in tables.values()]
     joint = JointPooling(pooling, routed, {name: config.dim for name, config in tables.items()})
     counts = routed.deduped.counts[0].tolist()
@@ -199,20 +209,23 @@ def used_occurrences(
     Returns:
         int64 [u], for the u distinct ids.
     """
-    seen = torch.zeros(routed.deduped.ids.numel(), dtype=torch.int64)
+    seen = torch.zeros_like(routed.deduped.ids)
     for start, stop in used:
         where = routed.deduped.inverse[start:stop]
         seen.index_add_(0, where, torch.ones_like(where) if occurrences is None else occurrences[start:stop])
     return seen
 
 
-def joint_weights(pooling: Pooling, tables: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
+def joint_weights(
+    pooling: Pooling, tables: Sequence[str], sizes: Sequence[int], device: torch.device | None = None
+) -> Tensor | None:
     """Return the weights of the occurrences of several tables.
 
     Args:
         pooling: The pooling.
         tables: The tables that it reads, in order.
         sizes: The number of occurrences of each.
+        device: Where the weights are; None: the CPU.
 
     Returns:
         float32 [n], 1 for tables without weights; None if no bag has weights.
@@ -222,5 +235,5 @@ def joint_weights(pooling: Pooling, tables: Sequence[str], sizes: Sequence[int])
     pieces = []
     for name, size in zip(tables, sizes, strict=True):
         own = next((bags.weights for bags in pooling.of(name) if bags.weights is not None), None)
-        pieces.append(torch.ones(size) if own is None else own)
+        pieces.append(torch.ones(size, device=device) if own is None else own)
     return torch.cat(pieces)

@@ -68,11 +68,31 @@ class RoutedIds(PreparedIds):
         Returns:
             int32 [n] per table; -1 for unknown tables.
         """
-        each = found[self.deduped.inverse]
+        each = found.to(self.deduped.inverse.device)[self.deduped.inverse]
         return {
             name: each[self.occurrences(name)] if name in self.ids else missing_status(column)
             for name, column in ids.items()
         }
+
+    def to(self, device: torch.device) -> RoutedIds:
+        """Return the routes on another device; the ids as they were passed and the counts stay.
+
+        Args:
+            device: The device.
+
+        Returns:
+            The object itself if they are there.
+        """
+        found = self.deduped
+        if found.ids.device == device:
+            return self
+        ids, first, inverse = (
+            x.to(device, non_blocking=True) for x in (found.ids, found.first, found.inverse)
+        )
+        offsets = None if found.offsets is None else found.offsets.to(device, non_blocking=True)
+        return RoutedIds(
+            self.ids, Deduped(ids, first, found.counts, inverse, offsets), self.begin, self.total
+        )
 
 
 class LocalPreparer:
@@ -125,10 +145,16 @@ class RoutingPreparer(LocalPreparer):
     Args:
         configs: All tables, in order.
         routers: The router of each table.
+        device: As for `LocalPreparer`. Ids that are all on the CPU are routed there.
     """
 
-    def __init__(self, configs: Mapping[str, TableConfig], routers: Mapping[str, Router]) -> None:
-        super().__init__(configs)
+    def __init__(
+        self,
+        configs: Mapping[str, TableConfig],
+        routers: Mapping[str, Router],
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(configs, device)
         self._routers = dict(routers)
         self._dims = [config.dim for config in configs.values()]
         self._num_shards = next((router.num_shards for router in routers.values()), 1)
@@ -186,6 +212,10 @@ class RoutingPreparer(LocalPreparer):
         """
         columns = [checked.get(name, _NONE) for name in self._checks]
         splits = torch.tensor([0, *(column.numel() for column in columns)]).cumsum(0)
+        begin = dict(zip(self._checks, splits.tolist(), strict=False))
+        if not all(column.is_cpu for column in columns):
+            columns = [column.to(self.device, non_blocking=True) for column in columns]
+            splits = splits.to(self.device)
         flat = torch.cat(columns) if columns else _NONE
         owners = None
         if self._one is None and columns:
@@ -200,7 +230,7 @@ class RoutingPreparer(LocalPreparer):
             distinct=distinct,
             widths=self._dims,
         )
-        begin = dict(zip(self._checks, splits.tolist(), strict=False))
+        found = found._replace(counts=found.counts.cpu())  # sizes of messages
         ordered = {name: checked[name] for name in begin if name in checked}
         return RoutedIds(ordered, found, begin, flat.numel())
 

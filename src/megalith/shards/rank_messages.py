@@ -377,7 +377,8 @@ class RankMessages:
         requested = self.request(call, routed, time=time)
         out, into = self.floats(routed.deduped.counts), self.floats(requested.counts)
         sizes = (out * 4).tolist(), (into * 4).tolist()
-        values = self._exchange.all_to_all(_bytes(flat), *sizes, self._what(call, "rows")).view(torch.float32)
+        sent = _bytes(flat.to(self._exchange.device))
+        values = self._exchange.all_to_all(sent, *sizes, self._what(call, "rows")).view(torch.float32)
         self._report_wait("rows")
         if self._recorder is not None:
             row_bytes = [4 * dim for dim in self._dims]
@@ -396,7 +397,7 @@ class RankMessages:
             time: The last-update time in seconds; None: the clock of the owner.
 
         Returns:
-            The status of each id of this rank, int32 [n], in the order of `routed`.
+            The status of each id of this rank, int32 [n] on the CPU, in the order of `routed`.
         """
         requested = self.request("reinitialize", routed, time=time)
         status = torch.empty(int(requested.counts.sum()), dtype=torch.int32)

@@ -67,9 +67,9 @@ class RoutedGradients:
             return None
         each = None
         if occurrences:
-            each = torch.ones(routed.total, dtype=torch.int64)
+            each = torch.ones(routed.total, dtype=torch.int64, device=routed.deduped.ids.device)
             for name, counts in occurrences.items():
-                each[routed.occurrences(name)] = counts
+                each[routed.occurrences(name)] = counts.to(each.device)
         return used_occurrences(routed, self.used, each)
 
 
@@ -141,7 +141,7 @@ def sum_routed(
             pieces += checks[name].grads(lookup.ids[name], grad, None)
         names = list(grads)
         offsets = [routed.offsets(name) for name in names]
-        flat = torch.zeros(lookup.size)
+        flat = torch.zeros(lookup.size, device=routed.deduped.ids.device)
         if names:
             flat = scatter_pieces([p.contiguous() for p in pieces], offsets, lookup.size)
         used = [(routed.occurrences(name).start, routed.occurrences(name).stop) for name in names]

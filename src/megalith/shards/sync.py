@@ -92,12 +92,14 @@ class SyncShards(Shards):
 
         self._own, self.wire, routers = agree(self.exchange, build)
         self.configs = self._own.configs
+        self.device = self._own.device
+        self.exchange.use_device(self.device)
         self.local: Mapping[str, Table] = self._own.local
         self.checks = self._own.checks
         self._part = ShardsPart(self._own, self.exchange.rank, self.exchange.size)
         self.routers = MappingProxyType(routers)
         self.push = push
-        self.preparer = RoutingPreparer(self.configs, self.routers)
+        self.preparer = RoutingPreparer(self.configs, self.routers, self.device)
         self._messages = RankMessages(self.exchange, self._own, self.wire)
         self._pushed: list[Future[None]] = []
         self._check_equal(seed)
@@ -166,7 +168,7 @@ class SyncShards(Shards):
     ) -> SyncLookup:
         try:
             step = None if step is None else check_step(step, call)
-            routed = self.preparer.routed(ids, missing_ok=missing_ok)
+            routed = self.preparer.routed(ids, missing_ok=missing_ok).to(self.device)
         except Exception as error:
             self.fail(error, call, series=series)
         return SyncLookup(self, self._messages, routed, call, series, step, out_of_data)
@@ -228,6 +230,7 @@ class SyncShards(Shards):
                 push = self._summed(lookup, grads, pooling, occurrences, step, time, scale, clip_norm)
         except Exception as error:
             self.fail_update(lookup, error)
+        self.exchange.lend(push.flat, push.mask, push.occurrences)
         sent = self.exchange.submit(lambda: self._messages.push(requested.result(), routed, push, None))
         if wait and not self.push:
             return sent.result()
@@ -290,8 +293,10 @@ class SyncShards(Shards):
         try:
             time = self._check_time(time)
             routed, flat = self.preparer.rows(rows)
+            routed = routed.to(self.device)
         except Exception as error:
             self.fail(error, "assign_add" if add else "assign")
+        self.exchange.lend(routed.deduped.ids, flat)
         self.exchange.run(lambda: self._messages.write(routed, flat, add=add, time=time))
 
     def reinitialize(
@@ -299,7 +304,7 @@ class SyncShards(Shards):
     ) -> dict[str, Tensor]:
         """See `Shards.reinitialize`; the lowest rank creates an id that several ranks pass."""
         try:
-            routed = self.preparer(ids, missing_ok=missing_ok, distinct=False)
+            routed = self.preparer(ids, missing_ok=missing_ok, distinct=False).to(self.device)
             time = self._check_time(time)
         except Exception as error:
             self.fail(error, "reinitialize")
@@ -314,7 +319,7 @@ class SyncShards(Shards):
     def remove(self, ids: Ids) -> dict[str, int]:
         """See `Shards.remove`; the counts are those of all ranks together."""
         try:
-            routed = self.preparer(ids)
+            routed = self.preparer(ids).to(self.device)
         except Exception as error:
             self.fail(error, "remove")
         mine = self.exchange.run(lambda: self._messages.remove(routed))

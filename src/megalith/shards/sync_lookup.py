@@ -44,6 +44,7 @@ class SyncLookup(RoutedLookup):
         out_of_data: bool,
     ) -> None:
         super().__init__(shards.configs, routed, step)
+        shards.exchange.lend(routed.deduped.ids)
         self.shards = shards
         self.failed = False
         self._messages = messages
@@ -76,7 +77,7 @@ class SyncLookup(RoutedLookup):
         self.requested.result()
         self.fetch()
         assert self._rows is not None
-        return self._rows.result()
+        return self.shards.exchange.take(self._rows.result())
 
     @property
     def out_of_data(self) -> list[int]:

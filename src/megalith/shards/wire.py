@@ -160,7 +160,7 @@ class _Int8(Wire):
 
     def encode(self, flat: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
         """See `Wire.encode`."""
-        data = torch.zeros(sum(self.sizes(counts, dims)), dtype=torch.uint8)
+        data = torch.zeros(sum(self.sizes(counts, dims)), dtype=torch.uint8, device=flat.device)
         begin = 0
         for scales, codes, n, dim in self._blocks(data, counts, dims):
             rows = flat[begin : begin + n * dim].view(n, dim)
@@ -175,7 +175,7 @@ class _Int8(Wire):
             (codes.to(torch.float32) / 127 * scales[:, None]).view(-1)
             for scales, codes, _, _ in self._blocks(data, counts, dims)
         ]
-        return torch.cat(pieces) if pieces else torch.empty(0)
+        return torch.cat(pieces) if pieces else torch.empty(0, device=data.device)
 
     def _blocks(
         self, data: Tensor, counts: Tensor, dims: Sequence[int]

@@ -40,7 +40,7 @@ from megalith.training.run_batches import RunBatches, StepBatch
 from megalith.training.run_checkpoints import FOLDER as KEPT
 from megalith.training.run_checkpoints import RunCheckpoints
 from megalith.training.run_config import RunConfig
-from megalith.training.run_device import check_device
+from megalith.training.run_device import use_device
 from megalith.training.run_lock import RunLock
 from megalith.training.run_log import MetricsLog, ScalarWriter
 from megalith.training.run_model import CHECKPOINT, config_of, model_for, updates_in_step
@@ -195,7 +195,7 @@ class Run:
 
     def _open(self, config: RunConfig) -> None:
         check_publishing(config)
-        check_device(config.train, self.ranks.size)
+        use_device(config.train)
         if config.train.threads is not None:
             torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.train.seed)

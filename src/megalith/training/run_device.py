@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megalith.data import Batch
+from megalith.distributed.launcher_environment import read_launch
+from megalith.distributed.ranks import world_size
 from megalith.errors import UsageError
 from megalith.models import forward_batch
 from megalith.training.run_config import TrainConfig
@@ -44,23 +46,37 @@ def engine_of(train: TrainConfig) -> str:
     return "cuda" if on_gpu else train.engine
 
 
-def check_device(train: TrainConfig, ranks: int) -> None:
-    """Checks that a run can start on its device.
+def transport_of(train: TrainConfig) -> str:
+    """Returns how the ranks of a run exchange rows; see `Exchange`.
 
     Args:
         train: The section [train].
-        ranks: Number of ranks.
+
+    Returns:
+        "nccl" if each rank of this machine has a GPU of its own, otherwise "auto".
+    """
+    if device_of(train).type != "cuda":
+        return "auto"
+    launch = read_launch()
+    return "nccl" if launch.size > 1 and launch.local_size <= torch.cuda.device_count() else "auto"
+
+
+def use_device(train: TrainConfig) -> None:
+    """Checks that a run can start on its device; ranks of one machine share its GPUs evenly.
+
+    Args:
+        train: The section [train].
 
     Raises:
-        UsageError: There is no GPU, or a run of several ranks asks for one.
+        UsageError: There is no GPU.
     """
     if train.device == "cuda" and not has_gpu():
         raise UsageError(
             "--device cuda needs an NVIDIA GPU, a torch build with CUDA and triton: use --device auto to "
             "train on the CPU where there is none"
         )
-    if ranks > 1 and device_of(train).type == "cuda":
-        raise UsageError("a run of several ranks trains on the CPU: use --device cpu")
+    if world_size() > 1 and device_of(train).type == "cuda":
+        torch.cuda.set_device(read_launch().local_rank % torch.cuda.device_count())
 
 
 def score(model: nn.Module, batch: Batch) -> Tensor:

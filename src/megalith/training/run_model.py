@@ -19,7 +19,7 @@ from megalith.table import TableConfig
 from megalith.training.data_source import id_sources
 from megalith.training.options import check_options
 from megalith.training.run_config import RunConfig
-from megalith.training.run_device import device_of, engine_of
+from megalith.training.run_device import device_of, engine_of, transport_of
 from megalith.training.table_settings import parse_serving
 
 CHECKPOINT = "checkpoint"
@@ -106,6 +106,7 @@ def _placement(config: RunConfig) -> dict[str, Any]:
             seed=train.seed,
             wire=config.wire,
             timeout=train.timeout,
+            transport=transport_of(train),
         )
 
     return {"shards": distribute}

@@ -1,0 +1,38 @@
+"""Tables on the CPU with a dense part on a GPU. `make test-gpu` runs it."""
+
+from __future__ import annotations
+
+import torch
+
+from megalith import Adagrad, EmbeddingCollection, Feature, Mean, Ragged, TableConfig
+from megalith.nn.device_copies import to_device, to_host
+
+
+def test_tables_on_the_cpu_train_with_columns_on_a_gpu() -> None:
+    tables = [TableConfig("t", dim=8, optimizer=Adagrad(0.1))]
+    features = [Feature("x", "t"), Feature("y", "t", combiner=Mean())]
+    column = torch.arange(3000) % 700
+    bags = Ragged(column, torch.arange(0, 3001, 3))
+    results = []
+    for device in ("cuda", "cpu"):
+        collection = EmbeddingCollection(tables, features, engine="reference")
+        weight = torch.ones(16, device=device, requires_grad=True)
+        for _ in range(3):
+            out = collection({"x": column[:1000].to(device), "y": bags.to(device)})
+            assert out["x"].device.type == device
+            (torch.cat([out["x"], out["y"]], 1) @ weight).square().sum().backward()
+        results.append((collection.tables["t"].lookup(torch.arange(700)), weight.grad))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-6)
+
+
+def test_copies_to_the_gpu_come_from_pinned_memory_and_do_not_wait() -> None:
+    values = [torch.randn(1 << 20), torch.randn(7, 3)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moved = to_device(values, torch.device("cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    back = to_host(moved)
+    assert all(copy.is_pinned() for copy in back)
+    assert all(torch.equal(copy, value) for copy, value in zip(back, values, strict=True))
