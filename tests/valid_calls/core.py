@@ -320,7 +320,12 @@ def server_calls(servers: megalith.Servers) -> Iterator[Call]:
         [Parameter(name, Parameter.KEYWORD_ONLY) for name in given]
     )
     yield construct, given
-    yield from methods(made, shards_methods)
+
+    def given_methods(shards: megalith.ServerShards) -> dict[str, Arguments]:
+        elsewhere = {"servers": servers, "router": None}  # refused: the tables are there
+        return shards_methods(shards) | {"reconnect": elsewhere, "close": {"drop": False}}
+
+    yield from methods(made, given_methods)
     yield from methods(lambda: made().lookup({"a": ids()}), lookup_methods())
 
 

@@ -141,6 +141,7 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
         _BASE,
     ),
     "MonolithCombiner": _BASE,
+    "ServerShards.resize": "an integer starts processes; tests/shards/servers passes wrong input",
     **dict.fromkeys(
         ("OuterUpdate.local_tensors", "OuterUpdate.prepare", "OuterUpdate.step"),
         "parts of `OuterUpdate.apply` and `run_window`, which have validated the input",

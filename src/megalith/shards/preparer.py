@@ -178,7 +178,7 @@ class RoutingPreparer(LocalPreparer):
             InputError: They were prepared by shards that do not route.
         """
         routed = ids if isinstance(ids, PreparedIds) else self(ids, missing_ok=missing_ok)
-        if not isinstance(routed, RoutedIds):
+        if not isinstance(routed, RoutedIds) or routed.deduped.counts.shape[0] != self._num_shards:
             raise InputError("these ids were prepared by other Shards: prepare them with these")
         return routed
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megalith import SGD, Servers, ServerShards, Shards, TableConfig, Zeros
 from megalith.shards import ShardsPart
+
+NAMES = (f"tables-{number}" for number in itertools.count())
+Make = Callable[..., ServerShards]
 
 
 def table(name: str = "t", dim: int = 1, lr: Any = 1.0, **options: Any) -> TableConfig:
@@ -47,3 +52,12 @@ def work(servers: Servers, options: dict[str, Any]) -> list[list[list[float]]]:
         push(shards, [1], [[2.0]], step)
         seen.append(read(shards, "t", 1))
     return seen
+
+
+def rows_of(shards: Shards, name: str = "t") -> dict[int, list[Any]]:
+    """All rows of a table by id: weights, state, time."""
+    found = {}
+    for chunk in shards.scan(name, 64):
+        columns = [chunk.rows.tolist(), *(x.tolist() for x in chunk.state.values()), chunk.time.tolist()]
+        found |= dict(zip(chunk.ids.tolist(), map(list, zip(*columns, strict=True)), strict=True))
+    return found

@@ -132,6 +132,19 @@ def test_a_damaged_log_raises_or_loses_its_last_record_only(tmp_path: Path, cut:
         list(read_records(path, last=True))
 
 
+@pytest.mark.parametrize("log", ["none", "sync"])
+def test_touched_ids_from_before_a_save_are_known_after_it(tmp_path: Path, log: str) -> None:
+    saves = Saves()
+    first = space(tmp_path, saves, log=log)
+    track, remove = ServerWrite("track", {"consumer": "sync"}), ServerWrite("remove", {"counts": [1]})
+    remove.arrays["ids"] = np.array([2])
+    write(first, (0, 1, track), (0, 2, push(1)), (0, 3, remove))
+    saves.save(first, "x")
+    again = space(tmp_path, saves, log=log)
+    updated, removed = again.part.shards.drain_touched("sync")["t"]
+    assert (updated.tolist(), removed.tolist()) == ([1], [2])
+
+
 events = st.lists(st.sampled_from(["push", "push", "again", "end", "save", "failed save"]), max_size=12)
 
 

@@ -1,4 +1,4 @@
-"""ServerShards on two real Ray servers. Ray starts once for this file, because a start takes seconds.
+"""ServerShards on two real Ray servers.
 
 Each test has tables of its own on the same servers. The guide of the servers and the sweep of wrong input of
 `tests/test_wrong_input.py` run here too.
@@ -6,10 +6,9 @@ Each test has tables of its own on the same servers. The guide of the servers an
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,52 +52,25 @@ from megalith.errors import (
 from megalith.serving import export_model
 from megalith.shards.gradient_sums import GradientSum, total
 from megalith.shards.servers import server_link
-from megalith.shards.servers.ray_servers import ray_module, stop_ray
+from megalith.shards.servers.ray_servers import ray_module
 from megalith.shards.servers.server_link import ServerLink
-from tests.shards.servers.support import nap, one_rate, push, read, table, where, work
+from tests.shards.servers.support import (
+    NAMES,
+    Make,
+    nap,
+    one_rate,
+    push,
+    read,
+    rows_of,
+    table,
+    where,
+    work,
+)
 from tests.table.support import ints
 from tests.test_docs import ROOT, snippets
 from tests.test_wrong_input import raw_errors
 from tests.valid_calls import core
 from tests.valid_calls.sweep import CANNOT_BE_CALLED, ON_SERVERS, Call, complete, names_of, public_names
-
-NAMES = (f"tables-{number}" for number in itertools.count())
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
-    try:
-        with Servers(2, restart=True, object_store_bytes=128 << 20, timeout=200.0) as started:
-            yield started
-    finally:
-        stop_ray()
-
-
-Make = Callable[..., ServerShards]
-
-
-@pytest.fixture
-def make(servers: Servers) -> Iterator[Make]:
-    """Creates ServerShards on the servers of this file, under a new name by default."""
-    made: list[ServerShards] = []
-
-    def create(*tables: TableConfig, **options: Any) -> ServerShards:
-        options = {"name": next(NAMES), "timeout": 60.0, **options}
-        made.append(ServerShards(tables, servers=servers, **options))
-        return made[-1]
-
-    yield create
-    for each in made:
-        ray_module().get([actor.close.remote(each.name) for actor in servers.actors])
-
-
-def rows_of(shards: Shards, name: str = "t") -> dict[int, list[Any]]:
-    """All rows of a table by id: weights, state, time."""
-    found = {}
-    for chunk in shards.scan(name, 64):
-        columns = [chunk.rows.tolist(), *(x.tolist() for x in chunk.state.values()), chunk.time.tolist()]
-        found |= dict(zip(chunk.ids.tolist(), map(list, zip(*columns, strict=True)), strict=True))
-    return found
 
 
 def test_ray_listens_on_the_loopback_address(servers: Servers) -> None:

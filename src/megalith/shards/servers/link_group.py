@@ -67,6 +67,14 @@ class LinkGroup:
         """
         self.everywhere(lambda link: link.remove(worker))
 
+    def close(self, *, moved: bool = False) -> None:
+        """Drop the tables on all servers.
+
+        Args:
+            moved: See `TableServer.close`.
+        """
+        self.everywhere(lambda link: link.close(moved=moved))
+
     # ---- calls
 
     def everywhere(self, call: Callable[[ServerLink], PendingCall]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megalith.errors import UsageError
 from megalith.shards.servers.server_messages import ServerWrite
 
 _KEPT_ERRORS = 1000
@@ -20,7 +21,9 @@ class Member:
         done: The number of the last write that has been applied or has failed.
         pushes: The number of its pushes, counted from the highest number of a member when it joined.
         result: The result of the last write.
-        errors: Errors of writes by their number.
+        errors: Errors of the last failed writes by their number, for writes that are sent again.
+        forgotten: The number of the last write whose error is no longer in `errors`. A repetition of this
+            write or an earlier one raises, so no error is lost.
         present: Whether it is a member now.
     """
 
@@ -30,6 +33,7 @@ class Member:
     pushes: int = 0
     result: Any = None
     errors: dict[int, Exception] = field(default_factory=dict)
+    forgotten: int = 0
     present: bool = True
 
     @property
@@ -46,7 +50,26 @@ class Member:
         """
         self.errors[number] = error.with_traceback(None)
         while len(self.errors) > _KEPT_ERRORS:
+            self.forgotten = max(self.forgotten, next(iter(self.errors)))
             del self.errors[next(iter(self.errors))]
+
+    def raise_error(self, number: int) -> None:
+        """Raise the error of a write that is done.
+
+        Args:
+            number: The number of the write.
+
+        Raises:
+            Exception: The error of the write.
+            UsageError: So many later writes have failed that it is not known any more whether this one has.
+        """
+        if number in self.errors:
+            raise self.errors[number]
+        if number <= self.forgotten:
+            raise UsageError(
+                f"write {number} was sent again, but its result is no longer known: more than {_KEPT_ERRORS} "
+                "writes after it have failed"
+            )
 
     def skip(self, number: int, error: Exception) -> None:
         """Give up a write and those before it that have not arrived; they raise if they arrive later.
@@ -55,6 +78,8 @@ class Member:
             number: The number of the write.
             error: Its error.
         """
+        if number - _KEPT_ERRORS > self.accepted:
+            self.forgotten = number - _KEPT_ERRORS
         for skipped in range(max(self.accepted, number - _KEPT_ERRORS) + 1, number + 1):
             self.keep(skipped, error)
         self.accepted = self.done = number

@@ -7,6 +7,7 @@ without usage statistics. With an address, an existing cluster is used.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ from megalith.shards.servers.table_server import TableServer
 
 _LEAST_STORE = 80 << 20
 """Ray refuses less."""
+_CLOSE_SECONDS = 10.0
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Read by Ray at its import. 0: no cluster of several hosts, so Ray listens on the loopback address only."""
 
@@ -113,8 +115,8 @@ class Servers:
         limit = checks.seconds(timeout, "Servers: timeout")
         if address is not None and not isinstance(address, str):
             raise InputError(f"Servers: address must be text, got {type(address).__name__}")
-        share = checks.number(gpus, "Servers: gpus")
-        if not share >= 0:
+        self.gpus = checks.number(gpus, "Servers: gpus")
+        if not self.gpus >= 0:
             raise InputError(f"Servers: gpus must be 0 or more, got {gpus!r}")
         self.restart = checks.flag(restart, "Servers: restart")
         if object_store_bytes is not None:
@@ -125,7 +127,7 @@ class Servers:
         # An asynchronous actor; it reserves no CPU, so that workers and servers fit on a small machine.
         options = {
             "num_cpus": 0,
-            "num_gpus": share,
+            "num_gpus": self.gpus,
             "max_restarts": -1 if restart else 0,
             "max_concurrency": 1000,
         }
@@ -144,13 +146,16 @@ class Servers:
         return f"Servers({len(self.actors)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"actors": self.actors, "restart": self.restart, "_owner": False, "_owns_ray": False}
+        own = {"_owner": False, "_owns_ray": False}
+        return {"actors": self.actors, "restart": self.restart, "gpus": self.gpus} | own
 
     def close(self) -> None:
         """End the processes, and Ray if it was started for them. A second call has no effect."""
         ray = ray_module()
         actors, self.actors = self.actors, []
         if self._owner and ray.is_initialized():
+            with suppress(ray.exceptions.RayError):  # writes what logs have buffered; some may have ended
+                ray.get([actor.close.remote() for actor in actors], timeout=_CLOSE_SECONDS)
             for actor in actors:
                 ray.kill(actor)
             if self._owns_ray:
@@ -164,3 +169,13 @@ class Servers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def pass_ray(ended: Servers, stay: Servers) -> None:
+    """Let the second servers end Ray, if the first have started it.
+
+    Args:
+        ended: Servers that will be closed.
+        stay: Servers that continue.
+    """
+    stay._owns_ray, ended._owns_ray = ended._owns_ray or stay._owns_ray, False

@@ -4,7 +4,7 @@ It numbers writes and keeps them until they are answered. If the server ends and
 opens the tables there, joins under the same number and sends again what was not answered:
 
     unanswered    on the new server
-    read          sent again
+    read          sent again; also if the server was only out of reach for a while
     write         sent again; a write that the server has in its log is not applied twice
     function      raises ServerLostError: what it kept on the server is lost
 """
@@ -142,6 +142,18 @@ class ServerLink:
         """
         return self._call("remove", worker)
 
+    def close(self, *, moved: bool) -> PendingCall:
+        """Drop the tables.
+
+        Args:
+            moved: See `TableServer.close`.
+
+        Returns:
+            The call in progress.
+        """
+        remote, name = self._actor.close, self._name
+        return self._started(PendingCall(lambda: remote.remote(name, moved=moved), "close"))
+
     def describe(self) -> PendingCall:
         """Ask for numbers about the server.
 
@@ -257,6 +269,8 @@ class ServerLink:
                     f"server {self._index} did not answer {pending.what} of worker {self._worker} within "
                     f"{self._timeout:g} s"
                 ) from None
+            except ray.exceptions.ActorUnavailableError as error:
+                self._repeat(pending, deadline, error)
             except ray.exceptions.RayActorError as error:
                 self._reconnect(pending, deadline, error)
         with self._lock:
@@ -265,6 +279,19 @@ class ServerLink:
         if isinstance(result, Failure):
             raise result.error
         return result
+
+    def _repeat(self, pending: PendingCall, deadline: float, error: Exception) -> None:
+        """Make a call again after the connection was interrupted: the server has not ended."""
+        late = clock.monotonic() > deadline and pending.limited
+        if late or not pending.repeatable:
+            raise RankTimeoutError(
+                f"server {self._index} cannot be reached during {pending.what} of worker {self._worker}; its "
+                f"rows are not lost: make the call again ({_first_line(error)})"
+            ) from None
+        clock.sleep(_PAUSE)
+        with self._lock:
+            if pending.generation == self.restarts:
+                pending.send_again(self.restarts)
 
     def _reconnect(self, pending: PendingCall, deadline: float, error: Exception) -> None:
         """Wait until the server runs again, and send what was not answered."""

@@ -25,12 +25,15 @@ class ServerLookup(RoutedLookup):
         links: The connections to the servers.
         routed: See `RoutedLookup`.
         step: See `Lookup`.
+
+    Attributes:
+        links: The connections to the servers.
     """
 
     def __init__(self, shards: ServerShards, links: LinkGroup, routed: RoutedIds, step: int | None) -> None:
         super().__init__(shards.configs, routed, step)
         self.shards = shards
-        self._links = links
+        self.links = links
         self._reads: list[PendingCall | None] | None = None
         self._source: Tensor | None = None
 
@@ -43,7 +46,7 @@ class ServerLookup(RoutedLookup):
         counts = deduped.counts.tolist()
         self._reads = [
             link.read(array_of(ids), own, self.step) if ids.numel() else None
-            for link, ids, own in zip(self._links, pieces, counts, strict=True)
+            for link, ids, own in zip(self.links, pieces, counts, strict=True)
         ]
 
     @property
@@ -56,7 +59,7 @@ class ServerLookup(RoutedLookup):
             wire = self.shards.rows_wire
             received = [
                 wire.decode(tensor_of(link.result(read)), counts[server : server + 1], dims)
-                for server, (link, read) in enumerate(zip(self._links, self._reads, strict=True))
+                for server, (link, read) in enumerate(zip(self.links, self._reads, strict=True))
                 if read is not None
             ]
             self._source = received[0] if len(received) == 1 else torch.cat([torch.empty(0), *received])

@@ -15,6 +15,7 @@ is; `tensor_of` makes tensors of them without a copy. A `ServerWrite` is everyth
     clear              tables                                               -
     track, untrack     consumer                                             -
     mark               consumer, counts                                     ids
+    adopt              pushes by worker, step, complete                     -
     fail               error                                                -
 
 `counts` is the number of ids of each table, in the order of the configs; ids and rows are concatenated in
@@ -35,6 +36,8 @@ from megalith.shards.servers.recovery import Recovery
 from megalith.table import Chunk, TableConfig
 
 Array = np.ndarray[Any, Any]
+READER = -1
+"""The number of a process that only reads, in place of the number of a worker."""
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from megalith.routing import Router
 from megalith.shards.contract import Ids, Result, Rows, Shards, check_function, row_shares
 from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import RoutingPreparer
+from megalith.shards.servers import touched_ids
 from megalith.shards.servers.link_group import LinkGroup
 from megalith.shards.servers.server_messages import (
     Array,
     ServerWrite,
-    array_of,
     chunk_arrays,
     chunk_of,
     tensor_of,
@@ -154,8 +154,9 @@ class ServerRows(Shards):
         self.links.write_everywhere("untrack", {"consumer": checks.text(consumer, "untrack: consumer")})
 
     def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
-        """See `Shards.drain_touched`."""
-        parts = self.each_part(_drain_touched, checks.text(consumer, "drain_touched: consumer"))
+        """See `Shards.drain_touched`. If a server fails, no id is lost: the next drain returns all."""
+        parts = self.each_part(touched_ids.drain, checks.text(consumer, "drain_touched: consumer"))
+        self.each_part(touched_ids.confirm, consumer)
         found = {}
         for name in self.configs:
             updated, removed = (torch.cat([tensor_of(part[name][i]) for part in parts]) for i in (0, 1))
@@ -165,7 +166,7 @@ class ServerRows(Shards):
     def mark_touched(self, consumer: str, ids: Ids) -> None:
         """See `Shards.mark_touched`."""
         name = checks.text(consumer, "mark_touched: consumer")
-        self.each_part(_check_consumer, name)
+        self.each_part(touched_ids.check_consumer, name)
         self.links.write_ids("mark", {"consumer": name}, self.preparer(ids))
 
     def stats(self) -> dict[str, TableStats]:
@@ -193,15 +194,6 @@ def _scan_part(part: ShardsPart, table: str, at: int, size: int) -> tuple[dict[s
 
 def _reserve(part: ShardsPart, rows: Mapping[str, int]) -> None:
     part.shards.reserve(rows)
-
-
-def _check_consumer(part: ShardsPart, consumer: str) -> None:
-    part.shards.consumer_numbers(consumer)
-
-
-def _drain_touched(part: ShardsPart, consumer: str) -> dict[str, tuple[Array, Array]]:
-    found = part.shards.drain_touched(consumer)
-    return {name: (array_of(updated), array_of(removed)) for name, (updated, removed) in found.items()}
 
 
 def _stats(part: ShardsPart) -> dict[str, TableStats]:

@@ -34,11 +34,12 @@ from megalith.shards.routed_gradients import checked_update
 from megalith.shards.servers.link_group import LinkGroup
 from megalith.shards.servers.push_window import PushWindow
 from megalith.shards.servers.push_writes import push_writes
-from megalith.shards.servers.ray_servers import Servers
+from megalith.shards.servers.ray_servers import Servers, pass_ray
 from megalith.shards.servers.recovery import Recovery
 from megalith.shards.servers.server_link import ServerLink
 from megalith.shards.servers.server_lookup import ServerLookup
 from megalith.shards.servers.server_messages import ServerWrite, SpaceSpec
+from megalith.shards.servers.server_move import move_tables
 from megalith.shards.servers.server_rows import ServerRows
 from megalith.shards.wire import check_wire, make_wire
 from megalith.table import Table, TableConfig
@@ -109,6 +110,19 @@ class ServerShards(ServerRows):
         timeout: float = 600.0,
         recovery: Recovery | None = None,
     ) -> None:
+        self._options: dict[str, Any] = {
+            "name": name,
+            "worker": worker,
+            "num_workers": num_workers,
+            "mode": mode,
+            "staleness": staleness,
+            "window": window,
+            "engine": engine,
+            "seed": seed,
+            "wire": wire,
+            "timeout": timeout,
+            "recovery": recovery,
+        }
         self.configs = MappingProxyType(check_configs(configs))
         self.local: Mapping[str, Table] = MappingProxyType({})
         self.checks = MappingProxyType({name: InputChecks(config) for name, config in self.configs.items()})
@@ -134,7 +148,7 @@ class ServerShards(ServerRows):
             checks.instance(recovery, Recovery, "ServerShards: recovery")
             if servers is not None and not servers.restart:
                 raise InputError("ServerShards: recovery needs Servers(..., restart=True)")
-        self.routers = MappingProxyType(make_routers(self.configs, router, count))
+        self.routers: Mapping[str, Router] = MappingProxyType(make_routers(self.configs, router, count))
         self.preparer = RoutingPreparer(self.configs, self.routers)
         views = {name: ServingView.of(config) for name, config in self.configs.items()}
         self._stepwise = [name for name, view in views.items() if view is not None and view.depends_on_step]
@@ -152,6 +166,7 @@ class ServerShards(ServerRows):
             described(*options),
             recovery,
         )
+        self._closed = False
         self._owns_servers = servers is None
         self.servers = Servers(count, restart=recovery is not None) if servers is None else servers
         self.links = LinkGroup(
@@ -203,18 +218,109 @@ class ServerShards(ServerRows):
         else:
             self.links.remove(checks.integer(worker, "leave: worker", 0))
 
-    def close(self) -> None:
+    def resize(
+        self, servers: int | Servers, *, router: str | Router | Mapping[str, str | Router] | None = None
+    ) -> Servers:
+        """Move all tables to another number of servers, without a file. No worker may train meanwhile.
+
+        Rows with their optimizer state, counts of admission policies, touched ids and steps stay the same,
+        bit for bit. The rows are copied, so both sets of servers need the memory until it returns; if it
+        fails, the tables are where they were. The other workers flush before and call `reconnect` afterwards.
+        With a recovery, the new servers have logs of their own; save a checkpoint soon, so that these logs,
+        which begin with all rows, become short.
+
+        Args:
+            servers: The number of servers to start, which end with `close`; or running servers without tables
+                of this name.
+            router: As for `ServerShards`; None: the modes and parameters of the tables.
+
+        Returns:
+            The servers with the tables, for `reconnect`. The old ones are closed if this object has started
+            them. Servers that have started Ray end it when they are closed: close them last.
+
+        Raises:
+            UsageError: The servers have tables of this name.
+        """
+        self.flush()
+        target = self._elsewhere(servers, router)
+        try:
+            target.seen_step = max(self.seen_step, move_tables(self, target))
+        except BaseException:
+            target.links.close()
+            if target._owns_servers:
+                target.servers.close()
+            raise
+        old, links, owned = self.servers, self.links, self._owns_servers
+        self._take(target)
+        try:
+            links.close(moved=True)
+        except Exception as error:  # the tables have moved all the same
+            logger.warning("resize: the old servers: %s", error)
+        if owned:
+            pass_ray(old, self.servers)
+            old.close()
+        return self.servers
+
+    def reconnect(
+        self, servers: Servers, *, router: str | Router | Mapping[str, str | Router] | None = None
+    ) -> None:
+        """Use the servers to which another worker has moved the tables with `resize`.
+
+        Args:
+            servers: What `resize` returned.
+            router: What `resize` was called with.
+        """
+        self.flush()
+        self._take(self._elsewhere(checks.instance(servers, Servers, "reconnect: servers"), router))
+
+    def _elsewhere(self, servers: int | Servers, router: Any) -> ServerShards:
+        """Return the same tables on other servers, joined as the same worker."""
+        owned = not isinstance(servers, Servers)
+        if isinstance(servers, Servers):
+            chosen = servers
+        else:
+            count = checks.integer(servers, "resize: servers")
+            chosen = Servers(count, gpus=self.servers.gpus, restart=self.servers.restart)
+        if router is None:
+            router = {
+                name: Router(old.mode, len(chosen) or 1, block_size=old.block_size, skip_first=old.skip_first)
+                for name, old in self.routers.items()
+            }
+        try:
+            if chosen is self.servers or not len(chosen):
+                raise UsageError("resize: pass other servers, which are running")
+            made = ServerShards(list(self.configs.values()), servers=chosen, router=router, **self._options)
+        except BaseException:
+            if owned:
+                chosen.close()
+            raise
+        made._owns_servers = owned
+        return made
+
+    def _take(self, other: ServerShards) -> None:
+        self.servers, self._owns_servers = other.servers, other._owns_servers
+        self.routers, self.preparer = other.routers, other.preparer
+        self.links, self._pushes, self.seen_step = other.links, other._pushes, other.seen_step
+
+    def close(self, *, drop: bool = False) -> None:
         """Wait for all updates, then leave the workers; end the servers if they were started by this object.
+
+        A second call has no effect.
+
+        Args:
+            drop: Whether to remove the tables from servers that continue to run. Other workers lose them.
 
         Raises:
             MegalithError: An update failed. This object is closed all the same.
         """
-        if not self.servers.actors:
+        check_flag(drop, "close: drop")
+        if self._closed or not self.servers.actors:
             return
+        self._closed = True
         if self._owns_servers:
             _run_all(self.flush, self.servers.close)
         else:
-            self.leave()
+            _run_all(self.leave, *([self.links.close] if drop else []))
 
     def __enter__(self) -> ServerShards:
         return self
@@ -290,6 +396,8 @@ class ServerShards(ServerRows):
                 lookup = self.lookup(lookup, step=step)
             if not isinstance(lookup, ServerLookup) or lookup.shards is not self:
                 raise InputError("this Lookup belongs to another Shards object")
+            if lookup.links is not self.links:
+                raise UsageError("the tables were moved to other servers after this lookup: look up again")
             self._pushes.raise_errors()
             with span("megalith.gradients"):
                 writes = self._gradient_writes(

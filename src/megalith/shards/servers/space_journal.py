@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from megalith.errors import CheckpointError
 from megalith.shards.servers.recovery import Recovery
-from megalith.shards.servers.server_messages import ServerWrite
+from megalith.shards.servers.server_messages import READER, ServerWrite, array_of
+from megalith.shards.servers.touched_ids import pending_ids
 from megalith.shards.servers.update_log import UpdateLog
 
 if TYPE_CHECKING:
@@ -47,9 +51,15 @@ class SpaceJournal:
         """See `UpdateLog.flush`."""
         self._log.flush()
 
-    def close(self) -> None:
-        """See `UpdateLog.close`."""
+    def close(self, *, delete: bool = False) -> None:
+        """See `UpdateLog.close`.
+
+        Args:
+            delete: Whether the log is deleted: the rows are on other servers now.
+        """
         self._log.close()
+        if delete:
+            rmtree(self._folder)
 
     def replay(self) -> int:
         """Restore the newest checkpoint that the log knows and apply the records after it; begin a segment.
@@ -94,7 +104,23 @@ class SpaceJournal:
         segment = self._log.begin_segment()
         for worker, number, push in self._space.round_pushes():
             self.append(worker, number, push)
+        self._record_touched()
         self._log.write_point(id, {"segment": segment, "place": place, "state": self._space.state()})
+
+    def _record_touched(self) -> None:
+        """Record the touched ids: a checkpoint holds rows, but not what consumers have not received yet.
+
+        They are recorded with log="none" too, which loses updates, but not the knowledge of saved ones.
+        """
+        part, tables = self._space.part, self._space.tables
+        for consumer in self._space.state()["consumers"]:
+            ids = pending_ids(part, consumer)
+            counts = [ids[name].numel() for name in tables.names]
+            flat = array_of(torch.cat([ids[name] for name in tables.names]))
+            if flat.size:
+                write = ServerWrite("mark", {"consumer": consumer, "counts": counts}, {"ids": flat})
+                self._log.append(READER, 0, write)
+        self._log.flush()  # before the point that needs them
 
     def ended(self, id: str, *, complete: bool) -> None:
         """See `PartRecovery.ended`.

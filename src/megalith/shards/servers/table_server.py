@@ -14,7 +14,7 @@ import time as clock
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from megalith.errors import InputError, MegalithError, ServerRestartedError
+from megalith.errors import InputError, MegalithError, ServerRestartedError, UsageError
 from megalith.shards.servers.server_messages import Array, Failure, ServerWrite, SpaceSpec
 from megalith.shards.servers.table_space import TableSpace
 from megalith.shards.servers.update_log import FLUSH_SECONDS
@@ -32,6 +32,7 @@ class TableServer:
         self._index = index
         self._count = num_servers
         self._spaces: dict[str, TableSpace] = {}
+        self._moved: set[str] = set()
         self._began = clock.monotonic()
         self._flusher: asyncio.Task[None] | None = None
 
@@ -48,6 +49,7 @@ class TableServer:
         return await _guarded(self._open(name, spec))
 
     async def _open(self, name: str, spec: SpaceSpec) -> None:
+        self._moved.discard(name)
         if name not in self._spaces:
             space = TableSpace(spec, self._index, self._count)
             if spec.recovery is not None:
@@ -72,18 +74,26 @@ class TableServer:
             for space in self._spaces.values():
                 space.flush_log()
 
-    async def close(self, name: str) -> Any:
-        """Drop the tables of a `ServerShards`.
+    async def close(self, name: str | None = None, *, moved: bool = False) -> Any:
+        """Drop the tables of a `ServerShards`; its log keeps what was not written to it yet.
 
         Args:
-            name: Their name.
+            name: Their name; None: all tables, before the process ends.
+            moved: Whether they are on other servers now: the log is deleted, and later calls raise.
 
         Returns:
             None, or a Failure.
         """
-        space = self._spaces.pop(name, None)
-        if space is not None:
-            space.close()
+
+        async def close() -> None:
+            for each in list(self._spaces) if name is None else [name]:
+                space = self._spaces.pop(each, None)
+                if space is not None:
+                    space.close(moved=moved)
+                if moved:
+                    self._moved.add(each)
+
+        return await _guarded(close())
 
     async def join(self, name: str, worker: int, session: str, unacknowledged: int | None) -> Any:
         """See `TableSpace.join`.
@@ -244,11 +254,19 @@ class TableServer:
                 "step": space.step,
                 "workers": sorted(members),
                 "staleness": max(pushes) - min(pushes) if pushes else 0,
+                "pushes": {w: member.pushes for w, member in members.items()},
+                "complete": space.complete,
+                "consumers": space.state()["consumers"],
             }
 
         return await _guarded(describe())
 
     def _space(self, name: str) -> TableSpace:
+        if name in self._moved:
+            raise UsageError(
+                f"ServerShards {name!r}: the tables of server {self._index} were moved to other servers: "
+                "call reconnect with the Servers that resize returned"
+            )
         if name not in self._spaces:
             raise ServerRestartedError(
                 f"ServerShards {name!r}: server {self._index} does not have these tables: it was started "

@@ -43,6 +43,7 @@ from megalith.shards.local import LocalShards
 from megalith.shards.part import ShardsPart
 from megalith.shards.servers.members import Member, Round
 from megalith.shards.servers.server_messages import (
+    READER,
     Array,
     Joined,
     ServerWrite,
@@ -55,8 +56,6 @@ from megalith.shards.servers.space_journal import SpaceJournal
 from megalith.shards.servers.waiters import Waiters
 from megalith.shards.wire import make_wire
 
-READER = -1
-"""The number of a process that only reads."""
 _TIMED = {"push", "assign", "assign_add", "reinitialize", "evict", "evict_part"}
 
 
@@ -80,7 +79,7 @@ class TableSpace:
         self._wire = make_wire(spec.wire[0])
         self._waiters = Waiters()
         self._round = Round()
-        self._complete = False  # whether num_workers workers have joined
+        self.complete = False  # whether num_workers workers have joined
         self._index = index
         self._incarnation = uuid.uuid4().hex
         self._journal: SpaceJournal | None = None
@@ -117,12 +116,16 @@ class TableSpace:
         if self._journal is not None:
             self._journal.flush()
 
-    def close(self) -> None:
-        """End what functions keep, and close the log."""
+    def close(self, *, moved: bool = False) -> None:
+        """End what functions keep, and close the log.
+
+        Args:
+            moved: Whether the rows are on other servers now; the log is deleted.
+        """
         for worker in set(self._kept_by.values()):
             self._abandon(worker)
         if self._journal is not None:
-            self._journal.close()
+            self._journal.close(delete=moved)
 
     def state(self) -> dict[str, Any]:
         """Return the numbers of workers and steps as JSON data, without the pushes of a round in progress."""
@@ -140,7 +143,7 @@ class TableSpace:
         return {
             "members": members,
             "step": self.step,
-            "complete": self._complete,
+            "complete": self.complete,
             "consumers": list(consumers[0]) if consumers else [],
         }
 
@@ -160,7 +163,7 @@ class TableSpace:
             )
             for worker, known in state["members"].items()
         }
-        self.step, self._complete = state["step"], state["complete"]
+        self.step, self.complete = state["step"], state["complete"]
         for consumer in state["consumers"]:
             self.part.shards.track(consumer)
 
@@ -182,6 +185,8 @@ class TableSpace:
             self.remove(worker)
         elif write.kind == "drop":
             self._drop_round(RankTimeoutError(write.header["error"]))
+        elif write.kind == "mark" and worker == READER:
+            apply_write(self.tables, write)
         elif worker in self.members and number > self.members[worker].accepted:
             self.accept(worker, number, write)
 
@@ -202,7 +207,7 @@ class TableSpace:
         """
         member = self.members.get(worker)
         if member is None or not member.present:
-            if self.spec.sync and self._complete and self._round.pushes:
+            if self.spec.sync and self.complete and self._round.pushes:
                 raise UsageError(
                     f"worker {worker} cannot join during a step: with mode='sync' workers join and leave "
                     "between steps"
@@ -219,7 +224,7 @@ class TableSpace:
             # Answered writes that this server no longer has: they were lost with its log.
             member.accepted = member.done = unacknowledged - 1
         present = sum(each.present for each in self.members.values())
-        self._complete = self._complete or present >= self.spec.num_workers
+        self.complete = self.complete or present >= self.spec.num_workers
         self._waiters.changed()
         return Joined(known, self.step, self._incarnation)
 
@@ -402,8 +407,7 @@ class TableSpace:
                 lambda: member.done >= number, self.spec.timeout, lambda: self._missing(f"write {number}")
             )
         self._member(worker, session)
-        if number in member.errors:
-            raise member.errors[number]
+        member.raise_error(number)
         return member.result if member.done == number else None
 
     async def _wait_for_turn(self, worker: int, session: str, number: int) -> Member:
@@ -484,12 +488,22 @@ class TableSpace:
         member.result = None
         failure: Exception | None = None
         try:
-            if write.kind != "fail":
+            if write.kind == "adopt":
+                self._adopt(write.header)
+            elif write.kind != "fail":
                 member.result = apply_write(self.tables, write)
         except Exception as error:
             failure = error
         self._finish(member, number, failure)
         return None
+
+    def _adopt(self, header: Mapping[str, Any]) -> None:
+        """Take the workers and the step of tables that were moved here from other servers."""
+        self.step = max(self.step, header["step"])
+        self.complete = self.complete or header["complete"]
+        for worker, pushes in header["pushes"].items():
+            member = self.members.setdefault(int(worker), Member())
+            member.pushes = pushes
 
     def _finish(self, member: Member, number: int, error: Exception | None) -> None:
         if error is not None:
@@ -502,7 +516,7 @@ class TableSpace:
     def _end_round_if_complete(self) -> None:
         current = self._round
         absent = [w for w, member in self.members.items() if member.present and w not in current.pushes]
-        if not current.pushes or absent or not self._complete:
+        if not current.pushes or absent or not self.complete:
             return
         pushes = [current.pushes[worker] for worker in sorted(current.pushes)]
         failed = {w: push for w, push in sorted(current.pushes.items()) if push.kind == "fail"}
@@ -547,5 +561,5 @@ class TableSpace:
     def _missing(self, what: str) -> str:
         absent = [w for w, x in self.members.items() if x.present and w not in self._round.pushes]
         count = sum(member.present for member in self.members.values())
-        joined = "" if self._complete else f", and {count} of {self.spec.num_workers} workers have joined"
+        joined = "" if self.complete else f", and {count} of {self.spec.num_workers} workers have joined"
         return f"{what}; no gradients from workers {absent}{joined}"

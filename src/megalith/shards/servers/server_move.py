@@ -1,0 +1,83 @@
+"""move_tables: copies everything that servers hold to other servers, without a file.
+
+Rows with their optimizer state, counts of admission policies, touched ids, the number of pushes of each
+worker and the highest step are copied; the source keeps everything. No worker may write meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megalith.errors import UsageError
+from megalith.shards.part import ShardsPart
+from megalith.shards.servers.server_link import ServerLink
+from megalith.shards.servers.server_messages import Array, ServerWrite, array_of, tensor_of
+from megalith.shards.servers.server_rows import ServerRows
+from megalith.shards.servers.touched_ids import pending_ids
+
+
+def move_tables(source: ServerRows, target: ServerRows) -> int:
+    """Copy tables to other servers.
+
+    Args:
+        source: The tables, flushed.
+        target: The same tables on other servers, which are empty.
+
+    Returns:
+        The highest step of the source; -1: none.
+
+    Raises:
+        UsageError: The target is not empty.
+        TableFullError: A `Capacity` refuses the rows that a server of the target would have.
+    """
+    found = target.links.everywhere(ServerLink.describe)
+    if any(sum(server["rows"].values()) or server["step"] >= 0 for server in found):
+        raise UsageError("resize: the new servers have tables under this name already: pass new servers")
+    numbers = source.links.everywhere(ServerLink.describe)
+    for name in source.configs:
+        for chunk in source.scan(name):
+            target.restore(name, chunk)
+        _move_counts(source, target, name)
+    for consumer in dict.fromkeys(name for server in numbers for name in server["consumers"]):
+        target.track(consumer)
+        for part in source.each_part(_touched, consumer):
+            target.mark_touched(consumer, {name: tensor_of(ids) for name, ids in part.items()})
+    pushes: dict[str, int] = {}
+    for server in numbers:
+        for worker, count in server["pushes"].items():
+            pushes[str(worker)] = max(count, pushes.get(str(worker), 0))
+    step = max(server["step"] for server in numbers)
+    complete = all(server["complete"] for server in numbers)
+    target.links.write_everywhere("adopt", {"pushes": pushes, "step": step, "complete": complete})
+    return int(step)
+
+
+def _move_counts(source: ServerRows, target: ServerRows, table: str) -> None:
+    """Copy how often an admission policy has seen ids without a row."""
+    parts = [part for part in source.each_part(_counts, table) if part is not None]
+    if not parts:
+        return
+    ids, counts = (torch.cat([tensor_of(part[i]) for part in parts]) for i in (0, 1))
+    owners = target.routers[table].owner(ids)
+    calls: list[Any] = []
+    for server, link in enumerate(target.links):
+        own = owners == server
+        arrays = {"ids": array_of(ids[own]), "counts": array_of(counts[own])}
+        calls.append((link, link.write(ServerWrite("restore_pending", {"table": table}, arrays))))
+    target.links.results(calls)
+
+
+# ---- what runs on servers
+
+
+def _counts(part: ShardsPart, table: str) -> tuple[Array, Array] | None:
+    if part.shards.configs[table].admission is None:
+        return None
+    ids, counts = part.shards.local[table].pending()
+    return array_of(ids), array_of(counts)
+
+
+def _touched(part: ShardsPart, consumer: str) -> dict[str, Array]:
+    return {name: array_of(ids) for name, ids in pending_ids(part, consumer).items()}

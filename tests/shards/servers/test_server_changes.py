@@ -1,0 +1,236 @@
+"""Tables that move to another number of servers, touched ids, errors and ends, on real Ray servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megalith import Adagrad, Adam, LocalShards, MinCount, Servers, ServerShards, TableConfig, checkpoint
+from megalith.errors import InputError, RankTimeoutError, UnknownNameError, UsageError
+from megalith.shards.servers import server_shards
+from megalith.shards.servers.link_group import LinkGroup
+from megalith.shards.servers.members import Member
+from megalith.shards.servers.ray_servers import ray_module
+from tests.shards.servers.support import NAMES, Make, push, read, rows_of, table
+from tests.table.support import ints
+
+CONFIGS = [
+    TableConfig("a", dim=3, optimizer=Adagrad(0.1)),
+    TableConfig("b", dim=2, optimizer=Adam(0.05), admission=MinCount(2)),
+]
+
+
+@pytest.fixture(scope="module")
+def one(servers: Servers) -> Iterator[Servers]:
+    with Servers(1, restart=True) as started:
+        yield started
+
+
+def train(shards: Any, steps: range) -> None:
+    """The same updates for any shards; ids of b repeat over the steps, so that counts of MinCount matter."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        ids = {"a": torch.randint(0, 40, (12,), generator=generator), "b": ints(step // 2, 100 + step)}
+        grads = {"a": torch.randn(12, 3, generator=generator), "b": torch.randn(2, 2, generator=generator)}
+        shards.apply_gradients(ids, grads, step=step, time=float(step))
+    shards.remove({"a": ints(7)})
+    shards.flush()
+
+
+# ---- another number of servers
+
+
+def test_tables_move_to_other_numbers_of_servers(servers: Servers, one: Servers, tmp_path: Path) -> None:
+    recovery = checkpoint.recovery(tmp_path)
+    with Servers(3, restart=True) as three:
+        shards = ServerShards(CONFIGS, servers=one, router="hash_roundrobin", recovery=recovery, timeout=60.0)
+        local = LocalShards(CONFIGS)
+        for each in (shards, local):
+            each.track("sync")
+        for number, chosen in enumerate((servers, three, one)):
+            steps = range(4 * number, 4 * number + 4)
+            train(shards, steps)
+            train(local, steps)
+            before = shards.lookup({"a": ints(1)})
+            prepared = shards.prepare({"a": ints(1)})
+            assert shards.resize(chosen) is chosen is shards.servers
+            assert (shards.router("a").num_shards, shards.seen_step) == (len(chosen), steps[-1])
+            with pytest.raises(UsageError, match="look up again"):
+                shards.apply_gradients(before, {"a": torch.ones(1, 3)}, step=99)
+            with pytest.raises(InputError, match="prepare them with these"):
+                shards.lookup(prepared)
+            for name in ("a", "b"):
+                assert rows_of(shards, name) == rows_of(local, name)
+            assert shards.describe_servers()[0]["step"] == steps[-1]
+            assert shards.stats()["b"].counters.pending == local.stats()["b"].counters.pending > number
+            if number == 1:  # what was touched before both moves, and not drained
+                found, expected = shards.drain_touched("sync"), local.drain_touched("sync")
+                for name in ("a", "b"):
+                    for mine, theirs in zip(found[name], expected[name], strict=True):
+                        assert sorted(mine.tolist()) == sorted(theirs.tolist())
+        assert [folder.name for folder in (tmp_path / "tables").iterdir()] == ["server-0-of-1"]
+
+
+def test_the_other_workers_reconnect(make: Make, servers: Servers) -> None:
+    options: dict[str, Any] = {"mode": "sync", "num_workers": 2, "name": next(NAMES)}
+    first, second = (make(table(), worker=worker, **options) for worker in (0, 1))
+    for each in (first, second):
+        push(each, [1, 2], [[1.0], [1.0]])
+    first.flush()
+    second.flush()
+    moved = first.resize(1)
+    push(first, [1], [[1.0]], 1)
+    with pytest.raises(UsageError, match="call reconnect"):
+        read(second, "t", 1)
+    second.reconnect(moved)
+    assert second.seen_step == 1
+    push(second, [1], [[1.0]], 1)  # the step of the first worker has waited for it
+    assert read(second, "t", 1, 2) == [[-4], [-2]]
+    second.close()
+    first.close()
+
+
+def test_a_move_that_fails_leaves_the_tables_where_they_are(
+    make: Make, servers: Servers, one: Servers
+) -> None:
+    shards = make(table())
+    push(shards, [1], [[1.0]])
+    with pytest.raises(UsageError, match="pass other servers"):
+        shards.resize(servers)
+    other = ServerShards([table()], servers=one, name=shards.name, worker=3)
+    push(other, [5], [[1.0]])
+    other.flush()
+    with pytest.raises(UsageError, match="have tables under this name already"):
+        shards.resize(one)
+    for wrong in (0, True, "x", None, 1.5):
+        with pytest.raises(InputError):
+            shards.resize(wrong)  # type: ignore[arg-type]
+    for router in (3, "x", {"u": "roundrobin"}):
+        with pytest.raises((InputError, UnknownNameError)):
+            shards.resize(one, router=router)  # type: ignore[arg-type]
+    assert read(shards, "t", 1) == [[-1]]
+
+
+# ---- touched ids
+
+
+def test_no_touched_id_is_lost_when_one_server_fails(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = make(table())
+    shards.track("sync")
+    push(shards, [0, 1, 2, 3], [[1.0]] * 4)
+    results = LinkGroup.results
+
+    def fail(links: LinkGroup, calls: Any) -> list[Any]:
+        results(links, calls)  # all servers have done it, but one answer does not arrive
+        raise RankTimeoutError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LinkGroup, "results", fail)
+        with pytest.raises(RankTimeoutError):
+            shards.drain_touched("sync")
+    push(shards, [3, 5], [[1.0]] * 2)
+    assert sorted(shards.drain_touched("sync")["t"][0].tolist()) == [0, 1, 2, 3, 5]
+    assert shards.drain_touched("sync")["t"][0].tolist() == []
+
+
+# ---- errors and ends
+
+
+def test_a_server_out_of_reach_has_lost_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards, ray = make(table()), ray_module()
+    push(shards, [2], [[1.0]])
+    get, calls = ray.get, []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise ray.exceptions.ActorUnavailableError("interrupted", None)
+        return get(*args, **options)
+
+    monkeypatch.setattr(ray, "get", interrupted)
+    shards.flush()  # the push is sent again, and not applied twice
+    assert read(shards, "t", 2) == [[-1]]
+    calls.clear()
+    with pytest.raises(RankTimeoutError, match="rows are not lost"):
+        shards.stats()
+
+
+def test_a_synchronous_worker_that_cannot_send_reports_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"mode": "sync", "num_workers": 2, "name": next(NAMES)}
+    first, second = (make(table(), worker=worker, **options) for worker in (0, 1))
+    push(first, [2, 3], [[1.0], [1.0]])
+    actor, sent = second.links[1]._actor, []
+
+    def refuse(*args: Any) -> Any:
+        sent.append(args)
+        if len(sent) == 1:
+            raise OSError("not sent")
+        return actor.write.remote(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(second.links[1], "_actor", SimpleNamespace(write=SimpleNamespace(remote=refuse)))
+        with pytest.raises(OSError, match="not sent"):
+            push(second, [2, 3], [[1.0], [1.0]])
+    with pytest.raises(Exception, match=r"worker 1 failed.*not sent"):
+        first.flush()
+    second.flush()
+    assert read(first, "t", 2, 3) == [[-2], [0]]  # the first server had all gradients
+    for each in (first, second):
+        push(each, [3], [[1.0]], 1)
+    assert read(first, "t", 3) == [[-2]]
+
+
+def test_owned_servers_end_if_a_worker_cannot_join(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Servers] = []
+
+    class Recorded(Servers):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+            self.process = self.actors[0]
+
+    def refuse(links: LinkGroup) -> int:
+        raise UsageError("refused")
+
+    monkeypatch.setattr(server_shards, "Servers", Recorded)
+    monkeypatch.setattr(LinkGroup, "join", refuse)
+    with pytest.raises(UsageError, match="refused"):
+        ServerShards([table()], num_servers=1)
+    assert len(started[0]) == 0
+    with pytest.raises(ray_module().exceptions.RayActorError):
+        ray_module().get(started[0].process.describe.remote("tables"), timeout=60.0)
+
+
+def test_tables_are_dropped_on_request(make: Make) -> None:
+    name = next(NAMES)
+    first = make(table(), name=name)
+    push(first, [1], [[1.0]])
+    first.close()
+    second = make(table(), name=name)
+    assert read(second, "t", 1) == [[-1]]  # they outlive their workers
+    second.close(drop=True)
+    assert read(make(table(dim=2), name=name), "t", 1) == [[0, 0]]
+
+
+def test_errors_that_are_no_longer_kept_raise_all_the_same() -> None:
+    member = Member()
+    for number in range(1, 1003):
+        member.keep(number, UsageError(f"error {number}"))
+    with pytest.raises(UsageError, match="error 1002"):
+        member.raise_error(1002)
+    for number in (1, 2):
+        with pytest.raises(UsageError, match="no longer known"):
+            member.raise_error(number)
+    member.raise_error(1003)
+    skipped = Member(accepted=5)
+    skipped.skip(2000, UsageError("late"))
+    for number, message in {1000: "no longer known", 1500: "late"}.items():
+        with pytest.raises(UsageError, match=message):
+            skipped.raise_error(number)
