@@ -115,6 +115,11 @@ def server_calls() -> Iterator[Call]:
             "permits": {"authorization": "Bearer x", "permission": Permission.WRITE},
         },
     )
+    yield serving.VersionRules, {"labels": {"stable": 1}, "traffic": {"stable": 100}}
+    yield from methods(
+        lambda: serving.VersionRules({"stable": 1}, {"stable": 100}),
+        {"read": {"directory": exported()}, "write": {"directory": exported().parent}},
+    )
     yield serving.ModelServer, {"directory": exported()}
     yield from methods(lambda: serving.ModelServer(exported()))
 

@@ -16,6 +16,7 @@ from megalith.cli.report import report
 from megalith.cli.serve import serve
 from megalith.cli.table import table
 from megalith.cli.train import TrainCommand, train
+from megalith.cli.versions import versions
 
 app = typer.Typer(
     name="megalith",
@@ -35,6 +36,7 @@ for command, name in (
     (plan, "plan"),
     (export, "export"),
     (serve, "serve"),
+    (versions, "versions"),
 ):
     app.command(name=name)(command)
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megalith.serving.server.security import Security as Security
     from megalith.serving.server.server_config import Batching as Batching
     from megalith.serving.server.server_config import ServerConfig as ServerConfig
+    from megalith.serving.server.version_rules import VersionRules as VersionRules
     from megalith.serving.sync.publisher import Publisher as Publisher
     from megalith.serving.sync.subscriber import Subscriber as Subscriber
 
@@ -43,6 +44,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".server.model_server": "ModelServer",
         ".server.security": "Security",
         ".server.server_config": "Batching ServerConfig",
+        ".server.version_rules": "VersionRules",
         ".sync.publisher": "Publisher",
         ".sync.subscriber": "Subscriber",
     },

@@ -52,6 +52,7 @@ from megalith.serving.proto.message_types import (
 )
 from megalith.serving.proto.tf_tensors import (
     Strings,
+    fill_tensor_proto,
     from_tensor_proto,
     from_tensor_protos,
     strings_from_tensor_proto,
@@ -100,6 +101,7 @@ __all__ = [
     "TensorProto",
     "TensorShapeProto",
     "datatype_of",
+    "fill_tensor_proto",
     "from_infer_request",
     "from_raw",
     "from_tensor_proto",

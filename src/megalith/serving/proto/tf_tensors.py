@@ -1,6 +1,6 @@
 """Convert tensors to TensorFlow's TensorProto and back.
 
-Tensors are written as `tensor_content`. They are read from there or from the typed field of the dtype, by
+Tensors are written as `tensor_content`, or to the typed field of the dtype. They are read from either, by
 TensorFlow's rules: if there are too few typed values, the last one is repeated; without values, all are zero.
 Messages are untrusted until validated: the result is a tensor of at most `max_bytes`, or an InputError.
 """
@@ -50,6 +50,7 @@ DTYPES: dict[torch.dtype, int] = {
     torch.uint64: DataType.DT_UINT64,
     torch.bool: DataType.DT_BOOL,
 }
+_NUMPY = {str(dtype).removeprefix("torch."): number for dtype, number in DTYPES.items()}
 _TORCH = {number: dtype for dtype, number in DTYPES.items()}
 _FIELDS = {
     DataType.DT_FLOAT: "float_val",
@@ -85,6 +86,37 @@ def to_tensor_proto(tensor: Tensor) -> Message:
     proto = TensorProto(dtype=DTYPES[tensor.dtype], tensor_content=content)
     _set_shape(proto, tensor.shape)
     return proto
+
+
+def fill_tensor_proto(proto: Message, array: NDArray[np.generic], *, typed: bool) -> None:
+    """Write an array to an empty TensorProto.
+
+    Args:
+        proto: The message.
+        array: Elements of a type that torch has too, except float16.
+        typed: Write the elements to the typed field, as TF Serving does by default; False: to
+            `tensor_content`.
+    """
+    dtype = _NUMPY[array.dtype.name]
+    proto.dtype = dtype
+    _set_shape(proto, array.shape)
+    if not typed:
+        proto.tensor_content = array.tobytes()
+    elif dtype in (DataType.DT_FLOAT, DataType.DT_DOUBLE):
+        # A packed field of floats is its tag, its length and the elements as they are in memory.
+        data = array.tobytes()
+        field = TensorProto.DESCRIPTOR.fields_by_name[_FIELDS[dtype]].number
+        proto.MergeFromString(bytes([field << 3 | 2]) + _varint(len(data)) + data)
+    else:
+        getattr(proto, _FIELDS[dtype]).extend(array.reshape(-1).tolist())
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number >= 0x80:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*out, number])
 
 
 def from_tensor_proto(

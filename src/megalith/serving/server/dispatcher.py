@@ -37,8 +37,10 @@ class ScoreRequest(Protocol):
     """A request for scores, as a protocol received it."""
 
     model: str
-    version: int | None
-    """None: the newest version."""
+    version: int | str | None
+    """Number or label; None: the newest version, or what the model's rules choose."""
+    key: str | None
+    """Requests with the same key get the same version; None: any."""
     outputs: Sequence[str]
     """Names of the outputs to return; empty: all. Valid after `read`."""
     timeout: float | None
@@ -88,6 +90,7 @@ class Dispatcher:
         self.allow_writes = config.allow_writes
         self.max_bytes = config.max_request_bytes
         self.max_predict_bytes = config.max_predict_bytes
+        self.typed_outputs = not config.tensor_content
         self.memory = FreedMemory()
         self._security = config.security
         self._max_concurrent = config.max_concurrent
@@ -154,7 +157,10 @@ class Dispatcher:
         Raises:
             RequestError: The request cannot be answered.
         """
-        with self.admit(request.model, PREDICT) as model, model.version(request.version) as version:
+        with (
+            self.admit(request.model, PREDICT) as model,
+            model.version(request.version, point=model.point(request.key)) as version,
+        ):
             if not version.signature.predicts:
                 raise RequestError(
                     Code.INVALID_ARGUMENT,
@@ -171,7 +177,7 @@ class Dispatcher:
     def lookup(
         self,
         name: str,
-        version: int | None,
+        version: int | str | None,
         read: Callable[[], Inputs],
         *,
         signature: str = LOOKUP,
@@ -182,7 +188,7 @@ class Dispatcher:
 
         Args:
             name: The model.
-            version: Number of the version; None: the newest.
+            version: Number or label of the version; None: the newest, or that with the largest share.
             read: Reads the inputs; called once the request is admitted.
             signature: `lookup` or `raw_lookup`.
             outputs: Names of the outputs to return; empty: all.

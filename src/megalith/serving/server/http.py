@@ -13,10 +13,11 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from megalith import __version__
@@ -187,26 +188,29 @@ class Handler(BaseHTTPRequestHandler):
         """
         logger.debug(format, *args)
 
-    def reply(self, status: int, kind: str, body: bytes, **headers: str) -> None:
+    def reply(
+        self, status: int, kind: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Send a response, and start the deadline of the next request.
 
         Args:
             status: HTTP status.
             kind: Content type.
-            body: Content.
-            headers: Further headers, with "_" for "-" in their names.
+            body: Content; the response to HEAD has its length only.
+            headers: Further headers.
         """
         self._reader.begin()
         self.connection.settimeout(IDLE_SECONDS)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
         self.wfile.flush()
 
 

@@ -37,6 +37,7 @@ class InferRequest:
         version: None: the newest version.
         body: JSON, perhaps followed by tensors.
         header: The value of HEADER_LENGTH.
+        key: Selects a version if the traffic is split.
         reports_missing: Whether the response must give the number of ids without a row.
     """
 
@@ -45,12 +46,13 @@ class InferRequest:
     def __init__(
         self,
         model: str,
-        version: int | None,
+        version: int | str | None,
         body: bytes,
         header: str | None,
+        key: str | None = None,
         reports_missing: bool = False,
     ) -> None:
-        self.model, self.version = model, version
+        self.model, self.version, self.key = model, version, key
         self.reports_missing = reports_missing
         self.outputs: Sequence[str] = ()
         self.timeout: float | None = None

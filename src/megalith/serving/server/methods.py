@@ -20,6 +20,8 @@ from megalith.serving.server.request_errors import RequestError
 
 MISSING_IDS = "megalith-missing-ids"
 """Metadata, or HTTP header, by which a request asks for the number of its ids without a row."""
+REQUEST_KEY = "megalith-request-key"
+"""Metadata, or HTTP header, by which requests get the same version of a model whose traffic is split."""
 Method = Callable[[bytes, Any], bytes]
 NO_DEADLINE = 1e9
 """Seconds above which a deadline is ignored: gRPC reports centuries for a call without a deadline."""
@@ -30,11 +32,12 @@ class GrpcScoreRequest:
     """A request for scores over gRPC; see ScoreRequest."""
 
     model: str
-    version: int | None
+    version: int | str | None
     outputs: Sequence[str]
     timeout: float | None
     alive: Alive | None
     read: Callable[[InputReader], Rows]
+    key: str | None = None
     reports_missing: bool = False
 
 
@@ -102,16 +105,22 @@ def serialize(message: Message) -> bytes:
     return data
 
 
-def asks_for_missing(context: Any) -> bool:
-    """Return whether a call asks for the number of ids without a row, by the metadata MISSING_IDS.
+def request_options(context: Any) -> tuple[str | None, bool]:
+    """Return the options of a request for scores, which are in its metadata.
 
     Args:
         context: The `grpc.ServicerContext` of the call.
 
     Returns:
-        True if the metadata has the key, whatever its value.
+        The value of REQUEST_KEY, and whether there is a MISSING_IDS: the last fields of a GrpcScoreRequest.
     """
-    return any(key == MISSING_IDS for key, _ in context.invocation_metadata())
+    request_key, missing = None, False
+    for key, value in context.invocation_metadata():
+        if key == MISSING_IDS:
+            missing = True
+        elif key == REQUEST_KEY and isinstance(value, str):
+            request_key = value
+    return request_key, missing
 
 
 def report_missing(context: Any, missing_ids: Mapping[str, int] | None) -> None:

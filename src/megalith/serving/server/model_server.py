@@ -274,7 +274,13 @@ class ModelServer:
         except RuntimeError:
             raise OSError(f"cannot listen on {self.address}; another server may use the port") from None
         if config.http_port is not None:
-            self._rest = RestServer(self._dispatcher, config.security, config.host, config.http_port)
+            self._rest = RestServer(
+                self._dispatcher,
+                config.security,
+                config.host,
+                config.http_port,
+                accept_compressed=config.accept_compressed,
+            )
         if config.metrics_port is not None:
             self._metrics_server = MetricsServer(
                 self._metrics, config.security, config.metrics_host, config.metrics_port

@@ -34,16 +34,16 @@ from megalith.serving.proto.infer_tensors import BYTES, DATATYPES
 from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.methods import (
     GrpcScoreRequest,
-    asks_for_missing,
     grpc_handler,
     parse,
     remaining,
     report_missing,
+    request_options,
     serialize,
 )
 from megalith.serving.server.request_errors import RequestError
 from megalith.serving.server.security import Permission, authorization_of
-from megalith.serving.server.tf_service import inputs_of
+from megalith.serving.server.tf_metadata import inputs_of
 
 SERVICE = "inference.GRPCInferenceService"
 SERVER, PLATFORM = "megalith", "megalith"
@@ -166,7 +166,7 @@ class OIPService:
                 remaining(context),
                 context.is_active,
                 lambda reader: reader.read_infer(request),
-                asks_for_missing(context),
+                *request_options(context),
             )
         )
         report_missing(context, scored.missing_ids)

@@ -32,6 +32,7 @@ from megalith.serving.server.served_model import ServedModel, Version, names_of
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.server_metrics import Metrics
 from megalith.serving.server.version_directories import DEPTH, version_roots, versions_of
+from megalith.serving.server.version_rules import VersionRules, is_named
 from megalith.serving.sync.subscriber import Subscriber
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ class Repository:
         self._failed: dict[Path, _FailedVersion] = {}
         self._loaded: dict[Path, Files] = {}
         """The files of each served version when it was loaded, or when a change was reported."""
+        self._rule_errors: dict[Path, str] = {}
+        """What is wrong with the rules of a model, once it is logged."""
         self._names: dict[str, ServedModel] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="megalith-repository", daemon=True)
@@ -177,15 +180,22 @@ class Repository:
         model = self._roots.get(root)
         if model is None:
             model = self._roots[root] = ServedModel(_fallback_name(root, self.directory), str(root))
+        self._read_rules(model, root)
         wanted: list[int] = []
+        newest = 0
         for number in sorted(versions_of(root), reverse=True):
-            if len(wanted) == self._num_kept(model) or self._stopping.is_set():
+            if self._stopping.is_set():
                 break
+            if newest == self._num_kept(model) and not is_named(model.rules, number):
+                continue
             if number in model.versions:
                 self._report_change(model, root / str(number), number)
                 wanted.append(number)
             elif self._load(model, root, number):
                 wanted.append(number)
+            else:
+                continue
+            newest = min(newest + 1, self._num_kept(model))
         if not wanted:
             return
         # After a rollback, pushes must not go to the version that is retired.
@@ -195,6 +205,16 @@ class Repository:
         for number in model.versions:
             if number not in wanted:
                 model.remove(number)  # does not wait: its last request closes it
+
+    def _read_rules(self, model: ServedModel, root: Path) -> None:
+        """Read the labels and the split of a model; rules that cannot be read change nothing."""
+        try:
+            model.rules = VersionRules.read(root)
+            self._rule_errors.pop(root, None)
+        except InputError as error:
+            if self._rule_errors.get(root) != str(error):
+                self._rule_errors[root] = str(error)
+                logger.error("%s keeps its labels and its split: %s", model.name, error)
 
     def _num_kept(self, model: ServedModel) -> int:
         if self._config.keep_versions is not None:

@@ -1,7 +1,8 @@
 """Served models and their versions.
 
-A model passes its requests to the newest version, or to the one that they name. Requests hold the version
-that they use. A retired version accepts no further requests and is closed when the last one ends.
+A model passes its requests to the newest version, to one that its rules choose (version_rules.py), or to the
+one that they name by number or label. Requests hold the version that they use. A retired version accepts no
+further requests and is closed when the last one ends.
 
     ModelState   meaning                                          next
     LOADING      the version is being opened and warmed up        AVAILABLE, END
@@ -12,6 +13,7 @@ that they use. A retired version accepts no further requests and is closed when 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +32,12 @@ from megalith.serving.server.batching import Alive, Batcher
 from megalith.serving.server.inputs import InputReader, Rows
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.server_config import ServerConfig
+from megalith.serving.server.version_rules import (
+    VersionRules,
+    choose_version,
+    point_of_key,
+    point_of_request,
+)
 from megalith.serving.sync.subscriber import Subscriber
 
 Array = NDArray[np.generic]
@@ -215,6 +223,8 @@ class ServedModel:
         self.name = name
         self.root = root
         self.subscriber: Subscriber | None = None
+        self.rules = VersionRules()
+        self._requests = itertools.count()
         self.writers = threading.BoundedSemaphore(MAX_WRITERS)
         self._lock = threading.Lock()
         self._versions: dict[int, Version] = {}
@@ -223,7 +233,7 @@ class ServedModel:
 
     @property
     def newest(self) -> Version | None:
-        """The version for requests that name none; None while no version is available."""
+        """The version with the highest number; None while no version is available."""
         return self._newest
 
     @property
@@ -237,6 +247,23 @@ class ServedModel:
         """The status of every known version, newest first."""
         with self._lock:
             return dict(sorted(self._status.items(), reverse=True))
+
+    def statuses_of(self, wanted: int | str | None) -> dict[int, VersionStatus]:
+        """Return the status of some versions. Raise RequestError if the one that is named is unknown.
+
+        Args:
+            wanted: Number or label of a version; None or 0: all.
+
+        Returns:
+            The statuses by number, newest first.
+        """
+        number = self._labelled(wanted) if isinstance(wanted, str) else wanted
+        found = self.statuses
+        if not number:
+            return found
+        if number not in found:
+            raise RequestError(Code.NOT_FOUND, f"model {self.name!r} has no version {number}")
+        return {number: found[number]}
 
     @property
     def available(self) -> bool:
@@ -285,18 +312,36 @@ class ServedModel:
         if number not in self.versions:  # the same number may have been loaded again
             self.set_status(number, ModelState.END)
 
+    def point(self, key: str | None) -> float | None:
+        """Return where a request falls in the split of the model's traffic.
+
+        Args:
+            key: What the client gave to get the same version always; None: nothing.
+
+        Returns:
+            A number from 0 to 100; None: there is no split.
+        """
+        if not self.rules.shares:
+            return None
+        return point_of_request(next(self._requests)) if key is None else point_of_key(self.name, key)
+
     @contextmanager
-    def version(self, number: int | None) -> Iterator[Version]:
+    def version(self, wanted: int | str | None, *, point: float | None = None) -> Iterator[Version]:
         """Give a version for the time of one request. Raise RequestError if there is none.
 
         Args:
-            number: None is the newest version. So is 0 if no version has that number, because some clients
-                send 0 instead of no version.
+            wanted: Number or label of a version. None is the newest version, or the one that the rules
+                choose. So is 0 if no version has that number, because some clients send 0 instead of no
+                version.
+            point: Where the request falls in the split; None: the version with the largest share.
         """
+        number = self._labelled(wanted) if isinstance(wanted, str) else wanted
         while True:
             with self._lock:
-                found = self._newest if number is None else self._versions.get(number)
-                found = found or (None if number else self._newest)
+                found = None if number is None else self._versions.get(number)
+                if found is None and not number:
+                    chosen = choose_version(self.rules, self._versions, point) if self.rules.shares else None
+                    found = self._newest if chosen is None else self._versions[chosen]
             if found is None:
                 raise self._not_found(number)
             if found.acquire():
@@ -305,6 +350,16 @@ class ServedModel:
             yield found
         finally:
             found.release()
+
+    def _labelled(self, label: str) -> int:
+        if label in self.rules.labels:
+            return self.rules.labels[label]
+        known = ", ".join(list(self.rules.labels)[:20]) or "none"
+        raise RequestError(
+            Code.NOT_FOUND,
+            f"model {self.name!r} has no version label {label[:100]!r}; its labels are {known} "
+            "(`megalith versions` sets them)",
+        )
 
     def _not_found(self, number: int | None) -> RequestError:
         if number is None:

@@ -101,7 +101,9 @@ class ServerConfig:
     max_predict_bytes: int = MAX_PREDICT_BYTES
     """Maximum bytes of a message that asks for scores; rows of ids and writes may take max_request_bytes."""
     accept_compressed: bool = False
-    """Accept gzip and deflate over gRPC: a small message may then take max_request_bytes of memory."""
+    """Accept compressed requests: a small message may then take as much memory as the largest one."""
+    tensor_content: bool = False
+    """Return scores over TF Serving's gRPC as tensor_content, not in typed fields such as float_val."""
     in_memory: bool = False
     """Read the rows of a version into memory instead of mapping its files."""
     trial: str = "running"
@@ -136,6 +138,7 @@ class ServerConfig:
             "allow_writes",
             "fail_soft",
             "accept_compressed",
+            "tensor_content",
             "in_memory",
             "refuse_nan",
             "freeze_gc",

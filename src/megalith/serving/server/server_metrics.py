@@ -223,6 +223,9 @@ class MetricsServer(HttpServer):
 class _MetricsHandler(Handler):
     server: MetricsServer
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         self.close_connection = True
         kind = prometheus().CONTENT_TYPE_LATEST

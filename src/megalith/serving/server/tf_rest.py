@@ -1,0 +1,306 @@
+"""TF Serving's REST interface: requests and responses in row and columnar format, status and metadata.
+
+Paths, where SELECTED is /v1/models/NAME, /v1/models/NAME/versions/NUMBER or /v1/models/NAME/labels/LABEL:
+
+    POST  SELECTED:predict     scores
+    GET   SELECTED             state of the versions
+    GET   SELECTED/metadata    signatures of a version
+
+In the row format a request has `instances`, a list with an object for each row, and the response has
+`predictions`. In the columnar format it has `inputs`, an object with a list for each input, and the response
+has `outputs`. The names may be left out where there is one input, and are left out where there is one output.
+Lists of different lengths are padded, which the reader of inputs removes again. Numbers that are not finite
+become null.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.serving.proto.infer_tensors import BYTES, from_values
+from megalith.serving.proto.limits import MAX_RANK, POINTER_BYTES
+from megalith.serving.proto.message_types import Message, protobuf
+from megalith.serving.proto.tf_tensors import Strings
+from megalith.serving.server.batching import Alive
+from megalith.serving.server.dispatcher import Dispatcher, ScoreResult
+from megalith.serving.server.infer_json import MAX_JSON_BYTES
+from megalith.serving.server.inputs import SPLITS, WEIGHTS, InputReader, Rows
+from megalith.serving.server.request_errors import Code, RequestError
+from megalith.serving.server.served_model import Array
+from megalith.serving.server.tf_metadata import model_metadata, model_status
+from megalith.serving.wire_names import PREDICT
+from megalith.storage.strict_json import parse_json
+
+_FIELDS = {"signature_name", "instances", "inputs"}
+_MAX_INT64 = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class TFPath:
+    """What a path selects: a model, a version by number or label, and what to do with it."""
+
+    model: str
+    version: int | str | None
+    action: str
+    """"predict", "metadata" or ""; "": status."""
+
+    @classmethod
+    def parse(cls, parts: Sequence[str]) -> TFPath:
+        """Parse a path.
+
+        Args:
+            parts: The parts of the path after /v1/models/.
+
+        Returns:
+            What it selects.
+
+        Raises:
+            RequestError: There is no such path.
+        """
+        names = list(parts)
+        action = ""
+        if names and names[-1] == "metadata" and len(names) > 1:
+            names, action = names[:-1], "metadata"
+        elif names:
+            names[-1], _, verb = names[-1].rpartition(":")
+            if verb == "predict" and names[-1]:
+                action = "predict"
+            elif verb in ("classify", "regress"):
+                raise RequestError(Code.UNIMPLEMENTED, f"{verb} is not supported; use predict")
+            else:  # a name may hold a colon
+                names = list(parts)
+        match names:
+            case [model]:
+                return cls(model, None, action)
+            case [model, "versions", number] if number.isascii() and number.isdecimal() and len(number) < 20:
+                return cls(model, int(number), action)
+            case [model, "labels", label]:
+                return cls(model, label, action)
+        raise RequestError(
+            Code.NOT_FOUND,
+            "unknown path; /v1/models/NAME[/versions/NUMBER or /labels/LABEL] is followed by :predict, "
+            "/metadata or nothing",
+        )
+
+    def describe(self, dispatcher: Dispatcher) -> dict[str, Any]:
+        """Return the status or the metadata of what the path selects.
+
+        Args:
+            dispatcher: Admits the request.
+
+        Returns:
+            The response as JSON.
+
+        Raises:
+            RequestError: The model or the version is unknown, or the path takes a POST.
+        """
+        if self.action == "predict":
+            raise RequestError(Code.INVALID_ARGUMENT, "predict needs a POST")
+        if self.action == "":
+            return _to_json(model_status(dispatcher, self.model, self.version))
+        spec, signatures = model_metadata(dispatcher, self.model, self.version)
+        described = {"name": spec.name, "signature_name": "", "version": str(spec.version.value)}
+        return {"model_spec": described, "metadata": {"signature_def": _to_json(signatures)}}
+
+
+def _to_json(message: Message) -> dict[str, Any]:
+    json_format = protobuf("json_format")
+    made: dict[str, Any] = json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return made
+
+
+class TFRequest:
+    """A request for scores; see ScoreRequest. `read` parses the body.
+
+    Args:
+        path: What is requested.
+        body: JSON.
+        key: Selects a version if the traffic is split.
+        reports_missing: Whether the response must give the number of ids without a row.
+    """
+
+    alive: Alive | None = None
+    timeout: float | None = None
+
+    def __init__(self, path: TFPath, body: bytes, key: str | None, reports_missing: bool) -> None:
+        self.model, self.version, self.key = path.model, path.version, key
+        self.reports_missing = reports_missing
+        self.outputs: Sequence[str] = ()
+        self._body = body
+        self._in_rows = False
+
+    def read(self, reader: InputReader) -> Rows:
+        """Parse the body and read the rows.
+
+        Args:
+            reader: Reads the inputs of the version that answers.
+
+        Returns:
+            The rows to score.
+
+        Raises:
+            InputError: The body is malformed, or an input is unknown, missing or malformed.
+            RequestError: The body is too large.
+        """
+        if len(self._body) > MAX_JSON_BYTES:
+            raise RequestError(
+                Code.OUT_OF_RANGE,
+                f"the body has {len(self._body)} bytes of JSON, more than {MAX_JSON_BYTES}; send fewer rows",
+            )
+        request = parse_json(self._body, lambda problem: InputError(f"the body {problem[:200]}"))
+        if not isinstance(request, dict) or ("instances" in request) == ("inputs" in request):
+            raise InputError('the body must be a JSON object with either "instances" or "inputs"')
+        if unknown := request.keys() - _FIELDS:
+            raise InputError(f"{min(unknown)[:100]!r} is unknown; a request has {', '.join(sorted(_FIELDS))}")
+        if request.get("signature_name") not in (None, "", PREDICT):
+            raise InputError(f"over REST only the signature {PREDICT!r} is answered; use gRPC for others")
+        self._in_rows = "instances" in request
+        if self._in_rows:
+            columns = _columns(request["instances"], reader)
+        else:
+            columns = _named(request["inputs"], reader)
+        return reader.read(_inputs(columns, reader))
+
+    def response(self, scored: ScoreResult) -> dict[str, Any]:
+        """Return the response to the request.
+
+        Args:
+            scored: The scores.
+
+        Returns:
+            The JSON, in the format of the request.
+        """
+        outputs = {name: _values(array) for name, array in scored.outputs.items()}
+        reply: dict[str, Any]
+        if len(outputs) == 1:
+            reply = {"predictions" if self._in_rows else "outputs": next(iter(outputs.values()))}
+        elif self._in_rows:
+            rows = zip(*outputs.values(), strict=True)
+            reply = {"predictions": [dict(zip(outputs, row, strict=True)) for row in rows]}
+        else:
+            reply = {"outputs": outputs}
+        if scored.missing_ids is not None:
+            reply["missing_ids"] = scored.missing_ids
+        return reply
+
+
+def _values(array: Array) -> list[Any]:
+    """Return nested lists; None where a number is not finite."""
+    values: list[Any] = array.tolist()
+    if array.dtype.kind != "f" or np.isfinite(array).all():
+        return values
+    return [_finite(each) for each in values]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return value if math.isfinite(value) else None
+
+
+# ---- inputs
+
+
+def _input_names(reader: InputReader) -> tuple[str, ...]:
+    return reader.names + ((reader.dense_name,) if reader.num_dense else ())
+
+
+def _columns(instances: Any, reader: InputReader) -> dict[str, Any]:
+    """Return the values of each input, one for each row."""
+    if not isinstance(instances, list) or not instances:
+        raise InputError('"instances" must be a list with a value for each row')
+    if not any(_is_object(each) for each in instances):
+        return _named(instances, reader)
+    first = instances[0]
+    for number, each in enumerate(instances):
+        if not _is_object(each) or each.keys() != first.keys():
+            raise InputError(f"instance {number} must be an object with the same inputs as the first one")
+    return {name: [each[name] for each in instances] for name in first}
+
+
+def _named(values: Any, reader: InputReader) -> dict[str, Any]:
+    """Return inputs by name; without names there must be one."""
+    if _is_object(values):
+        return dict(values)
+    names = _input_names(reader)
+    if len(names) != 1:
+        raise InputError(f"the model has {len(names)} inputs, so the request must name them")
+    return {names[0]: values}
+
+
+def _is_object(value: Any) -> bool:
+    """Return whether a value is an object with inputs; {"b64": text} is a string of bytes."""
+    return isinstance(value, dict) and not (len(value) == 1 and isinstance(value.get("b64"), str))
+
+
+def _inputs(columns: Mapping[str, Any], reader: InputReader) -> dict[str, Tensor | Strings]:
+    pads = {feature.name: feature.pad for feature in reader.features}
+    read: dict[str, Tensor | Strings] = {}
+    left = reader.max_bytes
+    for key, column in columns.items():
+        name = f"input {key[:100]!r}"
+        is_float = key.endswith(WEIGHTS) or (key == reader.dense_name and reader.num_dense > 0)
+        values, shape = _flatten(column, 0.0 if is_float else pads.get(key, 0), left, name)
+        value = from_values(_datatype(values, is_float, name), shape, values, name=name, max_bytes=left)
+        read[key] = value
+        left -= value.nbytes if isinstance(value, Tensor) else value.size * POINTER_BYTES
+    return read
+
+
+def _flatten(column: Any, pad: float, max_bytes: int, name: str) -> tuple[list[Any], list[int]]:
+    """Return values in row-major order and their shape; lists of the rows are padded to one length."""
+    if not isinstance(column, list):
+        raise InputError(f"{name} must be a list with a value for each row")
+    values: list[Any] = column
+    shape = [len(values)]
+    while any(isinstance(each, list) for each in values):
+        if not all(isinstance(each, list) for each in values):
+            raise InputError(f"{name} mixes lists and values")
+        if len(shape) == MAX_RANK:
+            raise InputError(f"{name} is nested too deeply")
+        length = max(map(len, values))
+        if any(len(each) != length for each in values):
+            if len(shape) > 1:
+                raise InputError(f"{name} has lists of different lengths within a row")
+            if len(values) * length * POINTER_BYTES > max_bytes:
+                raise InputError(
+                    f"{name}: the longest list has {length} values, too many for {len(values)} rows; send "
+                    f"values and {SPLITS[1:]} in the columnar format"
+                )
+            is_text = any(isinstance(item, str | dict) for each in values for item in each)
+            filler: Any = "" if is_text else pad
+            values = [each + [filler] * (length - len(each)) for each in values]
+        shape.append(length)
+        values = [item for each in values for item in each]
+    return [_decoded(each, name) if isinstance(each, str | dict) else each for each in values], shape
+
+
+def _decoded(value: str | dict[str, Any], name: str) -> bytes:
+    try:
+        if isinstance(value, str):
+            return value.encode()
+        return base64.b64decode(value["b64"], validate=True)
+    except (KeyError, TypeError, binascii.Error, UnicodeEncodeError):
+        raise InputError(f'{name}: a string must be text, or {{"b64": base64 of its bytes}}') from None
+
+
+def _datatype(values: Sequence[Any], is_float: bool, name: str) -> str:
+    kinds = set(map(type, values))
+    if is_float or float in kinds:
+        return "FP32"
+    if kinds == {bytes}:
+        return BYTES
+    if kinds <= {int}:
+        return "UINT64" if any(each > _MAX_INT64 for each in values) else "INT64"
+    raise InputError(f"{name} must be numbers or strings")
