@@ -2,6 +2,7 @@
 # make test   install what tests need, then lint, native tests under sanitizers, Python tests
 # make bench  side-by-side speed against other libraries    make soak  slow tests
 # make test-gpu  tests of the cuda engine on a GPU         make bench-gpu  its speed
+# make native-module  the native module for another version of Python (NATIVE_PYTHON)
 # make lint   ruff and mypy                                 make docs  the documentation as pages
 # make test-integrations  Lightning and accelerate, which it installs
 # make protos descriptor sets from the .proto files
@@ -16,7 +17,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.* native/optimizers/*)
 # pytest-xdist stops when a worker is lost, and `timeout` ends everything else.
 PYTEST := timeout --kill-after=30 3000 $(BIN)/python -m pytest
 
-.PHONY: demo test test-python test-native test-integrations test-gpu check-gpu-memory bench-gpu lint bench soak protos docs clean
+.PHONY: demo test test-python test-native test-integrations test-gpu check-gpu-memory bench-gpu native-module lint bench soak protos docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/megalith train --data movielens --run runs/demo --start-over --fallback --device auto \
@@ -28,18 +29,26 @@ test-python: $(VENV)/dev
 	$(PYTEST) -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --ignore tests/integrations
 
 # On a machine with a GPU, offline: GPU_PYTHON is a Python with torch, triton, pytest and hypothesis. The native
-# module is not needed.
+# module is not needed. GPU_OPTIONS: see tests/gpu_parts.py, for example GPU_OPTIONS="--parts ops,ranks".
 GPU_PYTHON ?= python3
-GPU_TESTS = tests/table/engines tests/table/engines/gpu_stress.py tests/training/gpu_run.py
+GPU_OPTIONS ?=
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest $(GPU_TESTS)
+	PYTHONPATH=src:. $(GPU_PYTHON) tests/gpu_parts.py $(GPU_OPTIONS)
 
 # Memory errors and races in every kernel; compute-sanitizer comes with the CUDA toolkit.
 check-gpu-memory:
-	for tool in memcheck racecheck; do \
-	  PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    $(GPU_PYTHON) tests/table/engines/gpu_memory_check.py || exit 1; \
-	done
+	PYTHONPATH=src:. $(GPU_PYTHON) tests/gpu_parts.py --memory $(GPU_OPTIONS)
+
+# The native module for another version of Python, that of the machine with a GPU: there the cuda engine is then
+# compared with the cpu engine too. The module is in src/megalith; take it along.
+NATIVE_PYTHON ?= python3.12
+native-module: $(VENV)/build-tools
+	PYTHONPATH=$$($(BIN)/python -c 'import nanobind, pathlib; print(pathlib.Path(nanobind.__file__).parents[1])') \
+	$(BIN)/cmake -S . -B build/native-module -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DPython_EXECUTABLE=$$(command -v $(NATIVE_PYTHON)) \
+	  -DCMAKE_MODULE_LINKER_FLAGS="-static-libstdc++ -static-libgcc"
+	$(BIN)/cmake --build build/native-module
+	cp build/native-module/_native.*.so src/megalith/
 
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/table_gpu.py

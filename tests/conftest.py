@@ -83,6 +83,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return place[name], name
 
     items.sort(key=order)
+    share = os.environ.get("MEGALITH_TEST_SHARE")  # "k/n": every n-th test from the k-th on; see gpu_parts.py
+    if share:
+        first, step = map(int, share.split("/"))
+        items[:] = items[first::step]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,10 +1,12 @@
-"""The fixture `implementation`: each op once in native code and once as its torch twin."""
+"""The fixture `implementation`: each op in native code, as its torch twin, and on a GPU if there is one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
+import torch
 
 # By their paths: megalith.ops.pool_rows is also the name of a function.
 MODULES = [
@@ -27,15 +29,26 @@ OPS = [
 ]
 
 
-@pytest.fixture(params=["native", "twin"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each implementation in turn: the native kernels, and the plain torch that other devices run."""
+def use_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the torch twin of each op, also for tensors on the CPU."""
+    twins = {op: getattr(m, f"_{op}_twin") for m in MODULES for op in OPS if hasattr(m, f"_{op}_twin")}
+    assert sorted(twins) == OPS
+    for module in MODULES:
+        for op in OPS:
+            if hasattr(module, f"_{op}"):
+                monkeypatch.setattr(module, f"_{op}", twins[op])
+
+
+@pytest.fixture(params=["native", "twin", *(["cuda"] if torch.cuda.is_available() else [])])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each implementation in turn: the native kernels, and the plain torch that other devices run.
+
+    With "cuda", tensors that a test makes are on the GPU.
+    """
     name: str = request.param
     if name == "twin":
-        twins = {op: getattr(m, f"_{op}_twin") for m in MODULES for op in OPS if hasattr(m, f"_{op}_twin")}
-        assert sorted(twins) == OPS
-        for module in MODULES:
-            for op in OPS:
-                if hasattr(module, f"_{op}"):
-                    monkeypatch.setattr(module, f"_{op}", twins[op])
-    return name
+        use_twins(monkeypatch)
+    if name == "cuda":
+        torch.set_default_device("cuda")
+    yield name
+    torch.set_default_device(None)

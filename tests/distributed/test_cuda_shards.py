@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from megalith.distributed.exchange import Exchange, staging_buffer
@@ -10,7 +9,6 @@ from tests.distributed import cuda_shards
 from tests.distributed.ranks import run_ranks
 
 
-@pytest.mark.timeout(120)
 def test_ranks_with_tables_of_the_cuda_engine_train_as_one_process() -> None:
     found = run_ranks(cuda_shards.all_ranks, cuda_shards.SIZE, 2, "auto")
     cuda_shards.check(found, cuda_shards.one_process("reference", cuda_shards.SIZE, 2))

@@ -41,7 +41,9 @@ def strided(tensor: Tensor) -> Tensor:
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator, device="cpu").to(dtype)
+    return values.to(torch.get_default_device())
 
 
 def assert_same(actual: Any, expected: Any) -> None:

@@ -16,7 +16,10 @@ pytestmark = pytest.mark.usefixtures("implementation")
 
 KEY = [[], [0, 1, 2, 1, 0], [0, 1, 0], []]
 DIMS = [1, 2, 3, 4]
-POS = Ragged.from_lists([[], [0, 1, 2], [3, 4], []])
+
+
+def pos() -> Ragged:
+    return Ragged.from_lists([[], [0, 1, 2], [3, 4], []])
 
 
 def test_unique_key_with_value_and_offset() -> None:
@@ -32,7 +35,7 @@ def test_fill_with_offset_map_and_its_gradient() -> None:
     assert found.value_buffer is not None
     value = torch.arange(12.0).requires_grad_()
 
-    handle = monolith.fill_with_offset_map(POS, value, found.value_offset, found.value_buffer, DIMS)
+    handle = monolith.fill_with_offset_map(pos(), value, found.value_offset, found.value_buffer, DIMS)
     filled = monolith.finalize_shared_tensor([handle], torch.float32, [19])
 
     assert handle is found.value_buffer
@@ -40,7 +43,7 @@ def test_fill_with_offset_map_and_its_gradient() -> None:
     expected = [8.0, 10.0, 8.0, 10.0, 4.0, 5.0, 26.0, 28.0, 30.0, 13.0, 14.0, 15.0]
     (grad,) = torch.autograd.grad(filled, value, torch.arange(19.0))
     assert grad.tolist() == expected
-    by_hand = monolith.fill_with_offset_map_gradient(POS, torch.arange(19.0), found.value_offset, DIMS)
+    by_hand = monolith.fill_with_offset_map_gradient(pos(), torch.arange(19.0), found.value_offset, DIMS)
     assert by_hand.tolist() == expected
 
 
@@ -138,7 +141,7 @@ def test_a_value_too_short_is_refused() -> None:
     found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(KEY), DIMS)
     assert found.value_buffer is not None
     with pytest.raises(InputError, match="value is too short"):
-        monolith.fill_with_offset_map(POS, torch.arange(10.0), found.value_offset, found.value_buffer, DIMS)
+        monolith.fill_with_offset_map(pos(), torch.arange(10.0), found.value_offset, found.value_buffer, DIMS)
 
 
 def test_unique_keys_of_empty_rows() -> None:
@@ -159,7 +162,7 @@ def test_the_buffer_is_optional_and_finalized_once() -> None:
     with pytest.raises(UsageError, match="already finalized"):
         monolith.finalize_shared_tensor([buffer])
     with pytest.raises(UsageError, match="already finalized"):
-        monolith.fill_with_offset_map(POS, torch.arange(12.0), found.value_offset, buffer, DIMS)
+        monolith.fill_with_offset_map(pos(), torch.arange(12.0), found.value_offset, buffer, DIMS)
 
 
 # ---- splits and flat buffers
@@ -182,7 +185,7 @@ def test_normalize_merged_split(row_split: list[int], sizes: list[int], expected
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_aligned_concat_and_split_of_155_tensors(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     tensors = []
     for k in range(155):
         shape = torch.randint(0 if k % 20 == 0 else 1, 6, (k % 4 + 1,), generator=generator).tolist()

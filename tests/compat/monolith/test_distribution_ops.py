@@ -170,7 +170,7 @@ def reorder_model(inputs: list[list[int]], router: Router, dims: list[int]) -> t
     ids=repr,
 )
 def test_fused_reorder_smoke_run(router: Router) -> None:
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(7)
     inputs = [torch.randint(0, 2**31, (512,), generator=generator) for _ in range(16)]
     inputs += [i // 2**24 - 64 for i in inputs]  # many repeats, some of them negative
     dims = [16] * 16 + list(range(1, 17))
@@ -239,11 +239,15 @@ def test_gather_embeddings_gradient() -> None:
 
 FUSED = [1.1, 1.2, 1.3, 2.1, 2.2, 3.1, 3.2, 3.3, 4.1, 4.2, 4.3]
 FUSED += [5.1, 5.2, 6.1, 6.2, 6.3, 7.1, 7.2, 8.1, 8.2, 9.1, 9.2]
-OFFSETS = [ints(13, 0, 5, 13, 8, 13), ints(16, 18, 11, 11, 16, 20, 3)]
+
+
+def fused_offsets() -> list[Tensor]:
+    return [ints(13, 0, 5, 13, 8, 13), ints(16, 18, 11, 11, 16, 20, 3)]
 
 
 def test_fused_gather_embeddings_by_input() -> None:
-    offsets = [OFFSETS[0].repeat(12345), OFFSETS[1].repeat(11777).int()]
+    first, second = fused_offsets()
+    offsets = [first.repeat(12345), second.repeat(11777).int()]
 
     wide, narrow = monolith.fused_gather_embeddings_by_input(torch.tensor(FUSED), offsets, [3, 2])
 
@@ -264,7 +268,7 @@ def test_fused_gather_gradient(scale: float) -> None:
         rows(*([k + 0.1, k + 0.2, k + 0.3] for k in range(1, 7))).repeat(888, 1),
         rows(*([k + 0.4, k + 0.5] for k in range(1, 8))).repeat(888, 1),
     ]
-    offsets = [o.repeat(888) for o in OFFSETS]
+    offsets = [o.repeat(888) for o in fused_offsets()]
 
     flat = monolith.fused_gather_embeddings_by_input_gradient(22, grads, offsets, [3, 2], scale)
 
@@ -274,10 +278,10 @@ def test_fused_gather_gradient(scale: float) -> None:
 
 def test_autograd_of_the_fused_gather_is_its_gradient_op() -> None:
     fused = torch.tensor(FUSED, requires_grad=True)
-    outs = monolith.fused_gather_embeddings_by_input(fused, OFFSETS, [3, 2])
+    outs = monolith.fused_gather_embeddings_by_input(fused, fused_offsets(), [3, 2])
     grads = [torch.randn_like(o) for o in outs]
     (actual,) = torch.autograd.grad(outs, fused, grads)
     size = torch.tensor(22, dtype=torch.int32)
     assert torch.equal(
-        actual, monolith.fused_gather_embeddings_by_input_gradient(size, grads, OFFSETS, [3, 2])
+        actual, monolith.fused_gather_embeddings_by_input_gradient(size, grads, fused_offsets(), [3, 2])
     )

@@ -356,7 +356,7 @@ def test_gradcheck_of_a_feature_in_several_layouts(pooling: PoolingType) -> None
     }
     cfgs = FeatureConfigs(features, outs)
     found = shard({"a": Ragged.from_lists([[1, 2, 2]]), "b": columns(TWO)["b"]}, 2, cfgs, shared=["a"])
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     rows = [
         torch.randn(n, dtype=torch.float64, generator=generator).requires_grad_()
         for n in found.emb_size.tolist()
@@ -439,7 +439,7 @@ def test_random_layouts_against_a_plain_model() -> None:
             expected.append(np.concatenate(parts, 1) if out.out_type == OutType.CONCAT else sum(parts))  # type: ignore[arg-type]
     assert len(outputs) == len(expected) == 3 + 50 + 99
     for actual, model in zip(outputs, expected, strict=True):
-        np.testing.assert_allclose(actual.numpy(), model, rtol=1e-4)
+        np.testing.assert_allclose(actual.cpu().numpy(), model, rtol=1e-4)
 
 
 def test_random_gradients_count_uses() -> None:

@@ -41,7 +41,7 @@ def requests() -> list[ShardedFids]:
 
 def flat_rows(found: ShardedFids, seed: int) -> list[Tensor]:
     assert found.emb_size is not None
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return [torch.randn(n, generator=generator) for n in found.emb_size.tolist()]
 
 
@@ -140,7 +140,10 @@ def test_version_4_gives_the_layouts_and_gradients_of_version_3() -> None:
 
     for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x, y)
-    grads = [torch.randn(o.shape, generator=torch.Generator().manual_seed(6)) for o in expected]
+    grads = [
+        torch.randn(o.shape, generator=torch.Generator(torch.get_default_device()).manual_seed(6))
+        for o in expected
+    ]
     (grad,) = torch.autograd.grad(actual, fused, grads)
     assert torch.equal(grad, server_major(list(torch.autograd.grad(expected, lists, grads))))
     (by_hand,) = to_layout_grad(
@@ -176,7 +179,10 @@ def test_requests_of_version_5_are_laid_out_one_after_the_other() -> None:
     own_types |= {"nfl_offset": given["nfl_offset"].to(torch.uint32)}
     for x, y in zip(to_layout(lists, None, **own_types), outputs, strict=True):
         assert torch.equal(x, y)
-    grads = [torch.randn(o.shape, generator=torch.Generator().manual_seed(7)) for o in outputs]
+    grads = [
+        torch.randn(o.shape, generator=torch.Generator(torch.get_default_device()).manual_seed(7))
+        for o in outputs
+    ]
     actual = torch.autograd.grad(outputs, lists, grads)
     by_request = zip(*(g.split([4, 1, 7]) for g in grads), strict=True)
     parts = [

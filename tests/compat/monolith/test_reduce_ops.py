@@ -125,7 +125,7 @@ def test_fused_sorted_segment_sum() -> None:
 
 
 def test_fused_reduce_and_split_of_102_columns() -> None:
-    batch, generator = 256, torch.Generator().manual_seed(0)
+    batch, generator = 256, torch.Generator(torch.get_default_device()).manual_seed(0)
     splits, embeddings, slice_dims = [], [], []
     for width in range(1, 205, 2):
         lengths = torch.randperm(batch, generator=generator) % 8

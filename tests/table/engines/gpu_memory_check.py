@@ -1,9 +1,11 @@
-"""A short program for compute-sanitizer: each kernel of the cuda engine on a few ids.
+"""A short program for compute-sanitizer: the kernels of the cuda engine on a few ids.
 
-`make check-gpu-memory` runs it.
+`make check-gpu-memory` runs it, once for each case.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
@@ -22,27 +24,31 @@ from megalith import (
     TableConfig,
 )
 
+SEGMENTS = [Segment(3, optimizer=FTRL(0.1), precision="float16"), Segment(4, optimizer=Adam(0.1))]
+TABLES = {
+    "plain": TableConfig("t", dim=5, optimizer=Adam(0.1)),
+    "segments": TableConfig("t", segments=SEGMENTS),
+    "zeros": TableConfig("t", dim=8, optimizer=SGD(0.1), missing="zeros"),
+}
 
-def main() -> None:
-    segments = [Segment(3, optimizer=FTRL(0.1), precision="float16"), Segment(4, optimizer=Adam(0.1))]
-    for config in (
-        TableConfig("t", dim=5, optimizer=Adam(0.1)),
-        TableConfig("t", segments=segments),
-        TableConfig("t", dim=8, optimizer=SGD(0.1), missing="zeros"),
-    ):
-        table = Table(config, engine="cuda")
-        for step in range(3):
-            ids = (torch.arange(700, device="cuda") % 301) * 7919 + step * 100
-            table.lookup(ids)
-            table.apply_gradients(ids, torch.ones(700, config.dim, device="cuda"), step=step)
-            table.remove(ids[:50])
-        ids = torch.unique(ids)
-        table.assign(ids, torch.ones(ids.numel(), config.dim))
-        table.assign_add(ids, torch.ones(ids.numel(), config.dim))
-        table.reinitialize(ids[:10])
-        rows = list(table.scan(100))
-        table.engine_impl.compact(1 << 30)
-        assert sum(chunk.ids.numel() for chunk in rows) == len(table)
+
+def one_table(config: TableConfig) -> None:
+    table = Table(config, engine="cuda")
+    for step in range(3):
+        ids = (torch.arange(700, device="cuda") % 301) * 7919 + step * 100
+        table.lookup(ids)
+        table.apply_gradients(ids, torch.ones(700, config.dim, device="cuda"), step=step)
+        table.remove(ids[:50])
+    ids = torch.unique(ids)
+    table.assign(ids, torch.ones(ids.numel(), config.dim))
+    table.assign_add(ids, torch.ones(ids.numel(), config.dim))
+    table.reinitialize(ids[:10])
+    rows = list(table.scan(100))
+    table.engine_impl.compact(1 << 30)
+    assert sum(chunk.ids.numel() for chunk in rows) == len(table)
+
+
+def several_tables() -> None:
     tables = [
         TableConfig("a", dim=4, optimizer=Adagrad(0.1)),
         TableConfig("b", dim=4, optimizer=Adagrad(0.2)),
@@ -53,9 +59,16 @@ def main() -> None:
     for _ in range(2):
         out = collection({"x": ragged, "y": ragged, "z": ragged, "w": torch.tensor([5, 6, 5], device="cuda")})
         torch.cat([value.flatten() for value in out.values()]).square().sum().backward()
+
+
+def main(case: str) -> None:
+    if case == "collection":
+        several_tables()
+    else:
+        one_table(TABLES[case])
     torch.cuda.synchronize()
-    print("every kernel has run")
+    print(f"{case}: every kernel has run")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

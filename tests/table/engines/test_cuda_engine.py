@@ -30,6 +30,7 @@ from megalith import (
     checkpoint,
 )
 from megalith.errors import InputError, UsageError
+from megalith.library import native_module
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk, Optimizer
 from megalith.table.engines import score_search
@@ -103,6 +104,13 @@ def test_programs_of_calls(name: str) -> None:
     for seed in range(4 if ON_GPU else 1):
         sizes = dict(SIZES) if CONFIGS[name].capacity is None else {"distinct": 20, "batch": 9}
         Program(CONFIGS[name], 11 + seed, **sizes).run(CALLS)
+
+
+@pytest.mark.skipif(native_module() is None, reason="the native module is not built for this Python")
+@pytest.mark.parametrize("name", CONFIGS if ON_GPU else ["segments", "min_count"])
+def test_programs_of_calls_against_the_cpu_engine(name: str) -> None:
+    sizes = dict(SIZES) if CONFIGS[name].capacity is None else {"distinct": 20, "batch": 9}
+    Program(CONFIGS[name], 21, engines=("cuda", "cpu"), **sizes).run(CALLS)
 
 
 def test_tables_of_a_collection_share_launches_and_train_as_on_the_reference_engine() -> None:
