@@ -9,7 +9,7 @@ import torch
 import megalith
 from megalith.compat import monolith
 from tests.valid_calls.core import column, local
-from tests.valid_calls.sweep import Arguments, Call, ids, methods
+from tests.valid_calls.sweep import Arguments, Call, Fresh, config, ids, methods
 
 
 def layout_calls() -> Iterator[Call]:
@@ -58,7 +58,70 @@ def layout_calls() -> Iterator[Call]:
     yield gradient, encoding | {"layout_tensors_grad": layout(**encoding)}
 
 
+def partitioned() -> monolith.PartitionedHashTable:
+    return monolith.PartitionedHashTable(0, None, True, parser_ctx=partitioned_params())
+
+
+def partitioned_arguments() -> Arguments:
+    return {
+        "num_ps": 0,
+        "feature_name_to_config": {"f": config("f")},
+        "layout_configs": {"o": monolith.OutConfig((monolith.SliceConfig("f", 0, 2),))},
+        "feature_to_unmerged_slice_dims": {"f": [2]},
+        "feature_to_combiner": {"f": monolith.ReduceSum()},
+        "use_native_multi_hash_table": True,
+    }
+
+
+def partitioned_params() -> monolith.ShardingSparseFidsOpParams:
+    return monolith.PartitionedHashTable.gen_feature_configs(**partitioned_arguments())
+
+
+def partitioned_calls() -> Iterator[Call]:
+    rows = {0: {"f": (ids(), torch.ones(3, 2))}}
+    yield (
+        monolith.PartitionedHashTable,
+        {
+            "num_ps": 0,
+            "table_factory": None,
+            "use_native_multi_hash_table": True,
+            "parser_ctx": partitioned_params(),
+        },
+    )
+    bundle: Arguments = {}
+    table = partitioned()
+    layouts = table.lookup({"f": column()}, bundle)
+    update = {
+        "layout_grads_and_vars": [(torch.ones(2, 2), layouts["o"])],
+        "global_step": 0,
+        "req_time": 1.0,
+        "auxiliary_bundle": Fresh(lambda: filled(table)),
+        "async_push": False,
+        "grad_scale": 1.0,
+    }
+    yield table.apply_gradients, update
+    given: Arguments = {
+        "gen_feature_configs": partitioned_arguments(),
+        "shard": {"features": {"f": column()}},
+        "lookup": {"features": {"f": column()}, "auxiliary_bundle": {}},
+        "assign": {"data": rows},
+        "assign_add": {"data": rows},
+        "flatten_layout": {"layouts": layouts},
+        "nest_layout": {"tensors": [torch.ones(2, 2)]},
+        "apply_gradients": update,
+    }
+    yield from methods(lambda: table, given)
+    yield monolith.get_sub_table_name, {"strs": ["a", "b"]}
+
+
+def filled(table: monolith.PartitionedHashTable) -> Arguments:
+    bundle: Arguments = {}
+    table.lookup({"f": column()}, bundle)
+    return bundle
+
+
 def monolith_calls() -> Iterator[Call]:
+    yield from partitioned_calls()
     rows = torch.ones(3, 2)
     keys = monolith.unique_key_with_value_and_offset(column(), [1, 2])
     pos = megalith.Ragged.from_lists([[0, 0], [0]])

@@ -112,6 +112,7 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
             "Record",
             "RowCounters",
             "ShardedFids",
+            "ShardingSparseFidsOpParams",
             "SyntheticBatch",
             "TableReport",
             "TableStats",

@@ -16,6 +16,7 @@ from megalith.shards.servers import server_shards
 from megalith.shards.servers.link_group import LinkGroup
 from megalith.shards.servers.members import Member
 from megalith.shards.servers.ray_servers import ray_module
+from tests.compat.monolith.test_partitioned_tables import VECTORS, made
 from tests.shards.servers.support import NAMES, Make, push, read, rows_of, table
 from tests.table.support import ints
 
@@ -234,3 +235,12 @@ def test_errors_that_are_no_longer_kept_raise_all_the_same() -> None:
     for number, message in {1000: "no longer known", 1500: "late"}.items():
         with pytest.raises(UsageError, match=message):
             skipped.raise_error(number)
+
+
+# ---- Monolith's PartitionedHashTable, its numeric vectors on two servers
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["merged", "native"])
+@pytest.mark.parametrize("vector", VECTORS, ids=["assign", "lookup", "gradients"])
+def test_partitioned_tables_on_servers(make: Make, vector: Any, native: bool) -> None:
+    vector(made(lambda count, configs: make(*configs), native))

@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from megalith.compat.monolith.layout_ops import *
     from megalith.compat.monolith.learning_rates import *
     from megalith.compat.monolith.mpi_ranks import *
+    from megalith.compat.monolith.partitioned_tables import *
     from megalith.compat.monolith.reduce_ops import *
     from megalith.compat.monolith.remote_prediction import *
     from megalith.compat.monolith.replica_watcher import *
     from megalith.compat.monolith.sync_clients import *
     from megalith.compat.monolith.sync_config import *
+    from megalith.compat.monolith.table_grouping import *
     from megalith.compat.monolith.zk_backend import *
     from megalith.compat.monolith.znode_records import *
     from megalith.ops import fid_v1_to_v2 as fid_v1_to_v2
@@ -61,6 +63,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".layout_ops": "fused_embedding_to_layout fused_embedding_to_layout_grad",
         ".learning_rates": "PolynomialDecay",
         ".mpi_ranks": "get_mpi_local_rank get_mpi_local_size get_mpi_rank get_mpi_size",
+        ".partitioned_tables": "PartitionedHashTable",
         ".reduce_ops": "fused_reduce_and_split fused_reduce_and_split_gpu fused_reduce_sum_and_split"
         " fused_sorted_segment_sum reduce_mean reduce_sqrtn reduce_sum",
         ".remote_prediction": "remote_predict set_default_discovery",
@@ -68,6 +71,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".sync_clients": "ParameterSyncClient create_dummy_sync_client create_parameter_sync_clients"
         " parameter_sync_client_from_config",
         ".sync_config": "refresh_sync_config",
+        ".table_grouping": "ShardingSparseFidsOpParams get_sub_table_name",
         ".zk_backend": "ZKBackend",
         ".znode_records": "Container ContainerServiceInfo ReplicaMeta SavedModel SavedModelDeployConfig"
         " TargetExtraInfo",

@@ -1,0 +1,469 @@
+"""PartitionedHashTable: the tables of a model on servers, read and updated through layouts.
+
+    lookup            ids of all features, split by table and server  ->  rows of each list  ->  layouts
+    apply_gradients   gradients of the layouts  ->  of the rows of each list  ->  one step per distinct id
+
+The lists are those of `sharding_sparse_fids`; `auxiliary_bundle` carries them from one call to the other.
+Rows are read and written by a `Shards`, with one call per server for all tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.compat.monolith.embedding_combiners import MonolithCombiner
+from megalith.compat.monolith.feature_configs import OutConfig, OutType
+from megalith.compat.monolith.fid_sharding import ShardedFids, sharding_sparse_fids
+from megalith.compat.monolith.layout_ops import fused_embedding_to_layout, fused_embedding_to_layout_grad
+from megalith.compat.monolith.table_grouping import ShardingSparseFidsOpParams, sharding_params
+from megalith.errors import InputError, UsageError
+from megalith.ops import checks
+from megalith.ragged import Ragged
+from megalith.routing import Router
+from megalith.shards import LocalShards, Lookup, ServerShards, Shards
+from megalith.table import TableConfig
+
+PREFIX = "__sharding_sparse_fids__"
+"""Begins the keys of what `lookup` writes to the auxiliary bundle."""
+Layouts = dict[str, Tensor | list[Tensor]]
+Bundle = MutableMapping[str, Any]
+ByServer = Mapping[int, Mapping[str, Any]]
+
+
+class PartitionedHashTable:
+    """See the module. Writes change the tables in place and return this object.
+
+    Args:
+        num_ps: The number of servers; 0: the tables are in this process.
+        table_factory: Makes the tables: it receives the number of servers and the configs, and returns a
+            `Shards` with the router "roundrobin". Monolith's makes the tables of one server. None:
+            `ServerShards`, or `LocalShards` if num_ps is 0.
+        use_native_multi_hash_table: As passed to `gen_feature_configs`.
+        max_rpc_deadline_millis: Ignored; see `ServerShards.timeout`.
+        queue_configs: Ignored; lookups and updates of `ServerShards` are asynchronous.
+        parser_ctx: What `gen_feature_configs` returned, or an object with that as its attribute
+            `sharding_sparse_fids_op_params`.
+
+    Attributes:
+        params: What `gen_feature_configs` returned.
+        shards: The tables. `shards.close()` ends servers that were started here.
+
+    Raises:
+        InputError: An argument is wrong, or the tables are not those of the params.
+    """
+
+    def __init__(
+        self,
+        num_ps: int,
+        table_factory: Callable[[int, list[TableConfig]], Shards] | None,
+        use_native_multi_hash_table: bool,
+        max_rpc_deadline_millis: int = 30,
+        queue_configs: Mapping[str, int] | None = None,
+        parser_ctx: Any = None,
+    ) -> None:
+        where = "PartitionedHashTable"
+        count = checks.integer(num_ps, f"{where}: num_ps", 0)
+        checks.flag(use_native_multi_hash_table, f"{where}: use_native_multi_hash_table")
+        checks.callback(table_factory, f"{where}: table_factory")
+        found = getattr(parser_ctx, "sharding_sparse_fids_op_params", parser_ctx)
+        if not isinstance(found, ShardingSparseFidsOpParams):
+            raise InputError(f"{where}: parser_ctx must have what gen_feature_configs returned")
+        self.params = found
+        if found.num_ps != max(1, count):
+            raise InputError(f"{where}: num_ps is {num_ps}, but the params are for {found.num_ps} servers")
+        if found.use_native_multi_hash_table != (use_native_multi_hash_table and not found.transfer_float16):
+            raise InputError(f"{where}: use_native_multi_hash_table differs from that of the params")
+        configs = list(found.sub_table_name_to_config.values())
+        if table_factory is not None:
+            self.shards = table_factory(count, configs)
+            if not isinstance(self.shards, Shards):
+                raise InputError(
+                    f"{where}: table_factory must return shards, got {type(self.shards).__name__}"
+                )
+        elif not count:
+            self.shards = LocalShards(configs)
+        else:
+            wire = "float16" if found.transfer_float16 else "float32"
+            self.shards = ServerShards(configs, num_servers=count, wire=wire)
+        if list(self.shards.configs.values()) != configs:
+            raise InputError(f"{where}: table_factory must make the tables {[c.name for c in configs]}")
+        self._router = Router("roundrobin", found.num_ps)
+
+    @classmethod
+    def gen_feature_configs(
+        cls,
+        num_ps: int,
+        feature_name_to_config: Mapping[str, TableConfig],
+        layout_configs: Mapping[str, OutConfig],
+        feature_to_unmerged_slice_dims: Mapping[str, Sequence[int]],
+        feature_to_combiner: Mapping[str, MonolithCombiner],
+        use_native_multi_hash_table: bool,
+        transfer_float16: bool = False,
+        unique: Callable[[], bool] | None = None,
+        enable_gpu_emb: bool = False,
+        use_gpu: bool = False,
+    ) -> ShardingSparseFidsOpParams:
+        """Decide which table each feature uses; see `table_grouping`.
+
+        Args:
+            num_ps: The number of servers; 0 counts as 1.
+            feature_name_to_config: The table of each feature. Its name is not used.
+            layout_configs: The layouts by name.
+            feature_to_unmerged_slice_dims: The sizes of the parts of each feature's rows.
+            feature_to_combiner: ReduceSum, ReduceMean or FirstN for each feature.
+            use_native_multi_hash_table: Whether each feature has a table of its own. Otherwise features with
+                equal configs share one, and one step is made for an id that several of them have.
+            transfer_float16: Whether rows and gradients travel as float16; tables are then not native.
+            unique: Returns whether an id is sent once per feature and server; None: it is.
+            enable_gpu_emb: Must be False.
+            use_gpu: Ignored.
+
+        Returns:
+            The tables and features, for the constructor.
+
+        Raises:
+            InputError: An argument is wrong, or features, slices and layouts do not match.
+        """
+        return sharding_params(
+            num_ps,
+            feature_name_to_config,
+            layout_configs,
+            feature_to_unmerged_slice_dims,
+            feature_to_combiner,
+            use_native_multi_hash_table,
+            transfer_float16,
+            unique,
+            enable_gpu_emb,
+            use_gpu,
+        )
+
+    # ---- a batch
+
+    def shard(self, features: Mapping[str, Ragged]) -> ShardedFids:
+        """Split the ids of a batch by table and server; a data worker can do that ahead of `lookup`.
+
+        Args:
+            features: Ids by feature.
+
+        Returns:
+            The lists.
+        """
+        params = self.params
+        unique = checks.flag(params.unique(), "PartitionedHashTable: the result of unique")
+        return sharding_sparse_fids(features, self._router, params.feature_configs, unique=unique)
+
+    def lookup(
+        self,
+        features: Mapping[str, Any] | ShardedFids,
+        auxiliary_bundle: Bundle | None = None,
+        ret_fused_layout_callable_fn: bool = False,
+        ret_lookup_callable_fn: bool = False,
+        embedding_prefetch_capacity: int = 0,
+    ) -> Any:
+        """Read the rows of a batch and assemble the layouts. Ids without a row read as zeros.
+
+        Args:
+            features: Ids by feature, or what `shard` returned.
+            auxiliary_bundle: A dict that receives what `apply_gradients` needs, under Monolith's keys.
+            ret_fused_layout_callable_fn: Whether to request the rows now and return a function that assembles
+                the layouts.
+            ret_lookup_callable_fn: Whether to return a function that does both.
+            embedding_prefetch_capacity: Ignored; `megalith.Pipeline` prefetches.
+
+        Returns:
+            The layouts by name; a list of tensors for OutType.NONE. They are leaves that require a gradient,
+            if gradients are enabled. Or a function of (auxiliary_bundle, features) that returns them.
+        """
+        checks.integer(embedding_prefetch_capacity, "lookup: embedding_prefetch_capacity", 0)
+        late = checks.flag(ret_fused_layout_callable_fn, "lookup: ret_fused_layout_callable_fn")
+        bundle = {} if auxiliary_bundle is None else _bundle(auxiliary_bundle)
+        if checks.flag(ret_lookup_callable_fn, "lookup: ret_lookup_callable_fn"):
+            return lambda auxiliary_bundle, features: self.lookup(features, auxiliary_bundle)
+        self._request(features, bundle)
+        if late:
+            return lambda auxiliary_bundle, features: self._layouts(_bundle(auxiliary_bundle))
+        return self._layouts(bundle)
+
+    def _request(self, features: Any, bundle: Bundle) -> None:
+        found = features
+        if not isinstance(features, ShardedFids):
+            if isinstance(features, Mapping):
+                features = features.get(f"{PREFIX}sparse_features", features)
+            found = self.shard(features)
+        lists = found.lists
+        splits = found.fid_list_row_splits
+        if isinstance(splits, Mapping):
+            splits = list(splits.values())
+        assert isinstance(splits, list)
+        names = self.params.feature_configs.table_names
+        for number, (fids, split) in enumerate(zip(lists, splits, strict=True)):
+            key = f"{PREFIX}{names[number // self.params.num_ps]}:{number % self.params.num_ps}"
+            bundle[f"{key}:fids"], bundle[f"{key}:fids_row_split"] = fids, split
+        for name in ("fid_offset", "feature_offset", "nfl_offset", "batch_size"):
+            bundle[f"{PREFIX}{name}"] = getattr(found, name)
+        ids = {
+            table: torch.cat([fids[a:b] for fids, a, b in parts])
+            for table, parts in self._parts(lists, splits)
+        }
+        lookup = self.shards.lookup(ids)
+        lookup.fetch()
+        bundle[f"{PREFIX}lists"], bundle[f"{PREFIX}splits"] = lists, splits
+        bundle[f"{PREFIX}lookup"] = lookup
+
+    def _parts(
+        self, lists: Sequence[Tensor], splits: Sequence[Tensor]
+    ) -> list[tuple[str, list[tuple[Tensor, int, int]]]]:
+        """Return for each table the lists, and ranges of them, that hold its ids, in order."""
+        params, count = self.params, self.params.num_ps
+        if not params.use_native_multi_hash_table:
+            tables = params.feature_configs.table_names
+            return [
+                (table, [(fids, 0, fids.numel()) for fids in lists[t * count : (t + 1) * count]])
+                for t, table in enumerate(tables)
+            ]
+        features = params.feature_configs.feature_names
+        bounds = [list(pairwise(split.tolist())) for split in splits]
+        return [
+            (name, [(lists[ps], *bounds[ps][f]) for ps in range(count)]) for f, name in enumerate(features)
+        ]
+
+    def _embeddings(self, bundle: Bundle) -> list[Tensor]:
+        """Return the rows of each list, flat."""
+        lists, splits = bundle[f"{PREFIX}lists"], bundle[f"{PREFIX}splits"]
+        rows = bundle[f"{PREFIX}lookup"].rows
+        pieces: list[list[Tensor]] = [[] for _ in lists]
+        for table, parts in self._parts(lists, splits):
+            own = rows[table].split_with_sizes([b - a for _, a, b in parts])
+            for number, piece in zip(self._numbers(table), own, strict=True):
+                pieces[number].append(piece.reshape(-1))
+        return [torch.cat(each) if each else torch.empty(0) for each in pieces]
+
+    def _numbers(self, table: str) -> range:
+        """Return the lists that hold ids of a table."""
+        params, count = self.params, self.params.num_ps
+        first = 0 if params.use_native_multi_hash_table else params.feature_configs.table_names.index(table)
+        return range(first * count, (first + 1) * count)
+
+    def _layouts(self, bundle: Bundle) -> Layouts:
+        embeddings = self._embeddings(bundle)
+        names = self.params.feature_configs.table_names
+        for number, rows in enumerate(embeddings):
+            table, ps = names[number // self.params.num_ps], number % self.params.num_ps
+            bundle[f"{PREFIX}{table}:{ps}:embs"] = rows
+        found = fused_embedding_to_layout(embeddings, None, **self._encoding(bundle))
+        return self.nest_layout([x.detach().requires_grad_(torch.is_grad_enabled()) for x in found])
+
+    def _encoding(self, bundle: Bundle) -> dict[str, Any]:
+        offsets = ("fid_offset", "feature_offset", "nfl_offset")
+        return {name: bundle[f"{PREFIX}{name}"] for name in offsets} | {
+            "batch_size": int(bundle[f"{PREFIX}batch_size"]),
+            "variant_type": "example_batch",
+            "feature_cfgs": self.params.feature_configs,
+            "ps_num": self._router,
+        }
+
+    def apply_gradients(
+        self,
+        layout_grads_and_vars: Sequence[tuple[Tensor, Any]],
+        global_step: int | Tensor,
+        req_time: float | Tensor | None = None,
+        auxiliary_bundle: Bundle | None = None,
+        async_function_mgr: object = None,
+        async_push: bool = False,
+        grad_scale: float | Tensor | None = None,
+    ) -> PartitionedHashTable:
+        """Make one optimizer step per distinct id with the gradients of the layouts of a lookup.
+
+        Args:
+            layout_grads_and_vars: (gradient, layout) in the order of `flatten_layout`.
+            global_step: The step, an int or a tensor of one element.
+            req_time: The last-update time of the rows in seconds; the largest element of a tensor; None: the
+                clock of the servers.
+            auxiliary_bundle: What `lookup` filled; it can be used once.
+            async_function_mgr: Ignored.
+            async_push: Whether to return before the gradients are applied; `shards.flush()` waits.
+            grad_scale: A factor for all gradients.
+
+        Returns:
+            This object.
+
+        Raises:
+            UsageError: The bundle is not that of a lookup, or was used.
+            InputError: The gradients do not match the layouts.
+        """
+        bundle = _bundle(auxiliary_bundle)
+        later = checks.flag(async_push, "apply_gradients: async_push")
+        lookup = bundle.get(f"{PREFIX}lookup")
+        if not isinstance(lookup, Lookup):
+            raise UsageError("apply_gradients: auxiliary_bundle must be the one that lookup has filled")
+        if not isinstance(layout_grads_and_vars, list | tuple) or not all(
+            isinstance(pair, list | tuple) and len(pair) == 2 for pair in layout_grads_and_vars
+        ):
+            raise InputError("apply_gradients: layout_grads_and_vars must be a list of (gradient, layout)")
+        step = checks.scalar(global_step, "global_step") if isinstance(global_step, Tensor) else global_step
+        if isinstance(req_time, Tensor):
+            if not req_time.numel() or req_time.is_complex():
+                raise InputError("apply_gradients: req_time must be numbers")
+            req_time = float(req_time.max())
+        embeddings = self._embeddings(bundle)
+        grads = fused_embedding_to_layout_grad(
+            embeddings_list=embeddings,
+            fid_list_row_split=None,
+            layout_tensors_grad=[grad for grad, _ in layout_grads_and_vars],
+            layout_tensors_grad_scale=grad_scale,
+            **self._encoding(bundle),
+        )
+        lists, splits = bundle[f"{PREFIX}lists"], bundle[f"{PREFIX}splits"]
+        taken = [0] * len(lists)
+        by_table: dict[str, Tensor] = {}
+        for table, parts in self._parts(lists, splits):
+            dim = self.shards.configs[table].dim
+            pieces = []
+            for number, (_, a, b) in zip(self._numbers(table), parts, strict=True):
+                pieces.append(grads[number][taken[number] :][: (b - a) * dim].view(-1, dim))
+                taken[number] += (b - a) * dim
+            by_table[table] = torch.cat(pieces)
+        self.shards.apply_gradients(lookup, by_table, step=step, time=req_time, wait=not later)
+        if not later:
+            self.shards.flush()
+        return self
+
+    # ---- rows
+
+    def assign(self, data: ByServer) -> PartitionedHashTable:
+        """Set rows. Of repeated ids the last one wins.
+
+        Args:
+            data: (fids int64 [n], embeddings float32 [n, dim]) by server and table.
+
+        Returns:
+            This object.
+
+        Raises:
+            InputError: An id is not one of that server, or something else is wrong.
+        """
+        self.shards.assign(self._merged(data))
+        return self
+
+    def assign_add(self, data: ByServer) -> PartitionedHashTable:
+        """Add to rows.
+
+        Args:
+            data: As for `assign`.
+
+        Returns:
+            This object.
+        """
+        self.shards.assign_add(self._merged(data))
+        return self
+
+    def _merged(self, data: ByServer) -> dict[str, tuple[Tensor, Tensor]]:
+        parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for ps, tables in self._by_server(data):
+            for name, pair in tables.items():
+                ids, rows = self.shards.checks[name].ids_and_rows(pair)
+                self._check_owner(ps, name, ids)
+                parts.setdefault(name, []).append((ids, rows))
+        return {
+            name: (torch.cat([ids for ids, _ in each]), torch.cat([rows for _, rows in each]))
+            for name, each in parts.items()
+        }
+
+    def _by_server(self, data: ByServer) -> list[tuple[int, Mapping[str, Any]]]:
+        good = isinstance(data, Mapping) and all(isinstance(tables, Mapping) for tables in data.values())
+        if not good:
+            raise InputError(f"data must be {{server: {{table: ...}}}}, got {checks.kind(data)}")
+        for ps, tables in data.items():
+            if isinstance(ps, bool) or not isinstance(ps, int) or not 0 <= ps < self.params.num_ps:
+                raise InputError(f"data: there is no server {ps!r}; there are {self.params.num_ps}")
+            for name in tables:
+                self.shards.check_name(name)
+        return list(data.items())
+
+    def _check_owner(self, ps: int, table: str, ids: Tensor) -> None:
+        wrong = ids[self._router.owner(ids) != ps]
+        if wrong.numel():
+            raise InputError(f"table {table!r}: id {int(wrong[0])} is not one of server {ps}")
+
+    def _lookup_raw(self, data: ByServer) -> dict[int, dict[str, Tensor]]:
+        """Read rows by server and table: {server: {table: ids}} -> {server: {table: rows}}."""
+        found: dict[int, dict[str, Tensor]] = {}
+        for ps, tables in self._by_server(data):
+            for name, ids in tables.items():
+                self._check_owner(ps, name, self.shards.checks[name].ids(ids))
+            rows = self.shards.lookup(tables).rows
+            found[ps] = {name: rows[name] for name in tables}
+        return found
+
+    # ---- layouts
+
+    def flatten_layout(self, layouts: Mapping[str, Tensor | Sequence[Tensor]]) -> list[Tensor]:
+        """Return the tensors of all layouts as a list.
+
+        Args:
+            layouts: The layouts by name; a list of tensors for OutType.NONE.
+
+        Returns:
+            The tensors, layouts sorted by name.
+
+        Raises:
+            InputError: A layout is missing, or has a wrong number of tensors.
+        """
+        configs = self.params.feature_configs.out_configs
+        if not isinstance(layouts, Mapping) or set(layouts) != set(configs):
+            raise InputError(f"flatten_layout: layouts must have the names {sorted(configs)}")
+        flat: list[Tensor] = []
+        for name in sorted(configs):
+            value = layouts[name]
+            tensors: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+            if len(tensors) != self._size(name) or not all(isinstance(x, Tensor) for x in tensors):
+                raise InputError(f"flatten_layout: layout {name!r} must have {self._size(name)} tensors")
+            flat += tensors
+        return flat
+
+    def nest_layout(self, tensors: Sequence[Tensor]) -> Layouts:
+        """Return the layouts of a list of tensors, the inverse of `flatten_layout`.
+
+        Args:
+            tensors: The tensors, layouts sorted by name.
+
+        Returns:
+            The layouts by name.
+
+        Raises:
+            InputError: The number of tensors is wrong.
+        """
+        configs = self.params.feature_configs.out_configs
+        total = sum(self._size(name) for name in configs)
+        if not isinstance(tensors, list | tuple) or len(tensors) != total:
+            raise InputError(f"nest_layout: there must be a list of {total} tensors")
+        nested: Layouts = {}
+        at = 0
+        for name in sorted(configs):
+            own = list(tensors[at : at + self._size(name)])
+            at += len(own)
+            nested[name] = own if configs[name].out_type == OutType.NONE else own[0]
+        return nested
+
+    def _size(self, layout: str) -> int:
+        out = self.params.feature_configs.out_configs[layout]
+        return len(out.slice_configs) if out.out_type == OutType.NONE else 1
+
+    def get_queue_hooks(self) -> list[object]:
+        """Return the hooks of prefetch queues: there are none.
+
+        Returns:
+            An empty list.
+        """
+        return []
+
+
+def _bundle(value: Any) -> Bundle:
+    if not isinstance(value, MutableMapping):
+        raise InputError(f"auxiliary_bundle must be a dict, got {checks.kind(value)}")
+    return value
