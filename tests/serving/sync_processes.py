@@ -1,4 +1,4 @@
-"""The processes of sync/test_chaos.py: a trainer that pushes, and servers that follow it.
+"""The processes of sync/test_chaos.py and test_kills.py: trainers that push, and servers that follow them.
 
 A folder holds checkpoint/ and export/. The trainer resumes from the checkpoint, pushes continuously and saves
 from time to time; "finish" ends it: everything is pushed, then saved to final/. Both report their progress
@@ -10,23 +10,28 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import random
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megalith import checkpoint
+from megalith.models import Model
 from megalith.serving.discovery import StaticDiscovery
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.sync.publisher import Publisher
-from tests.serving.sync_support import Trainer, make_model
+from tests.serving.sync_support import NAMES, Trainer, make_model
 
 SECONDS = 180
 LIMIT = 90.0
+NUM_IDS = 500
 
 
 def train(pipe: Connection, folder: Path, seed: int, addresses: list[str]) -> None:
@@ -61,10 +66,102 @@ def train(pipe: Connection, folder: Path, seed: int, addresses: list[str]) -> No
         pipe.send(f"finished {done} {publisher.report()}")
 
 
-def serve(pipe: Connection, folder: Path, port: int) -> None:
+@dataclass(frozen=True)
+class RankPlace:
+    """A rank of a trainer: where it meets the others, and the session in which they push."""
+
+    rank: int
+    count: int
+    store: Path
+    session: str
+    number: int
+
+
+def train_rank(pipe: Connection, folder: Path, seed: int, place: RankPlace, url: str) -> None:
+    """Trains as one of several ranks, each of which pushes its own rows."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place.store}", rank=place.rank, world_size=place.count
+    )
+    model = make_model()
+    tip = checkpoint.read_manifest(folder / "checkpoint").tip
+    checkpoint.load(model, folder / "checkpoint")
+    trainer = RankTrainer(model, seed, place.rank)
+    finish = threading.Event()
+    threading.Thread(target=_listen, args=(pipe, finish), daemon=True).start()
+    with Publisher(
+        model,
+        url,
+        model_name="movies",
+        interval=0.05,
+        base=tip,
+        timeout=2.0,
+        max_backlog=2000,
+        session=place.session,
+        session_number=place.number,
+        index=place.rank,
+        count=place.count,
+    ) as publisher:
+        pipe.send("training")
+        steps = 0
+        while not _all(finish.is_set()):
+            trainer.step()
+            publisher.step()
+            steps += 1
+            if steps % 20 == 0:
+                save = checkpoint.save if steps % 80 == 0 else checkpoint.save_delta
+                publisher.checkpoint_taken(save(model, folder / "checkpoint").tip)
+                pipe.send(f"saved {steps}")
+        done = False
+        for _ in range(60):  # a server may need the rows of other ranks before it applies ours
+            done = _all(publisher.flush(2.0))
+            if done:
+                break
+        checkpoint.save(model, folder / "final")
+        tip = checkpoint.save(model, folder / "checkpoint").tip
+        pipe.send(f"finished {done} {publisher.report()}")
+
+
+def _all(value: bool) -> bool:
+    """Whether all ranks have a value."""
+    flag = torch.tensor([int(value)])
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+class RankTrainer:
+    """As Trainer, on one of several ranks: each has ids of its own, and all have the same dense weights."""
+
+    def __init__(self, model: Model, seed: int, rank: int) -> None:
+        self._model = model
+        self._random = random.Random(seed)
+        self._ids = torch.Generator().manual_seed(1000 * seed + rank)
+        self._optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(self) -> None:
+        ids = torch.randint(0, NUM_IDS, (len(NAMES), 32), generator=self._ids)
+        self._optimizer.zero_grad()
+        self._model({name: ids[k] for k, name in enumerate(NAMES)}).square().mean().backward()
+        for weight in self._model.parameters():
+            if weight.grad is not None:
+                dist.all_reduce(weight.grad)
+                weight.grad /= dist.get_world_size()
+        self._optimizer.step()
+        if self._random.random() < 0.3:  # on all ranks or on none
+            gone = torch.randint(0, NUM_IDS, (5,), generator=self._ids)
+            self._model.embeddings.shards.remove({"user": gone})
+
+
+def serve(pipe: Connection, folder: Path, port: int, discovery: str | None = None) -> None:
     with ModelServer(
         folder / "export",
-        ServerConfig(port=port, allow_writes=True, checkpoint=folder / "checkpoint", poll_seconds=0.2),
+        ServerConfig(
+            port=port,
+            allow_writes=True,
+            checkpoint=folder / "checkpoint",
+            poll_seconds=0.2,
+            discovery=discovery,
+            trial="never",
+        ),
     ) as server:
         pipe.send(f"serving on {server.address}")
         _listen(pipe, threading.Event())
@@ -78,8 +175,8 @@ def _listen(pipe: Connection, finish: threading.Event) -> None:
     finish.set()
 
 
-def _run(role: Callable[..., None], pipe: Connection, args: tuple[object, ...]) -> None:
-    signal.alarm(SECONDS)
+def _run(role: Callable[..., None], pipe: Connection, args: tuple[object, ...], seconds: int) -> None:
+    signal.alarm(seconds)
     torch.set_num_threads(1)
     role(pipe, *args)
 
@@ -87,12 +184,12 @@ def _run(role: Callable[..., None], pipe: Connection, args: tuple[object, ...]) 
 class Process:
     """A process with one of these roles, its reports, and its end."""
 
-    def __init__(self, role: Callable[..., None], *args: object) -> None:
+    def __init__(self, role: Callable[..., None], *args: object, seconds: int = SECONDS) -> None:
         # One process imports everything and is forked for each of these, which is fast.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._pipe, far = context.Pipe()
-        self._process = context.Process(target=_run, args=(role, far, args))
+        self._process = context.Process(target=_run, args=(role, far, args, seconds))
         self._process.start()
         far.close()
         self._reports: queue.Queue[str] = queue.Queue()
