@@ -71,3 +71,30 @@ MONOLITH = {
 def test_messages_have_the_field_numbers_of_monolith(name: str) -> None:
     found: Any = monolith_protos.message_type(name).DESCRIPTOR
     assert ", ".join(f"{field.name} {field.number}" for field in found.fields) == MONOLITH[name]
+
+
+TRITON = {
+    "ModelConfigRequest": "name 1, version 2",
+    "ModelConfigResponse": "config 1",
+    "ModelConfig": "name 1, platform 2, version_policy 3, max_batch_size 4, input 5, output 6, backend 17",
+    "ModelInput": "name 1, data_type 2, dims 4, optional 8",
+    "ModelOutput": "name 1, data_type 2, dims 3",
+    "ModelVersionPolicy": "specific 3",
+    "ModelVersionPolicy.Specific": "versions 1",
+    "ModelStatisticsRequest": "name 1, version 2",
+    "ModelStatisticsResponse": "model_stats 1",
+    "ModelStatistics": (
+        "name 1, version 2, last_inference 3, inference_count 4, execution_count 5, inference_stats 6"
+    ),
+    "InferStatistics": "success 1, fail 2, queue 3, compute_input 4, compute_infer 5, compute_output 6",
+    "StatisticDuration": "count 1, ns 2",
+    "RepositoryIndexRequest": "repository_name 1, ready 2",
+    "RepositoryIndexResponse": "models 1",
+    "RepositoryIndexResponse.ModelIndex": "name 1, version 2, state 3, reason 4",
+}
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_messages_have_the_field_numbers_of_triton(name: str) -> None:
+    found: Any = proto.POOL.FindMessageTypeByName(f"inference.{name}")
+    assert ", ".join(f"{field.name} {field.number}" for field in found.fields) == TRITON[name]

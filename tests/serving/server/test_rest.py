@@ -76,7 +76,8 @@ def test_live_ready_and_metadata(rest: Rest) -> None:
     assert rest("GET", "/v2/models/movies/versions/4/ready")[0] == 503
     assert rest("GET", "/v2/models/films/ready")[0] == 503
     status, server, _ = rest("GET", "/v2")
-    assert (status, server["name"], server["extensions"]) == (200, "megalith", ["binary_tensor_data"])
+    assert (status, server["name"]) == (200, "megalith")
+    assert "binary_tensor_data" in server["extensions"]
     for path in ("/v2/models/movies", "/v2/models/movies%3Astandalone/versions/3"):
         status, model, _ = rest("GET", path)
         assert status == 200

@@ -166,12 +166,20 @@ class Dispatcher:
                     Code.INVALID_ARGUMENT,
                     f"{model.name} serves rows: use signature {LOOKUP!r}, or request scores from its entry",
                 )
-            rows = request.read(version.reader)
-            for feature in version.reader.missing(rows):
-                self.metrics.missing_feature(model.name, feature)
-            scores = version.predict(rows, timeout=_seconds(request.timeout), alive=request.alive)
-            outputs = _select_outputs(scores, request.outputs)
-            missing = version.count_missing(rows) if request.reports_missing else None
+            started = time.perf_counter_ns()
+            try:
+                rows = request.read(version.reader)
+                for feature in version.reader.missing(rows):
+                    self.metrics.missing_feature(model.name, feature)
+                read = time.perf_counter_ns()
+                scores = version.predict(rows, timeout=_seconds(request.timeout), alive=request.alive)
+                ended = time.perf_counter_ns()
+                outputs = _select_outputs(scores, request.outputs)
+                missing = version.count_missing(rows) if request.reports_missing else None
+            except Exception:
+                version.statistics.failed(started)
+                raise
+            version.statistics.succeeded(rows.count, started, read, ended)
             return ScoreResult(version.number, outputs, missing)
 
     def lookup(

@@ -36,6 +36,7 @@ from megalith.serving.proto import MAX_BYTES
 from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.guard import Guard
 from megalith.serving.server.health import Health, add_reflection
+from megalith.serving.server.methods import grpc_handler
 from megalith.serving.server.oip_service import SERVICE as OIP_SERVICE
 from megalith.serving.server.oip_service import OIPService
 from megalith.serving.server.repository import Repository
@@ -44,6 +45,7 @@ from megalith.serving.server.served_model import ServedModel, services_of
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.server_metrics import Metrics, MetricsServer
 from megalith.serving.server.tf_service import MODEL_SERVICE, PREDICTION_SERVICE, TFService
+from megalith.serving.server.triton_extensions import TritonExtensions
 from megalith.serving.sync.subscriber import Subscriber
 
 logger = logging.getLogger(__name__)
@@ -246,10 +248,11 @@ class ModelServer:
         grpc, config = grpc_module(), self._config
         if config.allow_writes:
             keep_freed_memory(KEPT_BYTES)
+        methods = {**OIPService(self._dispatcher).methods(), **TritonExtensions(self._dispatcher).methods()}
         self._guard = Guard(config.security, config.max_concurrent + SPARE_REQUESTS, config.read_seconds)
         self._server = grpc.server(
             self._guard.pool,
-            handlers=[*TFService(self._dispatcher).handlers(), *OIPService(self._dispatcher).handlers()],
+            handlers=[*TFService(self._dispatcher).handlers(), grpc_handler(OIP_SERVICE, methods)],
             interceptors=[self._guard.interceptor],
             options=(
                 ("grpc.max_receive_message_length", config.max_request_bytes + MAX_MESSAGE_BYTES - MAX_BYTES),

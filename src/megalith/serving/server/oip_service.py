@@ -34,7 +34,6 @@ from megalith.serving.proto.infer_tensors import BYTES, DATATYPES
 from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.methods import (
     GrpcScoreRequest,
-    grpc_handler,
     parse,
     remaining,
     report_missing,
@@ -47,7 +46,8 @@ from megalith.serving.server.tf_metadata import inputs_of
 
 SERVICE = "inference.GRPCInferenceService"
 SERVER, PLATFORM = "megalith", "megalith"
-EXTENSIONS = ("binary_tensor_data",)
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
+"""Of the repository only the index."""
 
 
 class OIPService:
@@ -60,9 +60,9 @@ class OIPService:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
-    def handlers(self) -> list[Any]:
-        """Return the handlers to register with a gRPC server."""
-        methods = {
+    def methods(self) -> dict[str, Any]:
+        """Return the methods by name."""
+        return {
             "ServerLive": self.server_live,
             "ServerReady": self.server_ready,
             "ModelReady": self.model_ready,
@@ -70,7 +70,6 @@ class OIPService:
             "ModelMetadata": self.model_metadata,
             "ModelInfer": self.model_infer,
         }
-        return [grpc_handler(SERVICE, methods)]
 
     def server_live(self, data: bytes, context: Any) -> bytes:
         """Return that the server runs.

@@ -1,6 +1,6 @@
 """The Open Inference Protocol, version 2, and TF Serving's interface over REST.
 
-Paths of the Open Inference Protocol; those of TF Serving are in tf_rest.py:
+Paths of the Open Inference Protocol; tf_rest.py and triton_extensions.py have those of TF Serving and Triton:
 
     GET   /v2                                          name and version of the server
     GET   /v2/health/live, /v2/health/ready            health; needs no token
@@ -30,6 +30,13 @@ from megalith.serving.server.oip_service import EXTENSIONS, SERVER, describe, mo
 from megalith.serving.server.request_errors import HTTP_STATUS, Code, RequestError
 from megalith.serving.server.security import Permission, Security
 from megalith.serving.server.tf_rest import TFPath, TFRequest
+from megalith.serving.server.triton_extensions import (
+    message_to_json,
+    model_config,
+    model_statistics,
+    repository_index,
+)
+from megalith.storage.strict_json import parse_json
 
 MODEL_VERSION = "Megalith-Model-Version"
 """Header of a response with scores: the version that computed them."""
@@ -147,6 +154,8 @@ class _RestHandler(Handler):
                 return HttpReply({"live": True})
             case ["v2", "health", "ready"]:
                 return _ready(dispatcher.ready)
+            case ["v2", "models", "stats"]:
+                return HttpReply(message_to_json(model_statistics(dispatcher, "", "")))
             case ["v2", "models", name]:
                 return HttpReply(describe(dispatcher, name, ""))
             case ["v2", "models", name, "versions", version]:
@@ -155,6 +164,10 @@ class _RestHandler(Handler):
                 return _ready(model_ready(dispatcher, name, ""))
             case ["v2", "models", name, "versions", version, "ready"]:
                 return _ready(model_ready(dispatcher, name, version))
+            case ["v2", "models", name, ("config" | "stats") as what]:
+                return _extension(dispatcher, name, "", what)
+            case ["v2", "models", name, "versions", version, ("config" | "stats") as what]:
+                return _extension(dispatcher, name, version, what)
             case ["v1", "models", *selected]:
                 return HttpReply(TFPath.parse(selected).describe(dispatcher))
         raise _no_such_path()
@@ -165,6 +178,8 @@ class _RestHandler(Handler):
                 return self._infer(name, "", body)
             case ["v2", "models", name, "versions", version, "infer"]:
                 return self._infer(name, version, body)
+            case ["v2", "repository", "index"]:
+                return _index(self.server.dispatcher, body)
             case ["v1", "models", *selected]:
                 return self._predict(TFPath.parse(selected), body)
         raise _no_such_path()
@@ -194,6 +209,21 @@ class _RestHandler(Handler):
 
 def _error_reply(error: RequestError) -> HttpReply:
     return HttpReply({"error": str(error)}, status=HTTP_STATUS.get(error.code, 500))
+
+
+def _extension(dispatcher: Dispatcher, name: str, version: str, what: str) -> HttpReply:
+    if what == "stats":
+        return HttpReply(message_to_json(model_statistics(dispatcher, name, version)))
+    return HttpReply(message_to_json(model_config(dispatcher, name, version).config))
+
+
+def _index(dispatcher: Dispatcher, body: bytes) -> HttpReply:
+    def error(problem: str) -> RequestError:
+        return dispatcher.reject(InputError(f"the body {problem[:200]}"))
+
+    given = parse_json(body or b"{}", error)
+    ready = isinstance(given, dict) and given.get("ready") is True
+    return HttpReply(message_to_json(repository_index(dispatcher, ready_only=ready))["models"])
 
 
 def _ready(ready: bool) -> HttpReply:

@@ -38,6 +38,7 @@ from megalith.serving.server.version_rules import (
     point_of_key,
     point_of_request,
 )
+from megalith.serving.server.version_statistics import VersionStatistics
 from megalith.serving.sync.subscriber import Subscriber
 
 Array = NDArray[np.generic]
@@ -73,6 +74,7 @@ class Version:
         self.reader = InputReader(
             servable.signature, max_bytes=config.max_request_bytes, refuse_nan=config.refuse_nan
         )
+        self.statistics = VersionStatistics()
         self._max_rows = config.batching.max_rows
         self._batcher: Batcher[Rows, Scores] = Batcher(
             self._compute,
@@ -180,8 +182,10 @@ class Version:
 
     def _compute(self, batch: Sequence[Rows]) -> Sequence[Scores | Exception]:
         try:
+            started = time.perf_counter_ns()
             features, dense = self.reader.join(batch)
             outputs = self.servable.predict(features, dense)
+            self.statistics.computed(len(batch), time.perf_counter_ns() - started)
         except Exception as error:
             if len(batch) == 1 or _is_unavailable(error):
                 return [error] * len(batch)

@@ -171,6 +171,9 @@ class _Models:
         stale = gauge("staleness_seconds", "Age of the newest pushed parameters.")
         looked_up = counter("ids_looked_up", "Ids looked up by requests.")
         missing = counter("ids_missing", "Ids of requests without a row.")
+        answered = counter("version_requests", "Requests for scores that a version answered.")
+        errors = counter("version_failures", "Requests for scores that failed in a version.")
+        seconds = counter("version_seconds", "Time of the requests that a version answered.")
         failed = counter("fetch_failures", "Parts that failed to return the rows of a request.")
         zeros = counter("fetch_missing_rows", "Ids that read as zeros because a part failed.")
         sessions = {
@@ -186,6 +189,13 @@ class _Models:
                 counters = version.servable.counters
                 looked_up.add_metric([model.name, str(number)], float(counters.ids_looked_up))
                 missing.add_metric([model.name, str(number)], float(counters.ids_missing))
+                sums = version.statistics.sums()
+                for family, value in (
+                    (answered, sums.successes),
+                    (errors, sums.failures),
+                    (seconds, sums.success_ns / 1e9),
+                ):
+                    family.add_metric([model.name, str(number)], float(value))
                 if version.fetcher is not None:
                     failed.add_metric([model.name, str(number)], float(version.fetcher.failed_shards))
                     rows = float(version.fetcher.rows_missing_by_failure)
@@ -202,7 +212,8 @@ class _Models:
             age = None if model.subscriber is None else model.subscriber.staleness()
             if age is not None:
                 stale.add_metric([model.name], float(age))
-        yield from (queue, state, overlay, stale, looked_up, missing, failed, zeros, *sessions.values())
+        yield from (queue, state, overlay, stale, looked_up, missing, answered, errors, seconds)
+        yield from (failed, zeros, *sessions.values())
 
 
 class MetricsServer(HttpServer):
