@@ -125,6 +125,7 @@ NB_MODULE(_native, m) {
       if (find_kernels(name)) names.append(name);
     return names;
   });
+  m.def("uses_torch_threads", [](int threads) { return OpenMp::get(threads) != nullptr; }, nb::arg("threads"));
   m.def("set_huge_pages", [](bool on) { use_huge_pages() = on; }, nb::arg("on"));
   m.def("set_exchange_api", [](bool on) { exchange_api_enabled() = on; }, nb::arg("on"));
   m.def("check_tensors",
@@ -133,6 +134,17 @@ NB_MODULE(_native, m) {
           borrow(values, Kind::float32, "values");
         },
         nb::arg("ids"), nb::arg("values"));
+  // Whether these are tensors that calls take as ids without a copy.
+  m.def("are_ids",
+        [](nb::sequence tensors) {
+          try {
+            for (handle each : tensors) borrow_ids(each);
+          } catch (const std::exception&) {
+            return false;
+          }
+          return true;
+        },
+        nb::arg("tensors"));
   m.def("all_finite",
         [](handle tensor, int threads) {
           TensorView v = borrow(tensor, Kind::float32, "tensor", Strides::rows);

@@ -55,6 +55,12 @@ inline TensorView borrow_matrix(handle tensor, const char* name, int64_t rows, i
   return v;
 }
 
+// Offsets that are known to ascend, because features of one id per example share theirs.
+struct KnownOffsets {
+  const int64_t* data = nullptr;
+  int64_t size = 0;
+};
+
 // A pooling in the form of Bags.native in ops/pooling.py: per feature (offsets, weights, divisor, shared, parts);
 // a part is (output, column, start, end, inner, accumulate, step).
 template <class T>
@@ -65,7 +71,8 @@ struct BagsList {
   BagsList(nb::handle bags, nb::handle outputs, int64_t n, int dim)
       : BagsList(bags, borrow_outputs(outputs), n, dim) {}
 
-  BagsList(nb::handle bags, const std::vector<TensorView>& out, int64_t n, int dim) {
+  // `known`: offsets that were checked in this call, or null.
+  BagsList(nb::handle bags, const std::vector<TensorView>& out, int64_t n, int dim, KnownOffsets* known = nullptr) {
     int64_t end = 0;
     for (handle item : bags) {
       nb::tuple bag = nb::cast<nb::tuple>(item);
@@ -76,7 +83,9 @@ struct BagsList {
       view.offsets = offsets.as<int64_t>();
       view.num_bags = offsets.shape[0] - 1;
       bool ascend = view.offsets[0] >= end;
-      for (int64_t b = 0; b < view.num_bags; ++b) ascend &= view.offsets[b] <= view.offsets[b + 1];
+      if (!known || known->data != view.offsets || known->size != view.num_bags)
+        for (int64_t b = 0; b < view.num_bags; ++b) ascend &= view.offsets[b] <= view.offsets[b + 1];
+      if (known && ascend) *known = {view.offsets, view.num_bags};
       require(ascend, "offsets: must ascend from feature to feature");
       end = view.offsets[view.num_bags];
       require(end <= n, "offsets: beyond the number of ids");

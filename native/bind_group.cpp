@@ -75,6 +75,7 @@ void bind_group(nb::module_& m) {
           std::vector<TableRead> calls(count);
           std::vector<BagsList<float>> lists;
           lists.reserve(count);
+          KnownOffsets known;
           for (size_t k = 0; k < count; ++k) {
             const nb::tuple f = fields(reads[k], 5, "read_tables: expected five fields per table");
             TableRead& call = calls[k];
@@ -92,7 +93,7 @@ void bind_group(nb::module_& m) {
                 call.epoch = integer(f[3], "epoch");
                 call.known = rows;
               }
-              lists.emplace_back(f[4], out, ids.n, table.dim());
+              lists.emplace_back(f[4], out, ids.n, table.dim(), &known);
               call.bags = lists.back().views;
             });
           }
@@ -167,6 +168,7 @@ void bind_group(nb::module_& m) {
           std::vector<std::vector<SegmentStep>> steps(count);
           calls.reserve(count);
           lists.reserve(count);
+          KnownOffsets known;
           for (size_t k = 0; k < count; ++k) {
             const nb::tuple f = fields(updates[k], 9, "update_tables: expected nine fields per table");
             TableUpdate call;
@@ -184,7 +186,7 @@ void bind_group(nb::module_& m) {
                 u.flat = flat.as<float>();
                 u.flat_stride = flat.row_stride;
               } else {
-                lists.emplace_back(f[4], grads, ids.n, table.dim());
+                lists.emplace_back(f[4], grads, ids.n, table.dim(), &known);
                 u.bags = lists.back().views;
               }
               read_step(f[6], f[7], table, u, steps[k]);

@@ -579,6 +579,7 @@ class Table {
   // 50 microseconds.
   static constexpr int64_t kDrainLooks = 8192;
   static constexpr int kDrainWords = 1024, kDrainRows = 4096, kDrainFinds = 1024;
+  static constexpr int kDrainMost = kDrainRows + 64 * TouchedRows::kMost;  // if rows of the last words are neighbours
   void drain_some(int consumer, int64_t& end, std::vector<int64_t>& ids);
   void prepare_removed(int64_t n);
   static void keep_distinct(std::vector<int64_t>& ids);

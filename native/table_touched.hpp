@@ -24,28 +24,27 @@ inline void Table::untrack(int consumer) {
 }
 
 // Takes the ids of touched rows before row 64 * `end`, from the last to the first. The work of one call is bounded; `end`
-// is where to continue, 0 at the end. `ids` must have room for kDrainRows + 64 more.
+// is where to continue, 0 at the end. `ids` must have room for kDrainMost more.
 inline void Table::drain_some(int consumer, int64_t& end, std::vector<int64_t>& ids) {
-  constexpr int kAhead = 64;
-  int32_t first[TouchedRows::kMost], rows[kDrainRows + 64];
+  int32_t first[TouchedRows::kMost], rows[kDrainMost];
   uint64_t bits[TouchedRows::kMost];
   int64_t looks = kDrainLooks;
   int found = 0;
   for (int words = 0; words < kDrainWords && looks > 0 && end > 0 && found < kDrainRows;) {
-    const int count = rows_.take_touched(consumer, end, (kDrainRows - found) / 64 + 1, looks, first, bits);
+    const int count = rows_.take_touched(consumer, end, TouchedRows::kMost, looks, first, bits);
     words += count;
     for (int k = 0; k < count; ++k) {
       for (uint64_t left = bits[k]; left;) {
         const int at = 63 - __builtin_clzll(left);
         left ^= uint64_t{1} << at;
-        rows[found++] = first[k] + at;
+        rows[found] = first[k] + at;
+        MEGALITH_FETCH(&rows_.id_of(rows[found++]));
       }
     }
   }
-  for (int k = 0; k < found; ++k) {
-    if (k + kAhead < found) __builtin_prefetch(&rows_.id_of(rows[k + kAhead]));
-    ids.push_back(rows_.id_of(rows[k]));
-  }
+  const size_t before = ids.size();
+  ids.resize(before + static_cast<size_t>(found));
+  for (int k = 0; k < found; ++k) ids[before + static_cast<size_t>(k)] = rows_.id_of(rows[k]);
 }
 
 // The lock is held for a slice at a time, so that a training call never waits long. A row that is written meanwhile is
@@ -60,7 +59,7 @@ inline void Table::drain(int consumer, std::vector<int64_t>& updated, std::vecto
   int64_t epoch = kUnknownEpoch;
   try {
     for (int64_t end = Rows::kMaxRows; end > 0;) {
-      const size_t wanted = touched.size() + kDrainRows + 64;
+      const size_t wanted = touched.size() + kDrainMost;
       if (wanted > touched.capacity()) touched.reserve(std::max(wanted, 2 * touched.capacity()));
       std::unique_lock<ForkSafeLock> hold(lock_);
       if (!rows_.tracked(consumer)) return;

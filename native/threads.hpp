@@ -1,7 +1,7 @@
 // A thread pool, and a lock for many readers or one writer.
 //
 // Both survive fork(): before a fork every table is locked and the pool is idle, so the child sees complete tables and
-// starts its own workers when it needs them. OpenMP is not used, because its pool does not work in a forked child.
+// starts its own workers when it needs them. The main thread uses torch's threads where it can; see openmp.hpp.
 #pragma once
 
 #include <pthread.h>
@@ -19,6 +19,8 @@
 #include <set>
 #include <thread>
 #include <type_traits>
+
+#include "openmp.hpp"
 
 namespace megalith {
 
@@ -87,6 +89,12 @@ class ThreadPool {
     job.call = [](void* context, int64_t task, int worker) {
       (*static_cast<std::remove_reference_t<Work>*>(context))(task, worker);
     };
+    if (const OpenMp* library = OpenMp::get(threads)) {
+      job.helpers = threads - 1;
+      library->run([](void* data) { static_cast<Job*>(data)->take_part(); }, &job);
+      if (job.error) std::rethrow_exception(job.error);
+      return;
+    }
     {
       std::lock_guard<std::mutex> hold(mutex_);
       while (workers_ < threads - 1) {
@@ -130,11 +138,22 @@ class ThreadPool {
     int64_t tasks = 0;
     int helpers = 0;
     std::atomic<int> active{0};  // changes under the mutex of the pool
+    std::atomic<int> arrived{0};  // threads of OpenMP
     std::atomic<int64_t> next{0};
     void* context = nullptr;
     void (*call)(void*, int64_t, int) = nullptr;
     std::mutex error_mutex;
     std::exception_ptr error;
+
+    // Called by every thread of OpenMP; there may be more than this job uses.
+    void take_part() {
+      const int worker = arrived.fetch_add(1, std::memory_order_relaxed);
+      if (worker > helpers) return;
+      const Rounding before;
+      rounding.set();
+      work_off(worker);
+      before.set();
+    }
 
     void work_off(int worker) {
       try {

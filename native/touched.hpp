@@ -54,7 +54,7 @@ class TouchedRows {
       for (; rest && count < most; ++count) {
         const int at = 63 - __builtin_clzll(rest);
         rest ^= uint64_t{1} << at;
-        __builtin_prefetch(words + at, 1);
+        MEGALITH_FETCH(words + at);
         first[count] = static_cast<int32_t>((start + at) * 64);
         found[count] = words + at;
       }

@@ -25,6 +25,7 @@ from megalith import (
     Sum,
     TableConfig,
 )
+from megalith.ops import Pooling
 from tests.nn.support import assign, collection, column, contents, floats, ints, zeros
 
 # ---- inputs
@@ -396,6 +397,55 @@ def test_shards_are_used_as_they_are(engine: str) -> None:
     made({"a": ints(1)})["a"].sum().backward()
     assert len(shards.local["t"]) == 1
     assert len(shards.local["other"]) == 0
+
+
+# ---- one id per example
+
+
+def test_batches_of_one_id_per_example_share_a_pooling() -> None:
+    tables = [zeros("t"), zeros("u")]
+    features = [Feature("a", "t"), Feature("b", "t"), Feature("c", "u", Mean())]
+    model = EmbeddingCollection(tables, features)
+
+    def pooling(**columns: Any) -> Pooling:
+        return model.prepare(columns).pooling
+
+    first = pooling(a=ints(1, 2), b=ints(3, 4), c=ints(5, 6))
+
+    assert pooling(a=ints(7, 8), b=ints(9, 9), c=ints(1, 1)) is first
+    # Columns with row_splits of their own.
+    assert pooling(a=column([1], [2]), b=column([3], [4]), c=column([5], [6])) is first
+    # Three ids in three rows, but not one each.
+    uneven = pooling(a=column([1, 2], [], [3]), b=ints(4, 5, 6), c=ints(7, 8, 9))
+    assert uneven.bags["t"][0].offsets.tolist() == [0, 2, 2, 3]
+    # Weights, and another number of examples.
+    weighted = column([1], [2], weights=[[2.0], [3.0]])
+    assert pooling(a=weighted, b=ints(3, 4), c=ints(5, 6)).bags["t"][0].weights is not None
+    assert pooling(a=ints(1), b=ints(2), c=ints(3)).outputs == ((1, 1), (1, 1), (1, 1))
+
+
+def test_columns_of_one_id_per_example_train_like_tensors(engine: str) -> None:
+    found = []
+    for make in (lambda *ids: ints(*ids), lambda *ids: column(*([i] for i in ids))):
+        model = EmbeddingCollection(
+            [zeros("t"), zeros("u")], [Feature("a", "t"), Feature("b", "t"), Feature("c", "u")], engine=engine
+        )
+        for step in range(3):
+            out = model({"a": make(1, 2), "b": make(2, 3 + step), "c": make(5, 5)})
+            (out["a"] + 2 * out["b"] + 3 * out["c"]).sum().backward()
+        found.append((contents(model, "t"), contents(model, "u")))
+
+    assert found[0] == found[1]
+    assert found[0][0][2] == [-9.0]
+    assert found[0][1] == {5: [-18.0]}
+
+
+def test_shared_row_splits_that_were_changed_are_not_used_again() -> None:
+    model = collection()
+    splits = model.prepare({"a": ints(1, 2)}).columns["a"].row_splits
+    splits[1] = 2
+
+    assert model.prepare({"a": ints(1, 2)}).pooling.bags["t"][0].offsets.tolist() == [0, 1, 2]
 
 
 # ---- the documentation

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megalith import Normal, Optimizer, Table
+from megalith import Normal, Optimizer, Table, _native
 from megalith.table.engines.cpu import CpuEngine
 from tests.table.support import as_sets, assert_same_bits, native_table, sgd_table, unchanged
 
@@ -97,6 +97,16 @@ def test_a_child_writes_although_a_thread_held_the_lock_when_it_was_forked() -> 
         done.set()
         thread.join()
     assert len(table) == 0
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_a_child_does_not_use_the_threads_of_torch() -> None:
+    torch.set_num_threads(2)
+
+    def work() -> None:
+        assert not _native.uses_torch_threads(2)
+
+    in_child(work)
 
 
 @pytest.mark.usefixtures("restore_threads")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import FTRL, Adagrad, Adam, Normal, RowWiseAdagrad, Segment, Table, TableConfig
+from megalith import FTRL, Adagrad, Adam, Normal, RowWiseAdagrad, Segment, Table, TableConfig, _native
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk
 from tests.table.support import assert_same_bits, assert_same_tables, ints, sgd_table, whole
@@ -35,6 +36,22 @@ def run_together(*work: Callable[[], None]) -> None:
         assert not thread.is_alive(), "deadlock"
     if errors:
         raise errors[0]
+
+
+# ---- whose threads
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_the_main_thread_uses_the_threads_of_torch() -> None:
+    torch.set_num_threads(2)
+    there = sys.platform == "linux" and "OpenMP" in torch.__config__.parallel_info()
+    found = []
+
+    run_together(lambda: found.append(_native.uses_torch_threads(2)))
+
+    assert found == [False]  # torch would start threads for each thread that calls it
+    assert _native.uses_torch_threads(2) == there
+    assert not _native.uses_torch_threads(3)
 
 
 # ---- the number of threads does not show

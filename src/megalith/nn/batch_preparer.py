@@ -38,18 +38,10 @@ class BatchPreparer:
         self._plan = plan
         self._prepare_ids = prepare_ids
         self._absent_ok = absent_ok
-        self._splits: dict[tuple[int, torch.device], Tensor] = {}
+        self._splits = SingleSplits()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_splits": {}}
-
-    def _single_splits(self) -> dict[tuple[int, torch.device], Tensor]:
-        """The row_splits of columns with one id per example, which batches share if nobody changed them."""
-        if len(self._splits) > 4:
-            self._splits.clear()
-        for key in [key for key, splits in self._splits.items() if versions([splits]) != [0]]:
-            del self._splits[key]
-        return self._splits
+        return {**vars(self), "_splits": SingleSplits()}
 
     def __call__(self, batch: Any) -> CompiledBatch:
         """Compile a batch: anything that `EmbeddingCollection.forward` accepts.
@@ -69,11 +61,11 @@ class BatchPreparer:
                 )
             batch = Ragged.from_keyed(batch)
         columns: dict[str, Ragged] = {}
-        splits_of = self._single_splits()
+        self._splits.begin_batch()
         absent = []
         for name, feature in self._plan.features.items():
             if name in batch:
-                columns[name] = column_of(feature, batch[name], splits_of)
+                columns[name] = column_of(feature, batch[name], self._splits)
                 continue
             known = ", ".join(map(repr, batch)) or "nothing"
             if not self._absent_ok:
@@ -87,15 +79,67 @@ class BatchPreparer:
         return columns
 
 
-def column_of(
-    feature: Feature, value: Any, splits_of: dict[tuple[int, torch.device], Tensor] | None = None
-) -> Ragged:
+class SingleSplits:
+    """The row_splits of columns with one id per example, which batches share if nobody changed them.
+
+    With equal row_splits, a batch is compiled like the one before it; see `FeaturePlan.compile`.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, torch.device], Tensor] = {}
+        self._given: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def begin_batch(self) -> None:
+        """Forget row_splits that were changed in place, and those of the batch before."""
+        self._given.clear()
+        if len(self._known) > 4:
+            self._known.clear()
+        for key in [key for key, splits in self._known.items() if versions([splits]) != [0]]:
+            del self._known[key]
+
+    def of(self, size: int, device: torch.device) -> Tensor:
+        """Return the row_splits of a column.
+
+        Args:
+            size: Number of examples.
+            device: The device of the column.
+
+        Returns:
+            int64 [size + 1], the numbers from 0 on.
+        """
+        found = self._known.get((size, device))
+        if found is None:
+            found = self._known[size, device] = torch.arange(size + 1, device=device)
+        return found
+
+    def recognise(self, column: Ragged) -> Ragged:
+        """Return a column with shared row_splits if every example has exactly one id.
+
+        Args:
+            column: Any column.
+
+        Returns:
+            The column itself if an example has another number of ids, and on other devices than the CPU.
+        """
+        splits, size = column.row_splits, column.values.shape[0]
+        if column.single or column.weights is not None or splits.shape[0] != size + 1:
+            return column
+        if type(splits) is not Tensor or not splits.is_cpu:
+            return column
+        given = self._given.get(id(splits))
+        if given is None:  # the columns of a batch often have the same row_splits
+            shared = self.of(size, splits.device)
+            given = self._given[id(splits)] = splits, shared if torch.equal(splits, shared) else None
+        return column if given[1] is None else Ragged.trusted(column.values, given[1], single=True)
+
+
+def column_of(feature: Feature, value: Any, shared: SingleSplits | None = None) -> Ragged:
     """Return the column of a feature.
 
     Args:
         feature: The feature.
         value: A Ragged, a jagged nested tensor, int64 or int32 [B], or [B, L] padded with `feature.pad`.
-        splits_of: The row_splits of columns [B] of this batch by size and device, which they share.
+        shared: The row_splits of columns with one id per example, which they share.
 
     Returns:
         The ids as a Ragged; a tensor [B] has one id per example.
@@ -105,17 +149,14 @@ def column_of(
         UsageError: For weights that require a gradient.
     """
     if isinstance(value, Ragged):
-        column = value
+        column = value if shared is None else shared.recognise(value)
     elif isinstance(value, Tensor) and value.is_nested:
         if value.layout != torch.jagged:
             raise InputError(f"feature {feature.name!r}: a nested tensor must have layout=torch.jagged")
         column = Ragged.from_nested(value)
     elif isinstance(value, Tensor) and value.dim() == 1:
-        splits_of = {} if splits_of is None else splits_of
-        key = value.shape[0], value.device
-        if key not in splits_of:
-            splits_of[key] = torch.arange(value.shape[0] + 1, device=value.device)
-        column = Ragged.trusted(value, splits_of[key], single=True)
+        shared = SingleSplits() if shared is None else shared
+        column = Ragged.trusted(value, shared.of(value.shape[0], value.device), single=True)
     elif isinstance(value, Tensor) and value.dim() == 2:
         column = Ragged.from_padded(value, pad=feature.pad)
     else:

@@ -101,12 +101,17 @@ class FeaturePlan:
         self._coverage = Coverage()
         self._single_bags: dict[str, Bags] = {}
         self._pooling: Pooling | None = None  # of the last batch; the next one is often equal
+        # The row_splits and the pooling of the last batch with one id per example and feature.
+        self._single_pooling: tuple[Tensor, Pooling] | None = None
+        self._one_bag = all(
+            f.combiner is not None and f.combiner.inner == 1 and not f.shared for f in self.features.values()
+        )
         self.tables: dict[str, list[Feature]] = {}
         for feature in self.features.values():
             self.tables.setdefault(feature.table, []).append(feature)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_single_bags": {}, "_pooling": None}
+        return {**vars(self), "_single_bags": {}, "_pooling": None, "_single_pooling": None}
 
     # ---- at construction
 
@@ -202,6 +207,16 @@ class FeaturePlan:
         Raises:
             InputError: If columns differ in their number of rows or their device.
         """
+        splits = self._common_splits(columns)
+        if splits is not None and self._single_pooling is not None and self._single_pooling[0] is splits:
+            ids = {
+                table: columns[features[0].name].values
+                if len(features) == 1
+                else torch.cat([columns[feature.name].values for feature in features])
+                for table, features in self.tables.items()
+            }
+            size = splits.shape[0] - 1
+            return CompiledBatch(prepare_ids(ids), self._single_pooling[1], size, columns, splits.device)
         size = self._batch_size(columns)
         device = _device(columns)
         # Columns stay on the device of the tables; from any other device they come to the CPU.
@@ -209,7 +224,7 @@ class FeaturePlan:
         place = device if keep else torch.device("cpu")
         here = columns if keep else columns_to_host(columns)
         rows = [size] * len(self.outputs)
-        ids: dict[str, Tensor] = {}
+        ids = {}
         bags: dict[str, tuple[Bags, ...]] = {}
         for table, features in self.tables.items():
             values: list[Tensor] = []
@@ -234,7 +249,24 @@ class FeaturePlan:
         pooling = self._pooling
         if pooling is None or pooling.outputs != shapes or not _same(pooling.bags, bags):
             pooling = self._pooling = Pooling(shapes, bags, self._coverage)
+        if splits is not None and keep:
+            self._single_pooling = splits, pooling
         return CompiledBatch(prepare_ids(ids), pooling, size, columns, device)
+
+    def _common_splits(self, columns: Mapping[str, Ragged]) -> Tensor | None:
+        """Return the row_splits of all columns if they share them and every example has one id in each."""
+        if not self._one_bag:
+            return None
+        common: Tensor | None = None
+        for name in self.features:
+            column = columns[name]
+            if not column.single or column.weights is not None:
+                return None
+            if common is None:
+                common = column.row_splits
+            elif column.row_splits is not common:
+                return None
+        return common
 
     def _bags(
         self, feature: Feature, column: Ragged, offsets: Tensor, begin: int, weights: Tensor | None

@@ -33,7 +33,7 @@ from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.engines.group import EngineGroup
 from megalith.table.engines.registry import engine_group
 from megalith.table.table_data import FoundRows, Step
-from megalith.table.validation import check_by_table, check_flag, check_pooling, check_step
+from megalith.table.validation import are_plain_ids, check_by_table, check_flag, check_pooling, check_step
 
 
 class LocalShards(Shards):
@@ -95,12 +95,14 @@ class LocalShards(Shards):
             ids = self.prepare(ids.ids)
         own = ids.ids
         device = self.device
-        if any(x.device != device for x in own.values()):
+        if device.type != "cpu" and any(x.device != device for x in own.values()):
             own = {name: x.to(device, non_blocking=True) for name, x in own.items()}
         return LocalLookup(self.engines, own, step)
 
     def _is_prepared(self, prepared: PreparedIds) -> bool:
         """Whether ids have the form that engines take; reads attributes only."""
+        if self.device.type == "cpu":
+            return self.local.keys() >= prepared.ids.keys() and are_plain_ids(prepared.ids.values())
         return all(
             name in self.local and ids.dtype is torch.int64 and ids.dim() == 1 and ids.is_contiguous()
             for name, ids in prepared.ids.items()

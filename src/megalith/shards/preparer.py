@@ -18,7 +18,13 @@ from megalith.routing import MODES, Router
 from megalith.shards.contract import Ids, Rows, missing_status
 from megalith.shards.lookup import PreparedIds
 from megalith.table import TableConfig
-from megalith.table.validation import InputChecks, check_by_table, check_flag, check_table_name
+from megalith.table.validation import (
+    InputChecks,
+    are_plain_ids,
+    check_by_table,
+    check_flag,
+    check_table_name,
+)
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,8 @@ class LocalPreparer:
         if not missing_ok:
             for name in ids:
                 check_table_name(name, self._checks)
+            if self.device.type == "cpu" and are_plain_ids(ids.values()):
+                return dict(ids)
         return {
             name: self._checks[name].ids(x, move=False) for name, x in ids.items() if name in self._checks
         }

@@ -8,7 +8,7 @@ written unless the whole input of a call is valid.
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,18 @@ def check_flag(value: Any, field: str) -> None:
     """
     if not isinstance(value, bool):
         raise InputError(f"{field} must be True or False, got {type(value).__name__}")
+
+
+def are_plain_ids(tensors: Iterable[Any]) -> bool:
+    """Return whether ids of the CPU need no conversion.
+
+    Args:
+        tensors: The ids of each table, as the caller passed them.
+
+    Returns:
+        True if all of them are contiguous int64 [n] on the CPU. False: `InputChecks.ids` decides.
+    """
+    return _NATIVE is not None and bool(_NATIVE.are_ids(list(tensors)))
 
 
 def check_step(step: Any, where: str) -> int:

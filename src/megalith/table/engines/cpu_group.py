@@ -35,6 +35,7 @@ class CpuEngineGroup(EngineGroup):
         super().__init__(engines)
         self._cpu = {name: engine for name, engine in engines.items() if isinstance(engine, CpuEngine)}
         assert len(self._cpu) == len(engines)
+        self._views = any(engine.view is not None for engine in self._cpu.values())
 
     def find(self, ids: Mapping[str, Tensor]) -> dict[str, FoundRows]:
         """See `EngineGroup.find`."""
@@ -53,7 +54,7 @@ class CpuEngineGroup(EngineGroup):
         step: int | None = None,
     ) -> None:
         """See `EngineGroup.read_blocks`."""
-        if any(engine.view is not None for engine in self._cpu.values()):
+        if self._views:
             super().read_blocks(ids, found, counts, out, step=step)
             return
         with span("megalith.rows"):
@@ -71,6 +72,9 @@ class CpuEngineGroup(EngineGroup):
         """See `EngineGroup.pool`. Tables with a view are read in torch."""
         with span("megalith.pool"):
             outputs = pooling.new_outputs()
+            if not self._views:
+                self._read(ids, found, pooling.native_bags, outputs)
+                return outputs
             together: dict[str, object] = {}
             for name, bags in pooling.native_bags.items():
                 engine = self._cpu[name]
@@ -95,7 +99,9 @@ class CpuEngineGroup(EngineGroup):
         """Read the tables of `bags`; add the rows that had to be found."""
         if not bags:
             return
-        rows = {name: torch.empty(ids[name].shape, dtype=torch.int32) for name in bags if name not in found}
+        missing = [name for name in bags if name not in found]
+        sizes = [ids[name].shape[0] for name in missing]
+        rows = dict(zip(missing, torch.empty(sum(sizes), dtype=torch.int32).split(sizes), strict=True))
         reads = [
             self._cpu[name].native_read(ids[name], found.get(name), rows.get(name), own)
             for name, own in bags.items()
