@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import InputError
-from megalith.gather.compress import Compressed, ErrorFeedback, compress, decompress, quantise
+from megalith.gather.compress import Compressed, ErrorFeedback, compress, decompress
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.ops.chunk_rows import unpack_indices
+from megalith.ops.chunk_rows import quantise, unpack_indices
 from tests.gather import naive
 from tests.gather.support import RUN, opened, small_schema, table_rows, weights
 

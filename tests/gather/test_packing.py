@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import InputError
-from megalith.gather.chunks import Area, covered, from_chunks, lay_out, rectangles, to_chunks, within
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
+from megalith.ops.chunk_layout import as_matrix, from_chunks, to_chunks
 from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
 from megalith.ops.cosine_transform import forward_dct, inverse_dct
 from tests.gather import naive
@@ -99,38 +99,17 @@ def test_chunks_come_back(shape: tuple[int, ...], chunk: int, padding: bool) -> 
     tensor = torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.float32)
     tensor = tensor[: torch.Size(shape).numel()].reshape(shape)
     (spec,) = PayloadSchema.of({"w": tensor}, chunk=chunk, padding=padding).parameters
-    chunks = to_chunks(tensor, spec)
+    assert as_matrix(tensor).shape == spec.matrix
+    chunks = to_chunks(as_matrix(tensor), spec.chunk)
     assert chunks.shape == (spec.rows, spec.size)
-    assert torch.equal(from_chunks(chunks, spec), tensor)
-
-
-@given(shapes, st.integers(1, 6), st.data())
-def test_a_range_of_chunks_is_made_of_rectangles(
-    shape: tuple[int, ...], chunk: int, data: st.DataObject
-) -> None:
-    tensor = torch.randn(shape)
-    (spec,) = PayloadSchema.of({"w": tensor}, chunk=chunk).parameters
-    start = data.draw(st.integers(0, spec.rows))
-    stop = data.draw(st.integers(start, spec.rows))
-    chunks = to_chunks(tensor, spec)[start:stop]
-    out = torch.full(spec.matrix, float("nan"))
-    places = list(rectangles(spec, start, stop))
-    assert len(places) <= 3
-    for place in places:
-        part = within(out, covered(spec, place, Area(0, *spec.matrix[:1], 0, *spec.matrix[1:])), 0, 0)
-        part.copy_(lay_out(chunks[place.start : place.stop], spec, place)[: part.shape[0], : part.shape[1]])
-    whole = torch.full((spec.rows, spec.size), float("nan"))
-    whole[start:stop] = chunks
-    assert torch.equal(
-        torch.nan_to_num(out, 99.0), torch.nan_to_num(from_chunks(whole, spec).view(spec.matrix), 99.0)
-    )
+    assert torch.equal(from_chunks(chunks, spec.matrix, spec.chunk).reshape(shape), tensor)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (6, 10), (12,), (7, 64)])
 def test_transform_is_orthonormal_and_invertible(shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     (spec,) = PayloadSchema.of({"w": tensor}, dct=True).parameters
-    chunks = to_chunks(tensor, spec)
+    chunks = to_chunks(as_matrix(tensor), spec.chunk)
     there = forward_dct(chunks, spec.chunk)
     torch.testing.assert_close(there.norm(), chunks.norm())
     torch.testing.assert_close(inverse_dct(there, spec.chunk), chunks, atol=1e-5, rtol=1e-5)

@@ -21,10 +21,11 @@ from megalith.gather.columns import Columns
 from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import UpdateConfig
-from megalith.gather.reduce import STEP_BYTES, Travel, clip_factors, medians, row_bytes
+from megalith.gather.reduce import Travel, clip_factors, medians, row_bytes
 from megalith.gather.result import GatherResult
 from megalith.gather.table_rows import PeerTables
 from megalith.gather.update import OuterUpdate
+from megalith.ops.chunk_layout import STEP_BYTES
 from tests.gather import naive
 from tests.gather.support import forged, gathered, peer_bytes, small_schema, weights
 

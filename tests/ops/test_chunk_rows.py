@@ -24,7 +24,6 @@ from megalith.ops.chunk_rows import (
     largest_of_rows,
     pack_codes,
     pack_indices,
-    step_chunks,
 )
 
 T = TypeVar("T")
@@ -118,36 +117,3 @@ def test_native_sums_refuse_what_was_not_checked() -> None:
         add_chunk_rows(total, None, *packed, values, 3, 2)
     with pytest.raises(ValueError, match="bad shape"):
         add_chunk_rows(total[:1], None, *packed, values, 3, 2)
-
-
-@given(st.integers(1, 9), st.integers(1, 9), st.tuples(st.integers(1, 4), st.integers(1, 4)), st.data())
-def test_a_step_covers_the_matrix(
-    lines: int, columns: int, chunk: tuple[int, int], data: st.DataObject
-) -> None:
-    """A part of a matrix, stepped by all chunks of the whole, in pieces."""
-    (height, width), lr = chunk, 0.3
-    down, across = -(-lines // height), -(-columns // width)
-    top = data.draw(st.integers(0, lines - 1))
-    bottom = data.draw(st.integers(top + 1, lines))
-    gradient = torch.randn(down * height, across * width)
-    tiles = (
-        gradient.view(down, height, across, width)
-        .permute(0, 2, 1, 3)
-        .reshape(-1, height * width)
-        .contiguous()
-    )
-    weights = torch.randn(bottom - top, columns)
-    expected = weights - gradient[top:bottom, :columns] * lr
-    cut = data.draw(st.integers(0, down * across))
-    if native_module() is None:
-        assert not step_chunks(tiles, weights, 0, across, chunk, top, 0, lr)
-        return
-    for first, piece in ((0, tiles[:cut]), (cut, tiles[cut:])):
-        assert step_chunks(piece, weights, first, across, chunk, top, 0, lr)
-    assert torch.equal(weights, expected)
-
-
-def test_other_types_are_left_to_the_caller() -> None:
-    weights = torch.zeros(2, 2, dtype=torch.bfloat16)
-    assert not step_chunks(torch.ones(1, 4), weights, 0, 1, (2, 2), 0, 0, 1.0)
-    assert not weights.any()

@@ -31,7 +31,6 @@ from megalith.gather.payload_schema import ParameterSpec
 from megalith.gather.plan import OverlapConfig, UpdateConfig
 from megalith.gather.reduce import (
     BLOCK_BYTES,
-    STEP_BYTES,
     PeerRows,
     TablePart,
     Travel,
@@ -43,6 +42,7 @@ from megalith.gather.reduce import (
     row_bytes,
 )
 from megalith.gather.result import GatherResult
+from megalith.ops.chunk_layout import STEP_BYTES
 from megalith.ops.chunk_rows import common_positions
 from megalith.ops.cosine_transform import inverse_dct
 from megalith.storage.spool import FileBody, Ledger, SpoolWriter

@@ -12,7 +12,6 @@ the same bytes for any number of ranks.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO, NamedTuple
@@ -23,15 +22,16 @@ from torch import Tensor
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.distributed.tensor_parts import Part, Span, local_tensor, move_lines, part_of, shard_spans
 from megalith.errors import InputError, UsageError
-from megalith.gather.chunks import from_chunks, to_chunks
 from megalith.gather.payload import Header, Label, Payload, PayloadWriter
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
 from megalith.ops import checks
+from megalith.ops.chunk_layout import as_matrix, from_chunks, to_chunks
 from megalith.ops.chunk_rows import (
     largest_of_chunks,
     largest_of_rows,
     pack_codes,
     pack_indices,
+    quantise,
     unpack_codes,
     unpack_indices,
 )
@@ -40,8 +40,6 @@ from megalith.storage.tensor_files import raw_bytes, tensor_of
 
 TableRows = Mapping[str, tuple[Tensor, Tensor]]
 """Rows of tables by name: ids int64 [n], rows float32 [n, dim]."""
-
-_SIGMAS = 6  # the range of values that codes cover
 
 
 class PackedParameter(NamedTuple):
@@ -253,32 +251,6 @@ def decompress(source: Compressed | Payload) -> dict[str, Tensor]:
     return result
 
 
-def quantise(values: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """Code values. Bins are equally wide and cover six standard deviations around the mean.
-
-    Args:
-        values: float32.
-        bins: The number of bins.
-
-    Returns:
-        Codes, uint8 of the shape of `values`, and the mean of the values in each bin, float32 [bins].
-    """
-    if values.numel() == 0:
-        return torch.zeros_like(values, dtype=torch.uint8), values.new_zeros(bins)
-    shift = values.mean()
-    centred = values - shift
-    spread = float(centred.norm()) / math.sqrt(max(values.numel() - 1, 1))
-    scale = _SIGMAS * spread / bins
-    if not math.isfinite(scale) or scale == 0.0:
-        scale = 1.0
-    codes = (centred / scale + bins / 2).round().clamp(0, bins - 1).to(torch.int64)
-    sums = torch.zeros(bins, dtype=torch.float64, device=values.device)
-    sums.scatter_add_(0, codes.flatten(), centred.flatten().to(torch.float64))
-    counts = torch.bincount(codes.flatten(), minlength=bins)
-    lookup = (sums / counts.clamp(min=1)).to(torch.float32) + shift
-    return codes.to(torch.uint8), lookup
-
-
 # ---- parameters
 
 
@@ -316,15 +288,15 @@ def _pack(pending: Tensor, spec: ParameterSpec, ranks: Ranks | None, *, subtract
 
 def _select(pending: Tensor, spec: ParameterSpec) -> tuple[Tensor, Tensor]:
     """The positions of largest magnitude of each chunk, ascending, and their values: [rows, keep] each."""
+    matrix = as_matrix(pending)
     if spec.full and not spec.dct:
-        chunks = to_chunks(pending, spec)
+        chunks = to_chunks(matrix, spec.chunk)
         return torch.arange(spec.size, device=chunks.device).expand(chunks.shape), chunks
     if not spec.dct:
-        matrix = pending.detach().to(torch.float32).reshape(spec.matrix)
-        found = largest_of_chunks(matrix, spec.chunk, spec.keep)
+        found = largest_of_chunks(matrix.to(torch.float32), spec.chunk, spec.keep)
         if found is not None:
             return found
-    chunks = to_chunks(pending, spec)
+    chunks = to_chunks(matrix, spec.chunk)
     return largest_of_rows(forward_dct(chunks, spec.chunk) if spec.dct else chunks, spec.keep)
 
 
@@ -351,7 +323,8 @@ def _unpack(packed: PackedParameter, spec: ParameterSpec) -> Tensor:
     codes = unpack_codes(packed.codes, spec.keep, spec.bits).to(torch.int64)
     indices = unpack_indices(packed.indices, spec.keep).to(torch.int64)
     chunks.scatter_(1, indices, packed.lookup[codes])
-    return from_chunks(inverse_dct(chunks, spec.chunk) if spec.dct else chunks, spec)
+    chunks = inverse_dct(chunks, spec.chunk) if spec.dct else chunks
+    return from_chunks(chunks, spec.matrix, spec.chunk).reshape(spec.shape)
 
 
 def _unpack_lines(packed: PackedParameter, spec: ParameterSpec, span: Span | None) -> Tensor:

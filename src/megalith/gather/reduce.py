@@ -32,9 +32,6 @@ from megalith.storage.spool import Ledger
 
 EPSILON = 1e-8
 TablePart = Literal["ids", "rows"]
-STEP_POSITIONS = 1 << 16
-"""Positions that a step changes at once."""
-STEP_BYTES = 24 * STEP_POSITIONS
 BLOCK_BYTES = 32 << 20
 """Memory of a block at most, also with a larger budget: larger blocks are not faster."""
 _PEER_BYTES = 48  # one kept position of a peer, unpacked: index, place, code, value

@@ -18,15 +18,14 @@ from megalith.distributed.fingerprint import Fingerprint, fingerprint
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.distributed.tensor_parts import Part, local_tensor, part_of
 from megalith.errors import InputError, UsageError
-from megalith.gather.chunks import Area, covered, lay_out, rectangles, within
 from megalith.gather.columns import Columns
-from megalith.gather.payload_schema import ParameterSpec, PayloadSchema, Weights, named_weights
-from megalith.gather.plan import GatherPlan, UpdateConfig
-from megalith.gather.reduce import STEP_POSITIONS, clip_factors, medians
+from megalith.gather.payload_schema import PayloadSchema, Weights, named_weights
+from megalith.gather.plan import GatherPlan
+from megalith.gather.reduce import clip_factors, medians
 from megalith.gather.result import Gathered, GatherResult, as_result
 from megalith.gather.table_rows import ApplyRows, TableShards, row_taker
 from megalith.ops import checks
-from megalith.ops.chunk_rows import step_chunks
+from megalith.ops.chunk_layout import as_matrix, step_chunks
 from megalith.storage.tensor_snapshot import SnapshotPolicy, TensorSnapshot
 
 T = TypeVar("T")
@@ -245,13 +244,22 @@ class OuterUpdate:
         config = result.plan.update
         norms = result.norm_table(uids)
         factors = clip_factors(norms, config)
-        areas = [_area(spec, parts[spec.name].span) for spec in specs]
         momentum = {name: local_tensor(tensor) for name, tensor in self.momentum.items()}
         for number, start, tile in columns.tiles(uids, factors, lambda n: parts[specs[n].name].tensor.device):
             on_change()
-            name = specs[number].name
-            _step_tile(
-                specs[number], parts[name].tensor, momentum.get(name), start, tile, config, areas[number]
+            spec, part = specs[number], parts[specs[number].name]
+            line = 0 if part.span is None else part.span[0]
+            step_chunks(
+                tile,
+                as_matrix(part.tensor),
+                as_matrix(momentum[spec.name]) if config.optimizer == "nesterov" else None,
+                first=start,
+                across=spec.bands[1],
+                chunk=spec.chunk,
+                corner=(0, line) if len(spec.shape) < 2 else (line, 0),
+                rule=config.optimizer,
+                lr=config.lr,
+                beta=config.momentum,
             )
             del tile  # its memory is needed for the next one
         for number, table in enumerate(self.schema.tables):
@@ -338,52 +346,3 @@ class OuterUpdate:
 def _of_momentum(momentum: Mapping[str, T]) -> dict[str, T]:
     """Momentum under the names that it has in fingerprints and snapshots."""
     return {f"momentum of {name}": tensor for name, tensor in momentum.items()}
-
-
-def _area(spec: ParameterSpec, span: tuple[int, int] | None) -> Area:
-    """The lines and columns of a parameter's matrix that a part covers."""
-    lines, columns = spec.matrix
-    if span is None:
-        return Area(0, lines, 0, columns)
-    return Area(0, 1, *span) if len(spec.shape) < 2 else Area(*span, 0, columns)
-
-
-def _step_tile(
-    spec: ParameterSpec,
-    weights: Tensor,
-    momentum: Tensor | None,
-    start: int,
-    tile: Tensor,
-    config: UpdateConfig,
-    area: Area,
-) -> None:
-    """Step the weights of an area that rows `start` and on cover, in small pieces."""
-    shape = area.bottom - area.top, area.right - area.left
-    height, width = spec.chunk
-    if config.optimizer == "sgd" and step_chunks(
-        tile, weights.view(shape), start, max(1, spec.bands[1]), spec.chunk, area.top, area.left, config.lr
-    ):
-        return
-    each = max(1, STEP_POSITIONS // spec.size)
-    for first in range(0, tile.shape[0], each):
-        piece = tile[first : first + each]
-        for place in rectangles(spec, start + first, start + first + piece.shape[0]):
-            here = covered(spec, place, area)
-            if here.top >= here.bottom or here.left >= here.right:
-                continue
-            target = within(weights.view(shape), here, area.top, area.left)
-            gradient = lay_out(piece[place.start : place.stop], spec, place)
-            gradient = within(gradient, here, place.top * height, place.left * width)
-            if config.optimizer == "sign":
-                gradient = gradient.sign()
-            elif config.optimizer == "nesterov":
-                assert momentum is not None
-                own = within(momentum.view(shape), here, area.top, area.left)
-                own.mul_(config.momentum).add_(gradient)
-                gradient = (own * config.momentum).add_(gradient)
-            # Multiplied, then subtracted: fused, the two would round once here and twice there.
-            scaled = gradient * config.lr
-            if target.dtype is torch.float32:
-                target -= scaled
-            else:
-                target.copy_(target.to(torch.float32) - scaled)

@@ -1,4 +1,4 @@
-"""Rows of compressed updates: packed indices and codes, their checks, their sums, and the step of a matrix.
+"""Rows of compressed updates: values coded, indices and codes packed; their checks and their sums.
 
 A row is a chunk of a matrix, of which `keep` of `size` positions are sent. Indices have 12 bits, codes 2, 4
 or 8. Each row starts at a byte of its own. Two indices fill three bytes: the low byte of the first; its high
@@ -23,6 +23,7 @@ from megalith.library import native_module
 
 SPARE_BITS, TOO_HIGH, NOT_ASCENDING = 1, 2, 4
 """What `index_problems` finds."""
+_SIGMAS = 6  # the range of values that codes cover
 
 
 def pack_indices(indices: Tensor) -> Tensor:
@@ -100,6 +101,32 @@ def unpack_codes(packed: Tensor, keep: int, bits: int) -> Tensor:
     for place in range(each):
         out[:, :, place] = (packed >> (bits * place)) & mask
     return out.flatten(1)[:, :keep]
+
+
+def quantise(values: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+    """Code values. Bins are equally wide and cover six standard deviations around the mean.
+
+    Args:
+        values: float32.
+        bins: The number of bins.
+
+    Returns:
+        Codes, uint8 of the shape of `values`, and the mean of the values in each bin, float32 [bins].
+    """
+    if values.numel() == 0:
+        return torch.zeros_like(values, dtype=torch.uint8), values.new_zeros(bins)
+    shift = values.mean()
+    centred = values - shift
+    spread = float(centred.norm()) / math.sqrt(max(values.numel() - 1, 1))
+    scale = _SIGMAS * spread / bins
+    if not math.isfinite(scale) or scale == 0.0:
+        scale = 1.0
+    codes = (centred / scale + bins / 2).round().clamp(0, bins - 1).to(torch.int64)
+    sums = torch.zeros(bins, dtype=torch.float64, device=values.device)
+    sums.scatter_add_(0, codes.flatten(), centred.flatten().to(torch.float64))
+    counts = torch.bincount(codes.flatten(), minlength=bins)
+    lookup = (sums / counts.clamp(min=1)).to(torch.float32) + shift
+    return codes.to(torch.uint8), lookup
 
 
 def largest_of_rows(rows: Tensor, keep: int) -> tuple[Tensor, Tensor]:
@@ -257,38 +284,6 @@ def common_positions(rows: Sequence[Tensor], keep: int, size: int) -> Tensor:
     matrix += matrix.T
     matrix[np.arange(count), np.arange(count)] = each
     return torch.from_numpy(matrix)
-
-
-def step_chunks(
-    tile: Tensor,
-    matrix: Tensor,
-    first: int,
-    across: int,
-    chunk: tuple[int, int],
-    top: int,
-    left: int,
-    lr: float,
-) -> bool:
-    """Subtract a tile times a factor from a matrix, if there is native code for it.
-
-    Args:
-        tile: float32 [n, height * width], a row for each chunk.
-        matrix: float32 [lines, columns], a part of a larger matrix; it changes.
-        first: The number of the first chunk, band by band.
-        across: The number of chunks side by side in the larger matrix.
-        chunk: Height and width of a chunk. What lies outside of the matrix is dropped.
-        top: The first line of the matrix in the larger one.
-        left: Its first column.
-        lr: The factor.
-
-    Returns:
-        False if the caller has to do it: not on the CPU, another type, or no native module.
-    """
-    native = _native(tile, matrix)
-    if native is None or matrix.dtype is not torch.float32:
-        return False
-    native.step_chunks(tile, matrix, first, across, *chunk, top, left, lr, torch.get_num_threads())
-    return True
 
 
 def _native(*tensors: Tensor) -> Any:
