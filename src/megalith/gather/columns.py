@@ -15,9 +15,11 @@ not depend on blocks or ranges, except with exchange="fast".
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
+from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,17 +28,12 @@ from torch import Tensor
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.distributed.tensor_parts import Part, Span, shard_spans
 from megalith.errors import BudgetError
-from megalith.gather.payload import Payload
+from megalith.gather.payload import PackedRows
 from megalith.gather.payload_schema import ParameterSpec
-from megalith.gather.plan import OverlapConfig, UpdateConfig
 from megalith.gather.reduce import (
     BLOCK_BYTES,
-    PeerRows,
     TablePart,
     Travel,
-    add_rows,
-    divide,
-    gram_row_bytes,
     reduce_rows,
     reduce_table,
     row_bytes,
@@ -44,20 +41,15 @@ from megalith.gather.reduce import (
 from megalith.gather.result import GatherResult
 from megalith.ops.chunk_layout import STEP_BYTES
 from megalith.ops.chunk_rows import common_positions
-from megalith.ops.cosine_transform import inverse_dct
 from megalith.storage.spool import FileBody, Ledger, SpoolWriter
 from megalith.storage.tensor_files import raw_bytes, tensor_of
 
+RowPart = Literal["indices", "codes"]
 _PAIR_BYTES = 32  # one pair of peers in the count of common positions
 
 
 class Block(NamedTuple):
-    """Rows of one parameter.
-
-    Attributes:
-        number: The number of the parameter.
-        shares: The rows of each rank, by place.
-    """
+    """Rows of one parameter, given by its number: those of each rank, by place."""
 
     number: int
     shares: tuple[Span, ...]
@@ -95,7 +87,9 @@ class Columns:
         else:
             self._holders = {uid: ranks.members.index(result.holders[uid]) for uid in result.uids}
         held = [list(self._holders.values()).count(place) for place in range(ranks.size)]
-        self._travel = Travel.of(held)
+        self._travel = Travel(max(held) * (ranks.size - 1), sum(held) - min(held))
+        full_rows = result.plan.overlap.full_rows  # otherwise complete rows carry no information
+        self._counted = [full_rows or not spec.full for spec in result.schema.parameters]
         self._sharded = {name for name, part in (parts or {}).items() if part.span is not None}
         self._spool: FileBody | None = None
         self._offsets: dict[tuple[Block, int], int] = {}
@@ -121,7 +115,7 @@ class Columns:
         if config.sample == 1.0 or len(uids) < 2:
             return self._count(uids, None, spooled=self.result.plan.update.exchange == "exact"), True
         found = self._count(uids, config.sample, spooled=False)
-        total = sum(spec.kept for spec in specs if counted(spec, config))
+        total = sum(spec.kept for spec, counted in zip(specs, self._counted, strict=True) if counted)
         sampled = int(found[0, 0])
         estimate = torch.round(found.double() * (total / max(1, sampled))).to(torch.int64)
         estimate[range(len(uids)), range(len(uids))] = total
@@ -136,25 +130,25 @@ class Columns:
         return estimate, False
 
     def _count(self, uids: Sequence[int], sample: float | None, *, spooled: bool) -> Tensor:
-        result = self.result
-        total = torch.zeros(len(uids), len(uids), dtype=torch.int64)
+        place, total = self._ranks.place, torch.zeros(len(uids), len(uids), dtype=torch.int64)
         spool = SpoolWriter(self._directory) if spooled and self._ranks.size > 1 else None
         try:
             for block in (each for blocks in self._blocks for each in blocks):
-                spec, mine = result.schema.parameters[block.number], block.shares[self._ranks.place]
-                if spool is None and not counted(spec, result.plan.overlap):
+                counted = self._counted[block.number]
+                if spool is None and not counted:
                     continue
-                with self.ledger.hold(_length(mine) * self._row_bytes(spec), "a block of indices"):
-                    chosen = None if sample is None else self._sampled(spec, block, sample)
-                    got = self._bring("indices", block, uids, spec.index_bytes, Payload.indices, chosen)
-                    if spool is not None:
-                        for uid, rows in got.items():
-                            self._offsets[block, uid] = spool.file.tell()
-                            spool.write(raw_bytes(rows))
-                    if _length(mine) and counted(spec, result.plan.overlap):
-                        total += common_positions(
-                            [self._of(got, uid, block, chosen) for uid in uids], spec.keep, spec.size
-                        )
+                spec, length = self.result.schema.parameters[block.number], _length(block.shares[place])
+                with self.ledger.hold(length * self._row_bytes(block.number), "a block of indices"):
+                    chosen = None if sample is None else self._sampled(block, sample)
+                    got = self._bring("indices", block, uids, chosen)
+                    for uid, rows in got.items() if spool is not None else ():
+                        self._offsets[block, uid] = spool.file.tell()
+                        spool.write(raw_bytes(rows))
+                    if length and counted:
+                        held = {
+                            u: self._held("indices", u, block, place, chosen) for u in uids if u not in got
+                        }
+                        total += common_positions([(held | got)[u] for u in uids], spec.keep, spec.size)
             if spool is not None:
                 self._spool = spool.finish()
         except BaseException:
@@ -163,24 +157,12 @@ class Columns:
             raise
         return self._ranks.total("Gram matrix", total)
 
-    def _of(self, got: Mapping[int, Tensor], uid: int, block: Block, chosen: list[Tensor] | None) -> Tensor:
-        """The indices of this rank's share, received or held."""
-        if uid in got:
-            return got[uid]
-        place = self._ranks.place
-        rows = self.result.payloads[uid].indices(block.number, *block.shares[place])
-        return rows if chosen is None else rows[chosen[place]]
-
-    def _sampled(self, spec: ParameterSpec, block: Block, rate: float) -> list[Tensor]:
+    def _sampled(self, block: Block, rate: float) -> list[Tensor]:
         """The rows of each share that are sampled, by window, parameter and row alone."""
-        seed = np.random.default_rng([self.result.plan.window, block.number]).integers(1, 1 << 62) | 1
         chosen = []
         for start, stop in block.shares:
-            rows = np.arange(start, max(start, stop), dtype=np.uint64)
-            mixed = (rows + np.uint64(1)) * np.uint64(seed)
-            mixed ^= mixed >> np.uint64(31)
-            mixed *= np.uint64(0x9E3779B97F4A7C15)
-            picked = (mixed >> np.uint64(11)).astype(np.float64) / 2**53 < rate
+            draws = np.random.PCG64([self.result.plan.window, block.number]).advance(start)
+            picked = np.random.Generator(draws).random(stop - start) < rate
             chosen.append(torch.from_numpy(np.flatnonzero(picked)))
         return chosen
 
@@ -199,34 +181,30 @@ class Columns:
         Yields:
             The number of a parameter, the first row, and float32 [rows, size]: rows that this rank needs.
         """
-        config = self.result.plan.update
+        make = self._fast_tiles if self.result.plan.update.exchange == "fast" else self._exact_tiles
         bins = 4 * len(uids) * max((spec.bins for spec in self.result.schema.parameters), default=0)
         with self.ledger.hold(bins + STEP_BYTES, "values of codes, and the step"):
             for number in range(len(self._blocks)):
                 lookups = self._lookups(number, uids, factors[:, number])
-                make = self._fast_tiles if config.exchange == "fast" else self._exact_tiles
-                yield from make(number, uids, lookups, device(number), config)
+                for start, tile in make(number, uids, lookups, device(number)):
+                    yield number, start, tile
+                    del tile  # its memory is needed for the next one
 
     def _exact_tiles(
-        self,
-        number: int,
-        uids: Sequence[int],
-        lookups: list[Tensor],
-        there: torch.device,
-        config: UpdateConfig,
-    ) -> Iterator[tuple[int, int, Tensor]]:
-        spec, ranks = self.result.schema.parameters[number], self._ranks
+        self, number: int, uids: Sequence[int], lookups: list[Tensor], there: torch.device
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Each rank reduces its share of the rows, of all peers; then it sends them to who needs them."""
+        spec, ranks, config = self.result.schema.parameters[number], self._ranks, self.result.plan.update
         wanted = self._wanted(spec)
         for block in self._blocks[number]:
             mine = block.shares[ranks.place]
-            most = max(map(_length, block.shares))
-            with self.ledger.hold(most * self._row_bytes(spec), "a block"):
+            with self.ledger.hold(max(map(_length, block.shares)) * self._row_bytes(number), "a block"):
                 rows = self._peer_rows(block, uids, lookups, there)
                 tile = reduce_rows(spec, _length(mine), rows, len(uids), config, there)
                 del rows  # with the codes that were received
                 start, stop = _common(mine, wanted[ranks.place])
                 if start < stop:
-                    yield number, start, tile[start - mine[0] : stop - mine[0]]
+                    yield start, tile[start - mine[0] : stop - mine[0]]
                 for place, share in enumerate(block.shares):
                     spans = [_common(share, span) for other, span in enumerate(wanted) if other != place]
                     spans = [span for span in spans if span[0] < span[1]]
@@ -234,71 +212,58 @@ class Columns:
                         continue
                     low, high = min(a for a, _ in spans), max(b for _, b in spans)
                     if place == ranks.place:
-                        ranks.from_one(
-                            "tiles", tile[low - mine[0] : high - mine[0]].cpu().contiguous(), place
-                        )
+                        sent = tile[low - mine[0] : high - mine[0]].cpu().contiguous()
+                        ranks.from_one("tiles", sent, place)
                         continue
                     got = ranks.from_one("tiles", torch.empty(high - low, spec.size), place)
                     start, stop = _common((low, high), wanted[ranks.place])
                     if start < stop:
-                        yield number, start, got[start - low : stop - low].to(there)
+                        yield start, got[start - low : stop - low].to(there)
                     del got
                 del tile
 
     def _fast_tiles(
-        self,
-        number: int,
-        uids: Sequence[int],
-        lookups: list[Tensor],
-        there: torch.device,
-        config: UpdateConfig,
-    ) -> Iterator[tuple[int, int, Tensor]]:
+        self, number: int, uids: Sequence[int], lookups: list[Tensor], there: torch.device
+    ) -> Iterator[tuple[int, Tensor]]:
         """Each rank adds the peers that it holds, for all rows; then the sums are added."""
         spec, place = self.result.schema.parameters[number], self._ranks.place
+        config, payloads, cpu = self.result.plan.update, self.result.payloads, torch.device("cpu")
         wanted = self._wanted(spec)[place]
         each = row_bytes(spec, config, len(uids), self._travel)
         count = max(1, (min(self.ledger.budget, BLOCK_BYTES) - self._fixed()) // each)
-        held = [(n, uid) for n, uid in enumerate(uids) if self._holders[uid] == place]
+        held = [(payloads[uid], n) for n, uid in enumerate(uids) if self._holders[uid] == place]
         for start in range(0, spec.rows, count):
-            stop = min(start + count, spec.rows)
-            with self.ledger.hold((stop - start) * each, "a block"):
+            span = start, min(start + count, spec.rows)
+            with self.ledger.hold(_length(span) * each, "a block"):
                 peers = (
-                    PeerRows(
-                        self.result.payloads[uid].indices(number, start, stop),
-                        self.result.payloads[uid].codes(number, start, stop),
-                        lookups[n].cpu(),
-                    )
-                    for n, uid in held
+                    PackedRows(own.indices(number, *span), lookups[n], own.codes(number, *span))
+                    for own, n in held
                 )
-                sums = add_rows(spec, stop - start, peers, len(uids), config, torch.device("cpu"))
-                total = [self._ranks.total("sums", each) for each in sums]
-                tile = divide(total, len(uids))
-                tile = inverse_dct(tile, spec.chunk) if spec.dct else tile
-                first, last = _common((start, stop), wanted)
+                total = partial(self._ranks.total, "sums")
+                tile = reduce_rows(spec, _length(span), peers, len(uids), config, cpu, total)
+                first, last = _common(span, wanted)
                 if first < last:
-                    yield number, first, tile[first - start : last - start].to(there)
+                    yield first, tile[first - start : last - start].to(there)
 
     def _peer_rows(
         self, block: Block, uids: Sequence[int], lookups: list[Tensor], there: torch.device
-    ) -> Iterator[PeerRows]:
+    ) -> Iterator[PackedRows]:
         """The rows of this rank's share, which are read peer by peer after the exchange."""
-        spec, place = self.result.schema.parameters[block.number], self._ranks.place
-        mine, spooled = block.shares[place], self._spool
-        count = _length(mine)
-        indices = {} if spooled else self._bring("indices", block, uids, spec.index_bytes, Payload.indices)
-        codes = self._bring("codes", block, uids, spec.code_bytes, Payload.codes)
+        spec, place, spooled = self.result.schema.parameters[block.number], self._ranks.place, self._spool
+        shape = _length(block.shares[place]), spec.index_bytes
+        indices = {} if spooled else self._bring("indices", block, uids)
+        codes = self._bring("codes", block, uids)
 
         def read(uid: int) -> tuple[Tensor, Tensor]:
             if self._holders[uid] == place:
-                payload = self.result.payloads[uid]
-                return payload.indices(block.number, *mine), payload.codes(block.number, *mine)
+                return self._held("indices", uid, block, place), self._held("codes", uid, block, place)
             if spooled is None:
                 return indices[uid], codes[uid]
-            data = spooled.read(self._offsets[block, uid], count * spec.index_bytes)
-            return tensor_of(data, torch.uint8).view(count, spec.index_bytes), codes[uid]
+            data = spooled.read(self._offsets[block, uid], prod(shape))
+            return tensor_of(data, torch.uint8).view(shape), codes[uid]
 
         return (
-            PeerRows(packed[0].to(there), packed[1].to(there), lookup.to(there))
+            PackedRows(packed[0].to(there), lookup.to(there), packed[1].to(there))
             for packed, lookup in zip(map(read, uids), lookups, strict=True)
         )
 
@@ -350,25 +315,22 @@ class Columns:
         size = self._ranks.size
         if spec.name not in self._sharded:
             return [(0, spec.rows)] * size
-        return [_rows_of(spec, span) for span in shard_spans(spec.shape[0], size)]
+        lines, chunks = spec.band
+        spans = shard_spans(spec.shape[0], size)
+        return [(a // lines * chunks, -(-b // lines) * chunks) if a < b else (0, 0) for a, b in spans]
 
     def _fixed(self) -> int:
         count = len(self.result.uids)
         bins = max((spec.bins for spec in self.result.schema.parameters), default=0)
         return 4 * count * bins + _PAIR_BYTES * count * count + STEP_BYTES
 
-    def _row_bytes(self, spec: ParameterSpec) -> int:
-        count, plan = len(self.result.uids), self.result.plan
-        updating = row_bytes(spec, plan.update, count, self._travel)
-        return (
-            max(updating, gram_row_bytes(spec, count, self._travel))
-            if counted(spec, plan.overlap)
-            else updating
-        )
+    def _row_bytes(self, number: int) -> int:
+        spec, config = self.result.schema.parameters[number], self.result.plan.update
+        return row_bytes(spec, config, len(self.result.uids), self._travel, counted=self._counted[number])
 
     def _cut(self, number: int) -> Iterator[Block]:
         spec, size = self.result.schema.parameters[number], self._ranks.size
-        each, left = self._row_bytes(spec), self.ledger.budget - self._fixed()
+        each, left = self._row_bytes(number), self.ledger.budget - self._fixed()
         if left < each:
             raise BudgetError(
                 f"the update: one row of {spec.name!r} of {len(self.result.uids)} peers takes {each} bytes "
@@ -377,36 +339,40 @@ class Columns:
         # An eighth is left for what the allocator rounds up.
         count = max(1, min(left, BLOCK_BYTES) * 7 // 8 // each)
         if spec.name in self._sharded:
-            spans = shard_spans(spec.shape[0], size)
-            edges = [*(_first_row_of(spec, start) for start, _ in spans), spec.rows]
+            lines, chunks = spec.band  # a rank has the chunks that begin in its lines
+            edges = [-(-start // lines) * chunks for start, _ in shard_spans(spec.shape[0], size)]
+            edges.append(spec.rows)
         else:
             edges = [spec.rows * place // size for place in range(size + 1)]
         ranges = list(pairwise(edges))
         for start in range(0, max(map(_length, ranges)), count):
             yield Block(number, tuple((min(a + start, b), min(a + start + count, b)) for a, b in ranges))
 
+    def _held(
+        self, what: RowPart, uid: int, block: Block, place: int, chosen: list[Tensor] | None = None
+    ) -> Tensor:
+        """The packed rows of a rank's share of a peer that this rank holds: uint8 [rows, width]."""
+        payload = self.result.payloads[uid]
+        read = payload.indices if what == "indices" else payload.codes
+        rows = read(block.number, *block.shares[place])
+        return rows if chosen is None else rows[chosen[place]]
+
     def _bring(
-        self,
-        what: str,
-        block: Block,
-        uids: Sequence[int],
-        width: int,
-        read: Callable[[Payload, int, int, int], Tensor],
-        chosen: list[Tensor] | None = None,
+        self, what: RowPart, block: Block, uids: Sequence[int], chosen: list[Tensor] | None = None
     ) -> dict[int, Tensor]:
         """The packed rows of this rank's share that other ranks hold, by uid: uint8 [rows, width] each."""
-        ranks, place = self._ranks, self._ranks.place
+        ranks, place, spec = self._ranks, self._ranks.place, self.result.schema.parameters[block.number]
         if ranks.size == 1:
             return {}
+        width = spec.index_bytes if what == "indices" else spec.code_bytes
         counts = [_length(s) for s in block.shares] if chosen is None else [len(rows) for rows in chosen]
         held = [uid for uid in uids if self._holders[uid] == place]
         send = [0 if p == place else len(held) * count * width for p, count in enumerate(counts)]
         flat = torch.empty(sum(send), dtype=torch.uint8)
         at = 0
-        for other, share in enumerate(block.shares):
+        for other in range(ranks.size):
             for uid in held if other != place else []:
-                rows = read(self.result.payloads[uid], block.number, *share)
-                rows = rows if chosen is None else rows[chosen[other]]
+                rows = self._held(what, uid, block, other, chosen)
                 flat[at : at + rows.numel()] = rows.view(-1)
                 at += rows.numel()
         senders = [uid for p in range(ranks.size) if p != place for uid in uids if self._holders[uid] == p]
@@ -416,39 +382,10 @@ class Columns:
         return dict(zip(senders, got, strict=True))
 
 
-def counted(spec: ParameterSpec, config: OverlapConfig) -> bool:
-    """Return whether the rows of a parameter are counted: complete rows carry no information.
-
-    Args:
-        spec: The parameter.
-        config: The search for copies.
-
-    Returns:
-        Whether they count.
-    """
-    return config.full_rows or not spec.full
-
-
 def _length(span: Span) -> int:
-    return max(0, span[1] - span[0])
+    return span[1] - span[0]
 
 
 def _common(a: Span, b: Span) -> Span:
     start, stop = max(a[0], b[0]), min(a[1], b[1])
     return (start, stop) if start < stop else (a[0], a[0])
-
-
-def _rows_of(spec: ParameterSpec, span: Span) -> Span:
-    """The chunks that some lines of the first dimension touch."""
-    height, width = spec.chunk
-    if span[0] >= span[1]:
-        return 0, 0
-    if len(spec.shape) < 2:
-        return span[0] // width, -(-span[1] // width)
-    return span[0] // height * spec.bands[1], -(-span[1] // height) * spec.bands[1]
-
-
-def _first_row_of(spec: ParameterSpec, line: int) -> int:
-    """The first chunk that begins at or after a line of the first dimension; `spec.rows` if there is none."""
-    height, width = spec.chunk
-    return -(-line // width) if len(spec.shape) < 2 else -(-line // height) * spec.bands[1]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.distributed.tensor_parts import Part, Span, local_tensor, move_lines, part_of, shard_spans
 from megalith.errors import InputError, UsageError
-from megalith.gather.payload import Header, Label, Payload, PayloadWriter
+from megalith.gather.payload import Header, Label, PackedRows, Payload, PayloadWriter
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
 from megalith.ops import checks
 from megalith.ops.chunk_layout import as_matrix, from_chunks, to_chunks
@@ -42,27 +42,13 @@ TableRows = Mapping[str, tuple[Tensor, Tensor]]
 """Rows of tables by name: ids int64 [n], rows float32 [n, dim]."""
 
 
-class PackedParameter(NamedTuple):
-    """One parameter as it is sent.
-
-    Attributes:
-        indices: uint8 [rows, index_bytes].
-        lookup: float32 [bins].
-        codes: uint8 [rows, code_bytes].
-    """
-
-    indices: Tensor
-    lookup: Tensor
-    codes: Tensor
-
-
 @dataclass(frozen=True)
 class Compressed:
     """A compressed update. With ranks, only the first one has it; `parameters` is empty on the others."""
 
     schema: PayloadSchema
     """The schema."""
-    parameters: tuple[PackedParameter, ...]
+    parameters: tuple[PackedRows, ...]
     """The parameters in schema order."""
     tables: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Rows of tables, sorted by id."""
@@ -150,7 +136,7 @@ class ErrorFeedback:
             sent = [
                 together.exchange("packed", b"".join(map(raw_bytes, given[n : n + 1])))[0] for n in range(3)
             ]
-            packed = PackedParameter(
+            packed = PackedRows(
                 tensor_of(bytearray(sent[0]), torch.uint8).view(spec.rows, spec.index_bytes),
                 tensor_of(bytearray(sent[1]), torch.float32),
                 tensor_of(bytearray(sent[2]), torch.uint8).view(spec.rows, spec.code_bytes),
@@ -244,7 +230,7 @@ def decompress(source: Compressed | Payload) -> dict[str, Tensor]:
     result = {}
     for number, entry in enumerate(source.header.parameters):
         spec = entry.spec
-        packed = PackedParameter(
+        packed = PackedRows(
             source.indices(number, 0, spec.rows), source.lookup(number), source.codes(number, 0, spec.rows)
         )
         result[spec.name] = _unpack(packed, spec)
@@ -254,15 +240,14 @@ def decompress(source: Compressed | Payload) -> dict[str, Tensor]:
 # ---- parameters
 
 
-def _pack(pending: Tensor, spec: ParameterSpec, ranks: Ranks | None, *, subtract: bool) -> PackedParameter:
+def _pack(pending: Tensor, spec: ParameterSpec, ranks: Ranks | None, *, subtract: bool) -> PackedRows:
     """Pack a parameter; `subtract`: take what is sent from `pending`.
 
     With ranks, over which it is sharded, each rank works on the chunks that begin in its lines.
     """
     block, own = pending, spec
     if ranks is not None:
-        unit = spec.chunk[1] if len(spec.shape) < 2 else spec.chunk[0]
-        lines = spec.shape[0]
+        unit, lines = spec.band[0], spec.shape[0]
         have = shard_spans(lines, ranks.size)
         ends = [min(lines, -(-start // unit) * unit) for start, _ in have]
         need = list(zip(ends, [*ends[1:], lines], strict=True))
@@ -277,13 +262,13 @@ def _pack(pending: Tensor, spec: ParameterSpec, ranks: Ranks | None, *, subtract
     codes, lookup = quantise(values, spec.bins)
     mine, packed = codes[first : first + own.rows], pack_indices(indices)
     if subtract:
-        _subtract(block, own, indices, PackedParameter(packed, lookup, mine))
+        _subtract(block, own, indices, PackedRows(packed, lookup, mine))
     if ranks is not None:
         if subtract:
             pending.copy_(move_lines(block, need, have, ranks))
         everything = bytearray(b"".join(ranks.exchange("packed indices", bytes(raw_bytes(packed)))))
         packed = tensor_of(everything, torch.uint8).view(spec.rows, spec.index_bytes)
-    return PackedParameter(packed.cpu(), lookup.cpu(), pack_codes(codes, spec.bits).cpu())
+    return PackedRows(packed.cpu(), lookup.cpu(), pack_codes(codes, spec.bits).cpu())
 
 
 def _select(pending: Tensor, spec: ParameterSpec) -> tuple[Tensor, Tensor]:
@@ -300,12 +285,10 @@ def _select(pending: Tensor, spec: ParameterSpec) -> tuple[Tensor, Tensor]:
     return largest_of_rows(forward_dct(chunks, spec.chunk) if spec.dct else chunks, spec.keep)
 
 
-def _subtract(pending: Tensor, spec: ParameterSpec, indices: Tensor, sent: PackedParameter) -> None:
+def _subtract(pending: Tensor, spec: ParameterSpec, indices: Tensor, sent: PackedRows) -> None:
     """Subtract what is sent; its codes are not packed."""
     if spec.dct:
-        packed = PackedParameter(
-            sent.indices.cpu(), sent.lookup.cpu(), pack_codes(sent.codes, spec.bits).cpu()
-        )
+        packed = PackedRows(sent.indices.cpu(), sent.lookup.cpu(), pack_codes(sent.codes, spec.bits).cpu())
         pending -= _unpack(packed, spec).to(pending.device)
         return
     (_, across), (height, width), (lines, columns) = spec.bands, spec.chunk, spec.matrix
@@ -318,7 +301,7 @@ def _subtract(pending: Tensor, spec: ParameterSpec, indices: Tensor, sent: Packe
     flat[places] -= values.to(flat.device)
 
 
-def _unpack(packed: PackedParameter, spec: ParameterSpec) -> Tensor:
+def _unpack(packed: PackedRows, spec: ParameterSpec) -> Tensor:
     chunks = torch.zeros(spec.rows, spec.size)
     codes = unpack_codes(packed.codes, spec.keep, spec.bits).to(torch.int64)
     indices = unpack_indices(packed.indices, spec.keep).to(torch.int64)
@@ -327,11 +310,11 @@ def _unpack(packed: PackedParameter, spec: ParameterSpec) -> Tensor:
     return from_chunks(chunks, spec.matrix, spec.chunk).reshape(spec.shape)
 
 
-def _unpack_lines(packed: PackedParameter, spec: ParameterSpec, span: Span | None) -> Tensor:
+def _unpack_lines(packed: PackedRows, spec: ParameterSpec, span: Span | None) -> Tensor:
     """Some lines of the first dimension; None: all. Only the chunks that they touch are unpacked."""
     if span is None:
         return _unpack(packed, spec)
-    unit, across = (spec.chunk[1], 1) if len(spec.shape) < 2 else (spec.chunk[0], spec.bands[1])
+    unit, across = spec.band
     first, last = span[0] // unit, -(-span[1] // unit)
     lines = max(0, min(spec.shape[0], last * unit) - first * unit)
     rows = slice(first * across, last * across)
@@ -356,14 +339,9 @@ def _check_update(update: Mapping[str, Tensor], schema: PayloadSchema, ranks: Ra
                 f"its schema has floating point {spec.shape}"
             )
         parts[spec.name] = part_of(spec.name, tensor.detach(), ranks)
-        if not _all_finite(parts[spec.name].tensor):
+        if not checks.all_finite(parts[spec.name].tensor):
             raise InputError(f"update of {spec.name!r} has values that are not finite")
     return parts
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite: a finite sum proves it, and takes a tenth of the time."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _sorted_rows(schema: PayloadSchema, name: str, rows: object) -> tuple[Tensor, Tensor]:
@@ -374,7 +352,7 @@ def _sorted_rows(schema: PayloadSchema, name: str, rows: object) -> tuple[Tensor
         raise InputError(f"table {name!r}: expected (ids, rows), got {checks.kind(rows)}")
     ids, values = checks.int64(rows[0], f"table {name!r}: ids"), rows[1]
     checks.floats(values, f"table {name!r}: rows", (ids.numel(), dims[name]))
-    if values.is_meta or ids.is_meta or not bool(torch.isfinite(values).all()):
+    if values.is_meta or ids.is_meta or not checks.all_finite(values):
         raise InputError(f"table {name!r} has rows with values that are not finite")
     order = ids.argsort()
     found = ids[order].cpu()

@@ -13,7 +13,6 @@ from enum import IntEnum
 from megalith.errors import InputError
 from megalith.gather.overlap import Overlap
 from megalith.gather.plan import PEER_FAULTS, Status
-from megalith.gather.reduce import medians
 from megalith.gather.result import Gathered, as_result
 from megalith.ops import checks
 
@@ -88,7 +87,8 @@ def norm_medians(gathered: Gathered) -> dict[str, float]:
     result = as_result(gathered)
     if not result.uids:
         return {}
-    return dict(zip(result.schema.names, medians(result.norm_table()).tolist(), strict=True))
+    middles = result.norm_table().median(dim=0).values
+    return dict(zip(result.schema.names, middles.tolist(), strict=True))
 
 
 def metrics(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import InputError
-from megalith.gather.columns import Columns, counted
+from megalith.gather.columns import Columns
 from megalith.gather.plan import LEVELS, Level, OverlapConfig
 from megalith.gather.result import Gathered, GatherResult, as_result
 from megalith.ops import checks
@@ -112,7 +112,7 @@ def find_overlap(gathered: Gathered, matrix: Tensor | None = None, *, exact: boo
     checks.flag(exact, "exact")
     if checks.tensor(counts, "matrix", None).is_meta or counts.shape != (len(uids), len(uids)):
         raise InputError(f"a Gram matrix of {len(uids)} peers must have the shape {[len(uids)] * 2}")
-    total = sum(spec.kept for spec in result.schema.parameters if counted(spec, config))
+    total = sum(spec.kept for spec in result.schema.parameters if config.full_rows or not spec.full)
     numbers = counts.tolist()
     pairs, values = [], []
     for i in range(len(uids)):

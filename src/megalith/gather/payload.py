@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -226,6 +226,14 @@ def read_header(body: Body, limit: int = MAX_HEADER_BYTES) -> Header:
     header = from_json(Header, parse_json_object(text, _corrupt), **known)
     _check_layout(header)
     return header
+
+
+class PackedRows(NamedTuple):
+    """Rows of a parameter as they are sent."""
+
+    indices: Tensor  # uint8 [rows, index_bytes]
+    lookup: Tensor  # float32 [bins], the value of each code
+    codes: Tensor  # uint8 [rows, code_bytes]
 
 
 class Payload:

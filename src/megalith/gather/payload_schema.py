@@ -81,6 +81,11 @@ class ParameterSpec:
         return -(-lines // height), -(-columns // width)
 
     @property
+    def band(self) -> tuple[int, int]:
+        """Lines of the first dimension that a band of chunks covers, and the number of its chunks."""
+        return (self.chunk[1], 1) if len(self.shape) < 2 else (self.chunk[0], self.bands[1])
+
+    @property
     def rows(self) -> int:
         """The number of chunks, band by band."""
         return prod(self.bands)

@@ -9,6 +9,7 @@ peers for a range of ids are read together.
 `row_bytes` is the memory of a row of a block, the largest over the phases of a block:
 
     phase of a block          buffers that exist together, per row of a rank's own share
+    count of common positions packed rows for and from other ranks; then one key per position of all peers
     exchange of codes         packed rows for other ranks, packed rows from other ranks
     reduction                 packed rows from other ranks, sums, counts, one peer's unpacked rows
     delivery and step         own tile, a tile from another rank; the step works in small pieces
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import BudgetError
+from megalith.gather.payload import PackedRows
 from megalith.gather.payload_schema import ParameterSpec, TableSpec
 from megalith.gather.plan import UpdateConfig
 from megalith.ops.chunk_rows import add_chunk_rows, divide_by_counts, unpack_codes, unpack_indices
@@ -39,32 +41,6 @@ _ENTRY_BYTES = 72  # one value of a robust rule: place and value, sorted, ranked
 _GRAM_ENTRY_BYTES = 64  # one position in the count of common positions: key, place, peer, comparison
 
 
-class PeerRows(NamedTuple):
-    """The part of a peer in a block.
-
-    Attributes:
-        indices: uint8 [n, index_bytes].
-        codes: uint8 [n, code_bytes].
-        lookup: float32 [bins], clipped.
-    """
-
-    indices: Tensor
-    codes: Tensor
-    lookup: Tensor
-
-
-def medians(norms: Tensor) -> Tensor:
-    """Return the median norm of each column, the lower of two.
-
-    Args:
-        norms: float64 [peers, n].
-
-    Returns:
-        float64 [n].
-    """
-    return norms.sort(dim=0).values[(norms.shape[0] - 1) // 2]
-
-
 def clip_factors(norms: Tensor, config: UpdateConfig) -> Tensor:
     """Return the factor of each peer's values.
 
@@ -77,80 +53,50 @@ def clip_factors(norms: Tensor, config: UpdateConfig) -> Tensor:
     """
     if config.clip == "none" or norms.shape[0] == 0:
         return torch.ones_like(norms, dtype=torch.float32)
-    return (medians(norms) / (norms + EPSILON)).clamp(max=1.0).to(torch.float32)
+    middle = norms.median(dim=0).values  # the lower of two
+    return (middle / (norms + EPSILON)).clamp(max=1.0).to(torch.float32)
 
 
 def reduce_rows(
     spec: ParameterSpec,
     num_rows: int,
-    peers: Iterable[PeerRows],
+    peers: Iterable[PackedRows],
     num_peers: int,
     config: UpdateConfig,
     device: torch.device,
+    total: Callable[[Tensor], object] = lambda sums: None,
 ) -> Tensor:
     """Return the decoded pseudo-gradient of a block.
 
     Args:
         spec: The parameter.
         num_rows: The number of rows of the block.
-        peers: The parts of all peers in canonical order, read one at a time.
-        num_peers: The number of peers.
+        peers: The parts of peers in canonical order, with clipped values, read one at a time.
+        num_peers: The number of all peers.
         config: The outer step.
         device: Where the parts are.
+        total: Adds sums of all ranks, in place, if `peers` are only those of this rank. For rule="mean".
 
     Returns:
         float32 [num_rows, size], zero where no peer sent a value.
     """
-    if config.rule == "mean":
-        tile = divide(add_rows(spec, num_rows, peers, num_peers, config, device), num_peers)
-    else:
+    if config.rule != "mean":
         tile = _middle(list(_entries(spec, peers)), num_rows * spec.size, num_peers, config)
+    else:
+        tile, counts = torch.zeros(num_rows, spec.size, device=device), None
+        if config.mean == "contributors":
+            # A byte per position is enough for the counts of up to 255 peers.
+            counts = torch.zeros_like(tile, dtype=torch.uint8 if num_peers < 256 else torch.int32)
+        for peer in peers:
+            add_chunk_rows(tile, counts, peer.indices, peer.codes, peer.lookup, spec.keep, spec.bits)
+        total(tile)
+        if counts is None:
+            tile.div_(float(num_peers))
+        else:
+            total(counts)
+            divide_by_counts(tile, counts)
     tile = tile.view(num_rows, spec.size)
     return inverse_dct(tile, spec.chunk) if spec.dct else tile
-
-
-def add_rows(
-    spec: ParameterSpec,
-    num_rows: int,
-    peers: Iterable[PeerRows],
-    num_peers: int,
-    config: UpdateConfig,
-    device: torch.device,
-) -> list[Tensor]:
-    """Add the values of some peers; `divide` makes a mean of the sums of all.
-
-    Args:
-        spec: The parameter.
-        num_rows: The number of rows of the block.
-        peers: The parts of these peers.
-        num_peers: The number of all peers.
-        config: The outer step.
-        device: Where the parts are.
-
-    Returns:
-        Sums, float32 [num_rows, size], and, for a mean over contributors, counts.
-    """
-    total, count = torch.zeros(num_rows, spec.size, device=device), None
-    if config.mean == "contributors":
-        # A byte per position is enough for the counts of up to 255 peers.
-        count = torch.zeros_like(total, dtype=torch.uint8 if num_peers < 256 else torch.int32)
-    for peer in peers:
-        add_chunk_rows(total, count, peer.indices, peer.codes, peer.lookup, spec.keep, spec.bits)
-    return [total] if count is None else [total, count]
-
-
-def divide(sums: list[Tensor], num_peers: int) -> Tensor:
-    """Divide sums, in place.
-
-    Args:
-        sums: What `add_rows` returned, added over all peers.
-        num_peers: The number of peers.
-
-    Returns:
-        float32, of the same shape.
-    """
-    total, *count = sums
-    return divide_by_counts(total, count[0]) if count else total.div_(float(num_peers))
 
 
 def reduce_table(
@@ -202,31 +148,15 @@ def reduce_table(
 
 
 class Travel(NamedTuple):
-    """How many peers' rows a rank exchanges, on the rank where it is most.
-
-    Attributes:
-        sent: Rows that go to other ranks, per row of an own share.
-        received: Rows that come from other ranks.
-    """
+    """Rows of peers that a rank exchanges per row of its own share, on the rank where they are most."""
 
     sent: int
     received: int
 
-    @classmethod
-    def of(cls, held: list[int]) -> Travel:
-        """Return the numbers for a division of peers over ranks.
 
-        Args:
-            held: The number of peers that each rank holds.
-
-        Returns:
-            The largest numbers over the ranks.
-        """
-        total, others = sum(held), len(held) - 1
-        return cls(max(held) * others, total - min(held))
-
-
-def row_bytes(spec: ParameterSpec, config: UpdateConfig, num_peers: int, travel: Travel) -> int:
+def row_bytes(
+    spec: ParameterSpec, config: UpdateConfig, num_peers: int, travel: Travel, *, counted: bool = False
+) -> int:
     """Return the memory of one row of a rank's own share, from packed bytes to the step.
 
     Args:
@@ -234,13 +164,14 @@ def row_bytes(spec: ParameterSpec, config: UpdateConfig, num_peers: int, travel:
         config: The outer step.
         num_peers: The number of peers.
         travel: What ranks exchange.
+        counted: Whether common positions are counted too.
 
     Returns:
         The largest number of bytes over the phases of a block.
     """
-    fast = config.exchange == "fast"
+    fast, moved = config.exchange == "fast", travel.sent + travel.received
     packed = spec.index_bytes + spec.code_bytes  # both travel together if indices were not spooled
-    exchange = 0 if fast else (travel.sent + travel.received) * packed
+    exchange = 0 if fast else moved * packed
     reduction = packed + (0 if fast else travel.received * packed)
     if config.rule == "mean":
         reduction += 8 * spec.size + _PEER_BYTES * spec.keep
@@ -248,26 +179,14 @@ def row_bytes(spec: ParameterSpec, config: UpdateConfig, num_peers: int, travel:
         reduction += 28 * spec.size + (_PEER_BYTES + _ENTRY_BYTES * num_peers) * spec.keep
     decoding = 12 * spec.size if spec.dct else 0
     delivery = (12 if travel.received else 8) * spec.size  # the tile keeps its counts
-    return max(exchange, reduction, decoding, delivery)
+    most = max(exchange, reduction, decoding, delivery)
+    if counted:
+        counting = num_peers * (spec.index_bytes + spec.keep * _GRAM_ENTRY_BYTES) + spec.keep * 16
+        most = max(most, moved * spec.index_bytes, counting)
+    return most
 
 
-def gram_row_bytes(spec: ParameterSpec, num_peers: int, travel: Travel) -> int:
-    """Return the memory of one row of a rank's own share while common positions are counted.
-
-    Args:
-        spec: The parameter.
-        num_peers: The number of peers.
-        travel: What ranks exchange.
-
-    Returns:
-        The number of bytes.
-    """
-    exchange = (travel.sent + travel.received) * spec.index_bytes
-    counting = num_peers * (spec.index_bytes + spec.keep * _GRAM_ENTRY_BYTES) + spec.keep * 16
-    return max(exchange, counting)
-
-
-def _entries(spec: ParameterSpec, peers: Iterable[PeerRows]) -> Iterator[tuple[Tensor, Tensor]]:
+def _entries(spec: ParameterSpec, peers: Iterable[PackedRows]) -> Iterator[tuple[Tensor, Tensor]]:
     """By peer: positions int64 [m] without repetition, and values float32 [m]."""
     for peer in peers:
         starts = torch.arange(peer.indices.shape[0], device=peer.indices.device) * spec.size

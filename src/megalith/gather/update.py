@@ -21,7 +21,7 @@ from megalith.errors import InputError, UsageError
 from megalith.gather.columns import Columns
 from megalith.gather.payload_schema import PayloadSchema, Weights, named_weights
 from megalith.gather.plan import GatherPlan
-from megalith.gather.reduce import clip_factors, medians
+from megalith.gather.reduce import clip_factors
 from megalith.gather.result import Gathered, GatherResult, as_result
 from megalith.gather.table_rows import ApplyRows, TableShards, row_taker
 from megalith.ops import checks
@@ -272,7 +272,7 @@ class OuterUpdate:
         return UpdateReport(
             uids=tuple(uids),
             excluded=tuple(uid for uid in result.uids if uid not in set(uids)),
-            medians=tuple(medians(norms).tolist()),
+            medians=tuple(norms.median(dim=0).values.tolist()),
             factors=tuple(map(tuple, factors.tolist())),
             outer_step=self.outer_step,
             peak_bytes=columns.ledger.peak,
