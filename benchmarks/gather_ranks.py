@@ -43,7 +43,7 @@ from torch import Tensor
 from megalith.compat.templar import write_payload
 from megalith.distributed.surviving_launch import launch
 from megalith.gather import GatherPlan, Label, OuterUpdate, PayloadSchema, Record, Status, compress, merge
-from megalith.gather.result import Fetched, make_partial
+from megalith.gather.result import make_partial
 from megalith.gather.simulation import Simulation, write_job
 from megalith.gather.validate import validate
 from megalith.storage.spool import Ledger, MemoryBody
@@ -149,7 +149,7 @@ def megalith_step(weight: Tensor, schema: PayloadSchema, payloads: list[bytes]) 
             work_bytes=32 << 20,
         )
         record = Record(uid, "primary", Status.OK, digest=checked.header.digest)
-        fetched.append(Fetched(record, checked))
+        fetched.append((record, checked))
     OuterUpdate(schema).apply({"w": weight}, merge([make_partial(plan, schema, plan.primary, fetched)]))
 
 

@@ -15,8 +15,8 @@ from megalith.gather.compress import Compressed, compress
 from megalith.gather.payload import Label, Payload
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import GatherPlan, Status
-from megalith.gather.result import Fetched, GatherResult, Record, make_partial, merge
-from megalith.gather.validate import CheckedPayload, validate
+from megalith.gather.result import GatherResult, Record, make_partial, merge
+from megalith.gather.validate import validate
 from megalith.storage.json_records import to_json
 from megalith.storage.spool import Ledger, MemoryBody
 
@@ -81,7 +81,7 @@ def forged(schema: PayloadSchema, uid: int, number: int = 0, **parts: Tensor) ->
 
 def checked(
     data: bytes, schema: PayloadSchema, uid: int, *, work_bytes: int = 1 << 22, **other: Any
-) -> CheckedPayload:
+) -> Payload:
     """`validate` with a large budget."""
     expected = {"run": RUN, "window": WINDOW, "uid": uid, "max_value": 1e6, **other}
     ledger = Ledger(1 << 30, "test")
@@ -123,5 +123,5 @@ def gathered(
             digest=found.header.digest,
             global_step=found.header.label.global_step,
         )
-        fetched.append(Fetched(record, found))
+        fetched.append((record, found))
     return merge([make_partial(made, schema, payloads, fetched)])

@@ -28,7 +28,6 @@ from megalith.gather.fetch import FetchOptions
 from megalith.gather.overlap import excluded_uids, find_overlap
 from megalith.gather.plan import GatherPlan, OverlapConfig, Status, UpdateConfig, payload_key
 from megalith.gather.result import (
-    Fetched,
     GatherResult,
     Partial,
     Record,
@@ -154,9 +153,9 @@ def part(
             data = peer_bytes(SCHEMA, uid, seed=seed)
             found = checked(data, SCHEMA, uid)
             record = Record(uid, tier, status, bytes=len(data), digest=found.header.digest, global_step=uid)
-            fetched.append(Fetched(record, found))
+            fetched.append((record, found))
         else:
-            fetched.append(Fetched(Record(uid, tier, status, "why")))
+            fetched.append((Record(uid, tier, status, "why"), None))
     return make_partial(plan, SCHEMA, uids, fetched, rank=rank, world_size=world_size, seconds=rank + 1.0)
 
 
@@ -275,7 +274,7 @@ def test_records_keep_every_field_on_the_way() -> None:
         9,
         0.25,
     )
-    sent = make_partial(made, SCHEMA, [1], [Fetched(record)])
+    sent = make_partial(made, SCHEMA, [1], [(record, None)])
     assert Partial.from_bytes(sent.to_bytes(), made, SCHEMA).records == {1: record}
 
 

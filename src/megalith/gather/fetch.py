@@ -22,11 +22,11 @@ from typing import Any
 
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import BudgetError, InputError
-from megalith.gather.payload import header_limit, least_size
+from megalith.gather.payload import Payload, header_limit, least_size
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import RETRIED, Fault, GatherPlan, Status, backfill, partition
 from megalith.gather.result import Fetched, GatherResult, Partial, Record, make_partial, merge, tier_of
-from megalith.gather.validate import CheckedPayload, least_work_bytes, validate
+from megalith.gather.validate import least_work_bytes, validate
 from megalith.ops import checks
 from megalith.storage.object_bodies import download_body
 from megalith.storage.object_store import DOWNLOAD_PIECE_BYTES, ObjectInfo, ObjectStore, StoreRequestError
@@ -162,7 +162,7 @@ class Gatherer:
     @property
     def statuses(self) -> dict[int, Status]:
         """The status of every uid so far."""
-        return {each.record.uid: each.record.status for each in self._fetched}
+        return {record.uid: record.status for record, _ in self._fetched}
 
     def fetch(self, uids: Sequence[int]) -> dict[int, Status]:
         """Fetch peers, concurrently within the limits. A uid is fetched once.
@@ -271,7 +271,7 @@ class Gatherer:
             status, detail = Status.LOCAL_ERROR, f"{type(error).__name__}: {error}"
         _log.info("plan %s uid %d: %s %s", self._plan.digest[:12], uid, status, detail)
         tier = tier_of(self._plan, uid)
-        return Fetched(Record(uid, tier, status, detail, seconds=loop.time() - start, **seen), payload)
+        return Record(uid, tier, status, detail, seconds=loop.time() - start, **seen), payload
 
     async def _download(self, uid: int, seen: dict[str, Any], phase: _Phase) -> Body:
         """The bytes of the object, tried again as statuses and time allow."""
@@ -354,7 +354,7 @@ class Gatherer:
                 Status.CORRUPT, f"has {info.size} bytes, a payload of this model has at least {least}"
             )
 
-    def _check(self, body: Body, uid: int) -> CheckedPayload:
+    def _check(self, body: Body, uid: int) -> Payload:
         """Convert if necessary, then validate; on a worker. The body is closed if a Fault is raised."""
         plan = self._plan
         try:

@@ -242,11 +242,13 @@ class Payload:
     Args:
         header: Its header.
         body: Its bytes.
+        norms: The norm of each parameter, then of each table, if `validate` accepted it.
     """
 
-    def __init__(self, header: Header, body: Body) -> None:
+    def __init__(self, header: Header, body: Body, norms: tuple[float, ...] = ()) -> None:
         self.header = header
         self.body = body
+        self.norms = norms
 
     @classmethod
     def open(cls, body: Body) -> Payload:

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
@@ -23,7 +23,6 @@ from megalith.errors import InputError
 from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import GatherPlan, Status
-from megalith.gather.validate import CheckedPayload
 from megalith.ops import checks
 from megalith.storage.json_records import NOT_SAVED, Sha256, canonical_json, from_json, to_json
 from megalith.storage.strict_json import parse_json_object
@@ -76,33 +75,9 @@ class Accepted:
     signature: Sha256
     table_rows: tuple[int, ...]
 
-    @classmethod
-    def of(cls, payload: CheckedPayload) -> Accepted:
-        """Return what a checked payload amounts to.
 
-        Args:
-            payload: The payload.
-
-        Returns:
-            Its norms, signature and numbers of rows.
-        """
-        header = payload.header
-        digests = [each.indices_sha256 for each in header.parameters if not each.spec.full and each.spec.rows]
-        signature = hashlib.sha256("".join(digests).encode()).hexdigest()
-        return cls(payload.norms, signature, tuple(each.num_rows for each in header.tables))
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """The outcome of fetching one peer.
-
-    Attributes:
-        record: What happened.
-        payload: With status OK, its payload.
-    """
-
-    record: Record
-    payload: CheckedPayload | None = None
+Fetched: TypeAlias = tuple[Record, Payload | None]
+"""The outcome of fetching one peer: what happened and, with status OK, its checked payload."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,17 +155,17 @@ class Partial:
         fields.allow_only("plan", "partial")
         if fields.sha256("plan") != plan.digest:
             fields.fail("plan", f"must be {plan.digest[:12]}...")
-        partial = from_json(cls, fields.object("partial"), plan=plan, schema=schema)
-        good = {uid for uid, record in partial.records.items() if record.status is Status.OK}
-        widths = {(len(each.norms), len(each.table_rows)) for each in partial.accepted.values()}
+        found = from_json(cls, fields.object("partial"), plan=plan, schema=schema)
+        good = {uid for uid, record in found.records.items() if record.status is Status.OK}
+        widths = {(len(each.norms), len(each.table_rows)) for each in found.accepted.values()}
         if (
-            set(partial.records) != set(partial.assigned)
-            or set(partial.accepted) != good
-            or any(uid != record.uid for uid, record in partial.records.items())
+            set(found.records) != set(found.assigned)
+            or set(found.accepted) != good
+            or any(uid != record.uid for uid, record in found.records.items())
             or not widths <= {(len(schema.names), len(schema.tables))}
         ):
             fields.fail("partial", "must have one record per assigned uid, and norms of the accepted ones")
-        return partial
+        return found
 
 
 def make_partial(
@@ -198,11 +173,8 @@ def make_partial(
     schema: PayloadSchema,
     assigned: Iterable[int],
     fetched: Iterable[Fetched],
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    seconds: float = 0.0,
     error: str | None = None,
+    **about: Any,
 ) -> Partial:
     """Make the partial of a rank. Assigned uids without an outcome (after an error) are RANK_LOST.
 
@@ -211,30 +183,33 @@ def make_partial(
         schema: The schema of the payloads.
         assigned: The uids that the rank had to fetch.
         fetched: The outcomes so far.
-        rank: The rank.
-        world_size: The number of ranks.
-        seconds: How long the rank worked.
         error: What ended its work early, if something did.
+        **about: Other fields of the partial: rank, world_size, seconds.
 
     Returns:
         The partial.
     """
     wanted, found = tuple(assigned), list(fetched)
-    payloads = {each.record.uid: each.payload for each in found if each.payload is not None}
+    payloads = {record.uid: payload for record, payload in found if payload is not None}
     why = error or "its rank ended early"
     records = {uid: Record(uid, tier_of(plan, uid), Status.RANK_LOST, why) for uid in wanted}
     return Partial(
         plan=plan,
         schema=schema,
-        rank=rank,
-        world_size=world_size,
         assigned=wanted,
-        records=records | {each.record.uid: each.record for each in found},
-        accepted={uid: Accepted.of(payload) for uid, payload in payloads.items()},
+        records=records | {record.uid: record for record, _ in found},
+        accepted={uid: _summary(payload) for uid, payload in payloads.items()},
         payloads=payloads,
-        seconds=seconds,
         error=error,
+        **about,
     )
+
+
+def _summary(payload: Payload) -> Accepted:
+    header = payload.header
+    digests = [each.indices_sha256 for each in header.parameters if not each.spec.full and each.spec.rows]
+    signature = hashlib.sha256("".join(digests).encode()).hexdigest()
+    return Accepted(payload.norms, signature, tuple(each.num_rows for each in header.tables))
 
 
 def tier_of(plan: GatherPlan, uid: int) -> Tier:
@@ -402,15 +377,23 @@ def merge(partials: Iterable[Partial]) -> GatherResult:
     for part in given:
         if replace(part.plan, attempt=plan.attempt) != plan or part.schema != schema:
             raise InputError(f"rank {part.rank} gathered by another plan: {part.plan.digest[:12]}")
-    chosen, duplicates = _choose(given)
+    claims: dict[int, list[Partial]] = {}
+    for part in given:
+        for uid in part.assigned:
+            claims.setdefault(uid, []).append(part)
+    chosen = {uid: min(parts, key=partial(_order, uid)) for uid, parts in claims.items()}
     records = {uid: part.records[uid] for uid, part in chosen.items()}
     for uid in plan.primary:
         if uid not in records:
             records[uid] = Record(uid, "primary", Status.RANK_LOST, "its rank gave no partial")
-    for uid in _conflicts(given):
-        records[uid] = replace(
-            records[uid], status=Status.DIGEST_CONFLICT, detail="ranks read different payloads"
-        )
+    repeated = []
+    for uid, parts in claims.items():
+        # The claim of a lost rank is not a second attempt: only its successor read the object.
+        if sum(part.records[uid].status is not Status.RANK_LOST for part in parts) > 1:
+            repeated.append(uid)
+        if len({part.records[uid].digest for part in parts if uid in part.accepted}) > 1:
+            why = "ranks read different payloads"
+            records[uid] = replace(records[uid], status=Status.DIGEST_CONFLICT, detail=why)
     accepted = sorted(u for u, record in records.items() if record.status is Status.OK)
     uids = tuple(sorted(accepted, key=lambda uid: (records[uid].tier == "reserve", uid)))
     return GatherResult(
@@ -421,7 +404,7 @@ def merge(partials: Iterable[Partial]) -> GatherResult:
         accepted={uid: chosen[uid].accepted[uid] for uid in uids},
         holders={uid: chosen[uid].rank for uid in uids},
         payloads={uid: chosen[uid].payloads[uid] for uid in uids if uid in chosen[uid].payloads},
-        duplicate_uids=duplicates,
+        duplicate_uids=tuple(sorted(repeated)),
         time=max(part.seconds for part in given),
         download_bytes=sum(record.bytes for record in records.values()),
     )
@@ -449,31 +432,8 @@ def _partials(partials: Any) -> list[Partial]:
     raise InputError("expected the partials of all ranks, or a GatherResult")
 
 
-def _choose(partials: Sequence[Partial]) -> tuple[dict[int, Partial], tuple[int, ...]]:
-    """The partial that counts for each uid, and the uids that more than one rank attempted."""
-    claims: dict[int, list[Partial]] = {}
-    for part in partials:
-        for uid in part.assigned:
-            claims.setdefault(uid, []).append(part)
-
-    def rank_of(uid: int, part: Partial) -> tuple[bool, bool, bool, int, int]:
-        record = part.records[uid]
-        failed, lost = record.status is not Status.OK, record.status is Status.RANK_LOST
-        return failed, lost, record.tier == "reserve", part.plan.attempt, part.rank
-
-    chosen = {uid: min(parts, key=lambda part: rank_of(uid, part)) for uid, parts in claims.items()}
-    # The claim of a lost rank is not a second attempt: only its successor read the object.
-    repeated = [
-        uid
-        for uid, parts in claims.items()
-        if sum(part.records[uid].status is not Status.RANK_LOST for part in parts) > 1
-    ]
-    return chosen, tuple(sorted(repeated))
-
-
-def _conflicts(partials: Sequence[Partial]) -> list[int]:
-    digests: dict[int, set[str | None]] = {}
-    for part in partials:
-        for uid in part.uids:
-            digests.setdefault(uid, set()).add(part.records[uid].digest)
-    return sorted(uid for uid, found in digests.items() if len(found) > 1)
+def _order(uid: int, part: Partial) -> tuple[bool, bool, bool, int, int]:
+    """Of several partials that have a uid, the one with the lowest order counts."""
+    record = part.records[uid]
+    failed, lost = record.status is not Status.OK, record.status is Status.RANK_LOST
+    return failed, lost, record.tier == "reserve", part.plan.attempt, part.rank

@@ -32,20 +32,6 @@ _BYTES_PER_HEADER_BYTE = 32  # size of parsed JSON divided by its text
 _TABLE_BLOCK = 1 << 16  # elements of table rows summed at once; fixed, as norms must not depend on budgets
 
 
-class CheckedPayload(Payload):
-    """A payload that passed.
-
-    Args:
-        header: Its header.
-        body: Its bytes.
-        norms: The norm of each parameter, then of each table.
-    """
-
-    def __init__(self, header: Header, body: Body, norms: tuple[float, ...]) -> None:
-        super().__init__(header, body)
-        self.norms = norms
-
-
 def least_work_bytes(schema: PayloadSchema) -> int:
     """Return the number of bytes that checking a payload needs at least.
 
@@ -70,7 +56,7 @@ def validate(
     max_value: float,
     ledger: Ledger,
     work_bytes: int,
-) -> CheckedPayload:
+) -> Payload:
     """Check a payload against the schema and what the plan expects of this peer.
 
     Args:
@@ -101,7 +87,7 @@ def validate(
         for number in range(len(header.parameters))
     ]
     norms += [_check_table(payload, number, max_value, ledger) for number in range(len(header.tables))]
-    return CheckedPayload(header, body, tuple(norms))
+    return Payload(header, body, tuple(norms))
 
 
 def _check_identity(header: Header, schema: PayloadSchema, run: str, window: int, uid: int) -> None:
@@ -146,19 +132,15 @@ def _check_section(where: str, digest: str, blocks: Iterable[tuple[Tensor, Check
     fault: Fault | None = None
     for block, check in blocks:
         hashed.update(raw_bytes(block))
-        fault = fault or _fault_of(check, block)
+        try:
+            if fault is None:
+                check(block)
+        except Fault as raised:
+            fault = raised
     if hashed.hexdigest() != digest:
         raise Fault(Status.CORRUPT, f"{where}: the digest does not match the bytes")
     if fault is not None:
         raise fault
-
-
-def _fault_of(check: Callable[[Tensor], None], block: Tensor) -> Fault | None:
-    try:
-        check(block)
-    except Fault as fault:
-        return fault
-    return None
 
 
 def _check_parameter(
