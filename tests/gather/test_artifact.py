@@ -14,21 +14,18 @@ from torch import Tensor
 from megalith.errors import ArtifactError, StoreError, UsageError
 from megalith.gather.artifact import (
     ArtifactManifest,
-    PayloadUpload,
-    artifact_payload_key,
+    artifact_key,
+    catch_up,
+    load_artifact,
     make_manifest,
-    manifest_key,
-    peek,
     prune_artifacts,
-    publish,
     read_artifact_manifest,
+    upload_payloads,
     write_manifest,
 )
-from megalith.gather.catch_up import catch_up, load_artifact
-from megalith.gather.compress import ErrorFeedback, compress, decompress
-from megalith.gather.decision import SkipReason, decide
+from megalith.gather.compress import ErrorFeedback, compress, decompress, peek, publish
 from megalith.gather.fetch import FetchOptions
-from megalith.gather.overlap import find_overlap
+from megalith.gather.overlap import SkipReason, decide, find_overlap
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import Fault, GatherPlan, OverlapConfig, Status, UpdateConfig, payload_key
@@ -311,7 +308,7 @@ def test_an_artifact_has_the_same_bytes_for_any_number_of_ranks(world: World) ->
     for world_size in (1, 3):
         store, partials = open_object_store("memory://"), world.partials(plan, world_size)
         for partial in partials:
-            PayloadUpload(store, partial).wait()
+            upload_payloads(store, partial).result()
         result = merge(partials)
         tensors, update = weights(), OuterUpdate(world.schema)
         before = update.fingerprint(tensors).hash
@@ -329,8 +326,8 @@ def test_an_artifact_has_the_same_bytes_for_any_number_of_ranks(world: World) ->
         written.append(everything(store))
         result.close()
     assert written[0] == written[1]
-    keys = [artifact_payload_key(RUN, WINDOW, uid) for uid in (1, 2, 4, 5, 9)]
-    assert sorted(written[0]) == sorted([*keys, manifest_key(RUN, WINDOW)])
+    keys = [artifact_key(RUN, WINDOW, uid) for uid in (1, 2, 4, 5, 9)]
+    assert sorted(written[0]) == sorted([*keys, artifact_key(RUN, WINDOW)])
     assert written[0][keys[0]] == peer_bytes(world.schema, 1)
 
 
@@ -340,8 +337,8 @@ def test_spooled_payloads_are_written_from_their_files(world: World, tmp_path: P
         world.plan([1]), 1, options=FetchOptions(spool_directory=tmp_path, spool_from=1)
     )
     store = open_object_store("memory://")
-    PayloadUpload(store, partial).wait()
-    assert everything(store) == {artifact_payload_key(RUN, WINDOW, 1): peer_bytes(world.schema, 1)}
+    upload_payloads(store, partial).result()
+    assert everything(store) == {artifact_key(RUN, WINDOW, 1): peer_bytes(world.schema, 1)}
     partial.close()
 
 
@@ -352,7 +349,7 @@ def test_a_manifest_comes_back(kept: Run) -> None:
         assert manifest is not None
         text = manifest.to_bytes()
         assert ArtifactManifest.from_bytes(text, "x") == manifest
-        assert content(run.artifacts, manifest_key(RUN, window)) == text
+        assert content(run.artifacts, artifact_key(RUN, window)) == text
     assert manifest.uids == (2, 3, 8)
     assert read_artifact_manifest(run.artifacts, RUN, 4) is None
 
@@ -381,13 +378,13 @@ def test_a_manifest_comes_back(kept: Run) -> None:
     ],
 )
 def test_damaged_manifests_are_refused(kept: Run, field: str, value: Any) -> None:
-    data = json.loads(content(kept.artifacts, manifest_key(RUN, 1))) | {field: value}
+    data = json.loads(content(kept.artifacts, artifact_key(RUN, 1))) | {field: value}
     with pytest.raises(ArtifactError):
         ArtifactManifest.from_bytes(json.dumps(data).encode(), "x")
 
 
 def test_uids_out_of_order_are_refused(kept: Run) -> None:
-    data = json.loads(content(kept.artifacts, manifest_key(RUN, 1)))
+    data = json.loads(content(kept.artifacts, artifact_key(RUN, 1)))
     data["entries"].reverse()
     with pytest.raises(ArtifactError, match="canonical order"):
         ArtifactManifest.from_bytes(json.dumps(data).encode(), "x")
@@ -395,7 +392,7 @@ def test_uids_out_of_order_are_refused(kept: Run) -> None:
 
 def test_a_manifest_of_another_window_is_refused(kept: Run) -> None:
     store = open_object_store("memory://")
-    run_async(store.put(manifest_key(RUN, 2), content(kept.artifacts, manifest_key(RUN, 1)), timeout=LIMIT))
+    run_async(store.put(artifact_key(RUN, 2), content(kept.artifacts, artifact_key(RUN, 1)), timeout=LIMIT))
     with pytest.raises(ArtifactError, match="belongs to run 'run-a', window 1"):
         read_artifact_manifest(store, RUN, 2)
 
@@ -423,7 +420,7 @@ def test_catching_up_refuses_what_does_not_fit() -> None:
     ahead.outer_step = 4
     with pytest.raises(ArtifactError, match="window 1 is outer step 1"):
         replay(run, update=ahead)
-    key = artifact_payload_key(RUN, 1, 2)
+    key = artifact_key(RUN, 1, 2)
     good = content(run.artifacts, key)
     run_async(run.artifacts.put(key, good[:-1] + b"x", timeout=LIMIT))
     with pytest.raises(ArtifactError, match="uid 2: table 'users', rows: the digest does not match"):
@@ -436,7 +433,7 @@ def test_catching_up_refuses_what_does_not_fit() -> None:
 
 def test_a_wrong_outcome_is_noticed() -> None:
     run = three_windows()
-    key = manifest_key(RUN, 1)
+    key = artifact_key(RUN, 1)
     data = json.loads(content(run.artifacts, key)) | {"weights": "0" * 64}
     run_async(run.artifacts.put(key, json.dumps(data).encode(), timeout=LIMIT))
     with pytest.raises(ArtifactError, match="produced different weights"):
@@ -471,7 +468,7 @@ def test_a_store_that_fails_is_named(kept: Run) -> None:
     run = kept
     with FaultServer() as server:
         store = server.open()
-        server.fail(manifest_key(RUN, 1), ServerFault("status", "*", times=1000))
+        server.fail(artifact_key(RUN, 1), ServerFault("status", "*", times=1000))
         manifest = read_artifact_manifest(run.artifacts, RUN, 1)
         assert manifest is not None
         with pytest.raises(ArtifactError, match="cannot be written"):

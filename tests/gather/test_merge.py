@@ -15,17 +15,18 @@ from hypothesis import strategies as st
 
 from megalith.distributed.fingerprint import fingerprint
 from megalith.errors import InputError
-from megalith.gather.decision import (
+from megalith.gather.fetch import FetchOptions
+from megalith.gather.overlap import (
     Decision,
     SkipReason,
     decide,
+    excluded_uids,
+    find_overlap,
     lines,
     metrics,
     norm_medians,
     to_penalise,
 )
-from megalith.gather.fetch import FetchOptions
-from megalith.gather.overlap import excluded_uids, find_overlap
 from megalith.gather.plan import GatherPlan, OverlapConfig, Status, UpdateConfig, payload_key
 from megalith.gather.result import (
     GatherResult,

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.errors import BudgetError, InputError
-from megalith.gather.overlap import excluded_uids, find_overlap, level_of
+from megalith.gather.overlap import excluded_uids, find_overlap
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import OverlapConfig
 from megalith.gather.result import GatherResult
@@ -162,8 +162,8 @@ def test_thresholds_are_exact(total: int, thousandths: int) -> None:
     limit = Fraction(thousandths, 1000) * total
     least = -(-limit.numerator // limit.denominator)
     if least < total:
-        assert level_of(least, total, config) == "high"
-    assert level_of(least - 1, total, config) is None
+        assert config.level_of(least, total) == "high"
+    assert config.level_of(least - 1, total) is None
 
 
 def test_few_peers_and_uninformative_models_have_no_findings() -> None:

@@ -75,6 +75,7 @@ def plan_calls() -> Iterator[Call]:
     yield GatherPlan.from_bytes, {"text": plan().to_bytes()}
     yield UpdateConfig, {}
     yield OverlapConfig, {}
+    yield from methods(OverlapConfig, {"level_of": {"shared": 1, "total": 2}})
     yield Location, {"key": "k"}
     yield Label, {"run": RUN, "window": 3, "uid": 1}
     yield FetchOptions, {}

@@ -22,9 +22,9 @@ from megalith.gather.artifact import (
     FORMAT,
     MAX_MANIFEST_BYTES,
     ArtifactManifest,
-    peek,
     read_artifact_manifest,
 )
+from megalith.gather.compress import peek
 from megalith.gather.payload import MAGIC, Header, read_header
 from megalith.gather.plan import Fault
 from megalith.gather.simulation import DEFAULT_FAULTS, FAULTS, Simulation, write_job

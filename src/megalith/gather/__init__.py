@@ -10,25 +10,34 @@ from megalith.distributed.fingerprint import Fingerprint, fingerprint
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.gather.artifact import (
     ArtifactManifest,
-    Published,
-    peek,
+    CatchUp,
+    catch_up,
+    load_artifact,
     prune_artifacts,
-    publish,
     read_artifact_manifest,
 )
-from megalith.gather.catch_up import CatchUp, catch_up, load_artifact
-from megalith.gather.compress import Compressed, ErrorFeedback, compress, decompress
-from megalith.gather.decision import (
+from megalith.gather.compress import (
+    Compressed,
+    ErrorFeedback,
+    Published,
+    compress,
+    decompress,
+    peek,
+    publish,
+)
+from megalith.gather.fetch import FetchOptions, Gatherer, gather
+from megalith.gather.overlap import (
     Decision,
+    Overlap,
     SkipReason,
     decide,
+    excluded_uids,
+    find_overlap,
     lines,
     metrics,
     norm_medians,
     to_penalise,
 )
-from megalith.gather.fetch import FetchOptions, Gatherer, gather
-from megalith.gather.overlap import Overlap, excluded_uids, find_overlap
 from megalith.gather.payload import Header, Label, Payload
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema, TableSpec
 from megalith.gather.plan import (

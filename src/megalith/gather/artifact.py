@@ -1,149 +1,50 @@
-"""Objects in stores: the payload that a peer publishes, and the artifact of a window.
+"""Artifacts: what a window leaves in a store, and catching up, which replays windows from it.
 
-    payloads/RUN/WINDOW/UID.gather              the payload of a peer
     artifacts/RUN/WINDOW/payloads/UID.gather    an accepted payload, written by the rank that holds it
     artifacts/RUN/WINDOW/manifest.json          written last, by the first rank: the artifact is complete
 
-An artifact consists of the validated payloads of a window and its manifest, for nodes that catch up later.
 Payloads are uploaded in the background while the weights are stepped. Nothing in an artifact comes from a
 clock or a rank: its bytes do not depend on the number of ranks.
+
+Windows are replayed through the same update code with the same order, settings and factors, by one process or
+by ranks that share the work. The hashes of the weights before and after each window are compared. An error on
+one rank is raised on all, so that none waits for another.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
 
 from megalith.distributed.fingerprint import Fingerprint
-from megalith.errors import ArtifactError, InputError, StoreError
-from megalith.gather.compress import Compressed
-from megalith.gather.decision import Decision, SkipReason
-from megalith.gather.payload import Header, Label, read_header
-from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import Fault, GatherPlan, Status, payload_key
+from megalith.distributed.surviving_ranks import BrokenExchange, Ranks
+from megalith.errors import ArtifactError, InputError, RankTimeoutError
+from megalith.gather.fetch import FetchOptions, Gatherer
+from megalith.gather.overlap import Decision, SkipReason
+from megalith.gather.payload_schema import PayloadSchema, Weights
+from megalith.gather.plan import GatherPlan, Location, Status, deal
 from megalith.gather.reduce import clip_factors
-from megalith.gather.result import Gathered, as_result
+from megalith.gather.result import Gathered, GatherResult, as_result
+from megalith.gather.table_rows import ApplyRows, TableShards
+from megalith.gather.update import OuterUpdate
 from megalith.ops import checks
 from megalith.storage.json_records import Sha256, canonical_json, from_json, to_json
-from megalith.storage.object_bodies import ObjectBody, put_body
+from megalith.storage.object_bodies import ObjectBody, put_bodies
 from megalith.storage.object_store import ObjectStore, RequestFailure, StoreRequestError
 from megalith.storage.retries import persist, run_async
-from megalith.storage.spool import SpoolWriter
 from megalith.storage.strict_json import parse_json_object
 
 T = TypeVar("T")
 FORMAT = "megalith-gather-artifact"
 VERSION = 2
 MAX_MANIFEST_BYTES = 1 << 28
-_UPLOADS_AT_ONCE = 4
-_SLOWEST = 1 << 18  # bytes per second; a slower upload is given up and tried again
-
-
-@dataclass(frozen=True)
-class Published:
-    """A payload in a store.
-
-    Attributes:
-        key: Its key.
-        digest: Its digest.
-        bytes: Its size.
-        written: False if the same payload was there already.
-    """
-
-    key: str
-    digest: str
-    bytes: int
-    written: bool
-
-
-def publish(
-    store: ObjectStore,
-    compressed: Compressed,
-    label: Label,
-    *,
-    key: str | None = None,
-    overwrite: bool = False,
-    deadline: float = 300.0,
-    directory: Path | None = None,
-) -> Published:
-    """Write the payload of a peer to a store; tried again until it is there or the deadline passes.
-
-    Args:
-        store: The store.
-        compressed: The update.
-        label: Whose payload it is.
-        key: Where it goes; None: the `payload_key` of the label.
-        overwrite: Replace what is there. Otherwise a different payload raises, and the same one is accepted.
-        deadline: Seconds.
-        directory: Where the payload is made, in a file without a name: nothing remains of a killed process.
-
-    Returns:
-        Where it is.
-
-    Raises:
-        StoreError: The time is up, or another payload is there. `ErrorFeedback.give_back` then takes the
-            update back.
-    """
-    checks.instance(store, ObjectStore, "store")
-    checks.instance(compressed, Compressed, "compressed")
-    checks.instance(label, Label, "label")
-    place = payload_key(label.run, label.window, label.uid) if key is None else checks.text(key, "key")
-    checks.seconds(deadline, "deadline")
-    checks.flag(overwrite, "overwrite")
-    spool = SpoolWriter(None if directory is None else checks.path(directory, "directory"))
-    try:
-        header = compressed.write(spool.file, label)
-        work = put_body(
-            store,
-            place,
-            spool.finish(),
-            create=not overwrite,
-            deadline=deadline,
-            request_timeout=30.0 + header.size / _SLOWEST,
-        )
-        written = run_async(work)
-    except StoreRequestError as error:
-        where = f"uid {label.uid}, window {label.window}"
-        raise StoreError(f"{where}: not published: {error}") from None
-    finally:
-        spool.discard()
-    if not written and peek(store, place, deadline=deadline).digest != header.digest:
-        raise StoreError(
-            f"{place!r} holds another payload: a peer sends one per window (or use overwrite=True)"
-        )
-    return Published(place, header.digest, header.size, written)
-
-
-def peek(store: ObjectStore, key: str, *, deadline: float = 60.0) -> Header:
-    """Read and verify the header of a payload in a store, by two ranged requests.
-
-    Args:
-        store: The store.
-        key: The key of the payload.
-        deadline: Seconds for each request.
-
-    Returns:
-        The header.
-
-    Raises:
-        Fault: It is missing, damaged or not a payload, or the store fails.
-    """
-
-    checks.instance(store, ObjectStore, "store")
-    checks.seconds(deadline, "deadline")
-    try:
-        return read_header(ObjectBody(store, key, deadline=deadline))
-    except StoreRequestError as error:
-        raise Fault(Status(error.failure), str(error)) from None
-
-
-# ---- artifacts
+_DEADLINE = 30.0  # seconds at least for the payloads of a replay, for which nobody waits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,31 +153,18 @@ class ArtifactManifest:
         return from_json(cls, fields)
 
 
-def manifest_key(run: str, window: int) -> str:
-    """Return the key of a manifest.
+def artifact_key(run: str, window: int, uid: int | None = None) -> str:
+    """Return the key of a manifest, or of a payload of an artifact.
 
     Args:
         run: The run.
         window: The window.
+        uid: The peer; None: the manifest.
 
     Returns:
         The key.
     """
-    return f"artifacts/{run}/{window}/manifest.json"
-
-
-def artifact_payload_key(run: str, window: int, uid: int) -> str:
-    """Return the key of a payload of an artifact.
-
-    Args:
-        run: The run.
-        window: The window.
-        uid: The peer.
-
-    Returns:
-        The key.
-    """
-    return f"artifacts/{run}/{window}/payloads/{uid}.gather"
+    return f"artifacts/{run}/{window}/" + ("manifest.json" if uid is None else f"payloads/{uid}.gather")
 
 
 def make_manifest(
@@ -332,52 +220,32 @@ def make_manifest(
     )
 
 
-class PayloadUpload:
-    """Writes the payloads that this process holds, in the background.
+def upload_payloads(store: ObjectStore, gathered: Gathered, *, deadline: float = 600.0) -> Future[None]:
+    """Start to write the payloads that this process holds, in the background.
 
     Args:
         store: Where artifacts are.
-        gathered: The result, whose payloads must stay open until `wait`.
+        gathered: The result, whose payloads must stay open until the end.
         deadline: Seconds for all uploads.
+
+    Returns:
+        Its `result()` waits for the end, and raises ArtifactError if a payload cannot be written.
     """
+    result = as_result(gathered)
+    run, window = result.plan.run, result.plan.window
+    bodies = {artifact_key(run, window, uid): each.body for uid, each in result.payloads.items()}
 
-    def __init__(self, store: ObjectStore, gathered: Gathered, *, deadline: float = 600.0) -> None:
-        checks.instance(store, ObjectStore, "artifacts")
-        self._result = as_result(gathered)
-        self._uids = [uid for uid in self._result.uids if uid in self._result.payloads]
-        self._store = store
-        self._deadline = deadline
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="megalith-artifact", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait until all payloads are written.
-
-        Raises:
-            ArtifactError: One cannot be written.
-        """
-        self._thread.join()
-        if self._error is not None:
-            window = self._result.plan.window
-            raise ArtifactError(f"the artifact of window {window} cannot be written: {self._error}")
-
-    def _run(self) -> None:
+    def write() -> None:
         try:
-            asyncio.run(self._write_all())
+            run_async(put_bodies(store, bodies, deadline=deadline))
         except Exception as error:
-            self._error = error
+            raise ArtifactError(f"the artifact of window {window} cannot be written: {error}") from None
 
-    async def _write_all(self) -> None:
-        plan, places = self._result.plan, asyncio.Semaphore(_UPLOADS_AT_ONCE)
-
-        async def write(uid: int) -> None:
-            key, body = artifact_payload_key(plan.run, plan.window, uid), self._result.payloads[uid].body
-            async with places:
-                limit = self._deadline
-                await put_body(self._store, key, body, deadline=limit, request_timeout=limit)
-
-        await asyncio.gather(*map(write, self._uids))
+    pool = ThreadPoolExecutor(1, "megalith-artifact")
+    try:
+        return pool.submit(write)
+    finally:
+        pool.shutdown(wait=False)
 
 
 def write_manifest(store: ObjectStore, manifest: ArtifactManifest, *, deadline: float = 120.0) -> None:
@@ -391,7 +259,7 @@ def write_manifest(store: ObjectStore, manifest: ArtifactManifest, *, deadline: 
     Raises:
         ArtifactError: It cannot be written.
     """
-    key, data = manifest_key(manifest.plan.run, manifest.plan.window), manifest.to_bytes()
+    key, data = artifact_key(manifest.plan.run, manifest.plan.window), manifest.to_bytes()
     _request(lambda limit: store.put(key, data, timeout=limit), deadline, f"{key!r} cannot be written")
 
 
@@ -413,7 +281,7 @@ def read_artifact_manifest(
         ArtifactError: It is damaged or cannot be read.
     """
     checks.instance(store, ObjectStore, "artifacts")
-    key = manifest_key(checks.text(run, "run"), checks.integer(window, "window", 0))
+    key = artifact_key(checks.text(run, "run"), checks.integer(window, "window", 0))
     try:
         body = ObjectBody(store, key, deadline=checks.seconds(deadline, "deadline"))
         if body.size > MAX_MANIFEST_BYTES:
@@ -460,6 +328,169 @@ def prune_artifacts(store: ObjectStore, run: str, *, keep: int, deadline: float 
         for key in sorted(windows[window], key=lambda key: not key.endswith("/manifest.json")):
             _request(lambda limit, key=key: store.delete(key, timeout=limit), deadline, problem)  # type: ignore[misc]
     return tuple(old)
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """What catching up did.
+
+    Attributes:
+        applied: Windows that were applied.
+        skipped: Windows that had no update, by their manifests.
+        missing: Windows without an artifact.
+    """
+
+    applied: tuple[int, ...]
+    skipped: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+def catch_up(
+    store: ObjectStore,
+    parameters: Weights,
+    update: OuterUpdate,
+    *,
+    run: str,
+    windows: Iterable[int],
+    ranks: Ranks | None = None,
+    tables: TableShards | None = None,
+    apply_rows: ApplyRows | None = None,
+    missing_ok: bool = False,
+    memory_budget: int | None = None,
+    options: FetchOptions | None = None,
+) -> CatchUp:
+    """Replay windows, in this order, on the weights before the first of them.
+
+    Args:
+        store: Where artifacts are.
+        parameters: The weights before the first window; they change in place, and may be sharded over ranks.
+        update: The outer optimizer as it was then, momentum included.
+        run: The run.
+        windows: The windows.
+        ranks: The ranks that share the work; all of them call this function.
+        tables: The tables to which changes of rows are added, each row once.
+        apply_rows: Called with all changes of rows, on every rank, instead of `tables`.
+        missing_ok: Pass over windows without an artifact. The weights are then not those of the others, which
+            the comparison of the next window reports.
+        memory_budget: The budget of this node, if not that of the plans; it does not change weights.
+        options: How to fetch.
+
+    Returns:
+        What was done with each window.
+
+    Raises:
+        ArtifactError: An artifact is missing, damaged or does not match, before its window changes anything;
+            or the outcome of a window is different.
+        InputError: An argument is wrong.
+        RankFailedError: Another rank raised an error.
+        RankTimeoutError: A rank was lost.
+    """
+    checks.instance(update, OuterUpdate, "update")
+    together = Ranks.or_alone(ranks)
+    if not isinstance(windows, Iterable) or isinstance(windows, str | bytes | Tensor):
+        raise InputError(f"windows must be integers, got {checks.kind(windows)}")
+    if memory_budget is not None:
+        checks.integer(memory_budget, "memory_budget")
+    applied, skipped, missing = [], [], []
+    try:
+        for window in windows:
+            read = partial(_next_manifest, store, run, window, update, missing_ok)
+            manifest = together.agree("manifest", read)
+            if manifest is None:
+                missing.append(window)
+                continue
+            if not manifest.go:
+                skipped.append(window)
+                continue
+            if memory_budget is not None:
+                manifest = replace(manifest, plan=replace(manifest.plan, memory_budget=memory_budget))
+            together.agree("parameters", partial(update.parts, parameters, together))
+            before, after = manifest.weights_before, manifest.weights
+            if before is not None and update.fingerprint(parameters, ranks=together).hash != before:
+                raise ArtifactError(f"the weights are not those before window {window}")
+            with closing(load_artifact(store, manifest, ranks=together, options=options)) as result:
+                update.apply(
+                    parameters,
+                    result,
+                    ranks=together,
+                    exclude=manifest.excluded,
+                    tables=tables,
+                    apply_rows=apply_rows,
+                )
+            if after is not None and update.fingerprint(parameters, ranks=together).hash != after:
+                raise ArtifactError(f"window {window} produced different weights than its manifest states")
+            applied.append(window)
+    except BrokenExchange as error:
+        raise RankTimeoutError(f"a rank was lost while catching up: {error}") from error
+    return CatchUp(tuple(applied), tuple(skipped), tuple(missing))
+
+
+def load_artifact(
+    store: ObjectStore,
+    manifest: ArtifactManifest,
+    *,
+    ranks: Ranks | None = None,
+    options: FetchOptions | None = None,
+) -> GatherResult:
+    """Load the payloads of an artifact, validated again. A collective call with ranks.
+
+    Args:
+        store: Where artifacts are.
+        manifest: The manifest.
+        ranks: The ranks, each of which fetches a share of the payloads.
+        options: How to fetch.
+
+    Returns:
+        A result like any other. Close it after use.
+
+    Raises:
+        ArtifactError: A payload is missing, damaged, or different from what the manifest names.
+    """
+    plan = checks.instance(manifest, ArtifactManifest, "manifest").plan
+    together = Ranks.or_alone(ranks)
+    places = {uid: Location(artifact_key(plan.run, plan.window, uid)) for uid in manifest.uids}
+    replay = replace(
+        plan,
+        primary=tuple(uid for uid in plan.primary if uid in places),
+        reserve=tuple(uid for uid in plan.reserve if uid in places),
+        locations=places,
+        time_min=None,
+        time_max=None,
+        deadline=max(plan.deadline, _DEADLINE),
+        formats=("megalith",),
+    )
+
+    def fetch() -> Gatherer:
+        place, stores = {"rank": together.rank, "world_size": together.size}, {"default": store}
+        made = Gatherer(replay, manifest.schema, stores, **place, options=options)
+        made.fetch(deal(manifest.uids, [0] * together.size)[together.place])
+        return made
+
+    result = together.agree("payloads", fetch, patience=replay.deadline).merge_with(together)
+    for entry in manifest.entries:
+        record = result.records[entry.uid]
+        problem = record.detail if record.status is not Status.OK else ""
+        if not problem and (record.digest, result.accepted[entry.uid].norms) != (entry.digest, entry.norms):
+            problem = "its digest or norms are not those of the manifest"
+        if problem:
+            result.close()
+            raise ArtifactError(f"window {plan.window}, payload of uid {entry.uid}: {problem}")
+    return result
+
+
+def _next_manifest(
+    store: ObjectStore, run: str, window: int, update: OuterUpdate, missing_ok: bool
+) -> ArtifactManifest | None:
+    """The manifest of a window, if it follows the steps so far; None if it is missing and may be."""
+    manifest = read_artifact_manifest(store, run, window)
+    if manifest is None and not missing_ok:
+        raise ArtifactError(f"run {run!r} has no artifact of window {window}: start from a later checkpoint")
+    if manifest is not None and manifest.go and update.outer_step + 1 != manifest.outer_step:
+        raise ArtifactError(
+            f"window {window} is outer step {manifest.outer_step}, "
+            f"the update has made {update.outer_step} steps"
+        )
+    return manifest
 
 
 def _request(call: Callable[[float], Awaitable[T]], deadline: float, problem: str) -> T:

@@ -1,4 +1,4 @@
-"""Compression: the side of a peer. Chunked top-k, coded values, error feedback; and the way back.
+"""Compression: the side of a peer. Chunked top-k, coded values, error feedback, publishing; and the way back.
 
 An update is a pseudo-gradient: weights before local training minus weights after it. Of each chunk the `keep`
 positions of largest magnitude are sent, coded in a few values that are computed
@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import BinaryIO
 
 import torch
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.distributed.tensor_parts import Part, Span, local_tensor, move_lines, part_of, shard_spans
-from megalith.errors import InputError, UsageError
-from megalith.gather.payload import Header, Label, PackedRows, Payload, PayloadWriter
+from megalith.errors import InputError, StoreError, UsageError
+from megalith.gather.payload import Header, Label, PackedRows, Payload, PayloadWriter, read_header
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
+from megalith.gather.plan import Fault, Status, payload_key
 from megalith.ops import checks
 from megalith.ops.chunk_layout import as_matrix, from_chunks, to_chunks
 from megalith.ops.chunk_rows import (
@@ -36,8 +38,13 @@ from megalith.ops.chunk_rows import (
     unpack_indices,
 )
 from megalith.ops.cosine_transform import forward_dct, inverse_dct
+from megalith.storage.object_bodies import ObjectBody, put_body
+from megalith.storage.object_store import ObjectStore, StoreRequestError
+from megalith.storage.retries import run_async
+from megalith.storage.spool import SpoolWriter
 from megalith.storage.tensor_files import raw_bytes, tensor_of
 
+_SLOWEST = 1 << 18  # bytes per second; a slower upload is given up and tried again
 TableRows = Mapping[str, tuple[Tensor, Tensor]]
 """Rows of tables by name: ids int64 [n], rows float32 [n, dim]."""
 
@@ -235,6 +242,103 @@ def decompress(source: Compressed | Payload) -> dict[str, Tensor]:
         )
         result[spec.name] = _unpack(packed, spec)
     return result
+
+
+@dataclass(frozen=True)
+class Published:
+    """A payload in a store.
+
+    Attributes:
+        key: Its key.
+        digest: Its digest.
+        bytes: Its size.
+        written: False if the same payload was there already.
+    """
+
+    key: str
+    digest: str
+    bytes: int
+    written: bool
+
+
+def publish(
+    store: ObjectStore,
+    compressed: Compressed,
+    label: Label,
+    *,
+    key: str | None = None,
+    overwrite: bool = False,
+    deadline: float = 300.0,
+    directory: Path | None = None,
+) -> Published:
+    """Write the payload of a peer to a store; tried again until it is there or the deadline passes.
+
+    Args:
+        store: The store.
+        compressed: The update.
+        label: Whose payload it is.
+        key: Where it goes; None: the `payload_key` of the label.
+        overwrite: Replace what is there. Otherwise a different payload raises, and the same one is accepted.
+        deadline: Seconds.
+        directory: Where the payload is made, in a file without a name: nothing remains of a killed process.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        StoreError: The time is up, or another payload is there. `ErrorFeedback.give_back` then takes the
+            update back.
+    """
+    checks.instance(store, ObjectStore, "store")
+    checks.instance(compressed, Compressed, "compressed")
+    checks.instance(label, Label, "label")
+    place = payload_key(label.run, label.window, label.uid) if key is None else checks.text(key, "key")
+    checks.seconds(deadline, "deadline")
+    checks.flag(overwrite, "overwrite")
+    spool = SpoolWriter(None if directory is None else checks.path(directory, "directory"))
+    try:
+        header = compressed.write(spool.file, label)
+        work = put_body(
+            store,
+            place,
+            spool.finish(),
+            create=not overwrite,
+            deadline=deadline,
+            request_timeout=30.0 + header.size / _SLOWEST,
+        )
+        written = run_async(work)
+    except StoreRequestError as error:
+        where = f"uid {label.uid}, window {label.window}"
+        raise StoreError(f"{where}: not published: {error}") from None
+    finally:
+        spool.discard()
+    if not written and peek(store, place, deadline=deadline).digest != header.digest:
+        raise StoreError(
+            f"{place!r} holds another payload: a peer sends one per window (or use overwrite=True)"
+        )
+    return Published(place, header.digest, header.size, written)
+
+
+def peek(store: ObjectStore, key: str, *, deadline: float = 60.0) -> Header:
+    """Read and verify the header of a payload in a store, by two ranged requests.
+
+    Args:
+        store: The store.
+        key: The key of the payload.
+        deadline: Seconds for each request.
+
+    Returns:
+        The header.
+
+    Raises:
+        Fault: It is missing, damaged or not a payload, or the store fails.
+    """
+    checks.instance(store, ObjectStore, "store")
+    checks.seconds(deadline, "deadline")
+    try:
+        return read_header(ObjectBody(store, key, deadline=deadline))
+    except StoreRequestError as error:
+        raise Fault(Status(error.failure), str(error)) from None
 
 
 # ---- parameters

@@ -173,11 +173,20 @@ class OverlapConfig:
         if not 0 < self.sample <= 1:
             raise InputError(f"overlap: sample must be above 0 and at most 1, got {self.sample}")
 
-    @property
-    def limits(self) -> tuple[tuple[Fraction, Level], ...]:
-        """The exact limit of each level, highest first."""
-        numbers = (self.mega_from, self.max_from, self.threshold)
-        return tuple((Fraction(str(n)), level) for n, level in zip(numbers, reversed(LEVELS), strict=True))
+    def level_of(self, shared: int, total: int) -> Level | None:
+        """Return the level of a pair of peers, computed exactly.
+
+        Args:
+            shared: The number of positions that both sent.
+            total: The number of positions that each sent.
+
+        Returns:
+            The level; None below the threshold.
+        """
+        checks.integer(shared, "shared", 0)
+        share = Fraction(shared, checks.integer(total, "total", 0) or 1)
+        limits = zip((self.mega_from, self.max_from, self.threshold), reversed(LEVELS), strict=True)
+        return next((level for limit, level in limits if share >= Fraction(str(limit))), None)
 
 
 @dataclass(frozen=True)

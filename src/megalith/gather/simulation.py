@@ -24,8 +24,8 @@ from torch import Tensor
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import InputError
 from megalith.gather.compress import compress
-from megalith.gather.decision import metrics
 from megalith.gather.fetch import FetchOptions
+from megalith.gather.overlap import metrics
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import GatherPlan, OverlapConfig, UpdateConfig, payload_key

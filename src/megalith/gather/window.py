@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,11 +30,10 @@ from megalith.distributed.fingerprint import Fingerprint
 from megalith.distributed.surviving_ranks import BrokenExchange, Ranks
 from megalith.distributed.tensor_parts import Part
 from megalith.errors import ArtifactError, BudgetError, InputError, RankTimeoutError, UsageError
-from megalith.gather.artifact import PayloadUpload, make_manifest, prune_artifacts, write_manifest
+from megalith.gather.artifact import make_manifest, prune_artifacts, upload_payloads, write_manifest
 from megalith.gather.columns import Columns
-from megalith.gather.decision import Decision, SkipReason, decide
 from megalith.gather.fetch import FetchOptions, Gatherer, Stores
-from megalith.gather.overlap import Overlap, excluded_uids, find_overlap
+from megalith.gather.overlap import Decision, Overlap, SkipReason, decide, excluded_uids, find_overlap
 from megalith.gather.payload_schema import Weights
 from megalith.gather.plan import GatherPlan, Status, backfill, deal
 from megalith.gather.result import GatherResult
@@ -163,7 +163,7 @@ class _GatherWindow:
     counters: tuple[int, tuple[str, int] | None] = (0, None)
     saved: TensorSnapshot | None = None
     gatherer: Gatherer | None = None
-    upload: PayloadUpload | None = None
+    upload: Future[None] | None = None
     parts: dict[str, Part] = field(default_factory=dict)
     wanted: list[int] = field(default_factory=list)
     rounds: int = 0
@@ -188,7 +188,7 @@ class _GatherWindow:
         finally:
             if self.upload is not None:
                 with suppress(ArtifactError):
-                    self.upload.wait()
+                    self.upload.result()
             if self.saved is not None:
                 self.saved.close()
             if self.gatherer is not None:
@@ -321,7 +321,7 @@ class _GatherWindow:
     def _before_update(self, result: GatherResult, uids: tuple[int, ...], decision: Decision) -> ApplyRows:
         """The last steps on this rank that can refuse; what takes the changes of table rows."""
         if self.artifacts is not None:
-            self.upload = PayloadUpload(self.artifacts, result, deadline=self.ranks.timeout)
+            self.upload = upload_payloads(self.artifacts, result, deadline=self.ranks.timeout)
         take = row_taker(self.update.schema, self.ranks, self.tables, self.apply_rows)
         if decision.go:
             take = self.update.prepare(result, uids, self.parts, take)
@@ -346,7 +346,7 @@ class _GatherWindow:
     def _commit(self, outcome: WindowReport, store: ObjectStore) -> str | None:
         """Wait for the payloads of all ranks, then write the manifest. Returns the problem."""
         patience = self.ranks.timeout
-        own = _problem_of(self.upload.wait) if self.upload is not None else None
+        own = _problem_of(self.upload.result) if self.upload is not None else None
         problems = self.ranks.messages("payloads", own, patience=patience)
         problem: str | None = next((each for each in problems if each), None)
         if problem is None and self.ranks.leads:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import asyncio
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from megalith.storage.object_store import ObjectInfo, ObjectStore, StoreRequestError
@@ -100,6 +101,29 @@ async def put_body(
                 source.close()
 
     return await persist(put, deadline=deadline, request_timeout=request_timeout)
+
+
+async def put_bodies(
+    store: ObjectStore, bodies: Mapping[str, Body], *, deadline: float, at_once: int = 4
+) -> None:
+    """Write bodies to a store, some at a time.
+
+    Args:
+        store: The store.
+        bodies: By key.
+        deadline: Seconds for each body.
+        at_once: Uploads in flight.
+
+    Raises:
+        StoreRequestError: The first failure.
+    """
+    places = asyncio.Semaphore(at_once)
+
+    async def write(key: str, body: Body) -> None:
+        async with places:
+            await put_body(store, key, body, deadline=deadline, request_timeout=deadline)
+
+    await asyncio.gather(*(write(key, body) for key, body in bodies.items()))
 
 
 class ObjectBody(Body):

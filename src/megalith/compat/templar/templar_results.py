@@ -15,8 +15,7 @@ import torch
 
 from megalith.compat.templar.templar_payloads import parameter_parts, read_payload
 from megalith.errors import ArtifactError, InputError
-from megalith.gather.decision import metrics, norm_medians
-from megalith.gather.overlap import Overlap
+from megalith.gather.overlap import Overlap, metrics, norm_medians
 from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import Fault
