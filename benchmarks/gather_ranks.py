@@ -138,16 +138,7 @@ def megalith_step(weight: Tensor, schema: PayloadSchema, payloads: list[bytes]) 
     plan = GatherPlan(run="bench", window=0, schema=schema.digest, primary=tuple(range(len(payloads))))
     ledger, fetched = Ledger(1 << 30, "benchmark"), []
     for uid, data in enumerate(payloads):
-        checked = validate(
-            MemoryBody(data),
-            schema,
-            run="bench",
-            window=0,
-            uid=uid,
-            max_value=1e6,
-            ledger=ledger,
-            work_bytes=32 << 20,
-        )
+        checked = validate(MemoryBody(data), schema, plan, uid, ledger=ledger, work_bytes=32 << 20)
         record = Record(uid, "primary", Status.OK, digest=checked.header.digest)
         fetched.append((record, checked))
     OuterUpdate(schema).apply({"w": weight}, merge([make_partial(plan, schema, plan.primary, fetched)]))

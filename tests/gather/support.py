@@ -83,9 +83,10 @@ def checked(
     data: bytes, schema: PayloadSchema, uid: int, *, work_bytes: int = 1 << 22, **other: Any
 ) -> Payload:
     """`validate` with a large budget."""
-    expected = {"run": RUN, "window": WINDOW, "uid": uid, "max_value": 1e6, **other}
+    expected = {"run": RUN, "window": WINDOW, "max_value": 1e6, **other}
+    plan = GatherPlan(schema=schema.digest, primary=(uid,), **expected)
     ledger = Ledger(1 << 30, "test")
-    return validate(MemoryBody(data), schema, ledger=ledger, work_bytes=work_bytes, **expected)
+    return validate(MemoryBody(data), schema, plan, uid, ledger=ledger, work_bytes=work_bytes)
 
 
 def agreed(result: GatherResult) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def test_schema_digest_tells_models_apart() -> None:
 def test_schema_says_what_cannot_be() -> None:
     with pytest.raises(InputError, match="only floating point can be sent"):
         PayloadSchema.of({"w": torch.zeros(3, dtype=torch.int64)})
-    with pytest.raises(InputError, match="keep must be from 1 to 4"):
+    with pytest.raises(InputError, match="keep must be an integer from 1 to 4"):
         ParameterSpec("w", (4,), (1, 4), 5)
     with pytest.raises(InputError, match="same name"):
         PayloadSchema((ParameterSpec("w", (4,), (1, 4), 2), ParameterSpec("w", (4,), (1, 4), 2)))

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from megalith.errors import InputError, StoreError, UsageError
 from megalith.gather.payload import (
     PRELUDE_BYTES,
+    Header,
     Label,
     Payload,
-    PayloadWriter,
     header_limit,
     least_size,
     read_header,
+    write_payload_file,
 )
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import Fault, Status
@@ -111,23 +112,25 @@ def test_same_update_gives_same_bytes() -> None:
 
 def test_writer_takes_pieces_and_counts_bytes() -> None:
     schema = PayloadSchema.of({"w": torch.zeros(8)}, chunk=4, keep=2)
-    file = io.BytesIO()
-    writer = PayloadWriter(file, schema, Label(RUN, 0, 0))
-    writer.write(bytes(3))
+    three, values, codes = (torch.zeros(n, dtype=torch.uint8) for n in (3, 16, 2))
+
+    def write(*pieces: torch.Tensor) -> tuple[Header, bytes]:
+        file = io.BytesIO()
+        return write_payload_file(file, schema, Label(RUN, 0, 0), pieces), file.getvalue()
+
     with pytest.raises(UsageError, match=r"'w', section indices: 3 bytes are missing"):
-        writer.finish()
-    with pytest.raises(UsageError, match="do not fit"):
-        writer.write(bytes(4))
-    for piece in (bytes(3), torch.zeros(4), torch.zeros(2, 1, dtype=torch.uint8)):
-        writer.write(piece)
-    with pytest.raises(UsageError, match="do not fit"):
-        writer.write(bytes(1))
-    assert writer.finish() == read_header(MemoryBody(file.getvalue()))
+        write(three)
+    with pytest.raises(UsageError, match="section indices: 3 bytes are missing, the next piece has 16"):
+        write(three, values)
+    with pytest.raises(UsageError, match="a piece of 2 bytes after the last section"):
+        write(three, three, values, codes, codes)
+    header, data = write(three, three, values.view(torch.float32), codes[:0], codes.view(2, 1))
+    assert header == read_header(MemoryBody(data))
 
 
 def test_schema_without_sections_is_a_payload() -> None:
     file = io.BytesIO()
-    header = PayloadWriter(file, PayloadSchema(()), Label(RUN, 0, 0)).finish()
+    header = write_payload_file(file, PayloadSchema(()), Label(RUN, 0, 0), [])
     assert header.size == len(file.getvalue())
 
 
@@ -200,12 +203,12 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("schema", "0" * 64, "do not fit its schema digest"),
         ("parameters", {}, "field parameters must be a list"),
         ("parameters.0", 3, r"parameters\[0\] must be an object"),
-        ("parameters.0.name", "", "a name has 1 to 1024"),
+        ("parameters.0.name", "", "name must have 1 to 1024"),
         ("parameters.0.name", "odd", "same name"),
-        ("parameters.0.name", "x" * 2000, "a name has 1 to 1024"),
+        ("parameters.0.name", "x" * 2000, "name must have 1 to 1024"),
         ("parameters.0.keep", 0, r"parameters\[0\]: .* keep must be"),
-        ("parameters.0.keep", 65, "keep must be from 1 to 64"),
-        ("parameters.0.bins", 257, "bins must be from 2"),
+        ("parameters.0.keep", 65, "keep must be an integer from 1 to 64"),
+        ("parameters.0.bins", 257, "bins must be an integer from 2 to 256"),
         ("parameters.0.chunk", [64], "must have 2 items"),
         ("parameters.0.chunk", [4096, 4096], "a chunk of"),
         ("parameters.0.shape", [1 << 47, 1 << 47], "not usable"),
@@ -215,7 +218,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("parameters.0.offset", 5, "is at 5"),
         ("parameters.0.dct", 1, "must be true or false"),
         ("parameters.0.indices_sha256", "A" * 64, "64 hexadecimal digits"),
-        ("tables.0.num_rows", 1 << 49, "num_rows must be from 0"),
+        ("tables.0.num_rows", 1 << 49, "num_rows must be an integer from 0"),
         ("tables.1.num_rows", 11, "its sections end at"),
         ("tables.0.dim", 0, "dim must be"),
         ("tables.0.extra", 0, "extra is not known"),

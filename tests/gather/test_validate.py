@@ -17,7 +17,7 @@ from torch import Tensor
 from megalith.errors import BudgetError
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema, TableSpec
-from megalith.gather.plan import Fault, Status
+from megalith.gather.plan import Fault, GatherPlan, Status
 from megalith.gather.validate import least_work_bytes, validate
 from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
 from megalith.storage.spool import Ledger, MemoryBody
@@ -181,16 +181,8 @@ def test_memory_is_a_block_whatever_the_size() -> None:
     for lines in (1024, 8192):
         schema = PayloadSchema.of({"w": torch.zeros(lines, 64)}, chunk=8, keep=8)
         ledger = Ledger(1 << 20, "test")
-        validate(
-            MemoryBody(peer_bytes(schema, 1)),
-            schema,
-            run=RUN,
-            window=WINDOW,
-            uid=1,
-            max_value=1e6,
-            ledger=ledger,
-            work_bytes=10_000,
-        )
+        plan = GatherPlan(run=RUN, window=WINDOW, schema=schema.digest, primary=(1,))
+        validate(MemoryBody(peer_bytes(schema, 1)), schema, plan, 1, ledger=ledger, work_bytes=10_000)
         peaks.append(ledger.peak)
         assert ledger.used == 0
     assert (

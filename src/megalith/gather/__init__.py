@@ -16,15 +16,7 @@ from megalith.gather.artifact import (
     prune_artifacts,
     read_artifact_manifest,
 )
-from megalith.gather.compress import (
-    Compressed,
-    ErrorFeedback,
-    Published,
-    compress,
-    decompress,
-    peek,
-    publish,
-)
+from megalith.gather.compress import Compressed, ErrorFeedback, Published, compress, decompress, peek, publish
 from megalith.gather.fetch import FetchOptions, Gatherer, gather
 from megalith.gather.overlap import (
     Decision,

@@ -387,13 +387,11 @@ def catch_up(
     """
     checks.instance(update, OuterUpdate, "update")
     together = Ranks.or_alone(ranks)
-    if not isinstance(windows, Iterable) or isinstance(windows, str | bytes | Tensor):
-        raise InputError(f"windows must be integers, got {checks.kind(windows)}")
     if memory_budget is not None:
         checks.integer(memory_budget, "memory_budget")
     applied, skipped, missing = [], [], []
     try:
-        for window in windows:
+        for window in checks.items(windows, "windows", "integers"):
             read = partial(_next_manifest, store, run, window, update, missing_ok)
             manifest = together.agree("manifest", read)
             if manifest is None:

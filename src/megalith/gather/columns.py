@@ -141,14 +141,15 @@ class Columns:
                 with self.ledger.hold(length * self._row_bytes(block.number), "a block of indices"):
                     chosen = None if sample is None else self._sampled(block, sample)
                     got = self._bring("indices", block, uids, chosen)
-                    for uid, rows in got.items() if spool is not None else ():
-                        self._offsets[block, uid] = spool.file.tell()
-                        spool.write(raw_bytes(rows))
+                    if spool is not None:
+                        for uid, rows in got.items():
+                            self._offsets[block, uid] = spool.file.tell()
+                            spool.write(raw_bytes(rows))
                     if length and counted:
-                        held = {
-                            u: self._held("indices", u, block, place, chosen) for u in uids if u not in got
-                        }
-                        total += common_positions([(held | got)[u] for u in uids], spec.keep, spec.size)
+                        mine = (uid for uid in uids if uid not in got)
+                        got |= {uid: self._held("indices", uid, block, place, chosen) for uid in mine}
+                        total += common_positions([got[uid] for uid in uids], spec.keep, spec.size)
+                    del got  # its memory is needed for the next block
             if spool is not None:
                 self._spool = spool.finish()
         except BaseException:
@@ -212,8 +213,8 @@ class Columns:
                         continue
                     low, high = min(a for a, _ in spans), max(b for _, b in spans)
                     if place == ranks.place:
-                        sent = tile[low - mine[0] : high - mine[0]].cpu().contiguous()
-                        ranks.from_one("tiles", sent, place)
+                        part = slice(low - mine[0], high - mine[0])
+                        ranks.from_one("tiles", tile[part].cpu().contiguous(), place)
                         continue
                     got = ranks.from_one("tiles", torch.empty(high - low, spec.size), place)
                     start, stop = _common((low, high), wanted[ranks.place])

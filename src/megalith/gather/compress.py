@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.distributed.tensor_parts import Part, Span, local_tensor, move_lines, part_of, shard_spans
 from megalith.errors import InputError, StoreError, UsageError
-from megalith.gather.payload import Header, Label, PackedRows, Payload, PayloadWriter, read_header
+from megalith.gather.payload import Header, Label, PackedRows, Payload, read_header, write_payload_file
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
 from megalith.gather.plan import Fault, Status, payload_key
 from megalith.ops import checks
@@ -78,14 +79,9 @@ class Compressed:
         if len(self.parameters) != len(self.schema.parameters):
             raise UsageError("only the first rank has the compressed update: publish it there")
         counts = {name: ids.numel() for name, (ids, _) in self.tables.items()}
-        writer = PayloadWriter(file, self.schema, checks.instance(label, Label, "label"), counts)
-        for packed in self.parameters:
-            for part in packed:
-                writer.write(part)
-        for table in self.schema.tables:
-            for part in self.tables.get(table.name, ()):
-                writer.write(part)
-        return writer.finish()
+        tables = (self.tables.get(table.name, ()) for table in self.schema.tables)
+        pieces = chain.from_iterable((*self.parameters, *tables))
+        return write_payload_file(file, self.schema, checks.instance(label, Label, "label"), pieces, counts)
 
     def to_bytes(self, label: Label) -> bytes:
         """Return the payload.

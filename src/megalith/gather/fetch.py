@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
@@ -42,10 +43,6 @@ _BYTES_PER_POSITION = 64  # of a block that is converted
 _log = logging.getLogger("megalith.gather")
 
 
-def _utc_now() -> datetime:
-    return datetime.now(UTC)
-
-
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions:
     """How this rank fetches. Given enough time, nothing here changes what is accepted."""
@@ -64,7 +61,7 @@ class FetchOptions:
     """Seconds for one request, and for a download in addition to what its size takes."""
     slowest: float = 1 << 18
     """Bytes per second below which a download is given up and tried again."""
-    now: Callable[[], datetime] = _utc_now
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
     """The clock that time_max is compared with."""
 
     def __post_init__(self) -> None:
@@ -311,23 +308,19 @@ class Gatherer:
         self._check_info(info)
         limit = min(phase.end - loop.time(), options.request_timeout + info.size / options.slowest)
         info = replace(info, key=key)
-        if info.size >= options.ranged_from and info.etag is not None and self._ranges > 1:
-            async with phase.ranged:
-                with self._ledger.hold(self._ranged_bytes, "a ranged download"):
-                    body = await download_body(
-                        store,
-                        info,
-                        SpoolWriter(options.spool_directory),
-                        deadline=max(0.001, limit),
-                        request_timeout=options.request_timeout,
-                        ranges=self._ranges,
-                    )
-        else:
-            spooled = info.size > self._kept_bytes
-            writer = (
-                SpoolWriter(options.spool_directory) if spooled else MemoryWriter(info.size, self._ledger)
-            )
-            body = await download_body(store, info, writer, deadline=max(0.001, limit))
+        spool = options.spool_directory
+        ranged = info.size >= options.ranged_from and info.etag is not None and self._ranges > 1
+        in_memory = info.size <= self._kept_bytes and not ranged
+        async with phase.ranged if ranged else nullcontext():
+            with self._ledger.hold(self._ranged_bytes if ranged else 0, "a ranged download"):
+                body = await download_body(
+                    store,
+                    info,
+                    MemoryWriter(info.size, self._ledger) if in_memory else SpoolWriter(spool),
+                    deadline=max(0.001, limit),
+                    request_timeout=options.request_timeout,
+                    ranges=self._ranges if ranged else 1,
+                )
         seen["bytes"] = info.size
         return body
 
@@ -360,16 +353,7 @@ class Gatherer:
         try:
             if "templar" in plan.formats and body.read(0, min(4, body.size)) == _TORCH_FILE:
                 body = self._converted(body, uid)
-            return validate(
-                body,
-                self._schema,
-                run=plan.run,
-                window=plan.window,
-                uid=uid,
-                max_value=plan.max_value,
-                ledger=self._ledger,
-                work_bytes=self._work_bytes,
-            )
+            return validate(body, self._schema, plan, uid, ledger=self._ledger, work_bytes=self._work_bytes)
         except BaseException:
             body.close()
             raise

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import combinations
 
 from torch import Tensor
 
@@ -119,14 +120,13 @@ def find_overlap(gathered: Gathered, matrix: Tensor | None = None, *, exact: boo
     total = sum(spec.kept for spec in result.schema.parameters if config.full_rows or not spec.full)
     numbers = counts.tolist()
     pairs, values = [], []
-    for i in range(len(uids)):
-        for j in range(i + 1, len(uids)):
-            shared = numbers[i][j]
-            values.append(shared)
-            level = config.level_of(shared, total)
-            if level is not None:
-                offender = _offender(result, uids[i], uids[j])
-                pairs.append(OverlapPair(uids[i], uids[j], shared, shared / total, level, offender))
+    for (i, first), (j, second) in combinations(enumerate(uids), 2):
+        shared = numbers[i][j]
+        values.append(shared)
+        level = config.level_of(shared, total)
+        if level is not None:
+            offender = _offender(result, first, second)
+            pairs.append(OverlapPair(first, second, shared, shared / total, level, offender))
     levels: dict[int, Level] = {}
     for pair in pairs:
         old = levels.get(pair.offender)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -63,11 +63,9 @@ class Label:
     """Up to 16 short texts or integers that the peer defines."""
 
     def __post_init__(self) -> None:
-        if not 0 < len(checks.text(self.run, "label: run")) <= 128:
-            raise InputError(f"label: run must have 1 to 128 characters, got {len(self.run)}")
+        checks.text(self.run, "label: run", 128)
         for name in ("window", "uid", "global_step"):
-            if checks.integer(getattr(self, name), f"label: {name}", 0) > MAX_INT:
-                raise InputError(f"label: {name} must be below 2^63, got {getattr(self, name)}")
+            checks.integer(getattr(self, name), f"label: {name}", 0, MAX_INT)
         if not isinstance(self.metadata, Mapping) or len(self.metadata) > 16:
             raise InputError("label: metadata must be a dict with at most 16 entries")
         for key, value in self.metadata.items():
@@ -114,8 +112,7 @@ class TableSections:
     rows_sha256: Sha256 = _EMPTY
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_rows <= 1 << 48:
-            raise InputError(f"num_rows must be from 0 to 2^48, got {self.num_rows}")
+        checks.integer(self.num_rows, "num_rows", 0, 1 << 48)
 
     @property
     def sections(self) -> tuple[tuple[str, int], ...]:
@@ -362,81 +359,56 @@ class Payload:
 # ---- writing
 
 
-class PayloadWriter:
-    """Writes a payload: sections in schema order, in pieces of any size, then the header.
+def write_payload_file(
+    file: BinaryIO,
+    schema: PayloadSchema,
+    label: Label,
+    pieces: Iterable[Tensor],
+    table_rows: Mapping[str, int] | None = None,
+) -> Header:
+    """Write a payload: its sections, then prelude and header, which come first in the file.
 
     Args:
         file: A seekable file.
         schema: The schema.
         label: Whose payload it is.
+        pieces: The content of all sections in schema order, uint8, int64 or float32. A section may consist of
+            several pieces.
         table_rows: The number of rows of each table; 0 for a table that is missing here.
+
+    Returns:
+        The header.
+
+    Raises:
+        UsageError: A piece does not fit into its section, or is missing.
     """
-
-    def __init__(
-        self, file: BinaryIO, schema: PayloadSchema, label: Label, table_rows: Mapping[str, int] | None = None
-    ) -> None:
-        self._file = file
-        self._label = label
-        self._schema = schema
-        self._entries, self._size = _place(schema, label, dict(table_rows or {}))
-        self._sections = [
-            (number, name, length)
-            for number, entry in enumerate(self._entries)
-            for name, length in entry.sections
-        ]
-        self._done = 0
-        self._hash = hashlib.sha256()
-        self._file.write(bytes(self._size))
-        self._close_full_sections()
-
-    def write(self, data: Tensor | bytes | bytearray | memoryview) -> None:
-        """Append to the current section.
-
-        Args:
-            data: Bytes, or a tensor of uint8, int64 or float32.
-
-        Raises:
-            UsageError: They do not fit into the section.
-        """
-        view = raw_bytes(data) if isinstance(data, Tensor) else memoryview(data).cast("B")
-        missing = self._sections[0][2] - self._done if self._sections else 0
-        if len(view) > missing or not self._sections:
-            raise UsageError(f"{len(view)} bytes do not fit the current section ({missing} are missing)")
-        self._file.write(view)
-        self._hash.update(view)
-        self._size += len(view)
-        self._done += len(view)
-        self._close_full_sections()
-
-    def finish(self) -> Header:
-        """Write prelude and header.
-
-        Returns:
-            The header.
-
-        Raises:
-            UsageError: A section is not complete.
-        """
-        if self._sections:
-            number, name, length = self._sections[0]
-            where = f"{self._entries[number].spec.name!r}, section {name}"
-            raise UsageError(f"{where}: {length - self._done} bytes are missing")
-        header = _header(self._schema, self._label, self._entries)
-        text = canonical_json(to_json(header))
-        prelude = _PRELUDE.pack(MAGIC, VERSION, len(text), self._size, 0, bytes(32))[:32]
-        digest = hashlib.sha256(prelude + text)
-        self._file.seek(0)
-        self._file.write(prelude + digest.digest() + text)
-        self._file.flush()
-        return replace(header, header_bytes=len(text), size=self._size, digest=digest.hexdigest())
-
-    def _close_full_sections(self) -> None:
-        while self._sections and self._done == self._sections[0][2]:
-            number, name, _ = self._sections.pop(0)
-            digest: dict[str, Any] = {f"{name}_sha256": self._hash.hexdigest()}
-            self._entries[number] = replace(self._entries[number], **digest)
-            self._done = 0
-            self._hash = hashlib.sha256()
+    entries, size = _place(schema, label, dict(table_rows or {}))
+    file.write(bytes(size))
+    source = filter(len, map(raw_bytes, pieces))
+    for number, entry in enumerate(entries):
+        for name, length in entry.sections:
+            left, hashed = length, hashlib.sha256()
+            while left:
+                piece = next(source, b"")
+                if not 0 < len(piece) <= left:
+                    where = f"{entry.spec.name!r}, section {name}"
+                    raise UsageError(f"{where}: {left} bytes are missing, the next piece has {len(piece)}")
+                file.write(piece)
+                hashed.update(piece)
+                left -= len(piece)
+            digest: dict[str, Any] = {f"{name}_sha256": hashed.hexdigest()}
+            entries[number] = replace(entries[number], **digest)
+            size += length
+    if (rest := next(source, None)) is not None:
+        raise UsageError(f"there is a piece of {len(rest)} bytes after the last section")
+    header = _header(schema, label, entries)
+    text = canonical_json(to_json(header))
+    prelude = _PRELUDE.pack(MAGIC, VERSION, len(text), size, 0, bytes(32))[:32]
+    signed = hashlib.sha256(prelude + text)
+    file.seek(0)
+    file.write(prelude + signed.digest() + text)
+    file.flush()
+    return replace(header, header_bytes=len(text), size=size, digest=signed.hexdigest())
 
 
 # ---- helpers

@@ -47,25 +47,19 @@ class ParameterSpec:
     """Whether chunks are sent as their cosine transform."""
 
     def __post_init__(self) -> None:
-        where = f"parameter {checks.text(self.name, 'parameter: name')[:64]!r}"
+        where = f"parameter {checks.text(self.name, 'parameter: name', MAX_NAME)[:64]!r}"
         for name, length in (("shape", None), ("chunk", 2)):
             sides = getattr(self, name)
             good = isinstance(sides, tuple) and all(type(side) is int for side in sides)
             if not good or len(sides) > 16 or (length is not None and len(sides) != length):
                 raise InputError(f"{where}: {name} must be a tuple of integers, got {sides!r:.80}")
-        checks.integer(self.keep, f"{where}: keep")
-        checks.integer(self.bins, f"{where}: bins")
+        checks.integer(self.bins, f"{where}: bins", 2, 256)
         checks.flag(self.dct, f"{where}: dct")
-        if not 0 < len(self.name) <= MAX_NAME:
-            raise InputError(f"{where}: a name has 1 to {MAX_NAME} characters")
         if any(side < 0 for side in self.shape) or prod(self.shape) > MAX_ELEMENTS:
             raise InputError(f"{where}: shape {self.shape} is not usable")
         if min(self.chunk) < 1 or prod(self.chunk) > MAX_CHUNK:
             raise InputError(f"{where}: a chunk of {self.chunk} must have 1 to {MAX_CHUNK} positions")
-        if not 1 <= self.keep <= self.size:
-            raise InputError(f"{where}: keep must be from 1 to {self.size}, got {self.keep}")
-        if not 2 <= self.bins <= 256:
-            raise InputError(f"{where}: bins must be from 2 to 256, got {self.bins}")
+        checks.integer(self.keep, f"{where}: keep", 1, self.size)
 
     @cached_property
     def matrix(self) -> tuple[int, int]:
@@ -131,9 +125,8 @@ class TableSpec:
     """The number of columns of a row."""
 
     def __post_init__(self) -> None:
-        name, dim = checks.text(self.name, "table: name"), checks.integer(self.dim, "table: dim")
-        if not 0 < len(name) <= MAX_NAME or dim > 1 << 20:
-            raise InputError(f"table {name[:64]!r} with dim {dim} is not usable: at most {1 << 20} columns")
+        name = checks.text(self.name, "table: name", MAX_NAME)
+        checks.integer(self.dim, f"table {name[:64]!r}: dim", 1, 1 << 20)
 
 
 @dataclass(frozen=True)
@@ -185,8 +178,7 @@ class PayloadSchema:
         Raises:
             InputError: A parameter is not floating point, or an option is wrong.
         """
-        if checks.integer(chunk, "schema: chunk") > 64:
-            raise InputError(f"schema: chunk must be at most 64, got {chunk}")
+        checks.integer(chunk, "schema: chunk", 1, 64)
         checks.integer(keep, "schema: keep")
         checks.flag(padding, "schema: padding")
         specs = []

@@ -11,15 +11,13 @@ that peer, and no further.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal, get_args
-
-from torch import Tensor
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megalith.errors import InputError, MegalithError
 from megalith.ops import checks
@@ -28,11 +26,6 @@ from megalith.storage.strict_json import MAX_INT, as_utc, parse_json_object
 
 MAX_UIDS = 1 << 20
 MAX_PLAN_BYTES = 1 << 28
-Optimizer = Literal["sgd", "nesterov", "sign"]
-Rule = Literal["mean", "trimmed", "median"]
-Mean = Literal["contributors", "peers"]
-Clip = Literal["median", "none"]
-Exchange = Literal["exact", "fast"]
 Level = Literal["high", "max", "mega"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 Shares = tuple[tuple[int, ...], ...]
@@ -103,29 +96,27 @@ class Fault(MegalithError, ValueError):
 class UpdateConfig:
     """The outer step: clip, reduce, step."""
 
-    optimizer: Optimizer = "sgd"
+    optimizer: Literal["sgd", "nesterov", "sign"] = "sgd"
     """sgd: w -= lr * g. nesterov: with momentum. sign: w -= lr * sign(g)."""
     lr: float = 1.0
     """The outer learning rate."""
     momentum: float = 0.9
     """The momentum of nesterov."""
-    rule: Rule = "mean"
+    rule: Literal["mean", "trimmed", "median"] = "mean"
     """How the values sent for a position become one: their mean, their mean without both ends, or their
     median."""
-    mean: Mean = "contributors"
+    mean: Literal["contributors", "peers"] = "contributors"
     """The mean is over the peers that sent the position, or over all (who did not send it, sent zero)."""
     trim: float = 0.1
     """The share of values that "trimmed" leaves out at each end."""
-    clip: Clip = "median"
+    clip: Literal["median", "none"] = "median"
     """median: each parameter of a peer is scaled down to the median of the peers' norms."""
-    exchange: Exchange = "exact"
+    exchange: Literal["exact", "fast"] = "exact"
     """exact: weights are bit-identical for any number of ranks. fast: each rank adds its own peers, then the
     sums are added; only for rule="mean", and the last bits depend on the number of ranks."""
 
     def __post_init__(self) -> None:
-        choices = {"optimizer": Optimizer, "rule": Rule, "mean": Mean, "clip": Clip, "exchange": Exchange}
-        for name, kinds in choices.items():
-            checks.one_of(getattr(self, name), get_args(kinds), f"update: {name}")
+        _check_choices(self, "update")
         _number(self, "update", "lr", 0.0, 1e30)
         _number(self, "update", "momentum", 0.0, 1.0, below=True)
         _number(self, "update", "trim", 0.0, 0.5, below=True)
@@ -159,9 +150,7 @@ class OverlapConfig:
     2 exp(-2 n margin^2)."""
 
     def __post_init__(self) -> None:
-        checks.one_of(self.tie, ("later", "first"), "overlap: tie")
-        checks.one_of(self.level, ("worst", "last"), "overlap: level")
-        checks.one_of(self.exclude, ("none", *LEVELS), "overlap: exclude")
+        _check_choices(self, "overlap")
         checks.flag(self.full_rows, "overlap: full_rows")
         for name in ("threshold", "max_from", "mega_from", "sample", "margin"):
             _number(self, "overlap", name, 0.0, 1e6)
@@ -204,10 +193,8 @@ class Location:
     """The name of the store, as each rank passes it in `stores`."""
 
     def __post_init__(self) -> None:
-        for name, most in (("key", 1024), ("store", 128)):
-            value = checks.text(getattr(self, name), f"location: {name}")
-            if not 0 < len(value) <= most:
-                raise InputError(f"location: {name} must have 1 to {most} characters, got {len(value)}")
+        checks.text(self.key, "location: key", 1024)
+        checks.text(self.store, "location: store", 128)
 
 
 def payload_key(run: str, window: int, uid: int) -> str:
@@ -290,14 +277,14 @@ class GatherPlan:
         self._check()
 
     def _check(self) -> None:
-        if not 0 < len(checks.text(self.run, "plan: run")) <= 128 or "/" in self.run:
-            raise InputError(f"plan: run must have 1 to 128 characters and no '/', got {self.run!r:.140}")
+        if "/" in checks.text(self.run, "plan: run", 128):
+            raise InputError(f"plan: run must not have '/', got {self.run!r}")
         if len(checks.text(self.schema, "plan: schema")) != 64:
             raise InputError(f"plan: schema must be a schema's digest, got {self.schema!r:.80}")
-        least = {"max_object_bytes": 1, "min_peers": 1, "memory_budget": 1}
-        for name in ("window", "attempt", "backfill_rounds", "fingerprint_every", *least):
-            if checks.integer(getattr(self, name), f"plan: {name}", least.get(name, 0)) > MAX_INT:
-                raise InputError(f"plan: {name} must be below 2^63, got {getattr(self, name)}")
+        for name in ("window", "attempt", "backfill_rounds", "fingerprint_every"):
+            checks.integer(getattr(self, name), f"plan: {name}", 0, MAX_INT)
+        for name in ("max_object_bytes", "min_peers", "memory_budget"):
+            checks.integer(getattr(self, name), f"plan: {name}", 1, MAX_INT)
         for name in ("deadline", "grace"):
             _number(self, "plan", name, 0.0, 1e9)
         _number(self, "plan", "max_value", 1e-30, 1e30)
@@ -438,16 +425,21 @@ def deal(uids: Iterable[int], attempted: Sequence[int]) -> Shares:
     return tuple(tuple(share) for share in shares)
 
 
-def _uids(name: str, uids: Any) -> Collection[int]:
-    if not isinstance(uids, Iterable) or isinstance(uids, str | bytes | Mapping | Tensor):
-        raise InputError(f"plan: {name} must be a tuple of uids, got {checks.kind(uids)}")
-    found = list(uids)
+def _uids(name: str, uids: Any) -> list[int]:
+    found = checks.items(uids, f"plan: {name}", "uids")
     if len(found) > MAX_UIDS:
         raise InputError(f"plan: {name} has {len(found)} uids, at most {MAX_UIDS} are possible")
     for uid in found:
-        if isinstance(uid, bool) or not isinstance(uid, int) or not 0 <= uid <= MAX_INT:
+        if type(uid) is not int or not 0 <= uid <= MAX_INT:
             raise InputError(f"plan: {name}: uid {uid!r:.40} must be an integer from 0 to 2^63-1")
     return found
+
+
+def _check_choices(owner: Any, where: str) -> None:
+    """Check the fields of a dataclass that have a few known values."""
+    for name, hint in get_type_hints(type(owner)).items():
+        if get_origin(hint) is Literal:
+            checks.one_of(getattr(owner, name), get_args(hint), f"{where}: {name}")
 
 
 def _number(owner: Any, where: str, name: str, least: float, most: float, *, below: bool = False) -> None:

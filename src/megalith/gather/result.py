@@ -370,9 +370,12 @@ def merge(partials: Iterable[Partial]) -> GatherResult:
     Raises:
         InputError: There is none, or they belong to different plans.
     """
-    given = sorted(_partials(partials), key=lambda part: (part.plan.attempt, part.rank))
+    given: list[Partial] = checks.items(partials, "what is gathered", "partials, or a GatherResult")
+    for each in given:
+        checks.instance(each, Partial, "every item of partials")
     if not given:
         raise InputError("nothing to merge: every rank must give a partial, also an empty one")
+    given.sort(key=lambda part: (part.plan.attempt, part.rank))
     plan, schema = given[-1].plan, given[-1].schema
     for part in given:
         if replace(part.plan, attempt=plan.attempt) != plan or part.schema != schema:
@@ -422,14 +425,6 @@ def as_result(gathered: Gathered) -> GatherResult:
     if isinstance(gathered, GatherResult):
         return gathered
     return merge([gathered] if isinstance(gathered, Partial) else gathered)
-
-
-def _partials(partials: Any) -> list[Partial]:
-    if isinstance(partials, Iterable) and not isinstance(partials, str | bytes | Mapping | Tensor):
-        found = list(partials)
-        if all(isinstance(each, Partial) for each in found):
-            return found
-    raise InputError("expected the partials of all ranks, or a GatherResult")
 
 
 def _order(uid: int, part: Partial) -> tuple[bool, bool, bool, int, int]:

@@ -88,32 +88,6 @@ class Simulation:
         if self.deadline < 20 * self.latency:
             raise InputError("simulation: the deadline must be at least 20 latencies")
 
-    def plan(self, window: int) -> GatherPlan:
-        """Return the plan of a window: the last peers are reserves.
-
-        Args:
-            window: The window.
-
-        Returns:
-            The plan.
-        """
-        wanted = self.peers - self.peers // self.reserve_share
-        return GatherPlan(
-            run=RUN,
-            window=window,
-            schema=_schema().digest,
-            primary=tuple(range(wanted)),
-            reserve=tuple(range(wanted, self.peers)),
-            time_min=OPENS,
-            time_max=CLOSES,
-            grace=0.0,
-            deadline=self.deadline,
-            max_object_bytes=1 << 24,
-            memory_budget=32 << 20,
-            update=UpdateConfig(lr=0.7, optimizer="nesterov"),
-            overlap=OverlapConfig(exclude="max"),
-        )
-
     def faults_of(self, window: int) -> dict[int, str]:
         """Return the faults of a window.
 
@@ -144,22 +118,6 @@ class Simulation:
             for uid in range(self.peers):
                 self._publish(directory, window, uid, faults.get(uid))
 
-    def store(self, directory: Path) -> FaultyStore:
-        """Return the store of a directory that `fill` has filled.
-
-        Args:
-            directory: The directory.
-
-        Returns:
-            A store with the latency and the faults of this simulation.
-        """
-        faults = {
-            payload_key(RUN, window, uid): fault
-            for window in range(self.windows)
-            for uid, fault in self.faults_of(window).items()
-        }
-        return FaultyStore(directory, latency=self.latency, faults=faults)
-
     def _publish(self, directory: Path, window: int, uid: int, fault: str | None) -> None:
         if fault == "missing":
             return
@@ -177,6 +135,36 @@ class Simulation:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         os.utime(path, (written.timestamp(), written.timestamp()))
+
+
+def _plan(simulation: Simulation, window: int) -> GatherPlan:
+    """The plan of a window: the last peers are reserves."""
+    wanted = simulation.peers - simulation.peers // simulation.reserve_share
+    return GatherPlan(
+        run=RUN,
+        window=window,
+        schema=_schema().digest,
+        primary=tuple(range(wanted)),
+        reserve=tuple(range(wanted, simulation.peers)),
+        time_min=OPENS,
+        time_max=CLOSES,
+        grace=0.0,
+        deadline=simulation.deadline,
+        max_object_bytes=1 << 24,
+        memory_budget=32 << 20,
+        update=UpdateConfig(lr=0.7, optimizer="nesterov"),
+        overlap=OverlapConfig(exclude="max"),
+    )
+
+
+def _store(simulation: Simulation, directory: Path) -> FaultyStore:
+    """A directory that `fill` has filled, with the latency and the faults of the simulation."""
+    faults = {
+        payload_key(RUN, window, uid): fault
+        for window in range(simulation.windows)
+        for uid, fault in simulation.faults_of(window).items()
+    }
+    return FaultyStore(directory, latency=simulation.latency, faults=faults)
 
 
 def _schema() -> PayloadSchema:
@@ -201,27 +189,18 @@ def run_rank(simulation: Simulation, directory: Path, ranks: Ranks | None, repor
     Returns:
         The hash of the weights.
     """
-    weights, update = _weights(), OuterUpdate(_schema())
-    store = simulation.store(directory)
+    weights, update, store = _weights(), OuterUpdate(_schema()), _store(simulation, directory)
     options = FetchOptions(in_flight=simulation.in_flight)
     leads = ranks is None or ranks.leads
     for window in range(simulation.windows):
-        done = run_window(
-            simulation.plan(window) if leads else None,
-            weights,
-            update,
-            {"default": store},
-            ranks=ranks,
-            options=options,
-            snapshot="host",
-        )
+        plan, stores = _plan(simulation, window) if leads else None, {"default": store}
+        done = run_window(plan, weights, update, stores, ranks=ranks, options=options, snapshot="host")
         if report is not None and leads:
             (report / f"window-{window}.json").write_text(json.dumps(_numbers(done)))
     found = update.fingerprint(weights).hash
     if report is not None:
-        (report / f"downloads-{0 if ranks is None else ranks.rank}.json").write_text(
-            json.dumps(store.downloads)
-        )
+        rank = 0 if ranks is None else ranks.rank
+        (report / f"downloads-{rank}.json").write_text(json.dumps(store.downloads))
         if leads:
             (report / "weights").write_text(found)
     return found
@@ -229,13 +208,11 @@ def run_rank(simulation: Simulation, directory: Path, ranks: Ranks | None, repor
 
 def _numbers(done: WindowReport) -> dict[str, Any]:
     result = done.result
+    skipped = [result.records[uid] for uid in result.skipped_uids]
     return {
         "reason": done.decision.reason.name,
         "uids": list(result.uids),
-        "skipped": {
-            str(uid): [str(result.records[uid].status), result.records[uid].detail]
-            for uid in result.skipped_uids
-        },
+        "skipped": {str(each.uid): [str(each.status), each.detail] for each in skipped},
         "excluded": [] if done.update is None else list(done.update.excluded),
         "metrics": metrics(result, overlap=done.overlap),
     }

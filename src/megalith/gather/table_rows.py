@@ -114,7 +114,6 @@ def row_taker(
             )
     if not getattr(tables, "holds_rows", True):
         raise InputError("tables are on parameter servers, of which a gather cannot read rows")
-    owners: dict[str, TableRouter | None] = {}
     for table in schema.tables:
         router = tables.router(table.name)
         shards = 1 if router is None else router.num_shards
@@ -123,11 +122,10 @@ def row_taker(
                 f"table {table.name!r} is divided over {shards} ranks, but {ranks.size} ranks gather: "
                 "pass ranks=Ranks.of_group() of the same ranks"
             )
-        owners[table.name] = None if shards == 1 else router
 
     def add(table: str, ids: Tensor, change: Tensor) -> None:
-        router = owners[table]
-        if router is not None:
+        router = tables.router(table)
+        if router is not None and router.num_shards > 1:
             own = router.owner(ids) == ranks.place
             ids, change = ids[own], change[own]
         tables.assign_add({table: (ids, change)})

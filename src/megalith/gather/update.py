@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from megalith.ops import checks
 from megalith.ops.chunk_layout import as_matrix, step_chunks
 from megalith.storage.tensor_snapshot import SnapshotPolicy, TensorSnapshot
 
-T = TypeVar("T")
 TORN = (
     "the update failed half-way and weights may be inconsistent: reload a checkpoint and catch up (or use a "
     "snapshot): "
@@ -112,16 +111,13 @@ class OuterUpdate:
         left_out = set(checks.sizes(exclude, "exclude", 0))
         uids = tuple(uid for uid in result.uids if uid not in left_out)
 
-        def prepare() -> tuple[dict[str, Part], ApplyRows, TensorSnapshot, Columns]:
+        def prepare() -> tuple[dict[str, Part], ApplyRows | None, TensorSnapshot, Columns]:
             parts = self.parts(parameters, together)
-            take = self.prepare(result, uids, parts, row_taker(self.schema, together, tables, apply_rows))
+            take = row_taker(self.schema, together, tables, apply_rows)
+            self.prepare(result, uids, parts, take)
             columns = Columns(result, together, parts=parts)
-            return (
-                parts,
-                take,
-                TensorSnapshot(self.local_tensors(parts), snapshot, snapshot_directory),
-                columns,
-            )
+            saved = TensorSnapshot(self.local_tensors(parts), snapshot, snapshot_directory)
+            return parts, take, saved, columns
 
         parts, take, saved, columns = together.agree("pre-update", prepare)
         try:
@@ -168,7 +164,7 @@ class OuterUpdate:
 
     def prepare(
         self, result: GatherResult, uids: Sequence[int], parts: Mapping[str, Part], take: ApplyRows | None
-    ) -> ApplyRows:
+    ) -> None:
         """Check that a result can be applied, and create the state of the optimizer where it is missing.
 
         Args:
@@ -176,9 +172,6 @@ class OuterUpdate:
             uids: The contributors.
             parts: What this process holds of each parameter.
             take: What takes the changes of table rows.
-
-        Returns:
-            `take`, or a function that is never called if no peer sent rows.
 
         Raises:
             InputError: The result is of another schema, there is no contributor, nothing takes the rows of
@@ -205,7 +198,6 @@ class OuterUpdate:
                     f"the momentum of {name!r} is sharded, but the parameter is not: "
                     "load a state_dict with whole tensors (DTensor.full_tensor())"
                 )
-        return take or (lambda table, ids, change: None)
 
     def local_tensors(self, parts: Mapping[str, Part]) -> dict[str, Tensor]:
         """Return the tensors of this process that a step changes.
@@ -216,8 +208,8 @@ class OuterUpdate:
         Returns:
             Weights and momentum by name.
         """
-        momentum = {name: local_tensor(tensor) for name, tensor in self.momentum.items()}
-        return {**{name: part.tensor for name, part in parts.items()}, **_of_momentum(momentum)}
+        found = self._with_momentum({name: part.tensor for name, part in parts.items()})
+        return {name: local_tensor(tensor) for name, tensor in found.items()}
 
     @torch.no_grad()
     def step(
@@ -225,7 +217,7 @@ class OuterUpdate:
         columns: Columns,
         uids: Sequence[int],
         parts: Mapping[str, Part],
-        take: ApplyRows,
+        take: ApplyRows | None,
         on_change: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
         """Make a step that was checked and prepared. A collective call over the ranks of `columns`.
@@ -234,7 +226,7 @@ class OuterUpdate:
             columns: The payloads.
             uids: The contributors, in canonical order.
             parts: What this process holds of each parameter.
-            take: Called with the changes of table rows.
+            take: Called with the changes of table rows; None if no peer sent rows.
             on_change: Called before each change of a weight.
 
         Returns:
@@ -265,6 +257,7 @@ class OuterUpdate:
         for number, table in enumerate(self.schema.tables):
             for ids, rows in columns.table_rows(number, uids, factors[:, len(specs) + number]):
                 on_change()
+                assert take is not None  # `prepare` has checked it
                 # Only parameters have momentum.
                 take(table.name, ids, (rows.sign() if config.optimizer == "sign" else rows) * -config.lr)
         self.outer_step += 1
@@ -288,8 +281,7 @@ class OuterUpdate:
         Returns:
             The fingerprint, equal for any number of ranks.
         """
-        tensors = self._weights(parameters)
-        return fingerprint({**tensors, **_of_momentum(self.momentum)}, ranks=ranks)
+        return fingerprint(self._with_momentum(self._weights(parameters)), ranks=ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """Return step counter, last window and momentum, as `load_state_dict` takes them.
@@ -319,7 +311,7 @@ class OuterUpdate:
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else checks.kind(tensor)
             if got != shapes.get(name):
                 raise InputError(f"momentum of {name!r} has shape {got}, the schema {shapes.get(name)}")
-            momentum[name] = tensor.detach().to(torch.float32).clone()
+            momentum[name] = tensor.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
         if last is not None and (not isinstance(last, list | tuple) or len(last) != 2):
             raise InputError(f"last_applied must be a run and a window, got {last!r:.80}")
         self.outer_step, self.momentum = outer_step, momentum
@@ -342,7 +334,6 @@ class OuterUpdate:
             found[spec.name] = tensor.detach()
         return found
 
-
-def _of_momentum(momentum: Mapping[str, T]) -> dict[str, T]:
-    """Momentum under the names that it has in fingerprints and snapshots."""
-    return {f"momentum of {name}": tensor for name, tensor in momentum.items()}
+    def _with_momentum(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights and momentum, under the names that they have in fingerprints and snapshots."""
+        return {**weights, **{f"momentum of {name}": tensor for name, tensor in self.momentum.items()}}

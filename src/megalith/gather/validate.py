@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalith.gather.payload import Header, Payload, header_limit, read_header
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema, TableSpec
-from megalith.gather.plan import Fault, Status
+from megalith.gather.plan import Fault, GatherPlan, Status
 from megalith.ops import chunk_rows
 from megalith.storage.spool import Body, Ledger
 from megalith.storage.tensor_files import raw_bytes
@@ -47,25 +47,15 @@ def least_work_bytes(schema: PayloadSchema) -> int:
 
 
 def validate(
-    body: Body,
-    schema: PayloadSchema,
-    *,
-    run: str,
-    window: int,
-    uid: int,
-    max_value: float,
-    ledger: Ledger,
-    work_bytes: int,
+    body: Body, schema: PayloadSchema, plan: GatherPlan, uid: int, *, ledger: Ledger, work_bytes: int
 ) -> Payload:
     """Check a payload against the schema and what the plan expects of this peer.
 
     Args:
         body: The payload.
         schema: The expected schema.
-        run: The expected run.
-        window: The expected window.
+        plan: The expected run and window, and the magnitude of a value at most.
         uid: The expected peer.
-        max_value: The magnitude of a value at most.
         ledger: Memory is taken from it.
         work_bytes: Memory for blocks, at least `least_work_bytes`.
 
@@ -79,22 +69,22 @@ def validate(
     limit = header_limit(schema)
     with ledger.hold(_BYTES_PER_HEADER_BYTE * limit, "reading a header"):
         header = read_header(body, limit)
-        _check_identity(header, schema, run, window, uid)
+        _check_identity(header, schema, plan, uid)
         header = _shared(header, schema)
     payload = Payload(header, body)
     norms = [
-        _check_parameter(payload, number, max_value, ledger, work_bytes)
+        _check_parameter(payload, number, plan.max_value, ledger, work_bytes)
         for number in range(len(header.parameters))
     ]
-    norms += [_check_table(payload, number, max_value, ledger) for number in range(len(header.tables))]
+    norms += [_check_table(payload, number, plan.max_value, ledger) for number in range(len(header.tables))]
     return Payload(header, body, tuple(norms))
 
 
-def _check_identity(header: Header, schema: PayloadSchema, run: str, window: int, uid: int) -> None:
+def _check_identity(header: Header, schema: PayloadSchema, plan: GatherPlan, uid: int) -> None:
     label = header.label
     for name, found, wanted in (
-        ("run", label.run, run),
-        ("window", label.window, window),
+        ("run", label.run, plan.run),
+        ("window", label.window, plan.window),
         ("uid", label.uid, uid),
     ):
         if found != wanted:

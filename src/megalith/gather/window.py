@@ -19,12 +19,15 @@ can refuse does so before "pre-update". The weights of a rank are in one of thes
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
+
+from torch import Tensor
 
 from megalith.distributed.fingerprint import Fingerprint
 from megalith.distributed.surviving_ranks import BrokenExchange, Ranks
@@ -122,18 +125,17 @@ def run_window(
         checks.instance(artifacts, ObjectStore, "artifacts")
     if keep_artifacts is not None:
         checks.integer(keep_artifacts, "keep_artifacts")
+    together = Ranks.or_alone(ranks)
     return _GatherWindow(
         given=plan,
         parameters=parameters,
         update=update,
         stores=stores,
-        ranks=Ranks.or_alone(ranks),
+        ranks=together,
         artifacts=artifacts,
-        tables=tables,
-        apply_rows=apply_rows,
+        row_taker=partial(row_taker, update.schema, together, tables, apply_rows),
         options=FetchOptions() if options is None else checks.instance(options, FetchOptions, "options"),
-        snapshot=snapshot,
-        snapshot_directory=snapshot_directory,
+        snapshot=partial(TensorSnapshot, policy=snapshot, directory=snapshot_directory),
         on_artifact_error=on_artifact_error,
         keep_artifacts=keep_artifacts,
         skip=checks.flag(skip, "skip"),
@@ -150,11 +152,9 @@ class _GatherWindow:
     stores: Stores
     ranks: Ranks
     artifacts: ObjectStore | None
-    tables: TableShards | None
-    apply_rows: ApplyRows | None
+    row_taker: Callable[[], ApplyRows | None]
     options: FetchOptions
-    snapshot: SnapshotPolicy
-    snapshot_directory: Path | None
+    snapshot: Callable[[Mapping[str, Tensor]], TensorSnapshot]
     on_artifact_error: str
     keep_artifacts: int | None
     skip: bool
@@ -242,7 +242,7 @@ class _GatherWindow:
         ranks, schema = self.ranks, self.update.schema
         self.parts = self.update.parts(self.parameters, ranks)
         self.update.check_window(plan)
-        row_taker(schema, ranks, self.tables, self.apply_rows)
+        self.row_taker()
         self.gatherer = Gatherer(
             plan, schema, self.stores, rank=ranks.rank, world_size=ranks.size, options=self.options
         )
@@ -318,18 +318,19 @@ class _GatherWindow:
         shares = dict(zip(able, deal(pending, [len(statuses[place]) for place in able]), strict=True))
         return [shares.get(place, ()) for place in range(self.ranks.size)]
 
-    def _before_update(self, result: GatherResult, uids: tuple[int, ...], decision: Decision) -> ApplyRows:
+    def _before_update(
+        self, result: GatherResult, uids: tuple[int, ...], decision: Decision
+    ) -> ApplyRows | None:
         """The last steps on this rank that can refuse; what takes the changes of table rows."""
         if self.artifacts is not None:
             self.upload = upload_payloads(self.artifacts, result, deadline=self.ranks.timeout)
-        take = row_taker(self.update.schema, self.ranks, self.tables, self.apply_rows)
+        take = self.row_taker()
         if decision.go:
-            take = self.update.prepare(result, uids, self.parts, take)
+            self.update.prepare(result, uids, self.parts, take)
             if self.saved is not None:
                 self.saved.close()
-            tensors = self.update.local_tensors(self.parts)
-            self.saved = TensorSnapshot(tensors, self.snapshot, self.snapshot_directory)
-        return take or (lambda table, ids, change: None)
+            self.saved = self.snapshot(self.update.local_tensors(self.parts))
+        return take
 
     def _compare_weights(self) -> Fingerprint:
         """The fingerprint of the weights. All ranks raise UsageError if theirs differ."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -185,6 +185,25 @@ def as_list(items: Any, name: str) -> list[Any]:
     return list(items)
 
 
+def items(value: Any, name: str, of: str) -> list[Any]:
+    """Check an iterable of anything.
+
+    Args:
+        value: The argument: a list, set, range or generator, but not a text, a dict or a tensor.
+        name: Its name in the message.
+        of: What it has, for the message, such as "uids".
+
+    Returns:
+        The items in a new list.
+
+    Raises:
+        InputError: It is something else.
+    """
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping | Tensor):
+        raise InputError(f"{name} must be a list of {of}, got {kind(value)}")
+    return list(value)
+
+
 def same_length(**lists: Sequence[Any]) -> None:
     """Raise unless all lists have the same length.
 
@@ -200,22 +219,26 @@ def same_length(**lists: Sequence[Any]) -> None:
         raise InputError(f"lists of different lengths: {counts}")
 
 
-def integer(value: Any, name: str, least: int = 1) -> int:
+def integer(value: Any, name: str, least: int = 1, most: int | None = None) -> int:
     """Check an int, also a symbolic one of torch.compile.
 
     Args:
         value: The argument.
         name: Its name in the message.
         least: The smallest accepted value.
+        most: The largest accepted value; None: any.
 
     Returns:
         The value.
 
     Raises:
-        InputError: It is not an int, or is below `least`.
+        InputError: It is not an int, or out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < least:
-        raise InputError(f"{name} must be an integer of at least {least}, got {value!r}")
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"{name} must be an integer {limits}, got {value!r}")
+    if most is not None and value > most:
+        raise InputError(f"{name} must be an integer from {least} to {most}, got {value!r}")
     return value  # type: ignore[return-value]
 
 
@@ -418,21 +441,24 @@ def path(value: Any, name: str) -> Path:
     return Path(value)
 
 
-def text(value: Any, name: str) -> str:
+def text(value: Any, name: str, most: int | None = None) -> str:
     """Check a string.
 
     Args:
         value: The argument.
         name: Its name in the message.
+        most: The largest accepted number of characters, of which there must be one; None: any text.
 
     Returns:
         The string.
 
     Raises:
-        InputError: It is something else.
+        InputError: It is something else, or its length is wrong.
     """
     if not isinstance(value, str):
         raise InputError(f"{name} must be text, got {kind(value)}")
+    if most is not None and not 0 < len(value) <= most:
+        raise InputError(f"{name} must have 1 to {most} characters, got {len(value)}")
     return value
 
 

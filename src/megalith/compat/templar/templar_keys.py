@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from megalith.errors import InputError
 from megalith.gather.plan import Location
 from megalith.ops import checks
@@ -55,9 +53,8 @@ def peer_locations(window: int, uids: Iterable[int], version: str) -> dict[int, 
     Returns:
         `GatherPlan.locations`; the store of uid 7 is called "uid-7".
     """
-    if not isinstance(uids, Iterable) or isinstance(uids, str | bytes | Tensor):
-        raise InputError(f"uids must be a list of integers, got {checks.kind(uids)}")
-    return {uid: Location(gradient_key(window, uid, version), f"uid-{uid}") for uid in uids}
+    wanted = checks.items(uids, "uids", "integers")
+    return {uid: Location(gradient_key(window, uid, version), f"uid-{uid}") for uid in wanted}
 
 
 def peer_stores(commitments: Mapping[int, Any]) -> dict[str, ObjectStore]:

@@ -9,6 +9,7 @@ means is checked by `validate`, as for any payload. Schemas must be made with `p
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.gather.compress import Compressed
-from megalith.gather.payload import Header, Label, Payload, PayloadWriter
+from megalith.gather.payload import Header, Label, Payload, write_payload_file
 from megalith.gather.payload_schema import MAX_NAME, ParameterSpec, PayloadSchema
 from megalith.gather.plan import Fault, Status
 from megalith.ops import checks
@@ -166,22 +167,25 @@ def _convert(
         raise _invalid("has no tables, which this schema has")
     _check_names(state, schema)
     label = _label(state.get("metadata"), saved.get("global_step"), run, window, uid)
-    writer = PayloadWriter(file, schema, label)
+    return write_payload_file(file, schema, label, _pieces(archive, state, schema, block_rows))
+
+
+def _pieces(
+    archive: TorchFile, state: dict[str, Any], schema: PayloadSchema, block_rows: int
+) -> Iterator[Tensor]:
+    """The sections of the payload, block by block."""
     for spec in schema.parameters:
         indices, codes, lookup = _parts(archive, state, spec)
-        blocks = range(0, spec.rows, block_rows)
-        for start in blocks:
-            rows = _indices(archive, indices, spec, start, min(start + block_rows, spec.rows))
-            writer.write(pack_indices(rows.sort(dim=1).values))
-        writer.write(lookup)
-        for start in blocks:
-            stop = min(start + block_rows, spec.rows)
+        blocks = [(start, min(start + block_rows, spec.rows)) for start in range(0, spec.rows, block_rows)]
+        for start, stop in blocks:
+            yield pack_indices(_indices(archive, indices, spec, start, stop).sort(dim=1).values)
+        yield lookup
+        for start, stop in blocks:
             order = _indices(archive, indices, spec, start, stop).argsort(dim=1)
             found = archive.read(codes, start * spec.keep, stop * spec.keep).view(-1, spec.keep)
             if found.numel() and int(found.max()) >= spec.bins:
                 raise Fault(Status.INVALID_VALUE, f"{spec.name!r} has a code outside of its lookup")
-            writer.write(pack_codes(found.gather(1, order), spec.bits))
-    return writer.finish()
+            yield pack_codes(found.gather(1, order), spec.bits)
 
 
 def _check_names(state: dict[str, Any], schema: PayloadSchema) -> None:
