@@ -132,7 +132,7 @@ def exported(directory: Path) -> list[str]:
         (["absent", "--follow", "--host", "0.0.0.0"], "--write-token-file"),
         (["absent", "--token-file", "nowhere"], "token: cannot read nowhere"),
         (["absent", "--tls-cert", "x"], "--tls-key"),
-        (["absent", "--discovery", "dns:x"], "must start with one of"),
+        (["absent", "--discovery", "other:x"], "must start with one of"),
         (["absent", "--discovery", "static:h:1", "--host", "0.0.0.0"], "--advertise"),
     ],
 )

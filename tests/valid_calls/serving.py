@@ -193,6 +193,7 @@ def discovery_calls() -> Iterator[Call]:
     yield discovery.StaticDiscovery, {"servers": {"movies:entry": [CLOSED]}}
     yield discovery.FileDiscovery, {"path": Path("servers.json")}
     yield discovery.ZooKeeperDiscovery, {"hosts": CLOSED}
+    yield discovery.DNSDiscovery, {"name": "localhost", "port": 8500}
     yield discovery.open_discovery, {"url": f"static:{CLOSED}"}
     given: dict[str, Arguments] = {
         "register": {"replica": discovery.Replica(CLOSED)},
@@ -203,6 +204,7 @@ def discovery_calls() -> Iterator[Call]:
     yield from methods(partial(_subscribed, discovery.StaticDiscovery, []), given)
     yield from methods(partial(_subscribed, discovery.FileDiscovery, "servers.json"), given)
     yield from methods(partial(_subscribed, discovery.ZooKeeperDiscovery, CLOSED), given)
+    yield from methods(partial(_subscribed, discovery.DNSDiscovery, "localhost", 8500), given)
 
 
 def _subscribed(kind: type[discovery.Discovery], *arguments: object) -> discovery.Discovery:

@@ -202,8 +202,8 @@ class TrainConfig:
     timeout: float = 600.0
     """Seconds that ranks wait for each other."""
     publish: str | None = None
-    """Push changed rows to the servers of this discovery: static:HOST:PORT,..., file:PATH or
-    zk://HOST:PORT/ROOT. An empty value stops pushing in a resumed run."""
+    """Push changed rows to the servers of this discovery: static:HOST:PORT,..., file:PATH,
+    dns:NAME:PORT or zk://HOST:PORT/ROOT. An empty value stops pushing in a resumed run."""
     publish_interval: float = 10.0
     """Seconds between two pushes."""
     publish_name: str | None = None

@@ -8,6 +8,7 @@ from typing import Any
 from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.serving.discovery.contract import Discovery
+from megalith.serving.discovery.dns import open_dns
 from megalith.serving.discovery.file import FileDiscovery
 from megalith.serving.discovery.static import StaticDiscovery
 from megalith.serving.discovery.zookeeper import open_zookeeper
@@ -30,6 +31,7 @@ def _open_file(rest: str, **options: Any) -> FileDiscovery:
 _SCHEMES: dict[str, Callable[..., Discovery]] = {
     "static": _open_static,
     "file": _open_file,
+    "dns": open_dns,
     "zk": open_zookeeper,
 }
 
@@ -38,7 +40,7 @@ def open_discovery(url: str, **options: Any) -> Discovery:
     """Make a discovery, which is not started yet.
 
     Args:
-        url: One of "static:host:port,...", "file:path" or "zk://host:port,host:port/root".
+        url: One of "static:host:port,...", "file:path", "dns:name:port" or "zk://host:port,host:port/root".
         options: Further arguments of the discovery's class.
 
     Returns:

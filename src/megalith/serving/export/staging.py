@@ -64,7 +64,7 @@ class StagingDirectories:
             if (self._base(part) / str(self._version)).exists():
                 raise ExportError(
                     f"{self._base(part) / str(self._version)} exists: choose another version "
-                    "(--version), or another directory"
+                    "(--version, in Python version=...), or another directory"
                 )
         try:
             for part in self.parts:

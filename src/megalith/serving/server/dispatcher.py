@@ -243,7 +243,9 @@ class Dispatcher:
             _check_deadline(timeout)
             if not self.allow_writes or model.subscriber is None:
                 raise RequestError(
-                    Code.PERMISSION_DENIED, "this server accepts no writes; start it with --follow"
+                    Code.PERMISSION_DENIED,
+                    "this server accepts no writes; start it with --follow, in Python with "
+                    "ServerConfig(allow_writes=True)",
                 )
             if not model.writers.acquire(timeout=_seconds(timeout)):
                 raise RequestError(Code.DEADLINE_EXCEEDED, f"{model.name}: too many writes at once")

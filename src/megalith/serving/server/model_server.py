@@ -94,7 +94,7 @@ class ModelServer:
         if self._discovery is not None and config.advertise is None and is_wildcard(self._address(0)):
             raise InputError(
                 f"other servers cannot connect to {config.host}: give the address that reaches this server "
-                "(--advertise)"
+                "(--advertise, in Python ServerConfig(advertise=...))"
             )
         self._port = config.port
         self._registered: dict[str, str] = {}
@@ -140,7 +140,7 @@ class ModelServer:
         self._state = "serving"
         self._announce()
         if not is_loopback(self._config.host) and not self._config.security.secure:
-            logger.warning("%s: requests are sent unencrypted; see --tls-cert", self.address)
+            logger.warning("%s: requests are sent unencrypted; see Security (--tls-cert)", self.address)
         return self
 
     def stop(self) -> None:
@@ -229,7 +229,8 @@ class ModelServer:
             return Servable(directory, in_memory=self._config.in_memory), None
         if self._discovery is None:
             raise UsageError(
-                f"{signature.name} fetches its rows from other servers: give a discovery (--discovery)"
+                f"{signature.name} fetches its rows from other servers: give a discovery "
+                "(--discovery, in Python ServerConfig(discovery=...))"
             )
         fetcher = RowFetcher(
             self._discovery,

@@ -79,9 +79,15 @@ class Security:
             if getattr(self, name) is not None:
                 path(getattr(self, name), name)
         if (self.certificate is None) != (self.key is None):
-            raise InputError("TLS needs both a certificate and its key: --tls-cert and --tls-key")
+            raise InputError(
+                "TLS needs both a certificate and its key: --tls-cert and --tls-key, in Python "
+                "Security(certificate=..., key=...)"
+            )
         if self.client_ca is not None and self.certificate is None:
-            raise InputError("client certificates need TLS: give --tls-cert and --tls-key too")
+            raise InputError(
+                "client certificates need TLS: give --tls-cert and --tls-key too, in Python "
+                "Security(certificate=..., key=..., client_ca=...)"
+            )
 
     # ---- tokens
 
@@ -113,12 +119,14 @@ class Security:
             return
         if self.requires_token:
             raise UsageError(
-                "a server that has tokens and accepts writes needs a token for them: --write-token-file"
+                "a server that has tokens and accepts writes needs a token for them: --write-token-file, "
+                "in Python Security(write_token=...)"
             )
         if not is_loopback(host):
             raise UsageError(
-                f"anyone who can reach {host} could change the model: give a token (--write-token-file), "
-                "require client certificates (--tls-ca), or listen on 127.0.0.1"
+                f"anyone who can reach {host} could change the model: give a token (--write-token-file, "
+                "in Python Security(write_token=...)), require client certificates (--tls-ca, in Python "
+                "Security(client_ca=...)), or listen on 127.0.0.1"
             )
 
     def admits(self, authorization: str | bytes | None) -> bool:

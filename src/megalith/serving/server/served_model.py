@@ -132,7 +132,7 @@ class Version:
         if self.signature.joint_rows:
             raise InputError(
                 f"{self.signature.name} computes the rows of a request together: a request has at most "
-                f"{self._max_rows} rows (--max-batch-rows), not {rows.count}"
+                f"{self._max_rows} rows, not {rows.count} (--max-batch-rows, in Python Batching(max_rows=))"
             )
         self._batcher.check(rows.count, rows.cost)
         end = time.monotonic() + timeout

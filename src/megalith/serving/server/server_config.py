@@ -73,7 +73,7 @@ class ServerConfig:
     checkpoint: Path | None = None
     """Checkpoint of the run that pushes, to catch up from. Default: that of the run, if a run is served."""
     discovery: str | None = None
-    """Where to register this server and find others: file:PATH, zk://HOST:PORT/ROOT or static:..."""
+    """Where to register and to find servers: file:PATH, zk://HOST:PORT/ROOT, dns:NAME:PORT or static:..."""
     advertise: str | None = None
     """HOST:PORT by which others reach this server. Default: the address it listens on."""
     replica_id: int = -1
