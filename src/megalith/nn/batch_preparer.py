@@ -121,16 +121,20 @@ class SingleSplits:
         Returns:
             The column itself if an example has another number of ids, and on other devices than the CPU.
         """
-        splits, size = column.row_splits, column.values.shape[0]
-        if column.single or column.weights is not None or splits.shape[0] != size + 1:
+        if column.single or column.weights is not None:
             return column
-        if type(splits) is not Tensor or not splits.is_cpu:
-            return column
+        splits = column.row_splits
         given = self._given.get(id(splits))
         if given is None:  # the columns of a batch often have the same row_splits
-            shared = self.of(size, splits.device)
-            given = self._given[id(splits)] = splits, shared if torch.equal(splits, shared) else None
+            given = self._given[id(splits)] = splits, self._equal_to(splits, column.values.shape[0])
         return column if given[1] is None else Ragged.trusted(column.values, given[1], single=True)
+
+    def _equal_to(self, splits: Tensor, size: int) -> Tensor | None:
+        """Return the shared row_splits that equal those of a column with this number of ids, or None."""
+        if splits.shape[0] != size + 1 or type(splits) is not Tensor or not splits.is_cpu:
+            return None
+        shared = self.of(size, splits.device)
+        return shared if torch.equal(splits, shared) else None
 
 
 def column_of(feature: Feature, value: Any, shared: SingleSplits | None = None) -> Ragged:
