@@ -35,11 +35,13 @@ class RoutedIds(PreparedIds):
         deduped: The distinct ids, sorted by rank, then table, and the index of each occurrence.
         begin: The first occurrence of each table among the occurrences of all tables, in table order.
         total: The number of occurrences.
+        routers: The router of each table, by which the ids were sorted.
     """
 
     deduped: Deduped
     begin: dict[str, int]
     total: int
+    routers: tuple[Router, ...]
 
     def occurrences(self, table: str) -> slice:
         """Return the position of a table's occurrences.
@@ -96,9 +98,8 @@ class RoutedIds(PreparedIds):
             x.to(device, non_blocking=True) for x in (found.ids, found.first, found.inverse)
         )
         offsets = None if found.offsets is None else found.offsets.to(device, non_blocking=True)
-        return RoutedIds(
-            self.ids, Deduped(ids, first, found.counts, inverse, offsets), self.begin, self.total
-        )
+        deduped = Deduped(ids, first, found.counts, inverse, offsets)
+        return RoutedIds(self.ids, deduped, self.begin, self.total, self.routers)
 
 
 class LocalPreparer:
@@ -164,6 +165,7 @@ class RoutingPreparer(LocalPreparer):
     ) -> None:
         super().__init__(configs, device)
         self._routers = dict(routers)
+        self._routes = tuple(routers.values())
         self._dims = [config.dim for config in configs.values()]
         self._num_shards = next((router.num_shards for router in routers.values()), 1)
         self._one = next(iter(routers.values())) if len(set(routers.values())) == 1 else None
@@ -183,10 +185,10 @@ class RoutingPreparer(LocalPreparer):
             The ids; those that are prepared already as they are.
 
         Raises:
-            InputError: They were prepared by shards that do not route.
+            InputError: They were prepared by shards that do not route, or route in another way.
         """
         routed = ids if isinstance(ids, PreparedIds) else self(ids, missing_ok=missing_ok)
-        if not isinstance(routed, RoutedIds) or routed.deduped.counts.shape[0] != self._num_shards:
+        if not isinstance(routed, RoutedIds) or routed.routers != self._routes:
             raise InputError("these ids were prepared by other Shards: prepare them with these")
         return routed
 
@@ -240,7 +242,7 @@ class RoutingPreparer(LocalPreparer):
         )
         found = found._replace(counts=found.counts.cpu())  # sizes of messages
         ordered = {name: checked[name] for name in begin if name in checked}
-        return RoutedIds(ordered, found, begin, flat.numel())
+        return RoutedIds(ordered, found, begin, flat.numel(), self._routes)
 
 
 _NONE = torch.empty(0, dtype=torch.int64)

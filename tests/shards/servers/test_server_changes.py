@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +14,11 @@ import torch
 
 from megalith import Adagrad, Adam, LocalShards, MinCount, Servers, ServerShards, TableConfig, checkpoint
 from megalith.errors import InputError, RankTimeoutError, UnknownNameError, UsageError
-from megalith.shards.servers import server_shards
+from megalith.shards.servers import server_move, server_shards
 from megalith.shards.servers.link_group import LinkGroup
 from megalith.shards.servers.members import Member
 from megalith.shards.servers.ray_servers import ray_module
+from megalith.shards.servers.table_space import TableSpace
 from tests.compat.monolith.test_partitioned_tables import VECTORS, made
 from tests.shards.servers.support import NAMES, Make, push, read, rows_of, table
 from tests.table.support import ints
@@ -30,6 +33,10 @@ CONFIGS = [
 def one(servers: Servers) -> Iterator[Servers]:
     with Servers(1, restart=True) as started:
         yield started
+
+
+def refuse(*args: Any) -> Any:
+    raise UsageError("refused")
 
 
 def train(shards: Any, steps: range) -> None:
@@ -108,6 +115,7 @@ def test_a_move_that_fails_leaves_the_tables_where_they_are(
     other.flush()
     with pytest.raises(UsageError, match="have tables under this name already"):
         shards.resize(one)
+    assert read(other, "t", 5) == [[-1]]  # those tables stay too
     for wrong in (0, True, "x", None, 1.5):
         with pytest.raises(InputError):
             shards.resize(wrong)  # type: ignore[arg-type]
@@ -117,25 +125,63 @@ def test_a_move_that_fails_leaves_the_tables_where_they_are(
     assert read(shards, "t", 1) == [[-1]]
 
 
+def test_ids_prepared_for_another_router_are_refused(make: Make, servers: Servers) -> None:
+    shards = make(table())
+    prepared = shards.prepare({"t": ints(1, 2, 3)})
+    shards.preparer = make(table(), router="hash_roundrobin").preparer  # as after a resize to as many servers
+    with pytest.raises(InputError, match="prepare them with these"):
+        shards.lookup(prepared)
+
+
+@pytest.mark.parametrize("log", ["none", "async"])
+def test_moved_rows_are_in_the_new_log_before_the_old_one_is_deleted(
+    make: Make, one: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str
+) -> None:
+    shards = make(table(), recovery=checkpoint.recovery(tmp_path / "logs", log=log))
+    shards.track("sync")
+    push(shards, [1, 2, 3], [[1.0], [2.0], [3.0]])
+    with monkeypatch.context() as patch:
+        patch.setattr(server_move, "_move_counts", refuse)
+        with pytest.raises(UsageError, match="refused"):
+            shards.resize(one)
+    shards.resize(one)  # what failed has left no log that would be read now
+    folder = tmp_path / "logs" / shards.name
+    assert [each.name for each in folder.iterdir()] == ["server-0-of-1"]
+    copy = tmp_path / "copy"
+    shutil.copytree(folder / "server-0-of-1", copy)  # what a server finds that starts again at this moment
+    again = TableSpace(shards.links[0]._spec, 0, 1)
+    again.recover(copy)
+    assert again.part.shards.lookup({"t": ints(1, 2, 3)}).rows["t"].tolist() == [[-1], [-2], [-3]]
+    assert sorted(again.part.shards.drain_touched("sync")["t"][0].tolist()) == [1, 2, 3]
+    assert (again.step, again.members[0].pushes) == (0, 1)
+    again.close()
+
+
 # ---- touched ids
 
 
-def test_no_touched_id_is_lost_when_one_server_fails(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["drain", "confirm"])
+def test_no_touched_id_is_lost_when_one_server_fails(
+    make: Make, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
     shards = make(table())
     shards.track("sync")
     push(shards, [0, 1, 2, 3], [[1.0]] * 4)
     results = LinkGroup.results
 
     def fail(links: LinkGroup, calls: Any) -> list[Any]:
-        results(links, calls)  # all servers have done it, but one answer does not arrive
-        raise RankTimeoutError("no answer")
+        found = results(links, calls)  # all servers have done it, but one answer does not arrive
+        if calls[0][1].what == failing:
+            raise RankTimeoutError("no answer")
+        return found
 
+    drained: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(LinkGroup, "results", fail)
-        with pytest.raises(RankTimeoutError):
-            shards.drain_touched("sync")
+        with nullcontext() if failing == "confirm" else pytest.raises(RankTimeoutError):
+            drained += shards.drain_touched("sync")["t"][0].tolist()
     push(shards, [3, 5], [[1.0]] * 2)
-    assert sorted(shards.drain_touched("sync")["t"][0].tolist()) == [0, 1, 2, 3, 5]
+    assert {*drained, *shards.drain_touched("sync")["t"][0].tolist()} == {0, 1, 2, 3, 5}
     assert shards.drain_touched("sync")["t"][0].tolist() == []
 
 
@@ -196,9 +242,6 @@ def test_owned_servers_end_if_a_worker_cannot_join(servers: Servers, monkeypatch
             super().__init__(*args, **options)
             started.append(self)
             self.process = self.actors[0]
-
-    def refuse(links: LinkGroup) -> int:
-        raise UsageError("refused")
 
     monkeypatch.setattr(server_shards, "Servers", Recorded)
     monkeypatch.setattr(LinkGroup, "join", refuse)

@@ -290,8 +290,7 @@ class ServerLink:
             ) from None
         clock.sleep(_PAUSE)
         with self._lock:
-            if pending.generation == self.restarts:
-                pending.send_again(self.restarts)
+            pending.send_again(self.restarts)
 
     def _reconnect(self, pending: PendingCall, deadline: float, error: Exception) -> None:
         """Wait until the server runs again, and send what was not answered."""

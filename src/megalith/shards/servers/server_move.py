@@ -18,8 +18,19 @@ from megalith.shards.servers.server_rows import ServerRows
 from megalith.shards.servers.touched_ids import pending_ids
 
 
+def check_empty(target: ServerRows) -> None:
+    """Raise UsageError if tables have rows.
+
+    Args:
+        target: The tables.
+    """
+    found = target.links.everywhere(ServerLink.describe)
+    if any(sum(server["rows"].values()) or server["step"] >= 0 for server in found):
+        raise UsageError("resize: the new servers have tables under this name already: pass new servers")
+
+
 def move_tables(source: ServerRows, target: ServerRows) -> int:
-    """Copy tables to other servers.
+    """Copy tables to other servers. With a recovery they are in the logs of those servers, on the disk.
 
     Args:
         source: The tables, flushed.
@@ -29,12 +40,8 @@ def move_tables(source: ServerRows, target: ServerRows) -> int:
         The highest step of the source; -1: none.
 
     Raises:
-        UsageError: The target is not empty.
         TableFullError: A `Capacity` refuses the rows that a server of the target would have.
     """
-    found = target.links.everywhere(ServerLink.describe)
-    if any(sum(server["rows"].values()) or server["step"] >= 0 for server in found):
-        raise UsageError("resize: the new servers have tables under this name already: pass new servers")
     numbers = source.links.everywhere(ServerLink.describe)
     for name in source.configs:
         for chunk in source.scan(name):

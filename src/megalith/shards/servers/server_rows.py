@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from megalith.shards.servers.server_messages import (
 )
 from megalith.table import Chunk, MemoryUse, RowCounters, TableStats
 from megalith.table.validation import check_flag, check_start
+
+logger = logging.getLogger(__name__)
 
 
 class ServerRows(Shards):
@@ -156,7 +159,10 @@ class ServerRows(Shards):
     def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
         """See `Shards.drain_touched`. If a server fails, no id is lost: the next drain returns all."""
         parts = self.each_part(touched_ids.drain, checks.text(consumer, "drain_touched: consumer"))
-        self.each_part(touched_ids.confirm, consumer)
+        try:
+            self.each_part(touched_ids.confirm, consumer)
+        except Exception as error:  # other servers have forgotten their ids, so they must be returned
+            logger.warning("drain_touched: the next call returns some ids again: %s", error)
         found = {}
         for name in self.configs:
             updated, removed = (torch.cat([tensor_of(part[name][i]) for part in parts]) for i in (0, 1))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn
 
@@ -39,7 +40,7 @@ from megalith.shards.servers.recovery import Recovery
 from megalith.shards.servers.server_link import ServerLink
 from megalith.shards.servers.server_lookup import ServerLookup
 from megalith.shards.servers.server_messages import ServerWrite, SpaceSpec
-from megalith.shards.servers.server_move import move_tables
+from megalith.shards.servers.server_move import check_empty, move_tables
 from megalith.shards.servers.server_rows import ServerRows
 from megalith.shards.wire import check_wire, make_wire
 from megalith.table import Table, TableConfig
@@ -243,10 +244,14 @@ class ServerShards(ServerRows):
         """
         self.flush()
         target = self._elsewhere(servers, router)
+        empty = False
         try:
+            check_empty(target)
+            empty = True
             target.seen_step = max(self.seen_step, move_tables(self, target))
         except BaseException:
-            target.links.close()
+            with suppress(Exception):  # tables that were there before stay
+                target.links.close(moved=True) if empty else target.links.leave()
             if target._owns_servers:
                 target.servers.close()
             raise

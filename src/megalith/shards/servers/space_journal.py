@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ALWAYS = {"restore", "restore_pending", "track", "untrack", "mark", "adopt"}
+"""Recorded with log="none" too, which loses updates, but not rows that were moved here from other servers and
+not what consumers have not received yet."""
+
 
 class SpaceJournal:
     """See the module. A `PartRecovery`.
@@ -37,7 +41,7 @@ class SpaceJournal:
         self._folder = folder
 
     def append(self, worker: int, number: int, write: ServerWrite) -> None:
-        """See `UpdateLog.append`. With log="none" nothing is recorded.
+        """See `UpdateLog.append`. With log="none" no update is recorded.
 
         Args:
             worker: See there.
@@ -46,10 +50,16 @@ class SpaceJournal:
         """
         if self._recovery.log != "none":
             self._log.append(worker, number, write)
+        elif write.kind in _ALWAYS:
+            self._log.append(READER, 0, write)  # the numbers of writes are not known after a restart
 
     def flush(self) -> None:
         """See `UpdateLog.flush`."""
         self._log.flush()
+
+    def sync(self) -> None:
+        """See `UpdateLog.sync`."""
+        self._log.sync()
 
     def close(self, *, delete: bool = False) -> None:
         """See `UpdateLog.close`.
@@ -108,10 +118,7 @@ class SpaceJournal:
         self._log.write_point(id, {"segment": segment, "place": place, "state": self._space.state()})
 
     def _record_touched(self) -> None:
-        """Record the touched ids: a checkpoint holds rows, but not what consumers have not received yet.
-
-        They are recorded with log="none" too, which loses updates, but not the knowledge of saved ones.
-        """
+        """Record the touched ids: a checkpoint holds rows, but not what consumers have not received yet."""
         part, tables = self._space.part, self._space.tables
         for consumer in self._space.state()["consumers"]:
             ids = pending_ids(part, consumer)

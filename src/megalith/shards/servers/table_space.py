@@ -27,6 +27,7 @@ import asyncio
 import time as clock
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +186,9 @@ class TableSpace:
             self.remove(worker)
         elif write.kind == "drop":
             self._drop_round(RankTimeoutError(write.header["error"]))
-        elif write.kind == "mark" and worker == READER:
-            apply_write(self.tables, write)
+        elif worker == READER:
+            with suppress(MegalithError):  # it failed when it was recorded, too
+                self._adopt(write.header) if write.kind == "adopt" else apply_write(self.tables, write)
         elif worker in self.members and number > self.members[worker].accepted:
             self.accept(worker, number, write)
 
@@ -504,6 +506,8 @@ class TableSpace:
         for worker, pushes in header["pushes"].items():
             member = self.members.setdefault(int(worker), Member())
             member.pushes = pushes
+        if self._journal is not None:
+            self._journal.sync()  # before the logs of the other servers are deleted
 
     def _finish(self, member: Member, number: int, error: Exception | None) -> None:
         if error is not None:

@@ -120,6 +120,12 @@ class UpdateLog:
         if self._thread is not None and (self._flush is None or self._flush.done()):
             self._flush = self._thread.submit(_flush_file, os.dup(self._file))
 
+    def sync(self) -> None:
+        """Write what is buffered, and flush it to the disk."""
+        self.flush()
+        if self._file is not None:
+            os.fdatasync(self._file)
+
     def close(self) -> None:
         """Write what is buffered and close the file."""
         self.flush()
