@@ -280,10 +280,11 @@ def test_a_window_whose_artifact_fails_is_applied_once(all_fail: bool) -> None:
 
 
 def test_old_artifacts_are_deleted() -> None:
-    run = Run()
+    run = Run(fingerprint_every=2)
     for window in (1, 2, 9, 10):
         run.peer(window, 1, window)
-        run.step(run.plan(window), keep_artifacts=3)
+        report = run.step(run.plan(window), keep_artifacts=3)
+        assert (report.fingerprint is not None) == (window in (2, 10))  # weights are compared in every second
     kept = {key.split("/")[2] for key in everything(run.artifacts)}
     assert kept == {"2", "9", "10"}
     assert prune_artifacts(run.artifacts, RUN, keep=1) == (2, 9)
