@@ -21,6 +21,7 @@ from megalith.errors import InputError
 from megalith.models import Model
 from megalith.serving.discovery import FileDiscovery
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.version_rules import VersionRules
 from megalith.training.run_exports import export_newest
 from megalith.training.run_model import load_trained
 from tests.serving.exports import ServerClient, export_version, logits, request_of, rows
@@ -114,6 +115,11 @@ def test_a_run_is_exported_again_only_if_its_checkpoint_changed(tmp_path: Path) 
         with ThreadPoolExecutor(2) as pool:  # as two servers that start together
             assert len(set(pool.map(lambda _: export_newest(run, None), range(2)))) == 1
         assert exported(run / "exports" / "deepfm") == versions
+    VersionRules({"stable": 6}).write(run / "exports" / "deepfm")
+    train(run, "--start-over")
+    export_newest(run, None)
+    versions = ["6", "7", "8"]  # an export with a label stays
+    assert exported(run / "exports" / "deepfm") == versions
     export_newest(run, "clicks")  # a server with another name has exports of its own
     assert exported(run / "exports" / "clicks") == ["5"]
     assert exported(run / "exports" / "deepfm") == versions

@@ -1,8 +1,8 @@
 """Exports of a run for its servers, below RUN/exports/NAME, where NAME is the name of the model in requests.
 
 Servers that are started together on one run, under one name, share its exports: one writes the newest
-checkpoint, the others wait for it. Older exports are deleted: they can be written again from checkpoints that
-are kept.
+checkpoint, the others wait for it. Older exports are deleted, unless they have a label or a share of the
+requests: they can be written again from checkpoints that are kept.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megalith.checkpoint import read_manifest
-from megalith.errors import ExportError
+from megalith.errors import ExportError, InputError
 from megalith.serving.discovery.contract import check_name
 from megalith.serving.export.signature import Signature
 from megalith.serving.server.version_directories import versions_of
+from megalith.serving.server.version_rules import VersionRules, is_named
 from megalith.training.exporting import export_run
 from megalith.training.run_model import CHECKPOINT, config_of
 
@@ -57,7 +58,13 @@ def export_newest(run: Path, name: str | None) -> Path:
             steps = [each.global_step for each in manifest.latest.collections.values()]
             version = max(newest + 1, *steps)
         export_run(run, out, name=name, version=version)
+        try:
+            rules = VersionRules.read(out)
+        except InputError:  # servers log it; nothing is deleted that it may name
+            return out
         for old in sorted(versions_of(out))[:-KEPT_EXPORTS]:
+            if is_named(rules, old):
+                continue
             shutil.rmtree(out / str(old), ignore_errors=True)  # a server that has it open keeps its files
     return out
 

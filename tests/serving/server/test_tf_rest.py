@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import pytest
 import torch
 
 from megalith import Ragged, hash_strings
+from megalith.errors import InputError
 from megalith.models import Model
 from megalith.serving.proto import PredictResponse, TensorProto, fill_tensor_proto, from_tensor_proto
 from megalith.serving.server.http_body import MIN_GZIP_BYTES
+from megalith.serving.server.inputs import InputReader
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
+from megalith.serving.server.tf_rest import TFPath, TFRequest
 from megalith.serving.server.version_rules import VersionRules
 from tests.serving.exports import export_version, logits, request_of, rows
 from tests.serving.server.test_rest import Rest
@@ -132,6 +136,7 @@ def test_unsigned_ids_and_ids_without_a_row(rest: Rest) -> None:
         (b'{"instances": [{"user": [1, [2]]}]}', "mixes lists and values"),
         (b'{"instances": [{"user": [[1], [2, 3]]}]}', "different lengths within a row"),
         (b'{"instances": [{"user": {"b64": "?"}}]}', "base64"),
+        ('{"instances": [{"user": {"b64": "\u00e9"}}]}'.encode(), "base64"),
         (b'{"instances": [{"user": {"a": 1}}]}', "base64"),
         (b'{"instances": [{"user": 36893488147419103232}]}', "is not within"),
         (b'{"inputs": {"user": 3}}', "a value for each row"),
@@ -150,6 +155,29 @@ def test_a_long_list_is_not_padded_to_any_size(rest: Rest) -> None:
     status, reply = post(rest, body)
     assert status == 400
     assert "row_splits" in reply["error"]
+
+
+def test_padding_makes_no_request_larger_than_the_largest_body(made: Made) -> None:
+    (model,) = made[1].models
+    assert model.newest is not None
+    reader = InputReader(model.newest.signature)  # with the default limit, 64 MiB
+    body = {"instances": [{"tags": [1] * 3000}, *({"tags": [1]} for _ in range(1000))]}
+    request = TFRequest(TFPath.parse(["movies:predict"]), json.dumps(body).encode(), None, False)
+    with pytest.raises(InputError, match="row_splits"):
+        request.read(reader)
+
+
+def test_empty_lists_of_strings(made: Made) -> None:
+    (model,) = made[1].models
+    assert model.newest is not None
+    signature = model.newest.signature
+    features = tuple(replace(feature, ids="xxhash64") for feature in signature.features)
+    reader = InputReader(replace(signature, features=features))
+    body = {"instances": [{"tags": [], "dense": [0, 1, 2]}, {"tags": [], "dense": [0, 1, 2]}]}
+    request = TFRequest(TFPath.parse(["movies:predict"]), json.dumps(body).encode(), None, False)
+    column = request.read(reader).columns[list(reader.names).index("tags")]
+    assert column is not None
+    assert (column.ids, column.lengths) == (b"", bytes(16))
 
 
 # ---- status and metadata
@@ -182,6 +210,9 @@ def test_status_and_metadata(rest: Rest) -> None:
         ("GET", "/v1/models/movies/labels/other/metadata", 404),
         ("GET", "/v1/models/movies/versions/x", 404),
         ("GET", "/v1/models", 404),
+        ("GET", "*", 404),
+        ("GET", "movies", 404),
+        ("POST", "http://host", 404),
         ("GET", "/v1/models/movies:predict", 400),
         ("POST", "/v1/models/movies", 404),
         ("POST", "/v1/models/movies:classify", 501),

@@ -145,6 +145,15 @@ def test_versions_that_rules_name_are_loaded_and_answer_by_label(server: ModelSe
             status.model_spec.version_label = label
             answer = ask.connection.get_model_status(status, timeout=20)
             assert [each.version for each in answer.model_version_status] == [number]
+        (model,) = server.models
+        model.rules = VersionRules({"zero": 0})  # 0 is not "any version" if a label names it
+        for named in (request, status):
+            named.model_spec.version_label = "zero"
+        with pytest.raises(RemoteError, match="no version 0"):
+            ask.send(request)
+        with pytest.raises(RemoteError, match="no version 0"):
+            ask.connection.get_model_status(status, timeout=20)
+        server.refresh()
         request.model_spec.version_label = "other"
         with pytest.raises(RemoteError, match="no version label 'other'; its labels are stable, canary"):
             ask.send(request)

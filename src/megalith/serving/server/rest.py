@@ -40,6 +40,7 @@ from megalith.storage.strict_json import parse_json
 
 MODEL_VERSION = "Megalith-Model-Version"
 """Header of a response with scores: the version that computed them."""
+_MAX_INDEX_BYTES = 1000
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class _RestHandler(Handler):
         """Return the parts of the path; otherwise raise RequestError and end the connection unread."""
         close, self.close_connection = self.close_connection, True
         try:
-            parts = [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]]
+            parts = [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]] or [""]
         except ValueError:
             raise RequestError(Code.INVALID_ARGUMENT, "the path is malformed") from None
         open_to_all = parts[:2] == ["v2", "health"] and self.command in ("GET", "HEAD")
@@ -221,7 +222,7 @@ def _index(dispatcher: Dispatcher, body: bytes) -> HttpReply:
     def error(problem: str) -> RequestError:
         return dispatcher.reject(InputError(f"the body {problem[:200]}"))
 
-    given = parse_json(body or b"{}", error)
+    given = parse_json(body or b"{}", error, max_bytes=_MAX_INDEX_BYTES)
     ready = isinstance(given, dict) and given.get("ready") is True
     return HttpReply(message_to_json(repository_index(dispatcher, ready_only=ready))["models"])
 

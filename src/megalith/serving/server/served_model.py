@@ -261,9 +261,9 @@ class ServedModel:
         Returns:
             The statuses by number, newest first.
         """
-        number = self._labelled(wanted) if isinstance(wanted, str) else wanted
+        number = self._labelled(wanted) if isinstance(wanted, str) else wanted or None
         found = self.statuses
-        if not number:
+        if number is None:
             return found
         if number not in found:
             raise RequestError(Code.NOT_FOUND, f"model {self.name!r} has no version {number}")
@@ -343,7 +343,7 @@ class ServedModel:
         while True:
             with self._lock:
                 found = None if number is None else self._versions.get(number)
-                if found is None and not number:
+                if found is None and not wanted:
                     chosen = choose_version(self.rules, self._versions, point) if self.rules.shares else None
                     found = self._newest if chosen is None else self._versions[chosen]
             if found is None:
@@ -356,9 +356,10 @@ class ServedModel:
             found.release()
 
     def _labelled(self, label: str) -> int:
-        if label in self.rules.labels:
-            return self.rules.labels[label]
-        known = ", ".join(list(self.rules.labels)[:20]) or "none"
+        labels = self.rules.labels  # the next poll may replace the rules
+        if label in labels:
+            return labels[label]
+        known = ", ".join(list(labels)[:20]) or "none"
         raise RequestError(
             Code.NOT_FOUND,
             f"model {self.name!r} has no version label {label[:100]!r}; its labels are {known} "

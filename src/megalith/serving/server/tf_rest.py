@@ -16,7 +16,6 @@ become null.
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,8 @@ from megalith.storage.strict_json import parse_json
 
 _FIELDS = {"signature_name", "instances", "inputs"}
 _MAX_INT64 = 2**63 - 1
+_MAX_VALUES = MAX_JSON_BYTES // 2
+"""Maximum number of values of a request; padding must not make it larger than the largest body."""
 
 
 @dataclass(frozen=True)
@@ -246,13 +247,15 @@ def _is_object(value: Any) -> bool:
 
 def _inputs(columns: Mapping[str, Any], reader: InputReader) -> dict[str, Tensor | Strings]:
     pads = {feature.name: feature.pad for feature in reader.features}
+    texts = {feature.name for feature in reader.features if feature.ids == "xxhash64"}
     read: dict[str, Tensor | Strings] = {}
-    left = reader.max_bytes
+    left = min(reader.max_bytes, _MAX_VALUES * POINTER_BYTES)
     for key, column in columns.items():
         name = f"input {key[:100]!r}"
         is_float = key.endswith(WEIGHTS) or (key == reader.dense_name and reader.num_dense > 0)
         values, shape = _flatten(column, 0.0 if is_float else pads.get(key, 0), left, name)
-        value = from_values(_datatype(values, is_float, name), shape, values, name=name, max_bytes=left)
+        datatype = _datatype(values, is_float, name) if values or key not in texts else BYTES
+        value = from_values(datatype, shape, values, name=name, max_bytes=left)
         read[key] = value
         left -= value.nbytes if isinstance(value, Tensor) else value.size * POINTER_BYTES
     return read
@@ -291,7 +294,7 @@ def _decoded(value: str | dict[str, Any], name: str) -> bytes:
         if isinstance(value, str):
             return value.encode()
         return base64.b64decode(value["b64"], validate=True)
-    except (KeyError, TypeError, binascii.Error, UnicodeEncodeError):
+    except (KeyError, TypeError, ValueError):
         raise InputError(f'{name}: a string must be text, or {{"b64": base64 of its bytes}}') from None
 
 
