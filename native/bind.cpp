@@ -176,6 +176,7 @@ NB_MODULE(_native, m) {
   bind_frozen(m);
   bind_mailbox(m);
   bind_group(m);
+  bind_requests(m);
 
   nb::class_<Table>(m, "Table")
       .def("__init__",

@@ -182,8 +182,8 @@ struct BagsList {
 };
 
 // Each adds functions or classes to the module; the file of the same name has it. Ops: bind_ids, bind_rows, bind_pool,
-// bind_layout, bind_chunks. Tables: bind_group. Others: files of other systems, exported rows (bind_frozen), exchanges between
-// processes (bind_mailbox).
+// bind_layout, bind_chunks. Tables: bind_group. Others: files of other systems, exported rows (bind_frozen), requests
+// (bind_requests), exchanges between processes (bind_mailbox).
 void bind_ids(nb::module_& m);
 void bind_rows(nb::module_& m);
 void bind_view(nb::module_& m);
@@ -194,5 +194,6 @@ void bind_chunks(nb::module_& m);
 void bind_files(nb::module_& m);
 void bind_frozen(nb::module_& m);
 void bind_mailbox(nb::module_& m);
+void bind_requests(nb::module_& m);
 
 }  // namespace megalith

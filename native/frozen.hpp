@@ -49,6 +49,16 @@ struct StoredPart {
   }
 };
 
+// Decodes the parts of a row, which begin at `from`.
+inline void decode_parts(const StoredPart* parts, int64_t num_parts, const float* steps, const char* from, float* out) {
+  for (int64_t p = 0; p < num_parts; ++p) {
+    parts[p].decode(from, steps, out);
+    from += parts[p].bytes();
+    steps += parts[p].dim;
+    out += parts[p].dim;
+  }
+}
+
 struct FrozenRows {
   const int64_t* ids;
   int64_t num_ids;
@@ -63,6 +73,12 @@ struct FrozenRows {
 
   uint64_t bucket(int64_t id) const { return bits ? slot_hash(id) >> (64 - bits) : 0; }
 
+  // Requests the first ids of a bucket. Its bound may be anything by now, so it is not added to a pointer.
+  void prefetch_ids(uint64_t bucket) const {
+    const uintptr_t first = reinterpret_cast<uintptr_t>(ids) + 8 * static_cast<uint64_t>(buckets[bucket]);
+    __builtin_prefetch(reinterpret_cast<const void*>(first));
+  }
+
   // The file may have been overwritten since its buckets were checked, so their bounds are checked again.
   int64_t find_in(uint64_t bucket, int64_t id) const {
     const int64_t end = std::min(buckets[bucket + 1], num_ids);
@@ -72,14 +88,7 @@ struct FrozenRows {
   }
 
   void decode(int64_t at, float* out) const {
-    const char* from = static_cast<const char*>(rows) + at * row_bytes;
-    const float* step = steps;
-    for (int64_t p = 0; p < num_parts; ++p) {
-      parts[p].decode(from, step, out);
-      from += parts[p].bytes();
-      step += parts[p].dim;
-      out += parts[p].dim;
-    }
+    decode_parts(parts, num_parts, steps, static_cast<const char*>(rows) + at * row_bytes, out);
   }
 
   // Fills out[i] with the row of queries[i], or zeros if it has none; leaves out[i] unchanged if skip[i] is not 0.
@@ -94,7 +103,7 @@ struct FrozenRows {
         in[i] = bucket(queries[begin + i]);
         __builtin_prefetch(buckets + in[i]);
       }
-      for (int64_t i = 0; i < size; ++i) __builtin_prefetch(ids + buckets[in[i]]);
+      for (int64_t i = 0; i < size; ++i) prefetch_ids(in[i]);
       for (int64_t i = 0; i < size; ++i) {
         found[i] = find_in(in[i], queries[begin + i]);
         if (found[i] >= 0) __builtin_prefetch(static_cast<const char*>(rows) + found[i] * row_bytes);

@@ -138,6 +138,23 @@ class Table {
     });
   }
 
+  // Calls use(i, weights) for each id that has a row, in order. `weights`: memory for a row, which it receives.
+  template <class Use>
+  void for_rows(const int64_t* ids, int64_t n, float* weights, Use&& use) const {
+    constexpr int64_t kBlock = 64;
+    int32_t rows[kBlock];
+    std::shared_lock<ForkSafeLock> hold(lock_);
+    for (int64_t first = 0; index_.size() && first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      kernels_->find(index_.view(), ids + first, count, rows);
+      for (int64_t i = 0; i < count; ++i) {
+        if (rows[i] < 0) continue;
+        rows_.read_weights(rows[i], weights);
+        use(first + i, static_cast<const float*>(weights));
+      }
+    }
+  }
+
   // Reads rows as `read` does. Returns false, after some of them, if one is not finite.
   bool read_finite(const int32_t* rows, int64_t epoch, const int64_t* ids, int64_t n, float* out, int threads) const {
     std::shared_lock<ForkSafeLock> hold(lock_);

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from megalith import SGD, FixedPoint, LocalShards, Normal, OneBit, Segment, TableConfig
 from megalith.errors import InputError
 from megalith.serving import Servable, export_model
-from megalith.serving.export import frozen_rows as frozen_module
 from megalith.serving.export.frozen_rows import FrozenRows, FrozenWriter
 from megalith.serving.export.overlay import PRESENT, Overlay
 from megalith.serving.export.row_format import KINDS, RowFormat, RowPart
@@ -144,12 +143,7 @@ def test_malformed_formats_are_refused(data: object) -> None:
 # ---- exports
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_an_export_serves_what_a_lookup_without_a_step_returns(
-    tmp_path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not native:
-        monkeypatch.setattr(frozen_module, "native_module", lambda: None)
+def test_an_export_serves_what_a_lookup_without_a_step_returns(tmp_path: Path) -> None:
     shards = trained(config(missing="zeros"))
     export_model(shards, tmp_path, name="m", version=1)
 
@@ -163,6 +157,9 @@ def test_an_export_serves_what_a_lookup_without_a_step_returns(
     assert table.format("float32").row_bytes == 4 + 9 + 3
     assert table.file is not None
     assert table.file.bytes < 100 * (16 + 8) + 33 * 8 + 512  # rows, ids, buckets, header
+    twin = torch.empty(ids.numel(), table.dim)
+    FrozenRows(tmp_path / "1" / table.file.path, table.format("float32")).read_twin(ids, twin)
+    assert_same_bits(twin, shards.local["t"].lookup(ids))
 
 
 def test_the_precision_of_an_export_is_that_of_other_segments(tmp_path: Path) -> None:
@@ -209,7 +206,7 @@ def test_an_overlay_holds_codes_in_a_third_of_the_columns() -> None:
 
     overlay.apply({"t": (torch.arange(40), rows)})
 
-    assert overlay._tables["t"].dim == 5 + 1  # 15 bytes, and the flag
+    assert overlay._widths["t"] == 5 + 1  # 15 bytes, and the flag
     read, flags = overlay.read("t", torch.arange(-1, 41))
     assert_same_bits(read[1:41], MIXED.decode(MIXED.encode(rows)))
     assert flags.tolist() == [0.0, *[PRESENT] * 40, 0.0]

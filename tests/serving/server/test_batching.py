@@ -307,15 +307,15 @@ class Held:
         self.go = threading.Event()
         self.entered = threading.Event()
         self.rows = 0
-        compute = version.servable.predict
+        compute = version.servable.predict_plain
 
-        def predict(features: Any, dense: Any) -> Any:
+        def predict(batch: Any, size: int, dense: Any) -> Any:
             self.entered.set()
             assert self.go.wait(LIMIT)
-            self.rows += len(dense)
-            return compute(features, dense)
+            self.rows += size
+            return compute(batch, size, dense)
 
-        version.servable.predict = predict  # type: ignore[method-assign]
+        version.servable.predict_plain = predict  # type: ignore[method-assign]
 
 
 @contextmanager

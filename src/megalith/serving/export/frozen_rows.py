@@ -15,6 +15,7 @@ import mmap
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,12 @@ class FrozenRows:
             raise ExportError(f"{path} holds rows {list(self._rows.shape)}, not {shape}")
         self._bits = _bits(self._buckets.numel(), path)
         self._check_buckets()
+        native = native_module()
+        self.native: Any = None
+        """The native reader; None without the native module."""
+        if native is not None:
+            parts, steps = format.native_parts, format.column_steps
+            self.native = native.FrozenFile(self.ids, self._buckets, self._rows, parts, steps)
 
     def _check_buckets(self) -> None:
         """Raise ExportError for a bucket that reaches beyond the ids, which lookups would follow."""
@@ -97,11 +104,9 @@ class FrozenRows:
         Returns:
             Number of ids without a row.
         """
-        native = native_module()
-        if native is None:
+        if self.native is None:
             return self.read_twin(ids, out, skip)
-        parts, steps = self._format.native_parts, self._format.column_steps
-        missing: int = native.frozen_read(self.ids, self._buckets, self._rows, parts, steps, ids, skip, out)
+        missing: int = self.native.read(ids, skip, out)
         return missing
 
     def read_twin(self, ids: Tensor, out: Tensor, skip: Tensor | None = None) -> int:
@@ -198,10 +203,14 @@ class FrozenWriter:
         self._rows[places] = self._format.encode(rows)
         self._written += ids.numel()
 
-    def close(self) -> StoredFile:
-        """Flush the file to disk and return its entry. Raise ExportError if rows are missing."""
+    def finish(self) -> None:
+        """Check that all rows were written. Raise ExportError if rows are missing."""
         if self._written != self.rows:
             raise ExportError(f"{self._path}: {self._written} rows for {self.rows} ids")
+
+    def close(self) -> StoredFile:
+        """Flush the file to disk and return its entry. Raise ExportError if rows are missing."""
+        self.finish()
         crc = crc32(view_of(self._data))
         with open(self._path, "rb") as file:
             os.fsync(file.fileno())

@@ -5,6 +5,15 @@ are thus one write each, and a concurrent reader sees the state before or after 
 
 A table with codes (row_format.py) holds the codes: three bytes in each column, as an integer below 2^24,
 which float32 holds exactly.
+
+The rows of a table are in layers, the newest first; the first layer that has an id decides:
+
+    Table        rows written since the last fold began
+    Table        rows that are being folded; read only
+    FoldedRows   rows of all folds before, in a mapped file; read only (folding.py)
+
+Invariant: the layers of all tables are one tuple, which is replaced as a whole, so that a reader never misses
+a row that moves from one layer to the next.
 """
 
 from __future__ import annotations
@@ -12,11 +21,13 @@ from __future__ import annotations
 import time as clock
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megalith.library import native_module
+from megalith.serving.export.frozen_rows import FrozenRows
 from megalith.serving.export.row_format import Formats
 from megalith.table import SGD, Table, TableConfig, Zeros
 
@@ -26,6 +37,19 @@ RowsByTable = Mapping[str, tuple[Tensor, Tensor]]
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _NO_CODES: Formats = MappingProxyType({})
 _BYTES = 3  # of a column with codes
+
+
+class RowLayer(Protocol):
+    """Flagged rows of one table: those of a Table, or folded ones."""
+
+    def __len__(self) -> int: ...
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return flagged rows, float32 [n, width + 1]; zeros for an id that is not in the layer."""
+
+
+Layers = Mapping[str, tuple[Any, ...]]
+"""The layers of each table, RowLayers."""
 
 
 class Overlay:
@@ -44,24 +68,26 @@ class Overlay:
         self.hides_base = hides_base
         self._codes = dict(codes)
         widths = self.dims | {name: -(-each.row_bytes // _BYTES) for name, each in codes.items()}
-        self._tables = {
-            name: Table(
-                TableConfig(
-                    name,
-                    dim=width + 1,
-                    optimizer=SGD(0.0),
-                    initializer=Zeros(),
-                    missing="zeros",
-                    # The first write of a huge page took 30 times as long on a virtual machine, and the first
-                    # push writes nothing but new pages. Requests read few rows, so small pages cost little.
-                    huge_pages=False,
-                )
+        self._widths = {name: width + 1 for name, width in widths.items()}
+        self._layers: Layers = {name: (self._new_table(name),) for name in self.dims}
+        self._served: tuple[Any, Any, Any] | None = None
+
+    def _new_table(self, name: str) -> Table:
+        return Table(
+            TableConfig(
+                name,
+                dim=self._widths[name],
+                optimizer=SGD(0.0),
+                initializer=Zeros(),
+                missing="zeros",
+                # The first write of a huge page took 30 times as long on a virtual machine, and the first
+                # push writes nothing but new pages. Requests read few rows, so small pages cost little.
+                huge_pages=False,
             )
-            for name, width in widths.items()
-        }
+        )
 
     def __len__(self) -> int:
-        return sum(len(table) for table in self._tables.values())
+        return sum(self.rows_of(name) for name in self.dims)
 
     def rows_of(self, table: str) -> int:
         """Return the number of written ids of a table, including removed ones.
@@ -70,9 +96,9 @@ class Overlay:
             table: Name of the table.
 
         Returns:
-            The number of ids.
+            The number of ids; an id in several layers counts in each.
         """
-        return len(self._tables[table])
+        return sum(len(layer) for layer in self._layers[table])
 
     def reserve(self, rows: Mapping[str, int]) -> None:
         """Make room for rows that are about to be written.
@@ -81,7 +107,7 @@ class Overlay:
             rows: The number of rows of each table; room is made for at most MAX_RESERVED.
         """
         for name, count in rows.items():
-            self._tables[name].reserve(min(count, MAX_RESERVED))
+            self._layers[name][0].reserve(min(count, MAX_RESERVED))
 
     def apply(self, rows: RowsByTable, removed: Mapping[str, Tensor] = _NOTHING) -> None:
         """Write rows, then remove ids; the caller has validated both.
@@ -93,17 +119,18 @@ class Overlay:
         for name, (ids, values) in rows.items():
             stored = values if name not in self._codes else _columns(self._codes[name].encode(values))
             # The engine itself: rows were validated when they arrived.
-            engine: Any = self._tables[name].engine_impl
+            engine: Any = self._layers[name][0].engine_impl
             engine.assign_filled(
                 ids.contiguous(), stored.to(torch.float32).contiguous(), PRESENT, int(clock.time())
             )
         for name, ids in removed.items():
-            if self.hides_base:
-                self._tables[name].remove(ids)
+            newest, *below = self._layers[name]
+            if self.hides_base and not below:
+                newest.remove(ids)
                 continue
-            flagged = torch.zeros(ids.numel(), self._tables[name].dim)
+            flagged = torch.zeros(ids.numel(), self._widths[name])
             flagged[:, -1] = REMOVED
-            self._tables[name].assign(ids, flagged)
+            newest.assign(ids, flagged)
 
     def read(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Read rows.
@@ -116,8 +143,30 @@ class Overlay:
             Rows float32 [n, dim], zeros where there is none; and flags float32 [n]: PRESENT, REMOVED, or 0 if
             the id was not written.
         """
-        flagged = self._tables[table].lookup(ids)
+        flagged = _lookup(self._layers[table], ids)
         return self._rows(table, flagged), flagged[:, -1]
+
+    def served(self, frozen: Mapping[str, FrozenRows]) -> Any:
+        """Return the native reader of these rows over those of an export, in one pass over all tables.
+
+        Args:
+            frozen: The rows of the export. Tables are in its order.
+
+        Returns:
+            `_native.ServedFiles`, valid until a fold begins or ends; make it again for each call.
+        """
+        served, layers = self._served, self._layers
+        if served is None or served[0] is not layers or served[1] is not frozen:
+            native: Any = native_module()
+            tables = []
+            for name, rows in frozen.items():
+                assert rows.native is not None  # tables of the cpu engine need the native module too
+                codes = self._codes.get(name)
+                forms = None if codes is None else (codes.native_parts, codes.column_steps)
+                own = [_native_layer(layer) for layer in layers[name]]
+                tables.append((None if self.hides_base else rows.native, own, forms, self.dims[name]))
+            served = self._served = (layers, frozen, native.ServedFiles(tables))
+        return served[2]
 
     def _rows(self, table: str, flagged: Tensor) -> Tensor:
         stored, format = flagged[:, :-1], self._codes.get(table)
@@ -126,6 +175,47 @@ class Overlay:
         rows = format.decode(_bytes(stored, format.row_bytes))
         rows[flagged[:, -1] != PRESENT] = 0.0
         return rows
+
+    # ---- folding; one thread at a time
+
+    @property
+    def unfolded_rows(self) -> int:
+        """Number of ids written since the last fold began."""
+        return sum(len(layers[0]) for layers in self._layers.values())
+
+    @property
+    def folded_rows(self) -> int:
+        """Number of ids in the layers below."""
+        return sum(len(layer) for layers in self._layers.values() for layer in layers[1:])
+
+    def width_of(self, table: str) -> int:
+        """Return the columns of a stored row.
+
+        Args:
+            table: Name of the table.
+
+        Returns:
+            The number of columns, with the flag.
+        """
+        return self._widths[table]
+
+    def seal(self) -> Layers:
+        """Begin a fold: further writes go to new tables. Called by the thread that writes.
+
+        Returns:
+            The layers to fold, which do not change any more.
+        """
+        sealed = self._layers
+        self._layers = {name: (self._new_table(name), *layers) for name, layers in sealed.items()}
+        return sealed
+
+    def replace_sealed(self, folded: Mapping[str, RowLayer]) -> None:
+        """End a fold: one layer replaces those that `seal` returned. Called while nothing else is sealed.
+
+        Args:
+            folded: The layer of each table.
+        """
+        self._layers = {name: (layers[0], folded[name]) for name, layers in self._layers.items()}
 
     def scan(self, table: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield everything written.
@@ -136,8 +226,40 @@ class Overlay:
         Yields:
             Chunks: ids int64 [k], rows float32 [k, dim] and flags float32 [k].
         """
-        for chunk in self._tables[table].scan():
-            yield chunk.ids, self._rows(table, chunk.rows), chunk.rows[:, -1]
+        for ids, flagged in scan_layers(self._layers[table]):
+            yield ids, self._rows(table, flagged), flagged[:, -1]
+
+
+def scan_layers(layers: tuple[Any, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the flagged rows of layers, each id once.
+
+    Args:
+        layers: The layers of a table, the newest first.
+
+    Yields:
+        Chunks: ids int64 [k] and flagged rows float32 [k, width + 1].
+    """
+    for number, layer in enumerate(layers):
+        for chunk in layer.scan():
+            ids, flagged = chunk.ids, chunk.rows
+            if number:
+                own = _lookup(layers[:number], ids)[:, -1] == 0
+                ids, flagged = ids[own], flagged[own]
+            if ids.numel():
+                yield ids, flagged
+
+
+def _lookup(layers: tuple[Any, ...], ids: Tensor) -> Tensor:
+    flagged: Tensor = layers[0].lookup(ids)
+    for layer in layers[1:]:
+        absent = flagged[:, -1] == 0
+        if bool(absent.any()):
+            flagged[absent] = layer.lookup(ids[absent])
+    return flagged
+
+
+def _native_layer(layer: Any) -> Any:
+    return layer.engine_impl.native_table if isinstance(layer, Table) else layer.native
 
 
 def _columns(codes: Tensor) -> Tensor:

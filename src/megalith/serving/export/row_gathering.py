@@ -6,11 +6,13 @@ with one id for each feature.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalith.library import native_module
 from megalith.ops.pool_rows import pool_flat
 from megalith.ops.pooling import Bags, Pooling, covered
 from megalith.shards.joint_pooling import joint_weights
@@ -45,6 +47,21 @@ class Gathering:
         self._index = torch.cat(index)
         self._covered = covered(self._bags, self._outputs)
 
+    def plan(self, features: Sequence[int], size: int) -> RowPlan:
+        """Compile the pooling of requests with one id for each feature and row.
+
+        Args:
+            features: Number of features of each table, in the order of the tables that are read.
+            size: Number of rows.
+
+        Returns:
+            The plan, with which one native call reads and reduces rows.
+        """
+        native: Any = native_module()
+        bags = [each.native for each in self._bags]
+        arguments = (bags, self._outputs, self._index, self._dim, sum(self._sizes), list(features), size)
+        return RowPlan(native.PoolPlan(*arguments), self._outputs, self._covered)
+
     def rows(self) -> Gathered:
         """Allocate the buffer of a request."""
         buffer = torch.empty(sum(self._sizes))
@@ -61,6 +78,27 @@ class Gathering:
             The outputs of the pooling, float32, in its order.
         """
         return pool_flat(gathered.buffer, self._index, self._bags, self._outputs, self._dim, self._covered)
+
+
+class RowPlan:
+    """A compiled pooling.
+
+    Args:
+        native: The plan of the native module.
+        shapes: The shape of each output.
+        covered: Whether the pooling writes all of it.
+    """
+
+    def __init__(self, native: Any, shapes: Sequence[tuple[int, int]], covered: Sequence[bool]) -> None:
+        self.native = native
+        self._outputs = [
+            (shape, torch.empty if whole else torch.zeros)
+            for shape, whole in zip(shapes, covered, strict=True)
+        ]
+
+    def outputs(self) -> list[Tensor]:
+        """Allocate the outputs of a request, float32."""
+        return [make(shape, dtype=torch.float32) for shape, make in self._outputs]
 
 
 class Gathered:

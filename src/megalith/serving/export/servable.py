@@ -27,17 +27,19 @@ from megalith.errors import (
     UsageError,
 )
 from megalith.library import span
-from megalith.nn.batch_preparer import column_of, real_places
+from megalith.nn.batch_preparer import real_places
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.ops.checks import callback, flag, instance, kind, mapping
 from megalith.ops.checks import path as check_path
 from megalith.serving.export.dense_program import DenseProgram, ProgramCopy
+from megalith.serving.export.folding import Folder
 from megalith.serving.export.frozen_rows import FrozenRows
 from megalith.serving.export.missing_ids import count_missing
 from megalith.serving.export.output_specs import OUTPUT_DTYPES
-from megalith.serving.export.overlay import PRESENT, REMOVED, Overlay, RowsByTable
+from megalith.serving.export.overlay import PRESENT, Overlay, RowsByTable
+from megalith.serving.export.request_plans import RequestPlan, RequestPlans
 from megalith.serving.export.row_checks import check_ids, check_rows
-from megalith.serving.export.row_gathering import Gathered, Gathering
+from megalith.serving.export.row_gathering import Gathered
 from megalith.serving.export.signature import ENTRY, Signature
 from megalith.serving.export.warmup_examples import read_examples
 from megalith.storage.store import LocalStore
@@ -45,10 +47,6 @@ from megalith.storage.store import LocalStore
 Fetch = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 Tensors = Mapping[str, Tensor]
 _NOTHING: Tensors = MappingProxyType({})
-_MAX_COMPILED = 256
-"""Maximum number of batch sizes for which a compiled request is cached."""
-_MAX_COMPILED_SIZE = 1024
-"""The largest cached batch size: clients choose the size, and memory grows with it."""
 _PIECE = 1 << 16
 """Rows compared at once when a version inherits those of another."""
 
@@ -61,15 +59,6 @@ class ServingCounters:
     """Number of ids whose rows were read."""
     ids_missing: int = 0
     """Number of them without a row."""
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A compiled request: the ids of each table, and where their rows go."""
-
-    batch: CompiledBatch
-    gathering: Gathering
-    ids: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -89,6 +78,7 @@ class Servable:
         verify_files: Compare the checksums of all files first.
         in_memory: Read the files of rows instead of mapping them, so that a file that is overwritten or
             truncated later changes nothing.
+        folder: Moves written rows from memory into mapped files. None: they stay in memory.
 
     Raises:
         ExportError: The directory is incomplete or damaged.
@@ -102,8 +92,10 @@ class Servable:
         fetch: Fetch | None = None,
         verify_files: bool = True,
         in_memory: bool = False,
+        folder: Folder | None = None,
     ) -> None:
         self.directory = check_path(directory, "directory")
+        self._folder = None if folder is None else instance(folder, Folder, "folder")
         callback(fetch, "fetch")
         flag(verify_files, "verify_files")
         self._in_memory = flag(in_memory, "in_memory")
@@ -120,13 +112,13 @@ class Servable:
         self._fetch = fetch
         self._verify(verify_files)
         self._frozen = {} if fetch is not None else self._map_rows()
-        self._plan: FeaturePlan | None = None
+        self._plans: RequestPlans | None = None
         self._program: DenseProgram | None = None
-        self._compiled: dict[int, _Request] = {}
         self._output_names = tuple(spec.name for spec in self.signature.outputs)
         self._outputs_checked = False
         if self.signature.program is not None:
-            self._plan = self.signature.plan()
+            self._plans = RequestPlans(self.signature.plan(), self.signature.dims)
+            self._read_order(list(self._plans.plan.tables))
             self._program = DenseProgram(self.directory / self.signature.program.path)
         self._snapshot = self._with(self._new_overlay())
 
@@ -157,7 +149,50 @@ class Servable:
                 )
         return frozen
 
+    def _read_order(self, tables: Sequence[str]) -> None:
+        """Put the tables that requests read first, in their order: `Overlay.served` reads them so."""
+        frozen = self._frozen
+        first = {name: frozen[name] for name in tables if name in frozen}
+        self._frozen = first | {name: rows for name, rows in frozen.items() if name not in first}
+
     # ---- reading
+
+    @property
+    def plain_features(self) -> tuple[str, ...]:
+        """The features in the order in which `predict_plain` takes them; empty if it cannot be called."""
+        plans = self._plans
+        return () if plans is None or self._fetch is not None else plans.plain_features
+
+    def predict_plain(self, batch: Sequence[bytes], size: int, dense: Tensor | None) -> dict[str, Tensor]:
+        """Compute the scores of requests with one id for each feature and row; see `predict`.
+
+        Args:
+            batch: The ids of each request, bytes of int64 [features, rows] in the order of `plain_features`.
+            size: The rows of all requests, above 0.
+            dense: float32 [size, num_dense]; the rows of the first request, then those of the second.
+
+        Returns:
+            The outputs of the signature by name, each [size, ...].
+
+        Raises:
+            InputError: The ids have another size, or the dense values a wrong dtype or shape.
+            UsageError: `plain_features` is empty, or the servable is closed.
+        """
+        plans, frozen = self._plans, self._frozen
+        self._check_open()  # after the reads above, which `close` clears
+        if plans is None or not self.plain_features:
+            raise UsageError(f"{self.signature.name}: predict_plain needs a model and its rows; use predict")
+        with torch.inference_mode():
+            with span("megalith.ids"):
+                plan = plans.plain(size)
+            values = self._dense(dense, size)
+            rows = plan.rows.outputs()
+            with self._hold_snapshot() as (overlay, copy):
+                with span("megalith.rows"):
+                    missing = overlay.served(frozen).pool(list(batch), plan.rows.native, rows)
+                outputs = copy(self._named_rows(plans.plan, plan.batch, rows), values)
+        self._count(size * len(plans.plain_features), missing)
+        return self._named(outputs, size)
 
     def predict(self, features: Mapping[str, Any], dense: Tensor | None = None) -> dict[str, Tensor]:
         """Compute the scores of a batch.
@@ -179,29 +214,33 @@ class Servable:
     def _predict(
         self, features: Mapping[str, Any], dense: Tensor | None, fetch: Fetch | None
     ) -> dict[str, Tensor]:
-        plan, program, frozen = self._plan, self._program, self._frozen
+        plans, program, frozen = self._plans, self._program, self._frozen
         self._check_open()  # after the reads above, which `close` clears
-        if plan is None or program is None:
+        if plans is None or program is None:
             raise UsageError(
                 f"{self.signature.name} holds rows without a model: request scores from the entry"
             )
-        _check_features(plan, features)
+        _check_features(plans.plan, features)
+        ids = plans.plain_ids(features)
+        if fetch is None and ids is not None:
+            return self.predict_plain(
+                [ids.numpy().tobytes()], ids.numel() // len(plans.plain_features), dense
+            )
         with torch.inference_mode():
             with span("megalith.ids"):
-                request = self._singles(plan, features) or self._columns(plan, features)
+                request = plans.columns(features) if ids is None else plans.singles(ids)
             values = self._dense(dense, request.batch.size)
             gathered = request.gathering.rows()
             if fetch is not None:
                 with span("megalith.rows"):
                     self._fill(gathered, request, fetch)
                 # The dense weights are not held during the fetch, which may take long.
-                outputs = program(self._rows(plan, request, gathered), values)
+                outputs = program(self._rows(plans.plan, request, gathered), values)
             else:
                 with self._hold_snapshot() as (overlay, copy):
                     with span("megalith.rows"):
-                        for name, out in gathered.rows.items():
-                            self._read(overlay, frozen[name], name, request.ids[name], out)
-                    outputs = copy(self._rows(plan, request, gathered), values)
+                        self._read(overlay, frozen, request.ids, gathered.buffer)
+                    outputs = copy(self._rows(plans.plan, request, gathered), values)
             return self._named(outputs, request.batch.size)
 
     def _named(self, outputs: Sequence[Tensor], size: int) -> dict[str, Tensor]:
@@ -234,47 +273,21 @@ class Servable:
                     yield snapshot.overlay, snapshot.copy
                     return
 
-    def _rows(self, plan: FeaturePlan, request: _Request, gathered: Gathered) -> dict[str, Any]:
+    def _rows(self, plan: FeaturePlan, request: RequestPlan, gathered: Gathered) -> dict[str, Any]:
         """Return the inputs of the dense program."""
         with span("megalith.pool"):
-            rows = plan.assemble(request.batch, request.gathering.pool(gathered))
+            return self._named_rows(plan, request.batch, request.gathering.pool(gathered))
+
+    def _named_rows(
+        self, plan: FeaturePlan, batch: CompiledBatch, outputs: Sequence[Tensor]
+    ) -> dict[str, Any]:
+        rows = plan.assemble(batch, outputs)
         for name, of in self.signature.masks.items():
-            places = real_places(plan.features[of], request.batch.columns[of])
-            rows[name] = places.expand(request.batch.size, -1)  # a shared feature has one row
+            places = real_places(plan.features[of], batch.columns[of])
+            rows[name] = places.expand(batch.size, -1)  # a shared feature has one row
         return rows
 
-    def _columns(self, plan: FeaturePlan, features: Mapping[str, Any]) -> _Request:
-        """Compile columns of any kind."""
-        columns = {name: column_of(f, features[name]) for name, f in plan.features.items()}
-        batch = plan.compile(columns)
-        sizes = {table: ids.numel() for table, ids in batch.ids.items()}
-        ids = {table: ids.to(torch.int64).contiguous() for table, ids in batch.ids.items()}
-        return _Request(batch, Gathering(sizes, batch.pooling, self.signature.dims), ids)
-
-    def _singles(self, plan: FeaturePlan, features: Mapping[str, Any]) -> _Request | None:
-        """Compile columns of one id per row, for which only the batch size matters; None for others."""
-        size = None
-        for name, feature in plan.features.items():
-            ids = features[name]
-            if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.is_nested or ids.dim() != 1:
-                return None
-            size = ids.shape[0] if size is None else size
-            if ids.shape[0] != size or feature.shared or not ids.is_cpu:
-                return None
-        assert size is not None
-        compiled = self._compiled.get(size)
-        if compiled is None:
-            zeros = torch.zeros(size, dtype=torch.int64)
-            compiled = self._columns(plan, dict.fromkeys(plan.features, zeros))
-            if size <= _MAX_COMPILED_SIZE and len(self._compiled) < _MAX_COMPILED:
-                self._compiled[size] = compiled
-        ids = {
-            table: torch.cat([features[f.name] for f in own]) if len(own) > 1 else features[own[0].name]
-            for table, own in plan.tables.items()
-        }
-        return _Request(compiled.batch, compiled.gathering, {t: each.contiguous() for t, each in ids.items()})
-
-    def _fill(self, gathered: Gathered, request: _Request, fetch: Fetch) -> None:
+    def _fill(self, gathered: Gathered, request: RequestPlan, fetch: Fetch) -> None:
         """Fetch the rows of an entry's request."""
         if not gathered.buffer.numel():
             return
@@ -317,11 +330,11 @@ class Servable:
             UnknownNameError: A feature is missing.
             UsageError: It holds rows without a model, or it is closed.
         """
-        plan, frozen, fetch = self._plan, self._frozen, self._fetch
+        plans, frozen, fetch = self._plans, self._frozen, self._fetch
         self._check_open()
-        if plan is None:
+        if plans is None:
             raise UsageError(f"{self.signature.name} holds rows without a model")
-        _check_features(plan, features)
+        _check_features(plans.plan, features)
 
         def has_rows(asked: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if fetch is not None:
@@ -335,7 +348,7 @@ class Servable:
                 found[table] = (flags == PRESENT) | ((flags == 0) & (exported > 0))
             return found
 
-        return count_missing(plan, features, has_rows)
+        return count_missing(plans.plan, features, has_rows)
 
     def lookup(self, table: str, ids: Tensor) -> Tensor:
         """Return the rows of ids; an id without a row reads as zeros.
@@ -361,21 +374,14 @@ class Servable:
         check_ids(self.signature, table, ids)
         ids = ids.contiguous()
         out = torch.empty(ids.numel(), self.signature.tables[table].dim)
-        self._read(self.overlay, frozen[table], table, ids, out)
+        self._read(self.overlay, frozen, {table: ids}, out)
         return out
 
-    def _read(self, overlay: Overlay, frozen: FrozenRows, table: str, ids: Tensor, out: Tensor) -> None:
-        skip = None
-        if overlay.hides_base or overlay.rows_of(table):
-            rows, flags = overlay.read(table, ids)
-            out.copy_(rows)
-            missing = int((flags != PRESENT).sum())
-            skip = (flags != 0).to(torch.uint8)
-        if not overlay.hides_base:
-            missing = frozen.read(ids, out, skip)
-            if skip is not None:
-                missing += int((flags == REMOVED).sum())
-        self._count(ids.numel(), missing)
+    def _read(self, overlay: Overlay, frozen: Mapping[str, FrozenRows], ids: Tensors, out: Tensor) -> None:
+        """Read the rows of some tables, which are in the order of `frozen`, into one buffer."""
+        counts = torch.tensor([ids[name].numel() if name in ids else 0 for name in frozen])
+        every = torch.cat(list(ids.values())) if len(ids) > 1 else next(iter(ids.values()))
+        self._count(every.numel(), overlay.served(frozen).read(every, counts, out))
 
     def _count(self, looked_up: int, missing: int) -> None:
         with self._counting:
@@ -452,6 +458,8 @@ class Servable:
             dense: Name -> dense weight.
         """
         self.overlay.apply(rows, removed)
+        if self._folder is not None:
+            self._folder.consider(self.overlay)
         if dense:
             self._snapshot = self._with(self.overlay, dense)
 
@@ -537,7 +545,7 @@ class Servable:
         """Close the servable; files and rows are released when calls in progress have ended."""
         self._closed = True
         self._frozen = {}
-        self._plan = self._program = None
+        self._plans = self._program = None
 
 
 def _check_features(plan: FeaturePlan, features: Any) -> None:

@@ -2,8 +2,9 @@
 
 Each caller waits for its own result. A worker takes the queued requests, computes them as one batch and wakes
 the callers. While requests come one at a time, a caller computes its request itself, which saves waking two
-threads; once several are waiting, batches of them are faster. The queue is bounded by rows, and by the bytes
-that the computation gathers. A request whose caller no longer waits is not computed.
+threads; once several are waiting, batches of them are faster, and a worker takes them when no further one
+arrives. The queue is bounded by rows, and by the bytes that the computation gathers. A request whose caller
+no longer waits is not computed.
 
 Invariant: at most `workers` batches are computed at a time, by workers and callers together.
 """
@@ -25,6 +26,9 @@ from megalith.serving.server.server_config import Batching
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 Alive = Callable[[], bool]
+
+SETTLE_SECONDS, MAX_SETTLE_SECONDS = 0.0002, 0.004
+"""Seconds without a further request after which a busy server computes; and the longest wait for it."""
 
 
 class _QueuedRequest(Generic[Work, Result]):
@@ -210,6 +214,8 @@ class Batcher(Generic[Work, Result]):
                     self._changed.wait()
                 if self._settings.max_wait and self._combines:
                     self._wait_for_more()
+                elif self._combines and max(self._last_size, len(self._queue)) > 1:
+                    self._wait_for_arrivals()
                 if self._busy < self._settings.workers:
                     batch = self._cut()
             self._busy += 1
@@ -230,6 +236,20 @@ class Batcher(Generic[Work, Result]):
             self._rows -= queued.rows
             self._cost -= queued.cost
         return batch
+
+    def _wait_for_arrivals(self) -> None:
+        """Wait while requests keep arriving: a busy process receives one after the other."""
+        end = time.monotonic() + MAX_SETTLE_SECONDS
+        size = 0
+        while size < len(self._queue) and self._rows < self._settings.max_rows and not self._closed:
+            size = len(self._queue)
+            self._changed.release()
+            try:
+                time.sleep(SETTLE_SECONDS)
+            finally:
+                self._changed.acquire()
+            if time.monotonic() > end:
+                return
 
     def _wait_for_more(self) -> None:
         settings = self._settings

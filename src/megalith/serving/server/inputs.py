@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.library import native_module
 from megalith.ops.ids import hash_strings
 from megalith.ragged import Ragged
 from megalith.serving.export.signature import FeatureSpec, Signature
@@ -26,6 +28,7 @@ from megalith.serving.proto.infer_tensors import from_infer_request
 from megalith.serving.proto.limits import MAX_BYTES
 from megalith.serving.proto.message_types import DataType, Message
 from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos
+from megalith.serving.wire_names import PREDICT
 
 SPLITS, WEIGHTS = ":row_splits", ":weights"
 Inputs = Mapping[str, Tensor | Strings]
@@ -72,6 +75,33 @@ class Column:
         return Column(self.ids[8 * first : 8 * last], lengths, weights)
 
 
+class ScoreHead(NamedTuple):
+    """What a request for scores asks for, without its inputs."""
+
+    model: str
+    signature: str
+    version: int | None
+    outputs: list[str]
+
+
+def score_head(data: bytes) -> ScoreHead | None:
+    """Read everything but the inputs of a PredictRequest.
+
+    Args:
+        data: The serialized PredictRequest.
+
+    Returns:
+        The head, with the signature that an empty name stands for; None for a request in another form, such
+        as one with a version label, which may be malformed.
+    """
+    native: Any = native_module()
+    found = None if native is None else native.score_head(data)
+    if found is None:
+        return None
+    model, signature, version, outputs = found
+    return ScoreHead(model, signature or PREDICT, version, outputs)
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of a request for scores."""
@@ -84,19 +114,9 @@ class Rows:
     """Dense values, float32 [count, num_dense]."""
     cost: int
     """Bytes that the embedding rows of all ids and the dense values take."""
-    plain: tuple[bytes, ...] | None = None
-    """The ids of each feature, instead of columns, if every feature has one id per row and no weights."""
-
-    def column(self, k: int) -> Column | None:
-        """Return the column of a feature.
-
-        Args:
-            k: The position of the feature in the signature.
-
-        Returns:
-            The column; None: the request lacks the feature.
-        """
-        return self.columns[k] if self.plain is None else Column(self.plain[k])
+    plain: bytes | None = None
+    """The ids instead of columns, if every feature has one id per row and no weights: bytes of int64
+    [features, count], in the order of `InputReader.plain_features`."""
 
 
 class InputReader:
@@ -118,9 +138,39 @@ class InputReader:
         self._position = {name: k for k, name in enumerate(self.names)}
         self._dims = tuple(signature.tables[feature.table].dim for feature in signature.features)
         self._row_bytes = 4 * sum(self._dims)
-        self._takes_plain = not any(
+        by_table: dict[str, list[str]] = {}
+        for feature in signature.features:
+            by_table.setdefault(feature.table, []).append(feature.name)
+        self.plain_features = tuple(name for own in by_table.values() for name in own)
+        """The features in the order of the tables, as `Servable.plain_features`."""
+        self._place = {name: k for k, name in enumerate(self.plain_features)}
+        self._takes_plain = bool(self.plain_features) and not any(
             feature.shared or feature.ids == "xxhash64" for feature in signature.features
         )
+        native: Any = native_module()
+        self._native: Any = None
+        if native is not None and self._takes_plain:
+            self._native = native.ScoreReader(list(self.plain_features), self.dense_name, self.num_dense)
+
+    def read_bytes(self, data: bytes) -> Rows | None:
+        """Read the inputs of the most common PredictRequest in one native pass.
+
+        Args:
+            data: The serialized PredictRequest.
+
+        Returns:
+            The rows to score; None for a request in another form, which may be malformed.
+
+        Raises:
+            InputError: The inputs are too large, or dense values are refused.
+        """
+        found = None if self._native is None else self._native.read(data)
+        if found is None:
+            return None
+        count, ids, dense = found
+        if len(ids) + len(dense) > self.max_bytes:
+            return None
+        return self._check_cost(self._plain_rows(count, ids, dense if self.num_dense else None))
 
     def read_protos(self, protos: Mapping[str, Message]) -> Rows:
         """Read the inputs of a PredictRequest.
@@ -225,18 +275,35 @@ class InputReader:
             Features by name, and the dense values float32 [B, num_dense]; None if the model takes none.
         """
         features: dict[str, Ragged | Tensor] = {}
-        plain = [rows.plain for rows in batch if rows.plain is not None]
-        if len(plain) == len(batch):
-            for name, parts in zip(self.names, zip(*plain, strict=True), strict=True):
-                features[name] = _int64(parts)
+        if all(rows.plain is not None for rows in batch):
+            for name in self.names:
+                features[name] = _int64([self._column(rows, name).ids for rows in batch])  # type: ignore[union-attr]
         else:
             for k, name in enumerate(self.names):
                 shared = self.features[k].shared
-                features[name] = _concatenate([(r.column(k), 1 if shared else r.count) for r in batch])
-        dense = None
-        if self.num_dense:
-            dense = _float32([rows.dense or b"" for rows in batch]).view(-1, self.num_dense)
-        return features, dense
+                features[name] = _concatenate(
+                    [(self._column(r, name), 1 if shared else r.count) for r in batch]
+                )
+        return features, self.join_dense(batch)
+
+    def join_dense(self, batch: Sequence[Rows]) -> Tensor | None:
+        """Concatenate the dense values of requests.
+
+        Args:
+            batch: The requests.
+
+        Returns:
+            float32 [B, num_dense]; None if the model takes none.
+        """
+        if not self.num_dense:
+            return None
+        return _float32([rows.dense or b"" for rows in batch]).view(-1, self.num_dense)
+
+    def _column(self, rows: Rows, name: str) -> Column | None:
+        if rows.plain is None:
+            return rows.columns[self._position[name]]
+        at, width = self._place[name], 8 * rows.count
+        return Column(rows.plain[at * width : (at + 1) * width])
 
     def missing(self, rows: Rows) -> list[str]:
         """Return the features that a request lacks.
@@ -265,11 +332,11 @@ class InputReader:
 
     def _plain(self, given: Mapping[str, _Raw], int64: int | str, float32: int | str) -> Rows | None:
         """Read the common request: int64 [B] for every feature, float32 dense values; None for others."""
-        if not self.names or len(given) != len(self.names) + (self.num_dense > 0):
+        if not self._takes_plain or len(given) != len(self.names) + (self.num_dense > 0):
             return None
         ids = []
         count = 0
-        for name in self.names:
+        for name in self.plain_features:
             dtype, shape, data = given.get(name, _NONE)
             count = count or len(data) // 8
             if dtype != int64 or shape != [count] or len(data) != 8 * count or not count:
@@ -283,14 +350,14 @@ class InputReader:
                 return None
         if 8 * count * len(ids) + len(dense or b"") > self.max_bytes:
             return None
-        return self._check_cost(self._plain_rows(count, tuple(ids), dense))
+        return self._check_cost(self._plain_rows(count, b"".join(ids), dense))
 
     def _rows(self, count: int, columns: tuple[Column | None, ...], dense: bytes | None) -> Rows:
         given = zip(columns, self._dims, strict=True)
         values = sum(len(column.ids) // 8 * dim for column, dim in given if column is not None)
         return Rows(count, columns, dense, 4 * values + len(dense or b""))
 
-    def _plain_rows(self, count: int, ids: tuple[bytes, ...], dense: bytes | None) -> Rows:
+    def _plain_rows(self, count: int, ids: bytes, dense: bytes | None) -> Rows:
         return Rows(count, (), dense, count * self._row_bytes + len(dense or b""), ids)
 
     def _check_cost(self, rows: Rows) -> Rows:
@@ -308,8 +375,8 @@ class InputReader:
         width = 4 * self.num_dense
         dense = None if rows.dense is None else rows.dense[begin * width : end * width]
         if rows.plain is not None:
-            ids = tuple(ids[8 * begin : 8 * end] for ids in rows.plain)
-            return self._plain_rows(end - begin, ids, dense)
+            every = np.frombuffer(rows.plain, np.int64).reshape(-1, rows.count)
+            return self._plain_rows(end - begin, every[:, begin:end].tobytes(), dense)
         columns = (
             column if column is None or feature.shared else column.piece(begin, end)
             for feature, column in zip(self.features, rows.columns, strict=True)

@@ -30,6 +30,7 @@ from megalith.serving.client.credentials import grpc_module
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.discovery import Discovery, Replica, open_discovery
 from megalith.serving.discovery.addresses import is_loopback, is_wildcard
+from megalith.serving.export.folding import Folder
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, Signature
 from megalith.serving.proto import MAX_BYTES
@@ -226,7 +227,11 @@ class ModelServer:
     def _open(self, directory: Path) -> tuple[Servable, RowFetcher | None]:
         signature = Signature.read(directory)
         if signature.part != ENTRY:
-            return Servable(directory, in_memory=self._config.in_memory), None
+            folder = None
+            if self._config.allow_writes:
+                where = self._config.fold_directory
+                folder = Folder(None if where is None else Path(where), rows=self._config.fold_rows)
+            return Servable(directory, in_memory=self._config.in_memory, folder=folder), None
         if self._discovery is None:
             raise UsageError(
                 f"{signature.name} fetches its rows from other servers: give a discovery "

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megalith.errors import DiscoveryError, InputError, RemoteError
 from megalith.serving.client.row_fetcher import RowFetcher
@@ -183,8 +184,7 @@ class Version:
     def _compute(self, batch: Sequence[Rows]) -> Sequence[Scores | Exception]:
         try:
             started = time.perf_counter_ns()
-            features, dense = self.reader.join(batch)
-            outputs = self.servable.predict(features, dense)
+            outputs = self._predict(batch)
             self.statistics.computed(len(batch), time.perf_counter_ns() - started)
         except Exception as error:
             if len(batch) == 1 or _is_unavailable(error):
@@ -198,6 +198,13 @@ class Version:
             results.append((arrays, begin, begin + rows.count))
             begin += rows.count
         return results
+
+    def _predict(self, batch: Sequence[Rows]) -> dict[str, Tensor]:
+        plain = [rows.plain for rows in batch if rows.plain is not None]
+        if len(plain) == len(batch) and self.servable.plain_features:
+            size = sum(rows.count for rows in batch)
+            return self.servable.predict_plain(plain, size, self.reader.join_dense(batch))
+        return self.servable.predict(*self.reader.join(batch))
 
 
 def _is_unavailable(error: Exception) -> bool:

@@ -106,6 +106,10 @@ class ServerConfig:
     """Return scores over TF Serving's gRPC as tensor_content, not in typed fields such as float_val."""
     in_memory: bool = False
     """Read the rows of a version into memory instead of mapping its files."""
+    fold_rows: int = 1 << 18
+    """Pushed rows in memory from which they are moved to mapped files in the background."""
+    fold_directory: Path | None = None
+    """Directory of these files, which need its disk space. Default: the system's directory of such files."""
     trial: str = "running"
     """When a version is first opened in a child process: always, running (if a model is served), or never."""
     refuse_nan: bool = False
@@ -122,7 +126,13 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("port", "http_port", "metrics_port"):
             _check_integer(self, name, 0, _MAX_PORT)
-        for name in ("max_concurrent", "keep_versions", "max_request_bytes", "max_predict_bytes"):
+        for name in (
+            "max_concurrent",
+            "keep_versions",
+            "max_request_bytes",
+            "max_predict_bytes",
+            "fold_rows",
+        ):
             _check_integer(self, name, 1)
         _check_integer(self, "replica_id", -1)
         for name in (
@@ -147,8 +157,9 @@ class ServerConfig:
         for name in ("host", "metrics_host", "discovery", "advertise"):
             if getattr(self, name) is not None or getattr(type(self), name) is not None:
                 checks.text(getattr(self, name), name)
-        if self.checkpoint is not None:
-            checks.path(self.checkpoint, "checkpoint")
+        for name in ("checkpoint", "fold_directory"):
+            if getattr(self, name) is not None:
+                checks.path(getattr(self, name), name)
         checks.instance(self.security, Security, "security")
         checks.instance(self.batching, Batching, "batching")
         if self.fetch_credentials is not None:

@@ -168,6 +168,7 @@ class _Models:
         queue = gauge("queue_rows", "Rows that wait to be computed.")
         state = gauge("version_state", "State of a version: 20 loading, 30 available, 50 ended.", "version")
         overlay = gauge("overlay_rows", "Rows written since the export.")
+        folded = gauge("folded_rows", "Those of them that were moved to mapped files.")
         stale = gauge("staleness_seconds", "Age of the newest pushed parameters.")
         looked_up = counter("ids_looked_up", "Ids looked up by requests.")
         missing = counter("ids_missing", "Ids of requests without a row.")
@@ -203,6 +204,7 @@ class _Models:
             newest = model.newest
             if newest is not None:
                 overlay.add_metric([model.name], float(len(newest.servable.overlay)))
+                folded.add_metric([model.name], float(newest.servable.overlay.folded_rows))
             if model.subscriber is not None:
                 counts = model.subscriber.counters
                 for event, number in zip(
@@ -212,7 +214,7 @@ class _Models:
             age = None if model.subscriber is None else model.subscriber.staleness()
             if age is not None:
                 stale.add_metric([model.name], float(age))
-        yield from (queue, state, overlay, stale, looked_up, missing, answered, errors, seconds)
+        yield from (queue, state, overlay, folded, stale, looked_up, missing, answered, errors, seconds)
         yield from (failed, zeros, *sessions.values())
 
 

@@ -11,7 +11,7 @@ The signature of a PredictRequest selects what Predict does:
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +33,7 @@ from megalith.serving.proto import (
 )
 from megalith.serving.proto.contents import LARGE, cut_contents
 from megalith.serving.server.dispatcher import Dispatcher, unknown_signature
+from megalith.serving.server.inputs import InputReader, Rows, ScoreHead, score_head
 from megalith.serving.server.methods import (
     GrpcScoreRequest,
     grpc_handler,
@@ -95,6 +96,9 @@ class TFService:
         Raises:
             RequestError: The request cannot be answered.
         """
+        head = score_head(data) if len(data) < LARGE else None
+        if head is not None and head.signature == PREDICT:
+            return self._predict_bytes(data, head, context)
         small, contents = cut_contents(data, _is_large) if len(data) >= LARGE else (data, {})
         if len(small) >= LARGE:  # a parsed message takes up to twenty times its bytes
             self._dispatcher.check_size(len(small))
@@ -180,22 +184,43 @@ class TFService:
             permission = Permission.WRITE
         self._dispatcher.permit(authorization_of(context.invocation_metadata()), permission)
 
+    def _predict_bytes(self, data: bytes, head: ScoreHead, context: Any) -> bytes:
+        """Return scores; inputs in the usual form are read from the bytes, others by protobuf."""
+        self._permit(PREDICT, context)
+        self._dispatcher.check_size(len(data))
+
+        def read(reader: InputReader) -> Rows:
+            return reader.read_bytes(data) or reader.read_protos(PredictRequest.FromString(data).inputs)
+
+        return serialize(
+            self._respond(head.model, head.version, head.outputs, read, remaining(context), context)
+        )
+
     def _scores(self, request: Message, timeout: float | None, context: Any) -> Message:
         spec = request.model_spec
+
+        def read(reader: InputReader) -> Rows:
+            return reader.read_protos(request.inputs)
+
+        return self._respond(spec.name, version_of(spec), request.output_filter, read, timeout, context)
+
+    def _respond(
+        self,
+        model: str,
+        version: int | None,
+        outputs: Sequence[str],
+        read: Callable[[InputReader], Rows],
+        timeout: float | None,
+        context: Any,
+    ) -> Message:
         scored = self._dispatcher.predict(
             GrpcScoreRequest(
-                spec.name,
-                version_of(spec),
-                request.output_filter,
-                timeout,
-                context.is_active,
-                lambda reader: reader.read_protos(request.inputs),
-                *request_options(context),
+                model, version, outputs, timeout, context.is_active, read, *request_options(context)
             )
         )
         report_missing(context, scored.missing_ids)
         response = PredictResponse()
-        _fill_spec(response, spec.name, PREDICT, scored.version)
+        _fill_spec(response, model, PREDICT, scored.version)
         for name, array in scored.outputs.items():
             fill_tensor_proto(response.outputs[name], array, typed=self._dispatcher.typed_outputs)
         return response

@@ -144,6 +144,11 @@ class CpuEngine(Engine):
                 settings |= {"score": _native.SCORES.index(capacity.score)}
         return settings
 
+    @property
+    def native_table(self) -> Any:
+        """The native table, for calls over several tables."""
+        return self._native
+
     def reseed(self, seed: int) -> None:
         """See `Engine.reseed`."""
         with self._writing:

@@ -1,0 +1,154 @@
+"""Folding: moves pushed rows from memory into mapped files, in the background.
+
+A pushed row takes 138 to 155 bytes of memory in a Table; in a mapped file it takes its floats and 10 bytes,
+and the system writes its page to disk and drops it from memory when nobody reads it. A fold has these steps:
+
+    step      thread                what happens
+    seal      the one that writes   the rows so far are sealed; further pushes go to new tables
+    write     folding               sealed rows and those of earlier folds are merged into new files
+    replace   folding               the files replace the sealed rows and the earlier files, in one assignment
+
+Requests never wait: they read the sealed rows until the files replace them. The bits of a row do not change.
+Files lose their names as soon as they are mapped, so only a crash during a fold leaves one
+(megalith-fold-*). A server that crashed starts from its export, and parameter sync sends the rows again. A
+fold that fails, for example because the disk is full, leaves the rows
+where they are, and is tried again with a later push.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import MegalithError
+from megalith.serving.export.frozen_rows import FrozenRows, FrozenWriter
+from megalith.serving.export.overlay import PRESENT, Layers, Overlay, scan_layers
+from megalith.serving.export.row_format import RowFormat
+from megalith.table import Chunk
+
+logger = logging.getLogger(__name__)
+
+FOLD_ROWS = 1 << 18
+"""Pushed rows in memory from which a fold is worth its files."""
+_SHARE = 4
+"""A fold waits until the rows in memory are this share of the folded ones, because it writes all of them."""
+_CHUNK = 1 << 16
+
+
+class FoldedRows:
+    """Flagged rows of one table in a mapped file that has no name any more.
+
+    Args:
+        rows: The rows; their last column is the flag.
+        width: Columns of a row, with the flag.
+    """
+
+    def __init__(self, rows: FrozenRows, width: int) -> None:
+        self._rows, self._width = rows, width
+
+    @property
+    def native(self) -> Any:
+        """The native reader."""
+        return self._rows.native
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return flagged rows.
+
+        Args:
+            ids: int64 [n].
+
+        Returns:
+            float32 [n, width]; zeros for an id that was not folded.
+        """
+        out = torch.empty(ids.numel(), self._width)
+        self._rows.read(ids.contiguous(), out)
+        return out
+
+    def scan(self) -> Iterator[Chunk]:
+        """Yield all rows.
+
+        Yields:
+            Chunks with ids and flagged rows.
+        """
+        for ids in self._rows.ids.split(_CHUNK):
+            nothing = torch.zeros(ids.numel(), dtype=torch.int64)
+            yield Chunk(ids, self.lookup(ids), {}, nothing)
+
+
+class Folder:
+    """Folds the pushed rows of a servable, one fold at a time.
+
+    Args:
+        directory: Where the files are written; None: the system's temporary directory.
+        rows: Pushed rows from which a fold begins.
+    """
+
+    def __init__(self, directory: Path | None = None, *, rows: int = FOLD_ROWS) -> None:
+        self._directory = directory
+        self._least = rows
+        self._thread: threading.Thread | None = None
+        self.folds = 0
+        """Folds that ended."""
+
+    def consider(self, overlay: Overlay) -> None:
+        """Begin a fold if there are enough rows. Called by the thread that writes, after a write.
+
+        Args:
+            overlay: The rows.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return
+        if overlay.unfolded_rows < max(self._least, overlay.folded_rows // _SHARE):
+            return
+        sealed = overlay.seal()
+        self._thread = threading.Thread(
+            target=self._fold, args=(overlay, sealed), name="megalith-folding", daemon=True
+        )
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the fold in progress."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _fold(self, overlay: Overlay, sealed: Layers) -> None:
+        try:
+            folded = {}
+            for name, layers in sealed.items():
+                folded[name] = self._fold_table(layers, overlay.width_of(name), drops=overlay.hides_base)
+            overlay.replace_sealed(folded)
+            self.folds += 1
+        except (MegalithError, OSError, RuntimeError) as error:  # torch raises RuntimeError without memory
+            logger.warning("pushed rows stay in memory: %s", error)
+
+    def _fold_table(self, layers: tuple[Any, ...], width: int, *, drops: bool) -> FoldedRows:
+        """Write the rows of some layers into one file, without removed ids if nothing is below them."""
+
+        def rows() -> Iterator[tuple[Tensor, Tensor]]:
+            for ids, flagged in scan_layers(layers):
+                wanted = flagged[:, -1] == PRESENT if drops else torch.ones(ids.numel(), dtype=torch.bool)
+                yield ids[wanted], flagged[wanted]
+
+        format = RowFormat.uniform("float32", [width], [1.0])
+        every = [ids for ids, _ in rows()]  # sealed rows do not change, so both scans find the same ones
+        with tempfile.TemporaryDirectory(prefix="megalith-fold-", dir=self._directory) as name:
+            path = Path(name) / "rows"
+            whole = torch.cat(every) if every else torch.zeros(0, dtype=torch.int64)
+            writer = FrozenWriter(path, whole, format)
+            for ids, flagged in rows():
+                writer.add(ids, flagged)
+            writer.finish()
+            found = FrozenRows(path, format)  # keeps its file after the name is gone
+            os.unlink(path)
+        return FoldedRows(found, width)
