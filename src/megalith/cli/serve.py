@@ -88,6 +88,8 @@ def serve(
     """Answer requests over gRPC and REST until SIGTERM or SIGINT.
 
     Example: megalith serve exports/movies --port 8500 --http-port 8501
+
+    Example: megalith serve exports/movies --processes 4 --threads 1
     """
     with exit_on_error(), _stop_on_signal() as stop:
         tls = Security(**security)
@@ -121,8 +123,9 @@ def serve(
 
 def _serve(models: Path, config: ServerConfig, stop: _StopEvent) -> None:
     from megalith.serving.server.model_server import ModelServer
+    from megalith.serving.server.server_processes import ServerProcesses
 
-    server = ModelServer(models, config)
+    server = ModelServer(models, config) if config.processes == 1 else ServerProcesses(models, config)
     try:
         if stop.interrupt(server.start):
             _print_addresses(server)
@@ -207,14 +210,19 @@ def _has_versions(directory: Path) -> bool:
 
 
 def _print_addresses(server: Any) -> None:
+    from megalith.serving.server.server_processes import ServerProcesses
+
     screen = console()
-    for model in server.models:
-        if model.available:
-            screen.print(f"{model.name} version {model.newest.number}", markup=False, soft_wrap=True)
+    group = isinstance(server, ServerProcesses)
+    serving = server.models if group else [(m.name, m.newest.number) for m in server.models if m.available]
+    for name, number in serving:
+        screen.print(f"{name} version {number}", markup=False, soft_wrap=True)
+    own = [(f"process {k}", address) for k, address in enumerate(server.process_addresses)] if group else []
     for protocol, address in (
         ("gRPC", server.address),
         ("REST", server.http_address),
         ("metrics", server.metrics_address),
+        *own,
     ):
         if address is not None:
             screen.print(f"{protocol} on {address}", markup=False, soft_wrap=True)

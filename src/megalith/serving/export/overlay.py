@@ -45,7 +45,14 @@ class RowLayer(Protocol):
     def __len__(self) -> int: ...
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return flagged rows, float32 [n, width + 1]; zeros for an id that is not in the layer."""
+        """Return flagged rows.
+
+        Args:
+            ids: int64 [n].
+
+        Returns:
+            float32 [n, width + 1]; zeros for an id that is not in the layer.
+        """
 
 
 Layers = Mapping[str, tuple[Any, ...]]
@@ -259,7 +266,10 @@ def _lookup(layers: tuple[Any, ...], ids: Tensor) -> Tensor:
 
 
 def _native_layer(layer: Any) -> Any:
-    return layer.engine_impl.native_table if isinstance(layer, Table) else layer.native
+    if not isinstance(layer, Table):
+        return layer.native
+    engine: Any = layer.engine_impl
+    return engine.native_table
 
 
 def _columns(codes: Tensor) -> Tensor:

@@ -61,8 +61,8 @@ class Guard:
         self._reflection = _CallGroup("reflection", MAX_REFLECTIONS)
         self._refusals = ThreadPoolExecutor(1, thread_name_prefix="megalith-refusal")
         self._deadlines = ReadDeadlines(read_seconds)
-        self._handlers: dict[str, Any] = {}
-        """The handlers of known methods."""
+        self._handlers: dict[Any, Any] = {}
+        """The guarded form of each handler; two ports may have different handlers of one method."""
         self._no_token = self._refusal(
             Code.UNAUTHENTICATED, "this server requires a token: authorization: Bearer ..."
         )
@@ -111,9 +111,9 @@ class Guard:
             group = self._checks if is_health else self._control
         if not group.places.acquire(blocking=False):
             return self._full
-        guarded = self._handlers.get(method)
+        guarded = self._handlers.get(handler)
         if guarded is None:
-            guarded = self._handlers[method] = self._guarded(handler, group)
+            guarded = self._handlers[handler] = self._guarded(handler, group)
         return guarded
 
     def _guarded(self, handler: Any, group: _CallGroup) -> Any:

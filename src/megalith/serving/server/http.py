@@ -44,14 +44,18 @@ class HttpServer(ThreadingMixIn, HTTPServer):
         security: Whether to use TLS.
         host: Address to listen on.
         port: 0 picks a free port.
+        reuse_port: Share the port with other processes.
     """
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, handler: type[Handler], security: Security, host: str, port: int) -> None:
+    def __init__(
+        self, handler: type[Handler], security: Security, host: str, port: int, *, reuse_port: bool = False
+    ) -> None:
         self._security = security
+        self.allow_reuse_port = reuse_port
         security.ssl_context()  # raises if its files cannot be read
         self.connections = HttpConnections()
         self._own = threading.local()

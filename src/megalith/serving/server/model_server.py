@@ -69,6 +69,8 @@ class ModelServer:
         directory: An export, its parts, or a directory of several.
         config: The options (None: the defaults).
         discovery: A started discovery, instead of the one that `config.discovery` names.
+        reuse_port: Share the ports with other processes (server_processes.py).
+        shared_port: A second port of gRPC, which takes no writes.
 
     Raises:
         InputError: An option is invalid.
@@ -80,11 +82,19 @@ class ModelServer:
         config: ServerConfig | None = None,
         *,
         discovery: Discovery | None = None,
+        reuse_port: bool = False,
+        shared_port: int | None = None,
     ) -> None:
         directory = checks.path(directory, "directory")
         self._config = config = checks.instance(
             ServerConfig() if config is None else config, ServerConfig, "config"
         )
+        self._reuse_port = checks.flag(reuse_port, "reuse_port")
+        self._shared_port = None if shared_port is None else checks.integer(shared_port, "shared_port")
+        if config.processes > 1:
+            raise InputError(
+                "a ModelServer is one process: use ServerProcesses, or `megalith serve --processes`"
+            )
         if discovery is not None and not isinstance(discovery, Discovery):
             raise InputError(f"discovery must be a started Discovery, got {checks.kind(discovery)}")
         if discovery is None and config.discovery is not None:
@@ -111,7 +121,7 @@ class ModelServer:
         )
         self._dispatcher = Dispatcher(self._repository, self._metrics, config)
         self._health = Health()
-        self._server: Any = None
+        self._servers: list[Any] = []
         self._guard: Guard | None = None
         self._rest: RestServer | None = None
         self._metrics_server: MetricsServer | None = None
@@ -166,8 +176,8 @@ class ModelServer:
             logger.warning("some requests took longer than %g seconds and are cancelled", seconds)
         if self._rest is not None:
             self._rest.stop(LAST_SECONDS)
-        if self._server is not None:
-            self._server.stop(LAST_SECONDS).wait()
+        for stopped in [server.stop(LAST_SECONDS) for server in self._servers]:
+            stopped.wait()
         if self._guard is not None:
             self._guard.close()
         self._repository.stop(max(0.0, end - time.monotonic()))
@@ -251,37 +261,13 @@ class ModelServer:
             raise
 
     def _listen(self) -> None:
-        grpc, config = grpc_module(), self._config
+        config = self._config
         if config.allow_writes:
             keep_freed_memory(KEPT_BYTES)
-        methods = {**OIPService(self._dispatcher).methods(), **TritonExtensions(self._dispatcher).methods()}
         self._guard = Guard(config.security, config.max_concurrent + SPARE_REQUESTS, config.read_seconds)
-        self._server = grpc.server(
-            self._guard.pool,
-            handlers=[*TFService(self._dispatcher).handlers(), grpc_handler(OIP_SERVICE, methods)],
-            interceptors=[self._guard.interceptor],
-            options=(
-                ("grpc.max_receive_message_length", config.max_request_bytes + MAX_MESSAGE_BYTES - MAX_BYTES),
-                ("grpc.max_send_message_length", -1),
-                # A few compressed bytes can become a message of the largest size before it is admitted.
-                ("grpc.compression_enabled_algorithms_bitset", 7 if config.accept_compressed else 1),
-                # Otherwise two servers could share one port, and each would get some of the requests.
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
-                ("grpc.max_connection_age_ms", 1000 * MAX_AGE_SECONDS),
-                ("grpc.max_connection_age_grace_ms", 1000 * GRACE_SECONDS),
-            ),
-        )
-        self._health.add_to(self._server)
-        add_reflection(self._server, SERVICES)
-        credentials = config.security.grpc_credentials()
-        try:
-            if credentials is None:
-                self._port = self._server.add_insecure_port(self.address)
-            else:
-                self._port = self._server.add_secure_port(self.address, credentials)
-        except RuntimeError:
-            raise OSError(f"cannot listen on {self.address}; another server may use the port") from None
+        self._port = self._add_port(self._port, writes=True)
+        if self._shared_port is not None:
+            self._add_port(self._shared_port, writes=False)
         if config.http_port is not None:
             self._rest = RestServer(
                 self._dispatcher,
@@ -289,15 +275,53 @@ class ModelServer:
                 config.host,
                 config.http_port,
                 accept_compressed=config.accept_compressed,
+                reuse_port=self._reuse_port,
             )
         if config.metrics_port is not None:
             self._metrics_server = MetricsServer(
                 self._metrics, config.security, config.metrics_host, config.metrics_port
             )
-        self._server.start()
+        for grpc_server in self._servers:
+            grpc_server.start()
         for server in (self._rest, self._metrics_server):
             if server is not None:
                 server.start()
+
+    def _add_port(self, port: int, *, writes: bool) -> int:
+        """Make a gRPC server of a port; return the number of the port."""
+        grpc, config, guard = grpc_module(), self._config, self._guard
+        assert guard is not None
+        refusal = "" if writes else f"this port is shared by several processes: push to {self.address}"
+        methods = {**OIPService(self._dispatcher).methods(), **TritonExtensions(self._dispatcher).methods()}
+        tf_serving = TFService(self._dispatcher, write_refusal=refusal)
+        server = grpc.server(
+            guard.pool,
+            handlers=[*tf_serving.handlers(), grpc_handler(OIP_SERVICE, methods)],
+            interceptors=[guard.interceptor],
+            options=(
+                ("grpc.max_receive_message_length", config.max_request_bytes + MAX_MESSAGE_BYTES - MAX_BYTES),
+                ("grpc.max_send_message_length", -1),
+                # A few compressed bytes can become a message of the largest size before it is admitted.
+                ("grpc.compression_enabled_algorithms_bitset", 7 if config.accept_compressed else 1),
+                # Otherwise two servers could share one port, and each would get some of the requests.
+                ("grpc.so_reuseport", int(self._reuse_port)),
+                ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
+                ("grpc.max_connection_age_ms", 1000 * MAX_AGE_SECONDS),
+                ("grpc.max_connection_age_grace_ms", 1000 * GRACE_SECONDS),
+            ),
+        )
+        self._health.add_to(server)
+        add_reflection(server, SERVICES)
+        credentials, address = config.security.grpc_credentials(), self._address(port)
+        try:
+            if credentials is None:
+                found: int = server.add_insecure_port(address)
+            else:
+                found = server.add_secure_port(address, credentials)
+        except RuntimeError:
+            raise OSError(f"cannot listen on {address}; another server may use the port") from None
+        self._servers.append(server)
+        return found
 
     def _announce(self) -> None:
         """Report the available models to health and discovery; retry registrations that failed."""

@@ -62,6 +62,7 @@ class RestServer(HttpServer):
         host: Address to listen on.
         port: Port; 0 picks a free one.
         accept_compressed: Whether requests may be compressed with gzip.
+        reuse_port: Share the port with other processes.
     """
 
     def __init__(
@@ -72,11 +73,12 @@ class RestServer(HttpServer):
         port: int,
         *,
         accept_compressed: bool = False,
+        reuse_port: bool = False,
     ) -> None:
         self.dispatcher = dispatcher
         self.security = security
         self.accept_compressed = accept_compressed
-        super().__init__(_RestHandler, security, host, port)
+        super().__init__(_RestHandler, security, host, port, reuse_port=reuse_port)
 
 
 class _RestHandler(Handler):

@@ -17,6 +17,7 @@ from megalith.serving.server.security import Security
 from megalith.serving.wire_names import MAX_REQUEST_BYTES
 
 _MAX_PORT = 65535
+MAX_PROCESSES = 256
 MAX_PREDICT_BYTES = 16 << 20
 
 
@@ -64,6 +65,12 @@ class ServerConfig:
     """Port of REST; 0 picks a free port. Default: no REST."""
     metrics_port: int | None = None
     """Port of Prometheus metrics; 0 picks a free port. Default: no metrics."""
+    processes: int = 1
+    """Number of processes that share the ports, each with a part of the cores."""
+    process_port: int = 0
+    """First of the ports of single processes, which take pushes; 0 picks free ones."""
+    pin_processes: bool = True
+    """Run each of several processes on cores of its own."""
     host: str = "127.0.0.1"
     """Address that gRPC and REST listen on."""
     metrics_host: str = "127.0.0.1"
@@ -152,6 +159,7 @@ class ServerConfig:
             "in_memory",
             "refuse_nan",
             "freeze_gc",
+            "pin_processes",
         ):
             checks.flag(getattr(self, name), name)
         for name in ("host", "metrics_host", "discovery", "advertise"):

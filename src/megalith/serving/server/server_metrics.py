@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from megalith.errors import MissingDependencyError
 from megalith.serving.server.http import Handler, HttpServer
@@ -218,6 +218,13 @@ class _Models:
         yield from (failed, zeros, *sessions.values())
 
 
+class MetricsText(Protocol):
+    """Metrics of one process or of several."""
+
+    def text(self) -> bytes:
+        """Return the metrics in Prometheus's text format."""
+
+
 class MetricsServer(HttpServer):
     """An HTTP server of the metrics, for any path; it uses TLS if the other ports do.
 
@@ -228,7 +235,7 @@ class MetricsServer(HttpServer):
         port: Port; 0 picks a free one.
     """
 
-    def __init__(self, metrics: Metrics, security: Security, host: str, port: int) -> None:
+    def __init__(self, metrics: MetricsText, security: Security, host: str, port: int) -> None:
         self.metrics = metrics
         super().__init__(_MetricsHandler, security, host, port)
 

@@ -43,6 +43,7 @@ from megalith.serving.server.methods import (
     request_options,
     serialize,
 )
+from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.security import Permission, authorization_of
 from megalith.serving.server.tf_metadata import model_metadata, model_status
 from megalith.serving.wire_names import (
@@ -66,10 +67,12 @@ class TFService:
 
     Args:
         dispatcher: Answers the requests.
+        write_refusal: Why no writes are accepted here; "": they are.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, *, write_refusal: str = "") -> None:
         self._dispatcher = dispatcher
+        self._write_refusal = write_refusal
         self._buffers = MessageBuffers(_LARGEST)
 
     def handlers(self) -> list[Any]:
@@ -123,6 +126,8 @@ class TFService:
             )
             response = _response(spec, signature, rows, number)
         elif (write := write_signature(signature)) is not None:
+            if self._write_refusal:
+                raise self._dispatcher.reject(RequestError(Code.PERMISSION_DENIED, self._write_refusal))
             metadata = {
                 key: value
                 for key, value in context.invocation_metadata()
@@ -207,7 +212,7 @@ class TFService:
     def _respond(
         self,
         model: str,
-        version: int | None,
+        version: int | str | None,
         outputs: Sequence[str],
         read: Callable[[InputReader], Rows],
         timeout: float | None,

@@ -1,0 +1,378 @@
+"""ServerProcesses: several server processes on one port, each with its own cores.
+
+A Python process computes on little more than one core. The kernel divides connections among processes that
+listen on one port (SO_REUSEPORT). Mapped rows are in memory once for all of them. This parent serves nothing
+but the metrics:
+
+    parent                                           child (served_process.py)
+    binds the ports, without listening         ->
+    writes the directory and the options       ->    opens the models, listens
+                                               <-    `ready` with its address and models, or `error`
+    starts a child that ended, after a wait
+    `metrics`, when they are requested         ->    the text of its metrics
+    SIGTERM, or its own end (end of the pipe)  ->    NOT_SERVING, lame duck, drain, exit
+
+A child that takes pushes, or registers with a discovery, also has a port of its own: a push through the
+shared port would reach one process only, so that port takes none. The bound sockets keep the numbers of all
+ports while a child starts again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from megalith.errors import InputError, RemoteError, UsageError
+from megalith.ops import checks
+from megalith.serving.server.group_metrics import GroupMetrics
+from megalith.serving.server.server_config import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+CHILD = "megalith.serving.server.served_process"
+START_SECONDS = 600.0
+"""Seconds in which a process must have opened its models."""
+MARGIN_SECONDS = 10.0
+"""Seconds beyond the lame-duck period and the drain after which a process is killed."""
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
+"""Seconds before a process that ended is started again; the wait doubles while it keeps ending."""
+METRICS_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class ChildTask:
+    """What a child process gets from its parent, over a pipe."""
+
+    directory: Path
+    config: ServerConfig
+    shared_port: int | None
+    """Port of gRPC without writes, if the config's port is the child's own."""
+    cores: tuple[int, ...]
+    """The cores that it runs on; empty: any."""
+    number: int
+
+
+class ServerProcesses:
+    """Serves the models below a directory with several processes; also a context manager.
+
+    Args:
+        directory: An export, its parts, or a directory of several.
+        config: The options; `processes` is above 1.
+
+    Raises:
+        InputError: An option is invalid, or this system cannot share a port.
+    """
+
+    def __init__(self, directory: str | Path, config: ServerConfig) -> None:
+        self._directory = checks.path(directory, "directory")
+        self._config = checks.instance(config, ServerConfig, "config")
+        if config.processes < 2:
+            raise InputError("processes must be above 1; use ModelServer for one process")
+        if not hasattr(socket, "SO_REUSEPORT"):
+            raise InputError("this system cannot share a port: start one process on each of several ports")
+        self._sockets: list[socket.socket] = []
+        self._children: list[_Child] = []
+        self._stopping = threading.Event()
+        self._metrics_server: Any = None
+        self._port = self._http_port = 0
+        self._state = "new"
+
+    def start(self) -> Self:
+        """Start the processes, and wait until all of them serve.
+
+        Raises:
+            UsageError: It was started before.
+            RemoteError: A process cannot serve; the message says why.
+            OSError: A port cannot be opened.
+        """
+        if self._state != "new":
+            raise UsageError("a group can be started only once; create another one")
+        self._state = "started"
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _start(self) -> None:
+        config = self._config
+        self._port = self._reserve(config.host, config.port)
+        if config.http_port is not None:
+            self._http_port = self._reserve(config.host, config.http_port)
+        cores = divide_cores(config.processes) if config.pin_processes else [()] * config.processes
+        for number in range(config.processes):
+            self._children.append(_Child(self._task(number, cores[number]), self._stopping))
+        for child in self._children:
+            child.begin()
+        for child in self._children:
+            child.wait_ready()
+        for child in self._children:
+            child.watch()
+        if config.metrics_port is not None:
+            from megalith.serving.server.server_metrics import MetricsServer
+
+            metrics = GroupMetrics(self._children)
+            self._metrics_server = MetricsServer(
+                metrics, config.security, config.metrics_host, config.metrics_port
+            )
+            self._metrics_server.start()
+
+    def _task(self, number: int, cores: tuple[int, ...]) -> ChildTask:
+        config = self._config
+        alone = config.allow_writes or config.discovery is not None
+        port = self._port
+        if alone:
+            first = config.process_port
+            port = self._reserve(config.host, first + number if first else 0)
+        advertise = config.advertise
+        if alone and advertise is not None:
+            advertise = f"{advertise.rpartition(':')[0]}:{port}"
+        own = replace(
+            config,
+            processes=1,
+            port=port,
+            http_port=None if config.http_port is None else self._http_port,
+            metrics_port=None,
+            advertise=advertise,
+        )
+        return ChildTask(self._directory, own, self._port if alone else None, cores, number)
+
+    def _reserve(self, host: str, port: int) -> int:
+        """Bind a port that the children share with this process, which never listens."""
+        host = host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        if port:  # a server of someone else must not share it
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+        reserved = socket.socket(family)
+        self._sockets.append(reserved)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind((host, port))
+        found: int = reserved.getsockname()[1]
+        return found
+
+    @property
+    def address(self) -> str:
+        """host:port of gRPC, which all processes share."""
+        return f"{self._host}:{self._port}"
+
+    @property
+    def http_address(self) -> str | None:
+        """host:port of REST; None without it."""
+        return f"{self._host}:{self._http_port}" if self._http_port else None
+
+    @property
+    def metrics_address(self) -> str | None:
+        """host:port of the metrics of all processes; None without them."""
+        server = self._metrics_server
+        return None if server is None else f"{self._config.metrics_host}:{server.port}"
+
+    @property
+    def process_addresses(self) -> list[str]:
+        """host:port of each process alone, to which training pushes; empty if they have none."""
+        found = [child.task for child in self._children]
+        return [f"{self._host}:{task.config.port}" for task in found if task.shared_port is not None]
+
+    @property
+    def models(self) -> list[tuple[str, int]]:
+        """Name and newest version of the models that the first process serves."""
+        return [(name, number) for name, number in self._children[0].models]
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The system's number of each process."""
+        return [child.pid for child in self._children]
+
+    @property
+    def _host(self) -> str:
+        host = self._config.host
+        return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+    def stop(self) -> None:
+        """Stop all processes at once, as `ModelServer.stop` does; further calls do nothing."""
+        if self._state == "stopped":
+            return
+        self._state = "stopped"
+        self._stopping.set()
+        for child in self._children:
+            child.terminate()
+        end = time.monotonic() + self._config.lame_duck_seconds + self._config.drain_seconds + MARGIN_SECONDS
+        for child in self._children:
+            child.end(max(0.0, end - time.monotonic()))
+        if self._metrics_server is not None:
+            self._metrics_server.stop(1.0)
+        for each in self._sockets:
+            each.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class _Child:
+    """One process, which is started again when it ends by itself."""
+
+    def __init__(self, task: ChildTask, stopping: threading.Event) -> None:
+        self.task = task
+        self.number = task.number
+        self.restarts = 0
+        self.up = False
+        self.models: list[list[Any]] = []
+        self._stopping = stopping
+        self._changing = threading.Lock()
+        self._asking = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watcher = threading.Thread(
+            target=self._watch, name=f"megalith-process-{task.number}", daemon=True
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    def begin(self) -> None:
+        """Start the process."""
+        path = os.pathsep.join(each for each in sys.path if each)
+        environment = {**os.environ, "PYTHONPATH": path}
+        threads = self.task.config.batching.threads
+        if threads is not None:
+            environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        command = [sys.executable, "-P", "-m", CHILD]  # -P: no modules of the working directory
+        with self._changing:
+            if self._stopping.is_set():
+                return
+            process = self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        assert process.stdin is not None
+        data = pickle.dumps(self.task)  # read by a process that this one starts, over its pipe
+        with suppress(BrokenPipeError):  # `wait_ready` reports why it ended
+            process.stdin.write(len(data).to_bytes(8, "big") + data)
+            process.stdin.flush()
+
+    def wait_ready(self) -> None:
+        """Wait until the process serves; raise RemoteError if it cannot."""
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        timer = threading.Timer(START_SECONDS, process.kill)
+        timer.start()
+        try:
+            line = process.stdout.readline()
+        finally:
+            timer.cancel()
+        found: dict[str, Any] = json.loads(line) if line else {"error": "it ended; see its messages above"}
+        if "error" in found:
+            raise RemoteError(f"server process {self.number}: {found['error']}", code="UNAVAILABLE")
+        self.models = found["ready"]
+        self.up = True
+
+    def watch(self) -> None:
+        """Start it again whenever it ends."""
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        wait = FIRST_WAIT
+        while not self._stopping.is_set():
+            assert self._process is not None
+            began = time.monotonic()
+            status = self._process.wait()
+            self.up = False
+            if self._stopping.is_set():
+                return
+            if time.monotonic() - began > LONGEST_WAIT:
+                wait = FIRST_WAIT
+            logger.error("server process %d ended with status %d; it is started again", self.number, status)
+            if self._stopping.wait(wait):
+                return
+            wait = min(2 * wait, LONGEST_WAIT)
+            self.restarts += 1
+            try:
+                with self._asking:
+                    self.begin()
+                    if not self._stopping.is_set():
+                        self.wait_ready()
+            except (RemoteError, OSError) as error:
+                logger.error("%s", error)
+
+    def metrics(self) -> str | None:
+        """Return the text of its metrics; None if it does not answer."""
+        if not self.up or not self._asking.acquire(timeout=METRICS_SECONDS):
+            return None
+        try:
+            process = self._process
+            assert process is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
+            timer = threading.Timer(
+                METRICS_SECONDS, process.kill
+            )  # it would answer a later question otherwise
+            timer.start()
+            try:
+                process.stdin.write(b"metrics\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+            finally:
+                timer.cancel()
+            return str(json.loads(line)["metrics"]) if line else None
+        except (OSError, ValueError):
+            return None
+        finally:
+            self._asking.release()
+
+    def terminate(self) -> None:
+        """Ask the process to stop."""
+        with self._changing:
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
+
+    def end(self, timeout: float) -> None:
+        """Wait for the end of the process, and kill it after a time."""
+        process = self._process
+        if process is None:
+            return
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            logger.error("server process %d did not stop and is killed", self.number)
+            process.kill()
+            process.wait()
+        if self._watcher.ident is not None:
+            self._watcher.join()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+
+
+def divide_cores(processes: int, cores: Sequence[int] | None = None) -> list[tuple[int, ...]]:
+    """Divide the cores of this process among children.
+
+    Args:
+        processes: Number of children.
+        cores: The cores; None: those that this process may use.
+
+    Returns:
+        As many cores for each child, in order; none for any of them if there are fewer cores than children.
+    """
+    if cores is None:
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    each = len(cores) // processes
+    return [tuple(cores[k * each : (k + 1) * each]) for k in range(processes)]
