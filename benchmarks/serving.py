@@ -1,13 +1,16 @@
 """Serving: requests per second against plain handlers, rows per second of parameter sync, and staleness.
 
     python benchmarks/serving.py [--quick] [--only requests,sync,staleness] [--output PATH]
+        [--before CHECKOUT]
 
-All parts run as separate processes (serving_roles.py) on loopback, with one torch thread each. 1, 8 and 32
-clients query a DeepFM with 26 features, 13 dense values and dim 16; each sends a request when it has the
-response to the last one. `ModelServer` is compared with the same model in a plain gRPC handler, and with a
-handler written by hand that has all rows in one tensor; both with their best number of threads. Variants take
-turns in every round; a ratio is the median of the paired ratios of the rounds. A full run saves
-results/serving-DATE.json.
+All parts run as separate processes (serving_roles.py) on loopback, with one thread for torch, OpenMP and MKL
+each. 1, 8 and 32 clients (grpc_load.py) query a DeepFM with 26 features, 13 dense values and dim 16; each
+sends a request when it has the response to the last one. `ModelServer`, without and with pushed rows in every
+table, is compared with the same model in a plain gRPC handler, and with a handler written by hand that has
+all rows in one tensor; both with their best number of threads. Servers are pinned to the first core, clients
+to the last one; two server processes have both. Variants take turns in every round; a ratio is the median of
+the paired ratios of the rounds. --before adds the server of another checkout whose `src` has its native
+module. A full run saves results/serving-DATE.json.
 """
 
 from __future__ import annotations
@@ -62,6 +65,7 @@ from megalith.serving.sync.publisher import Publisher
 from megalith.serving.sync.push_messages import MAX_PUSH_BYTES
 
 OURS, PLAIN, LEAN = "megalith", "plain", "lean"
+PUSHED, TWO, BEFORE = "pushed", "two processes", "before"
 BASE = "a-save"
 
 
@@ -73,6 +77,8 @@ class Sizes:
     """Rows of each of the 26 tables."""
     requests: int = 4096
     """Number of different requests."""
+    pushed: int = 10_000
+    """Rows of each table that are pushed."""
     loads: tuple[tuple[int, int], ...] = ((1, 1), (8, 1), (32, 1), (32, 32))
     """Pairs of the number of clients and the rows per request."""
     rounds: int = 5
@@ -90,6 +96,7 @@ class Sizes:
 QUICK = Sizes(
     rows=2_000,
     requests=256,
+    pushed=500,
     loads=((1, 1), (32, 1)),
     rounds=1,
     seconds=0.5,
@@ -118,16 +125,27 @@ class Load:
     """Number of cores that the clients' process used."""
     ratio: Spread
     """Our requests per second / those of this variant, paired by round."""
+    p50_ratio: Spread
+    """Our p50 / that of this variant, paired by round."""
 
 
-def measure_requests(sizes: Sizes, folder: Path) -> tuple[list[Load], dict[str, int]]:
+def measure_requests(
+    sizes: Sizes, folder: Path, before: Path | None = None
+) -> tuple[list[Load], dict[str, int]]:
     """Measures all loads of all variants, and the best number of threads of the handlers."""
     with ExitStack() as stack:
         others = (("handlers", sizes.rows), ("clients", sizes.rows, sizes.requests))
         handlers, clients = stack.enter_context(processes(*others))
         export_model(scoring_model(sizes.rows), folder, name=NAME, version=1)  # while the others start
-        (server,) = stack.enter_context(processes(("model_server", folder, "-")))
-        addresses = {OURS: server.wait()["address"]}
+        roles: dict[str, tuple[object, ...]] = {
+            OURS: ("model_server", folder, "-"),
+            PUSHED: ("pushed_server", folder, sizes.rows, sizes.pushed),
+            TWO: ("server_processes", folder, 2),
+        }
+        if before is not None:
+            roles[BEFORE] = (f"before:{before}:model_server", folder, "-")
+        servers = stack.enter_context(processes(*roles.values()))
+        addresses = {name: server.wait()["address"] for name, server in zip(roles, servers, strict=True)}
         offered = handlers.wait()["addresses"]
         clients.wait()
         threads = {}
@@ -159,8 +177,9 @@ def _compare(clients: Process, addresses: dict[str, str], count: int, batch: int
             name = names[(r + v) % len(names)]
             found[name].append(_load(clients, addresses[name], count, batch, sizes.seconds))
 
-    def rates(name: str) -> list[float]:
-        return [each["per_second"] for each in found[name]]
+    def spread(field: str, name: str) -> Spread:
+        pairs = zip(found[OURS], found[name], strict=True)
+        return Spread.of([ours[field] / its[field] for ours, its in pairs])
 
     def median(name: str, field: str) -> float:
         return float(statistics.median(each[field] for each in found[name]))
@@ -174,7 +193,8 @@ def _compare(clients: Process, addresses: dict[str, str], count: int, batch: int
             p50_ms=median(name, "p50_ms"),
             p99_ms=median(name, "p99_ms"),
             client_cpu=median(name, "client_cpu"),
-            ratio=Spread.of([ours / its for ours, its in zip(rates(OURS), rates(name), strict=True)]),
+            ratio=spread("per_second", name),
+            p50_ratio=spread("p50_ms", name),
         )
         for name in names
     ]
@@ -336,8 +356,8 @@ def _train(model: Model, publisher: Publisher, prober: Process, sizes: Sizes) ->
 # ---- report
 
 
-def requests(sizes: Sizes, folder: Path) -> tuple[dict[str, Any], list[Bar]]:
-    loads, threads = measure_requests(sizes, folder)
+def requests(sizes: Sizes, folder: Path, before: Path | None) -> tuple[dict[str, Any], list[Bar]]:
+    loads, threads = measure_requests(sizes, folder, before)
     columns = (
         "clients",
         "batch",
@@ -362,15 +382,29 @@ def requests(sizes: Sizes, folder: Path) -> tuple[dict[str, Any], list[Bar]]:
         for load in loads
     ]
     print_table("Requests", columns, rows)
-    ratio = {(load.clients, load.batch, load.variant): load.ratio for load in loads}
+    by = {(load.clients, load.batch, load.variant): load for load in loads}
+    busy = by[32, 1, OURS]
     bars = [
-        Bar("requests/s, 32 clients of batch 1: ours / plain", ratio[32, 1, PLAIN].median, 1.5),
-        Bar("requests/s, 32 clients of batch 1: ours / lean", ratio[32, 1, LEAN].median),
+        Bar("requests/s, 1 client: ours / lean", by[1, 1, LEAN].ratio.median, 1.3),
+        Bar("requests/s, 32 clients: ours / lean", by[32, 1, LEAN].ratio.median, 2.0),
+        Bar("requests/s, 32 clients: ours / plain", by[32, 1, PLAIN].ratio.median, 1.5),
+        Bar("requests/s, 32 clients: two processes / one", 1 / by[32, 1, TWO].ratio.median, 1.7),
+        Bar(
+            "p50, 1 client: with pushed rows / without",
+            1 / by[1, 1, PUSHED].p50_ratio.median,
+            1.15,
+            at_most=True,
+        ),
+        Bar("p99 / p50, 32 clients", busy.p99_ms / busy.p50_ms, 3.0, at_most=True),
     ]
+    if before is not None:
+        bars.append(
+            Bar("p50, 1 client: ours / before", by[1, 1, BEFORE].p50_ratio.median, 0.75, at_most=True)
+        )
     return {"threads": threads, "requests": [asdict(load) for load in loads]}, bars
 
 
-def parameter_sync(sizes: Sizes, folder: Path) -> tuple[dict[str, Any], list[Bar]]:
+def parameter_sync(sizes: Sizes, folder: Path, before: Path | None) -> tuple[dict[str, Any], list[Bar]]:
     sync = measure_sync(sizes, folder)
     pushed = {"first push": sync.first, "one server": sync.one, "each of two": sync.two, "raw": sync.raw}
     print_table("Parameter sync", ("", "rows/s"), [(name, f"{rate:,.0f}") for name, rate in pushed.items()])
@@ -382,7 +416,7 @@ def parameter_sync(sizes: Sizes, folder: Path) -> tuple[dict[str, Any], list[Bar
     return {"sync": asdict(sync)}, bars
 
 
-def staleness(sizes: Sizes, folder: Path) -> tuple[dict[str, Any], list[Bar]]:
+def staleness(sizes: Sizes, folder: Path, before: Path | None) -> tuple[dict[str, Any], list[Bar]]:
     stale = measure_staleness(sizes, folder)
     over = f"{stale.rows} rows of {stale.steps} steps, interval {stale.interval:g} s"
     p50, p99 = stale.p50 / stale.interval, stale.p99 / stale.interval
@@ -403,6 +437,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="little of everything; nothing is saved")
     parser.add_argument("--only", default="requests,sync,staleness", help="some of these sections")
     parser.add_argument("--output", type=Path, help="where to save the result")
+    parser.add_argument("--before", type=Path, help="a checkout whose server is measured too")
     options = parser.parse_args(arguments)
     sizes = QUICK if options.quick else Sizes()
     here = machine()
@@ -411,7 +446,7 @@ def main(arguments: list[str]) -> None:
     sections: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         for section in options.only.split(","):
-            found, own = SECTIONS[section](sizes, Path(name) / section)
+            found, own = SECTIONS[section](sizes, Path(name) / section, options.before)
             sections |= found
             bars += own
     print_bars(bars)

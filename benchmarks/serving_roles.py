@@ -24,13 +24,21 @@ from typing import Any
 import grpc
 import numpy as np
 import torch
+from grpc_load import load as load_of
 from torch import Tensor
 
 from megalith import Adagrad
 from megalith.models import EmbeddingConfig, Model, build_model
-from megalith.serving.proto import DataType, PredictRequest, PredictResponse, to_tensor_proto
+from megalith.serving.proto import (
+    DataType,
+    PredictRequest,
+    PredictResponse,
+    from_tensor_proto,
+    to_tensor_proto,
+)
 from megalith.serving.server.model_server import ModelServer
-from megalith.serving.server.server_config import ServerConfig
+from megalith.serving.server.server_config import Batching, ServerConfig
+from megalith.serving.server.server_processes import ServerProcesses
 
 NAME = "scores"
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
@@ -44,6 +52,7 @@ OPTIONS = (
     ("grpc.so_reuseport", 0),
 )
 SYNC_NAME, SYNC_TABLE = "synced", "item"
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 PROBES, MAX_STEPS, PROBE_SECONDS = 4, 20_000, 0.01
 """Rows of each step that are queried at the server, and how often."""
 
@@ -109,8 +118,30 @@ def answer(ready: dict[str, Any], reply: Callable[[dict[str, Any]], dict[str, An
 
 def model_server(directory: str, follow: str) -> None:
     torch.set_num_threads(1)
-    with ModelServer(directory, ServerConfig(allow_writes=follow == "follow", poll_seconds=60.0)) as server:
+    with ModelServer(directory, _config(allow_writes=follow == "follow")) as server:
         answer({"address": server.address}, lambda _: {})
+
+
+def pushed_server(directory: str, rows: str, pushed: str) -> None:
+    """Runs a server of the scoring model that has got pushed rows of every table."""
+    torch.set_num_threads(1)
+    with ModelServer(directory, _config(allow_writes=True)) as server:
+        version = server.models[0].newest
+        assert version is not None
+        for number, name in enumerate(FEATURES):
+            ids = table_ids(number, int(rows))[: int(pushed)]
+            version.servable.apply({name: (ids, version.servable.lookup(name, ids))})
+        answer({"address": server.address}, lambda _: {})
+
+
+def server_processes(directory: str, processes: str) -> None:
+    """Runs several server processes on one port."""
+    with ServerProcesses(directory, _config(processes=int(processes))) as server:
+        answer({"address": server.address}, lambda _: {})
+
+
+def _config(**options: Any) -> ServerConfig:
+    return ServerConfig(poll_seconds=60.0, freeze_gc=True, batching=Batching(threads=1), **options)
 
 
 class PlainHandler:
@@ -208,13 +239,15 @@ def _servers(predict: Any, threads: tuple[int, ...]) -> Iterator[list[str]]:
 
 
 def clients(rows: str, count: str) -> None:
-    """Runs closed-loop clients: each sends its next request when it has the response to the last one."""
+    """Runs closed-loop clients; see grpc_load.py."""
     requests = {batch: requests_of(batch, max(64, int(count) // batch), int(rows)) for batch in (1, 32)}
 
     def load(order: dict[str, Any]) -> dict[str, Any]:
         if "scores" in order:
             return {"scores": _scores(order["scores"], requests[1][: order["count"]])}
-        return _load(order["address"], requests[order["batch"]], order["clients"], order["seconds"])
+        return load_of(
+            order["address"], PREDICT, requests[order["batch"]], order["clients"], order["seconds"]
+        )
 
     answer({}, load)
 
@@ -222,51 +255,8 @@ def clients(rows: str, count: str) -> None:
 def _scores(address: str, requests: list[bytes]) -> list[float]:
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary(PREDICT, response_deserializer=PredictResponse.FromString)
-        outputs = [call(request, timeout=30.0).outputs["logits"].tensor_content for request in requests]
-    return [float(np.frombuffer(content, np.float32)[0]) for content in outputs]
-
-
-def _load(address: str, requests: list[bytes], count: int, seconds: float) -> dict[str, Any]:
-    # A separate connection for each client, as if each were a process.
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.insecure_channel(address, options=options) for _ in range(count)]
-    latencies: list[list[float]] = [[] for _ in range(count)]
-    begin = threading.Barrier(count + 1)
-    end = threading.Event()
-
-    def loop(number: int) -> None:
-        call = channels[number].unary_unary(PREDICT)
-        own, at = latencies[number], number * len(requests) // count
-        for _ in range(3):
-            call(requests[at], timeout=30.0)
-        begin.wait()
-        while not end.is_set():
-            at = (at + 1) % len(requests)
-            start = time.perf_counter()
-            call(requests[at], timeout=30.0)
-            own.append(time.perf_counter() - start)
-
-    threads = [threading.Thread(target=loop, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    begin.wait()
-    start, busy = time.perf_counter(), time.process_time()
-    end.wait(seconds)
-    end.set()
-    for thread in threads:
-        thread.join()
-    took, busy = time.perf_counter() - start, time.process_time() - busy
-    for channel in channels:
-        channel.close()
-    found = np.concatenate([np.array(each) for each in latencies])
-    p50, p99 = np.percentile(found, (50, 99)) * 1e3
-    return {
-        "requests": len(found),
-        "per_second": len(found) / took,
-        "p50_ms": p50,
-        "p99_ms": p99,
-        "client_cpu": busy / took,
-    }
+        outputs = [call(request, timeout=30.0).outputs["logits"] for request in requests]
+    return [float(from_tensor_proto(proto)[0]) for proto in outputs]
 
 
 def prober() -> None:
@@ -322,6 +312,8 @@ def prober() -> None:
 
 ROLES: dict[str, Callable[..., None]] = {
     "model_server": model_server,
+    "pushed_server": pushed_server,
+    "server_processes": server_processes,
     "handlers": handlers,
     "sink": sink,
     "clients": clients,
@@ -335,8 +327,16 @@ ROLES: dict[str, Callable[..., None]] = {
 class Process:
     """A role in a child process."""
 
-    def __init__(self, role: str, *arguments: object) -> None:
-        command = [sys.executable, str(Path(__file__)), role, *map(str, arguments)]
+    def __init__(
+        self, role: str, *arguments: object, core: int | None = None, checkout: Path | None = None
+    ) -> None:
+        script = Path(__file__) if checkout is None else checkout / "benchmarks" / Path(__file__).name
+        # Another checkout brings its own package along, with a native module that is built in its `src`.
+        source = "" if checkout is None else f"sys.path.insert(0, {str(checkout / 'src')!r})"
+        pin = "" if core is None else f"os.sched_setaffinity(0, {{{core}}})"
+        run = f"sys.path.insert(0, {str(script.parent)!r})", source, pin, "del sys.argv[0]"
+        code = "\n".join(("import os, runpy, sys", *run, "runpy.run_path(sys.argv[0], run_name='__main__')"))
+        command = [sys.executable, "-c", code, str(script), role, *map(str, arguments)]
         # torch.set_num_threads does not reach the threads in which handlers run.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -365,11 +365,19 @@ class Process:
 
 @contextmanager
 def processes(*roles: tuple[object, ...]) -> Iterator[list[Process]]:
-    """Starts processes for these roles and arguments in parallel; ends all of them on exit."""
+    """Starts processes for these roles and arguments in parallel; ends all of them on exit.
+
+    With two cores or more, servers run on the first one and clients on the last one; several server processes
+    have all cores. A role that begins with "before:CHECKOUT:" is that of another checkout.
+    """
     started: list[Process] = []
     try:
-        for role, *arguments in roles:
-            started.append(Process(str(role), *arguments))
+        for name, *arguments in roles:
+            checkout, _, role = str(name).removeprefix("before:").rpartition(":")
+            core = None if len(CORES) < 2 or role == "server_processes" else CORES[-(role == "clients")]
+            started.append(
+                Process(role, *arguments, core=core, checkout=Path(checkout) if checkout else None)
+            )
         yield started
     finally:
         for process in started:

@@ -39,7 +39,7 @@ from megalith.serving.export.exporter import Provenance, export_model
 from megalith.serving.export.model_parts import ModelParts
 from megalith.serving.export.servable import Fetch, Servable
 from megalith.serving.export.signature import Signature
-from megalith.serving.server.tf_service import inputs_of
+from megalith.serving.server.tf_metadata import inputs_of
 from megalith.training import Run, RunConfig
 from megalith.training.exporting import _block_size, export_run
 from tests.models.support import make

@@ -156,6 +156,7 @@ class ProgramCopy:
             self.same[name] = first.setdefault(place, name) if weight.numel() else name
             if self.same[name] == name:
                 self.weights[name] = weight
+        _shorten_lookups(self.module)
         self._running = 0
         self._changed = threading.Condition()
 
@@ -182,3 +183,13 @@ class ProgramCopy:
         """Wait until no request uses the copy."""
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
+
+
+def _shorten_lookups(module: torch.nn.Module) -> None:
+    """Make the weights of a module plain attributes, too: a module finds them only after a failed lookup.
+
+    A program looks up each of its weights in every call. They are the same tensors, which change in place.
+    """
+    for each in module.modules():
+        for registered in (each._modules, each._parameters, each._buffers):
+            vars(each).update(registered)

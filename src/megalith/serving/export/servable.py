@@ -182,6 +182,7 @@ class Servable:
         self._check_open()  # after the reads above, which `close` clears
         if plans is None or not self.plain_features:
             raise UsageError(f"{self.signature.name}: predict_plain needs a model and its rows; use predict")
+        _check_plain(batch, size, 8 * len(plans.plain_features))
         with torch.inference_mode():
             with span("megalith.ids"):
                 plan = plans.plain(size)
@@ -546,6 +547,15 @@ class Servable:
         self._closed = True
         self._frozen = {}
         self._plans = self._program = None
+
+
+def _check_plain(batch: Any, size: Any, row_bytes: int) -> None:
+    if not isinstance(batch, list | tuple) or not all(isinstance(ids, bytes) for ids in batch):
+        raise InputError(f"batch must be a list of bytes, got {kind(batch)}")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InputError(f"size must be a positive integer, got {kind(size)}")
+    if sum(map(len, batch)) != row_bytes * size:
+        raise InputError(f"batch must have {row_bytes} bytes of ids for each of {size} rows")
 
 
 def _check_features(plan: FeaturePlan, features: Any) -> None:
