@@ -157,8 +157,8 @@ class ProgramCopy:
             if self.same[name] == name:
                 self.weights[name] = weight
         _shorten_lookups(self.module)
-        self._running = 0
-        self._changed = threading.Condition()
+        self._running = self._waiting = 0
+        self._changed = threading.Condition(threading.Lock())
 
     def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Sequence[Tensor]:
         """Return the outputs, in the order of the signature."""
@@ -176,13 +176,15 @@ class ProgramCopy:
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._running -= 1
-            if not self._running:
+            if self._waiting and not self._running:
                 self._changed.notify_all()
 
     def wait_idle(self) -> None:
         """Wait until no request uses the copy."""
         with self._changed:
+            self._waiting += 1
             self._changed.wait_for(lambda: not self._running)
+            self._waiting -= 1
 
 
 def _shorten_lookups(module: torch.nn.Module) -> None:

@@ -32,6 +32,7 @@ from megalith.serving.proto import (
     to_tensor_proto,
 )
 from megalith.serving.proto.contents import LARGE, cut_contents
+from megalith.serving.proto.score_responses import encode_scores
 from megalith.serving.server.dispatcher import Dispatcher, unknown_signature
 from megalith.serving.server.inputs import InputReader, Rows, ScoreHead, score_head
 from megalith.serving.server.methods import (
@@ -114,8 +115,8 @@ class TFService:
         if signature == PREDICT:
             self._dispatcher.check_size(len(data))
             whole = self._parse(PredictRequest, data) if contents else request
-            response = self._scores(whole, timeout, context)
-        elif signature in (LOOKUP, RAW_LOOKUP):
+            return self._scores(whole, timeout, context)
+        if signature in (LOOKUP, RAW_LOOKUP):
             number, rows = self._dispatcher.lookup(
                 spec.name,
                 version_of(spec),
@@ -197,11 +198,9 @@ class TFService:
         def read(reader: InputReader) -> Rows:
             return reader.read_bytes(data) or reader.read_protos(PredictRequest.FromString(data).inputs)
 
-        return serialize(
-            self._respond(head.model, head.version, head.outputs, read, remaining(context), context)
-        )
+        return self._respond(head.model, head.version, head.outputs, read, remaining(context), context)
 
-    def _scores(self, request: Message, timeout: float | None, context: Any) -> Message:
+    def _scores(self, request: Message, timeout: float | None, context: Any) -> bytes:
         spec = request.model_spec
 
         def read(reader: InputReader) -> Rows:
@@ -217,18 +216,22 @@ class TFService:
         read: Callable[[InputReader], Rows],
         timeout: float | None,
         context: Any,
-    ) -> Message:
+    ) -> bytes:
         scored = self._dispatcher.predict(
             GrpcScoreRequest(
                 model, version, outputs, timeout, context.is_active, read, *request_options(context)
             )
         )
         report_missing(context, scored.missing_ids)
+        typed = self._dispatcher.typed_outputs
+        data = encode_scores(model, PREDICT, scored.version, scored.outputs, typed=typed)
+        if data is not None:
+            return data
         response = PredictResponse()
         _fill_spec(response, model, PREDICT, scored.version)
         for name, array in scored.outputs.items():
-            fill_tensor_proto(response.outputs[name], array, typed=self._dispatcher.typed_outputs)
-        return response
+            fill_tensor_proto(response.outputs[name], array, typed=typed)
+        return serialize(response)
 
     def _read_inputs(
         self, request: Message, contents: Mapping[str, memoryview]

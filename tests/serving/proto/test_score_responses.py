@@ -1,0 +1,38 @@
+"""Responses written as bytes are what protobuf would write."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megalith.serving.proto import PredictResponse
+from megalith.serving.proto.score_responses import encode_scores
+from megalith.serving.proto.tf_tensors import fill_tensor_proto
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("version", [0, 7, 2**62, -1])
+def test_the_bytes_mean_the_same_message(typed: bool, version: int) -> None:
+    outputs = {
+        "logits": np.arange(3, dtype=np.float32),
+        "é": np.arange(600, dtype=np.float64).reshape(3, 100, 2),
+        "one": np.array([np.nan], dtype=np.float32),
+        "none": np.empty((0, 2), dtype=np.float32),
+        "part": np.arange(12, dtype=np.float32).reshape(4, 3)[1:3],
+    }
+    expected = PredictResponse()
+    expected.model_spec.name = "movies"
+    expected.model_spec.signature_name = "serving_default"
+    expected.model_spec.version.value = version
+    for name, array in outputs.items():
+        fill_tensor_proto(expected.outputs[name], array, typed=typed)
+
+    data = encode_scores("movies", "serving_default", version, outputs, typed=typed)
+
+    assert data is not None
+    got = PredictResponse.FromString(data)
+    assert got.SerializeToString(deterministic=True) == expected.SerializeToString(deterministic=True)
+
+
+def test_other_types_are_left_to_protobuf() -> None:
+    assert encode_scores("movies", "s", 1, {"ranks": np.arange(3)}, typed=True) is None
