@@ -45,8 +45,7 @@ NATIVE_PYTHON ?= python3.12
 native-module: $(VENV)/build-tools
 	PYTHONPATH=$$($(BIN)/python -c 'import nanobind, pathlib; print(pathlib.Path(nanobind.__file__).parents[1])') \
 	$(BIN)/cmake -S . -B build/native-module -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DPython_EXECUTABLE=$$(command -v $(NATIVE_PYTHON)) \
-	  -DCMAKE_MODULE_LINKER_FLAGS="-static-libstdc++ -static-libgcc"
+	  -DPython_EXECUTABLE=$$(command -v $(NATIVE_PYTHON))
 	$(BIN)/cmake --build build/native-module
 	cp build/native-module/_native.*.so src/megalith/
 

@@ -1,4 +1,4 @@
-"""The cuda engine on one GPU: find and gather, the sparse training step, a pooled model.
+"""The cuda engine on one GPU: find and gather, the sparse training step, a pooled model, rows in host memory.
 
     python benchmarks/table_gpu.py [--quick] [--output PATH]      (make bench-gpu)
 
@@ -280,6 +280,74 @@ def one_bag_ms(
     return wall_ms(step, 10)
 
 
+def bus_speed() -> dict[str, float]:
+    """Bytes per second of copies between pinned host memory and the GPU, in GB/s."""
+    host = torch.empty(MILLION << 8, dtype=torch.int8, pin_memory=True)
+    device = torch.empty_like(host, device=GPU)
+    to_gpu = median_ms(lambda: device.copy_(host, non_blocking=True))
+    to_host = median_ms(lambda: host.copy_(device, non_blocking=True))
+    return {"to_gpu_gb_per_s": host.numel() / to_gpu / 1e6, "to_host_gb_per_s": host.numel() / to_host / 1e6}
+
+
+def host_tier(rows: int) -> dict[str, Any]:
+    """A table of four times its budget of GPU memory: dim 64, Adagrad, 1 Mi ids a step by a power law.
+
+    The bytes that must travel in a step: the weights of each occurrence whose row is on the host are read by
+    the lookup; each distinct such row is read and written by the update; rows that change places travel both
+    ways.
+    """
+    dim, n = 64, MILLION
+    optimizer = Adagrad(0.01)
+    stride = CudaEngine(TableConfig("t", dim=dim, optimizer=optimizer)).layout.stride
+    config = TableConfig("t", dim=dim, optimizer=optimizer, device_bytes=rows * stride // 4)
+    table = Table(config, engine="cuda")
+    engine = table.engine_impl
+    assert isinstance(engine, CudaEngine)
+    assert engine.tier is not None
+    for part in (torch.randperm(rows, device=GPU) + 1).split(MILLION):
+        engine.find_or_create(part)
+    batches = [power_law(n, rows) for _ in range(8)]
+    grads = torch.randn(n, dim, device=GPU) * 1e-3
+    count = 0
+    occurrences = 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        ids = batches[count % 8]
+        table.lookup(ids)
+        table.apply_gradients(ids, grads, step=count)
+
+    for _ in range(24):
+        step()
+    before = table.stats().host_tier
+    ms = wall_ms(step, 16)
+    after = table.stats().host_tier
+    assert before is not None
+    assert after is not None
+    for ids in batches:
+        occurrences += int((table.find(ids) >= engine.tier.boundary).sum())
+    misses, moved = (after.misses - before.misses) / 16, (after.moved - before.moved) / 16
+    bus = bus_speed()
+    read = occurrences / 8 * 4 * dim + (misses + moved) * stride
+    written = (misses + moved) * stride
+    floor = read / bus["to_gpu_gb_per_s"] / 1e6 + written / bus["to_host_gb_per_s"] / 1e6
+    hits = after.hits - before.hits
+    return {
+        **bus,
+        "rows": rows,
+        "rows_on_gpu": engine.tier.boundary,
+        "step_ms": ms,
+        "hit_rate": hits / (hits + 16 * misses),
+        "missed_rows_per_step": misses,
+        "moved_rows_per_step": moved,
+        "bytes_read_per_step": read,
+        "bytes_written_per_step": written,
+        "bus_ms": floor,
+        "step_by_bus": ms / floor,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small index; nothing is saved")
@@ -292,6 +360,7 @@ def main() -> None:
     steps: dict[str, Any] = {}
     pooled: dict[str, Any] = {}
     gather: dict[str, Any] = {}
+    tier: dict[str, Any] = {}
     for kernels in (False, True):
         for name, optimizer in (("Adam", Adam(1e-3)), ("SGD", SGD(0.1))):
             for label, new in (("", 0.0), (", 1 % new", 0.01)):
@@ -304,6 +373,9 @@ def main() -> None:
         if not kernels:
             progress(f"pooled model: {pooled}")
             gather = find_and_gather((1 << 22) if arguments.quick else (1 << 26), copy)
+            torch.cuda.empty_cache()
+            tier = host_tier(MILLION if arguments.quick else 16 * MILLION)
+            progress(f"host tier: {tier}")
             torch.cuda.empty_cache()
     bars = [
         *(
@@ -319,6 +391,7 @@ def main() -> None:
         Bar("pooled model, embedding part, GPU ms", pooled["gpu_ms"] - pooled["mlp_gpu_ms"], at_most=True),
         Bar("26 nn.EmbeddingBag / ours", pooled["26_bags_ms"] / pooled["step_ms"], 6.0),
         Bar("one nn.EmbeddingBag / ours", pooled["one_bag_ms"] / pooled["step_ms"], 1.7),
+        Bar("host tier, step / time of its bytes over the bus", tier["step_by_bus"], 1.5, at_most=True),
     ]
     print_bars(bars)
     target = arguments.output or (None if arguments.quick else result_path("table_gpu"))
@@ -333,6 +406,7 @@ def main() -> None:
             "find_and_gather": gather,
             "sparse_step": steps,
             "pooled_model": pooled,
+            "host_tier": tier,
         }
         write_result(target, content)
         print(f"saved {target}")

@@ -39,7 +39,7 @@ from megalith.table.schedules import Piecewise, PolynomialDecay, Warmup
 from megalith.table.serving_precision import ServingPrecision
 from megalith.table.table import Table
 from megalith.table.table_config import Segment, TableConfig
-from megalith.table.table_data import Chunk, MemoryUse, RowCounters, TableStats
+from megalith.table.table_data import Chunk, HostTierUse, MemoryUse, RowCounters, TableStats
 from megalith.table.table_operations import MergeCounts
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "FixedPoint",
     "GroupAdagrad",
     "GroupFTRL",
+    "HostTierUse",
     "Initializer",
     "Lion",
     "MemoryUse",

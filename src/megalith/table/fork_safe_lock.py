@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class ForkSafeLock:
@@ -14,9 +16,27 @@ class ForkSafeLock:
         self._lock, self._process = threading.RLock(), os.getpid()
 
     def __enter__(self) -> None:
+        self._renew()
+        self._lock.acquire()
+
+    def _renew(self) -> None:
         if self._process != os.getpid():
             self._lock, self._process = threading.RLock(), os.getpid()
-        self._lock.acquire()
+
+    @contextmanager
+    def without_waiting(self) -> Iterator[bool]:
+        """Take the lock if no other thread holds it.
+
+        Yields:
+            Whether it was taken.
+        """
+        self._renew()
+        taken = self._lock.acquire(blocking=False)
+        try:
+            yield taken
+        finally:
+            if taken:
+                self._lock.release()
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()

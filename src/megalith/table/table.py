@@ -607,7 +607,8 @@ class Table:
         rows, capacity, epoch, growing = self.engine_impl.shape()
         consumers = tuple(c for c in self._consumers if c is not None)
         counters = self.engine_impl.counters()
-        return TableStats(self.name, self.engine, rows, capacity, growing, epoch, consumers, counters)
+        tier = self.engine_impl.host_tier()
+        return TableStats(self.name, self.engine, rows, capacity, growing, epoch, consumers, counters, tier)
 
     def memory(self) -> MemoryUse:
         """Return the bytes in use."""

@@ -13,6 +13,7 @@ from megalith.table.initializers import Initializer, Uniform
 from megalith.table.one_bit import OneBit
 from megalith.table.optimizers import Optimizer, State
 from megalith.table.policies import ADMISSIONS, Admission, Capacity, Eviction, MinCount
+from megalith.table.policies.policy import check_integer
 from megalith.table.serving_precision import ServingPrecision
 
 PRECISIONS = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -138,6 +139,9 @@ class TableConfig:
         huge_pages: Whether the cpu engine asks for pages of 2 MiB for this table, which make random access in
             a large table faster. With False it does not, even if the process uses them
             (`megalith.table.engines.cpu.set_huge_pages`).
+        device_bytes: On the cuda engine, the largest number of bytes of rows in GPU memory; rows beyond it
+            are in pinned host memory, and rows in use move to the GPU. The index comes on top. None: all rows
+            are in GPU memory. Other engines ignore it.
 
     Raises:
         InputError: An argument has the wrong type or value.
@@ -151,6 +155,7 @@ class TableConfig:
     dist_type: str | None
     trainable: bool
     huge_pages: bool
+    device_bytes: int | None
 
     def __init__(
         self,
@@ -169,6 +174,7 @@ class TableConfig:
         dist_type: str | None = None,
         trainable: bool = True,
         huge_pages: bool = True,
+        device_bytes: int | None = None,
     ) -> None:
         if not isinstance(name, str) or not name:
             raise InputError(f"TableConfig: name must be a non-empty string, got {name!r}")
@@ -214,6 +220,8 @@ class TableConfig:
         for key, flag in (("trainable", trainable), ("huge_pages", huge_pages)):
             if not isinstance(flag, int):
                 raise InputError(f"{where}: {key} must be True or False, got {flag!r}")
+        if device_bytes is not None:
+            check_integer(f"{where}: device_bytes", device_bytes, 1)
         for attribute, value in (
             ("name", name),
             ("segments", segments),
@@ -223,6 +231,7 @@ class TableConfig:
             ("dist_type", dist_type),
             ("trainable", bool(trainable)),
             ("huge_pages", bool(huge_pages)),
+            ("device_bytes", device_bytes),
         ):
             object.__setattr__(self, attribute, value)
         if self.row_floats > MAX_ROW_FLOATS:
@@ -294,6 +303,7 @@ class TableConfig:
                 ("dist_type", None),
                 ("trainable", True),
                 ("huge_pages", True),
+                ("device_bytes", None),
             )
             if getattr(self, name) != usual
         )

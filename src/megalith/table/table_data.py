@@ -162,6 +162,29 @@ class RowCounters(NamedTuple):
     log_lost: int
 
 
+class HostTierUse(NamedTuple):
+    """Where the rows of a table with a budget of GPU memory are, and how often updates found them there.
+
+    Attributes:
+        device_rows: Places of rows in GPU memory that are or were in use.
+        host_rows: Places of rows in pinned host memory that are or were in use.
+        hits: Distinct rows of updates that were in GPU memory, since the first row was in host memory.
+        misses: Distinct rows of updates that were in host memory.
+        moved: Rows that moved from host to GPU memory.
+    """
+
+    device_rows: int
+    host_rows: int
+    hits: int
+    misses: int
+    moved: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits divided by all distinct rows of updates; 1.0 before the first."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 1.0
+
+
 @dataclass(frozen=True)
 class TableStats:
     """Numbers about one table.
@@ -175,6 +198,8 @@ class TableStats:
         epoch: See `Table.epoch`.
         consumers: Names of the consumers that track touched rows.
         counters: Rows created, removed and refused since the table was created.
+        host_tier: The rows in host memory and the hit rate of those in GPU memory, of a table with
+            `TableConfig.device_bytes` on the cuda engine; None for any other.
     """
 
     name: str
@@ -185,6 +210,7 @@ class TableStats:
     epoch: int
     consumers: tuple[str, ...]
     counters: RowCounters
+    host_tier: HostTierUse | None = None
 
 
 @dataclass(frozen=True)

@@ -106,3 +106,37 @@ def test_repeated_steps_of_growing_tables_lose_no_row() -> None:
     ids = torch.arange(new + 4000, device="cuda")
     for name, shift in (("a", 0), ("b", 7)):
         assert torch.equal(collection.tables[name].lookup(ids + shift), -counts[:, None].expand(-1, 8))
+
+
+def test_a_table_of_four_times_its_budget_trains_as_one_without() -> None:
+    results = []
+    for device_bytes in (4 << 20, None):
+        config = TableConfig("t", dim=16, optimizer=Adam(0.1), device_bytes=device_bytes)
+        table = Table(config, engine="cuda")
+        generator = torch.Generator(device="cuda").manual_seed(3)
+        for step in range(20):
+            ids = (torch.rand(50_000, device="cuda", generator=generator) ** 4 * 100_000).long()
+            rows = table.lookup(ids)
+            table.apply_gradients(ids, rows * 0.5 + 1.0, step=step, time=1)
+        results.append(table.lookup(torch.arange(100_000, device="cuda")))
+        use = table.stats().host_tier
+        assert (use is None) == (device_bytes is None)
+        if use is not None:
+            assert use.host_rows > 2 * use.device_rows
+            assert use.moved > 0
+            assert use.hit_rate > 0.5
+    assert torch.equal(*results)
+
+
+def test_snapshots_scans_and_removal_work_beyond_the_budget() -> None:
+    table = Table(TableConfig("t", dim=4, optimizer=SGD(1.0), device_bytes=1 << 16), engine="cuda")
+    ids = torch.arange(20_000, device="cuda") * 7919
+    rows = torch.randn(20_000, 4, device="cuda")
+    table.assign(ids, rows)
+    table.remove(ids[:15_000])
+    table.engine_impl.compact(1 << 30)
+    assert torch.equal(table.lookup(ids[15_000:]), rows[15_000:])
+    with table.snapshot() as snapshot:
+        assert sum(chunk.ids.numel() for chunk in snapshot.chunks(1000)) == 5000
+    table.clear()
+    assert len(table) == 0

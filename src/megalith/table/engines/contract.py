@@ -25,7 +25,15 @@ from megalith.table.engines.shard_limits import shard_limits
 from megalith.table.fork_safe_lock import ForkSafeLock
 from megalith.table.serving_view import ServingView
 from megalith.table.table_config import TableConfig
-from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, SnapshotStart, Step
+from megalith.table.table_data import (
+    Chunk,
+    FoundRows,
+    HostTierUse,
+    MemoryUse,
+    RowCounters,
+    SnapshotStart,
+    Step,
+)
 
 
 class Engine(ABC):
@@ -311,6 +319,14 @@ class Engine(ABC):
         Returns:
             The rows, and where the next part starts; -1 at the end of the table.
         """
+
+    def host_tier(self) -> HostTierUse | None:
+        """Return where the rows of a table with a budget of GPU memory are.
+
+        Returns:
+            None for a table or engine without such a budget.
+        """
+        return None
 
     def scan_scored(
         self, start: int, limit: int, *, watch: int, stop: int | None = None

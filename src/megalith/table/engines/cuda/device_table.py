@@ -29,6 +29,8 @@ WARPS = 4
 FLAGS = 12
 NUM_COUNTERS = 4
 INFINITE = 2**62
+HOST_BLOCK = 256 << 20
+"""Bytes of pinned memory that are allocated at once, at most."""
 
 
 def grid(n: int, block: int) -> tuple[int]:
@@ -67,6 +69,8 @@ class DeviceTable:
         layout: The layout of its rows.
         key: The key of its random numbers.
         device: Where it lives.
+        device_bytes: Largest number of bytes of rows on the device; later rows are in pinned host memory.
+            None: all rows are on the device.
 
     Attributes:
         entries: The index: int64 [2 * (slots + 2)], key and value of each slot.
@@ -83,7 +87,17 @@ class DeviceTable:
 
     changes = 0
 
-    def __init__(self, config: TableConfig, layout: RowLayout, key: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: TableConfig,
+        layout: RowLayout,
+        key: int,
+        device: torch.device,
+        device_bytes: int | None = None,
+    ) -> None:
+        limit = MAX_ROWS if device_bytes is None else max(1, device_bytes // (layout.stride << layout.shift))
+        self._device_chunks = limit
+        self._spare: list[Tensor] = []  # chunks of host memory
         self.config = config
         self.layout = layout
         self.key = key
@@ -102,6 +116,9 @@ class DeviceTable:
         """Drop all rows and memory."""
         if self._chunks:
             retire(self.entries, self.chunk_table, self.free, *self._chunks)
+        if self.row_capacity > self.device_rows and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # host memory may be used again at once
+        self._spare = []
         self.slots = MIN_SLOTS
         self.entries = self._new_entries(self.slots)
         self._chunks = []
@@ -118,6 +135,11 @@ class DeviceTable:
     def row_capacity(self) -> int:
         """Number of rows that are allocated."""
         return len(self._chunks) << self.layout.shift
+
+    @property
+    def device_rows(self) -> int:
+        """Number of rows that fit in the memory of the device; row numbers from here on are on the host."""
+        return self._device_chunks << self.layout.shift
 
     @property
     def slot_limit(self) -> int:
@@ -262,11 +284,26 @@ class DeviceTable:
     # ---- rows
 
     def _add_chunks(self, rows: int) -> None:
-        size = 1 << self.layout.shift
+        words = (self.layout.stride << self.layout.shift) // 8
         while self.row_capacity < rows:
-            chunk = torch.zeros(size * self.layout.stride // 8, dtype=torch.int64, device=self.device)
+            if len(self._chunks) < self._device_chunks:
+                chunk = torch.zeros(words, dtype=torch.int64, device=self.device)
+            else:
+                chunk = self._host_chunk(words)
             self._chunks.append(chunk)
         self._chunks_changed()
+
+    def _host_chunk(self, words: int) -> Tensor:
+        """Return a chunk of pinned memory, which kernels access under its address.
+
+        Several are allocated together, because torch rounds pinned memory up to a power of two.
+        """
+        if not self._spare:
+            known = len(self._chunks) - self._device_chunks
+            count = max(1, min(known, HOST_BLOCK // (8 * words)))
+            pinned = self.device.type == "cuda"
+            self._spare = list(torch.zeros(count * words, dtype=torch.int64, pin_memory=pinned).split(words))
+        return self._spare.pop()
 
     def _chunks_changed(self) -> None:
         retire(self.chunk_table, self.free)

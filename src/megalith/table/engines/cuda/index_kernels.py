@@ -331,6 +331,26 @@ def remove_ids(entries, mask, ids, n, BLOCK: tl.constexpr):
 
 @launched
 @triton.jit(do_not_specialize=["n", "mask"])
+def renumber_rows(entries, mask, ids, rows, n, BLOCK: tl.constexpr):
+    """Change the rows of distinct ids that have one."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    mask = mask.to(tl.int64)
+    id = tl.load(ids + at, mask=inside, other=0)
+    row = tl.load(rows + at, mask=inside, other=-1).to(tl.int64)
+    own = (id == EMPTY) | (id == REMOVED)
+    slot = first_slot(id, mask)
+    active = inside
+    while tl.max(active.to(tl.int32), 0) > 0:
+        key = tl.load(entries + 2 * slot, mask=active, other=EMPTY)
+        hit = active & ((key == id) | own)
+        tl.store(entries + 2 * slot + 1, row, mask=hit)
+        active = active & (key != EMPTY) & (hit == 0)
+        slot = (slot + 1) & mask
+
+
+@launched
+@triton.jit(do_not_specialize=["n", "mask"])
 def insert_rows(entries, mask, ids, rows, n, BLOCK: tl.constexpr):
     """Insert distinct ids with known rows into an index that does not have them."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -16,6 +16,7 @@ from megalith.errors import InputError, UsageError
 from megalith.table.engines.copied_snapshot import CopyingEngine
 from megalith.table.engines.cuda.cuda_policies import CudaPolicies
 from megalith.table.engines.cuda.device_table import FLAGS, DeviceTable
+from megalith.table.engines.cuda.host_tier import HostTier
 from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
 from megalith.table.engines.cuda.occurrences import first_occurrences, last_occurrences
 from megalith.table.engines.cuda.row_layout import CHUNK_BYTES, RowLayout
@@ -26,7 +27,7 @@ from megalith.table.engines.reference_policies import is_sparse
 from megalith.table.initializers import table_key
 from megalith.table.policies.min_count import MAX_COUNT
 from megalith.table.table_config import PRECISIONS, TableConfig
-from megalith.table.table_data import Chunk, MemoryUse, RowCounters
+from megalith.table.table_data import Chunk, HostTierUse, MemoryUse, RowCounters
 
 SCAN_ROWS = 1 << 16
 FIRST_CONSUMER_BIT = 8
@@ -51,6 +52,7 @@ class StoredRows(CopyingEngine):
         order: Orders the launches of several threads and streams.
         writes: Number of calls that may have created rows.
         latest_step: The largest step of an update or of a restored row.
+        tier: The places of rows beyond `TableConfig.device_bytes`; None without such a budget.
     """
 
     engine = "cuda"
@@ -61,8 +63,12 @@ class StoredRows(CopyingEngine):
         super().__init__(config, seed=seed, num_shards=num_shards)
         self.device = find_device()
         self._key = table_key(seed, config.name)
+        budget = config.device_bytes
+        if budget is not None:
+            chunk_bytes = min(chunk_bytes, max(1, budget // 16))
         self.layout = RowLayout.of(config, chunk_bytes)
-        self.table = DeviceTable(config, self.layout, self._key, self.device)
+        self.table = DeviceTable(config, self.layout, self._key, self.device, budget)
+        self.tier = None if budget is None else HostTier(self.table)
         self.group = LaunchGroup([self.table])
         self.policies = CudaPolicies(self)
         self.order = StreamOrder(self.device)
@@ -90,6 +96,20 @@ class StoredRows(CopyingEngine):
         self.writes += 1
         self._length = None
         self.latest_step = max(self.latest_step, min(step, MAX_COUNT))
+
+    def used(self, rows: Tensor) -> None:
+        """Note that an update used rows; with a host tier, some of them move to the device.
+
+        Args:
+            rows: int32 [n], negative where there is none.
+        """
+        if self.tier is None:
+            return
+        # A thread that holds the lock to return memory waits for this one.
+        with self._moving.without_waiting() as alone:
+            if self.tier.used(rows, move=alone and not self._scans):
+                self.writes += 1
+                self._epoch += 1
 
     # ---- rows
 
@@ -276,6 +296,8 @@ class StoredRows(CopyingEngine):
             self.policies.removed += ids.numel()
             self.policies.forget()
             self.table.empty()
+            if self.tier is not None:
+                self.tier.forget()
             self._length = 0
             self.writes += 1
             self._epoch += 1
@@ -357,6 +379,8 @@ class StoredRows(CopyingEngine):
             rows[far] = moved
             self.table.rebuild_index(headers[0].contiguous(), rows)
             self.table.shrink(boundary, spare)
+            if self.tier is not None:
+                self.tier.forget()
             self.writes += 1
             self._epoch += 1
             return True
@@ -479,6 +503,11 @@ class StoredRows(CopyingEngine):
         """See `Engine.shape`."""
         with self.order:
             return len(self), max(len(self), self.table.slot_limit), self._epoch, False
+
+    def host_tier(self) -> HostTierUse | None:
+        """See `Engine.host_tier`."""
+        with self.order:
+            return None if self.tier is None else self.tier.use(self.table.read_counters()[0])
 
     def memory(self) -> MemoryUse:
         """See `Engine.memory`."""

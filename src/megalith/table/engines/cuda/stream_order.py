@@ -37,7 +37,8 @@ def retire(*tensors: Tensor) -> None:
     if len(_SEEN) > 1:
         for tensor in tensors:
             for stream in _SEEN.values():
-                tensor.record_stream(stream)
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
 
 
 class StreamOrder:

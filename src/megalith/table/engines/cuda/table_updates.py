@@ -112,8 +112,9 @@ def _update_in_kernels(
     else:
         launch()
     group.report(sizes)
-    for update in updates:
+    for update, rows in zip(updates, found.rows.split(sizes), strict=True):
         update.engine.wrote(update.step.step)
+        update.engine.used(rows)
 
 
 def _stage_one_in_torch(update: TableUpdate, gradients: Gradients) -> Callable[[], None]:
@@ -158,6 +159,7 @@ def _stage_one_in_torch(update: TableUpdate, gradients: Gradients) -> Callable[[
             table.write_header(FLAGS, rows, torch.full_like(rows, table.tracked), 1)
             table.write_header(COUNT, rows, (headers[3] + 1).clamp(max=MAX_COUNT))
             table.write_header(STEP, rows, torch.full_like(own, min(step.step, MAX_COUNT)))
+            engine.used(rows)
         engine.wrote(step.step)
 
     return write

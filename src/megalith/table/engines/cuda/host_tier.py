@@ -1,0 +1,139 @@
+"""HostTier: rows beyond a budget of GPU memory are in pinned host memory, and rows in use move to the GPU.
+
+Row numbers below `boundary` are in chunks of GPU memory, the others in chunks of pinned host memory, which
+kernels read and write through the same addresses, over the bus. The index and 4 bytes per row stay on the
+GPU. A row is in one place only, so there is nothing to write back:
+
+    row            place                             moves
+    new            GPU memory, then host memory      -
+    used again     stays on the GPU                  -
+                   host memory                       changes places with a row of the GPU that was not used
+                                                     for longer; see `used`
+    removed        its place is used again           -
+
+A swap changes the numbers of two rows, so rows that were found before must be found again. A use is an
+update; lookups do not count. A scan in progress keeps all rows in place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalith.table.engines.cuda import index_kernels, row_kernels
+from megalith.table.engines.cuda.device_functions import LIVE
+from megalith.table.engines.cuda.device_table import BLOCK, WARPS, DeviceTable, grid
+from megalith.table.table_data import HostTierUse
+
+HORIZON = 256
+"""A row of the host moves if its previous use was at most this number of updates ago."""
+WINDOW = 1 << 16
+"""Rows of the GPU among which an update looks for those that were not used for longest."""
+
+
+class HostTier:
+    """The places of one table's rows.
+
+    Args:
+        table: The memory of the table; it has a limit of chunks in GPU memory.
+
+    Attributes:
+        hits: Distinct rows of updates that were in GPU memory.
+        misses: Distinct rows of updates that were in host memory.
+        moved: Rows that moved to GPU memory.
+    """
+
+    def __init__(self, table: DeviceTable) -> None:
+        self._table = table
+        self._stamps = torch.zeros(0, dtype=torch.int32, device=table.device)  # of the last use
+        self._clock = 0
+        self._hand = 0
+        self.hits = self.misses = self.moved = 0
+
+    @property
+    def boundary(self) -> int:
+        """The first row number in host memory."""
+        return self._table.device_rows
+
+    def use(self, rows: int) -> HostTierUse:
+        """Return the numbers of the tier.
+
+        Args:
+            rows: Number of row numbers in use.
+
+        Returns:
+            Places in use and hits.
+        """
+        host = max(0, rows - self.boundary)
+        return HostTierUse(rows - host, host, self.hits, self.misses, self.moved)
+
+    def forget(self) -> None:
+        """Forget the uses: rows have other numbers now."""
+        self._stamps.zero_()
+
+    def used(self, rows: Tensor, *, move: bool) -> bool:
+        """Count the uses of rows, and move some of those in host memory to the GPU. Waits for the device.
+
+        Args:
+            rows: int32 [n], the rows of an update; they may repeat, and are negative where there is none.
+            move: Whether rows may change places.
+
+        Returns:
+            Whether rows changed places.
+        """
+        if self._table.row_capacity <= self.boundary:
+            return False
+        missing = self._table.row_capacity - self._stamps.numel()
+        if missing > 0:
+            self._stamps = torch.cat([self._stamps, self._stamps.new_zeros(missing)])
+        distinct = torch.unique(rows[rows >= 0])
+        self._clock += 1
+        on_host = distinct[distinct >= self.boundary]
+        self.hits += distinct.numel() - on_host.numel()
+        self.misses += on_host.numel()
+        before = self._stamps[on_host.long()]
+        self._stamps[distinct.long()] = self._clock
+        recent = (before > 0) & (before >= self._clock - HORIZON)
+        return move and self._exchange(on_host[recent], before[recent])
+
+    def _exchange(self, wanted: Tensor, before: Tensor) -> bool:
+        """Swap rows of the host with rows of the GPU that were used less recently."""
+        count = min(wanted.numel(), self.boundary)
+        if not count:
+            return False
+        order = torch.argsort(before, descending=True, stable=True)[:count]
+        wanted, before = wanted[order], before[order]
+        places = torch.arange(min(self.boundary, max(WINDOW, 8 * count)), device=wanted.device)
+        places = (places + self._hand) % self.boundary
+        self._hand = (self._hand + places.numel()) % self.boundary
+        last = self._stamps[places]
+        oldest = torch.argsort(last, stable=True)[:count]
+        victims = places[oldest].to(torch.int32)
+        headers = self._table.headers(victims)
+        good = (last[oldest] < before) & ((headers[2] & LIVE.value) != 0)
+        victims, wanted = victims[good].contiguous(), wanted[good].contiguous()
+        if not victims.numel():
+            return False
+        self._swap(victims, headers[0][good].contiguous(), wanted)
+        self.moved += wanted.numel()
+        return True
+
+    def _swap(self, victims: Tensor, victim_ids: Tensor, wanted: Tensor) -> None:
+        table, layout, n = self._table, self._table.layout, victims.numel()
+        wanted_ids = table.headers(wanted)[0].contiguous()
+        row_kernels.swap_rows[grid(n, 8)](
+            table.chunk_table,
+            victims,
+            wanted,
+            n,
+            SHIFT=layout.shift,
+            STRIDE=layout.stride,
+            BLOCK=8,
+            WORDS=64,
+        )
+        for ids, rows in ((victim_ids, wanted), (wanted_ids, victims)):
+            index_kernels.renumber_rows[grid(n, BLOCK)](
+                table.entries, table.slots - 1, ids, rows, n, BLOCK=BLOCK, num_warps=WARPS
+            )
+        one, other = victims.long(), wanted.long()
+        self._stamps[one], self._stamps[other] = self._stamps[other], self._stamps[one]

@@ -1,0 +1,95 @@
+"""Tables of the cuda engine with more rows than their budget of GPU memory: rows in host memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalith import SGD, TTL, Adagrad, EmbeddingCollection, Feature, Table, TableConfig, Zeros
+from megalith.errors import InputError
+from megalith.table.engines.cuda.engine import CudaEngine
+from tests.table.engines.programs import Program, everything
+
+ON_GPU = torch.cuda.is_available()
+SIZES = {"distinct": 5000, "batch": 3000} if ON_GPU else {"distinct": 60, "batch": 24}
+
+
+def budget(rows: int, config: TableConfig) -> int:
+    """Bytes of so many rows."""
+    return rows * CudaEngine(config).layout.stride
+
+
+def limited(config: TableConfig, rows: int) -> TableConfig:
+    return TableConfig(
+        config.name, segments=config.segments, eviction=config.eviction, device_bytes=budget(rows, config)
+    )
+
+
+@pytest.mark.parametrize("seed", range(4 if ON_GPU else 1))
+def test_programs_of_calls_beyond_the_budget(seed: int) -> None:
+    config = limited(TableConfig("t", dim=3, optimizer=Adagrad(0.1), eviction=TTL(50)), 16)
+    program = Program(config, 7 + seed, **SIZES)
+    program.run(40 if ON_GPU else 8)
+    use = program.tables[0].stats().host_tier
+    assert use is not None
+    assert use.host_rows > 0
+
+
+def test_rows_in_use_move_to_the_gpu_and_the_hit_rate_shows_it() -> None:
+    config = limited(TableConfig("t", dim=2, optimizer=SGD(1.0), initializer=Zeros()), 16)
+    table = Table(config, engine="cuda")
+    table.assign(torch.arange(100), torch.zeros(100, 2))
+    before = table.stats().host_tier
+    assert before is not None
+    assert (before.device_rows, before.host_rows, before.hit_rate) == (16, 84, 1.0)
+
+    hot = torch.arange(50, 58)  # in host memory
+    for step in range(4):
+        table.apply_gradients(hot, torch.ones(8, 2), step=step)
+
+    use = table.stats().host_tier
+    assert use is not None
+    # The first two updates find the rows in host memory; the second moves them.
+    assert (use.hits, use.misses, use.moved) == (2 * 8, 2 * 8, 8)
+    assert use.hit_rate == 0.5
+    assert bool((table.find(hot) < 16).all())
+    assert torch.equal(table.lookup(torch.arange(100))[50:58].cpu(), torch.full((8, 2), -4.0))
+    assert table.lookup(torch.arange(100)).cpu().abs().sum() == 8 * 2 * 4
+    assert table.find(torch.arange(100)).unique().numel() == 100
+
+
+def test_no_row_moves_during_a_scan() -> None:
+    table = Table(limited(TableConfig("t", dim=2, optimizer=SGD(1.0)), 16), engine="cuda")
+    table.assign(torch.arange(40), torch.zeros(40, 2))
+    seen = []
+    for step, chunk in enumerate(table.scan(20)):
+        seen += chunk.ids.tolist()
+        for _ in range(2):
+            table.apply_gradients(torch.tensor([30]), torch.ones(1, 2), step=step)
+    assert sorted(seen) == list(range(40))
+    use = table.stats().host_tier
+    assert use is not None
+    assert use.moved == 0
+
+
+def test_a_collection_beyond_its_budget_trains_as_one_without() -> None:
+    base = TableConfig("t", dim=4, optimizer=Adagrad(0.1))
+    results = []
+    for config in (limited(base, 16), base):
+        collection = EmbeddingCollection([config], [Feature("x", "t")], engine="cuda")
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            ids = (torch.rand(24, generator=generator) ** 2 * 40).long()
+            out = collection({"x": ids})["x"]
+            (out * out + out).sum().backward()
+        results.append(everything(collection.tables["t"]))
+    assert torch.equal(results[0].ids, results[1].ids)
+    assert torch.equal(results[0].rows, results[1].rows)
+
+
+def test_a_budget_must_be_a_number_of_bytes() -> None:
+    with pytest.raises(InputError, match="device_bytes must be an integer >= 1, got 0"):
+        TableConfig("t", dim=2, optimizer=SGD(1.0), device_bytes=0)
+    assert "device_bytes=4096" in repr(TableConfig("t", dim=2, optimizer=SGD(1.0), device_bytes=4096))
+    table = Table(TableConfig("t", dim=2, optimizer=SGD(1.0), device_bytes=64), engine="reference")
+    assert table.stats().host_tier is None
