@@ -35,7 +35,7 @@ TESTS: dict[str, list[str]] = {
 }
 ENGINE_TESTS = ["tests/table/engines"]
 MEMORY_CHECK = "tests/table/engines/gpu_memory_check.py"
-MEMORY_CASES = ("plain", "segments", "zeros", "host_tier", "collection")
+MEMORY_CASES = ("plain", "segments", "zeros", "atomic", "host_tier", "collection")
 TAIL = 6000
 
 

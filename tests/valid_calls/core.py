@@ -251,6 +251,8 @@ def table_calls() -> Iterator[Call]:
             "missing": "initial",
             "dist_type": None,
             "trainable": True,
+            "device_bytes": 1 << 20,
+            "deterministic": False,
         },
     )
     yield table.TableConfig, {"name": "a", "segments": [table.Segment(2, optimizer=table.SGD())]}

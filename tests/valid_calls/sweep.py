@@ -110,6 +110,7 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
             "PreparedIds",
             "Published",
             "Record",
+            "HostTierUse",
             "RowCounters",
             "ShardedFids",
             "ShardingSparseFidsOpParams",

@@ -142,6 +142,8 @@ class TableConfig:
         device_bytes: On the cuda engine, the largest number of bytes of rows in GPU memory; rows beyond it
             are in pinned host memory, and rows in use move to the GPU. The index comes on top. None: all rows
             are in GPU memory. Other engines ignore it.
+        deterministic: On the cuda engine, whether updates add gradients in a fixed order. With False they add
+            with atomic operations: sums differ in their last bits from run to run. Other engines ignore it.
 
     Raises:
         InputError: An argument has the wrong type or value.
@@ -156,6 +158,7 @@ class TableConfig:
     trainable: bool
     huge_pages: bool
     device_bytes: int | None
+    deterministic: bool
 
     def __init__(
         self,
@@ -175,6 +178,7 @@ class TableConfig:
         trainable: bool = True,
         huge_pages: bool = True,
         device_bytes: int | None = None,
+        deterministic: bool = True,
     ) -> None:
         if not isinstance(name, str) or not name:
             raise InputError(f"TableConfig: name must be a non-empty string, got {name!r}")
@@ -217,7 +221,8 @@ class TableConfig:
             raise InputError(f"{where}: missing must be one of {', '.join(MISSING)}, got {missing!r}")
         if dist_type is not None and not (isinstance(dist_type, str) and dist_type in MODES):
             raise InputError(f"{where}: dist_type must be one of {', '.join(MODES)}, got {dist_type!r}")
-        for key, flag in (("trainable", trainable), ("huge_pages", huge_pages)):
+        flags = {"trainable": trainable, "huge_pages": huge_pages, "deterministic": deterministic}
+        for key, flag in flags.items():
             if not isinstance(flag, int):
                 raise InputError(f"{where}: {key} must be True or False, got {flag!r}")
         if device_bytes is not None:
@@ -232,6 +237,7 @@ class TableConfig:
             ("trainable", bool(trainable)),
             ("huge_pages", bool(huge_pages)),
             ("device_bytes", device_bytes),
+            ("deterministic", bool(deterministic)),
         ):
             object.__setattr__(self, attribute, value)
         if self.row_floats > MAX_ROW_FLOATS:
@@ -304,6 +310,7 @@ class TableConfig:
                 ("trainable", True),
                 ("huge_pages", True),
                 ("device_bytes", None),
+                ("deterministic", True),
             )
             if getattr(self, name) != usual
         )

@@ -29,6 +29,7 @@ TABLES = {
     "plain": TableConfig("t", dim=5, optimizer=Adam(0.1)),
     "segments": TableConfig("t", segments=SEGMENTS),
     "zeros": TableConfig("t", dim=8, optimizer=SGD(0.1), missing="zeros"),
+    "atomic": TableConfig("t", segments=SEGMENTS, deterministic=False),
     "host_tier": TableConfig("t", dim=8, optimizer=SGD(0.1), device_bytes=4096),
 }
 

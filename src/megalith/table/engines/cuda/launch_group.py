@@ -229,6 +229,22 @@ class LaunchGroup:
             known = self._scratch[use] = torch.empty(room, dtype=dtype, device=self.device)
         return known
 
+    def filled(self, use: str, n: int, value: float, dtype: torch.dtype) -> Tensor:
+        """Return memory that is filled with a value when it is allocated; callers leave it so.
+
+        Args:
+            use: What it is for.
+            n: Number of elements.
+            value: The value.
+            dtype: Their type.
+
+        Returns:
+            At least n elements.
+        """
+        known = self._scratch.get(use)
+        memory = self.scratch(use, n, dtype)
+        return memory if memory is known else memory.fill_(value)
+
     # ---- rows
 
     def find(self, ids: Tensor, sizes: Sequence[int]) -> RowSearch:

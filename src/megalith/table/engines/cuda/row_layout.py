@@ -77,6 +77,7 @@ class RowLayout:
     initial: bool
     counted: bool
     optimizers: tuple[str, ...]
+    deterministic: bool = True
 
     @classmethod
     def of(cls, config: TableConfig, chunk_bytes: int = CHUNK_BYTES) -> RowLayout:
@@ -132,6 +133,7 @@ class RowLayout:
             counted=config.counted,
             # Equal rules with equal settings share launches; optimizers without a rule compare by name.
             optimizers=tuple(s.optimizer.name for s in config.segments),
+            deterministic=config.deterministic,
         )
 
     @cached_property

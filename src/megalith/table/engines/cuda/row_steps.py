@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.table.engines.cuda import update_kernels
+from megalith.table.engines.cuda.atomic_steps import step_rows_atomically
 from megalith.table.engines.cuda.device_table import BLOCK, WARPS, float_bits
 from megalith.table.engines.cuda.launch_group import LaunchGroup
 from megalith.table.engines.cuda.step_settings import NUM_SETTINGS, step_numbers
@@ -128,6 +129,12 @@ def step_rows(
     """
     if not keys.numel():
         return
+    if not group.layout.deterministic:
+        addresses, factors = gradients.addresses, gradients.factors
+        if addresses is None:
+            order = torch.arange(keys.numel(), device=group.device)
+            addresses, _ = _sorted_gradients(group, sizes, gradients, calls, order)
+        return step_rows_atomically(group, keys, sizes, addresses, factors, gradients.aligned, calls)
     walk = _Walk(group, keys, sizes, gradients, calls)
     measured = len(group.layout.segments) > 1
     if measured:
@@ -163,6 +170,36 @@ def sum_rows(
     return walk.order[heads], walk.buffer.view(-1, dim)[heads]
 
 
+def _sorted_gradients(
+    group: LaunchGroup, sizes: Sequence[int], gradients: Gradients, calls: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the addresses and factors of gradients in the order of sorted occurrences."""
+    n, num_fields = order.numel(), calls.numel() // len(sizes)
+    addressed, weighted = gradients.addresses is not None, gradients.factors is not None
+    addresses = group.scratch("addresses", n, torch.int64)
+    factors = group.scratch("factors", n if weighted else 0, torch.float32)
+    key = ("sort", addressed, weighted, num_fields)
+    if key not in group.bound:
+        group.bound[key] = update_kernels.sort_gradients.bind(
+            CALL_FIELDS=num_fields,
+            ADDRESSED=addressed,
+            WEIGHTED=weighted,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+    group.bound[key](
+        group.grid(sizes, BLOCK),
+        calls,
+        group.spans(sizes, BLOCK),
+        order,
+        order if gradients.addresses is None else gradients.addresses,
+        factors if gradients.factors is None else gradients.factors,
+        addresses,
+        factors,
+    )
+    return addresses, factors
+
+
 class _Walk:
     """The launches of one update: sorted occurrences, scratch memory and the descriptors of the call."""
 
@@ -181,33 +218,8 @@ class _Walk:
         self.grid = group.grid(sizes, CHUNK)
         self.num_chunks = sum(-(-size // CHUNK) for size in sizes)
         self.heads = group.scratch("heads", self.num_chunks, torch.int64)
-        self._sort_gradients()
+        self.addresses, self.factors = _sorted_gradients(group, sizes, gradients, calls, self.order)
         self.buffer = self.factors
-
-    def _sort_gradients(self) -> None:
-        group, gradients, n = self.group, self.gradients, self.keys.numel()
-        addressed, weighted = gradients.addresses is not None, gradients.factors is not None
-        self.addresses = group.scratch("addresses", n, torch.int64)
-        self.factors = group.scratch("factors", n if weighted else 0, torch.float32)
-        key = ("sort", addressed, weighted, self.num_fields)
-        if key not in group.bound:
-            group.bound[key] = update_kernels.sort_gradients.bind(
-                CALL_FIELDS=self.num_fields,
-                ADDRESSED=addressed,
-                WEIGHTED=weighted,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-            )
-        group.bound[key](
-            group.grid(self.sizes, BLOCK),
-            self.calls,
-            group.spans(self.sizes, BLOCK),
-            self.order,
-            self.order if gradients.addresses is None else gradients.addresses,
-            self.factors if gradients.factors is None else gradients.factors,
-            self.addresses,
-            self.factors,
-        )
 
     def segment(self, number: int, measured: bool) -> None:
         place = self.group.layout.segments[number]
