@@ -143,6 +143,16 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
         _BASE,
     ),
     "MonolithCombiner": _BASE,
+    **dict.fromkeys(
+        (
+            "ServerPublisher",
+            *(
+                f"ServerPublisher.{name}"
+                for name in ("checkpoint_taken", "close", "flush", "lagging", "publish", "report")
+            ),
+        ),
+        "needs servers; tests/shards/servers passes wrong input, and its base class is swept",
+    ),
     "ServerShards.resize": "an integer starts processes; tests/shards/servers passes wrong input",
     **dict.fromkeys(
         ("OuterUpdate.local_tensors", "OuterUpdate.prepare", "OuterUpdate.step"),

@@ -9,6 +9,7 @@ starts the reader.
 from __future__ import annotations
 
 import threading
+import time as clock
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
@@ -269,6 +270,8 @@ def close_on_server(part: ShardsPart, id: str, give_back: bool) -> float:
     if not isinstance(saved, PartSave):
         return 0.0
     saved.close(give_back=give_back)
+    if not give_back:
+        part.saved_at = clock.time()
     if part.recovery is not None:
         part.recovery.ended(id, complete=not give_back)
     return saved.waited

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from megalith import __version__
-from megalith.cli import bench, checkpoint, gather
+from megalith.cli import bench, checkpoint, gather, servers
 from megalith.cli.evaluate import evaluate
 from megalith.cli.export import export
 from megalith.cli.plan import plan
@@ -42,6 +42,7 @@ for command, name in (
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")
 app.add_typer(gather.app, name="gather")
+app.add_typer(servers.app, name="servers")
 
 
 def _version(wanted: bool) -> None:

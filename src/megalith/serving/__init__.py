@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megalith.serving.server.server_config import ServerConfig as ServerConfig
     from megalith.serving.server.version_rules import VersionRules as VersionRules
     from megalith.serving.sync.publisher import Publisher as Publisher
+    from megalith.serving.sync.server_publisher import ServerPublisher as ServerPublisher
     from megalith.serving.sync.subscriber import Subscriber as Subscriber
 
 __getattr__, __dir__, __all__ = lazy_names(
@@ -46,6 +47,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".server.server_config": "Batching ServerConfig",
         ".server.version_rules": "VersionRules",
         ".sync.publisher": "Publisher",
+        ".sync.server_publisher": "ServerPublisher",
         ".sync.subscriber": "Subscriber",
     },
 )

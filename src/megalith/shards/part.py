@@ -31,6 +31,7 @@ class ShardsPart:
         kept: What functions keep between calls, by their own keys.
         loads: Tables that are being loaded; the value identifies the load.
         recovery: Records saves, if a server can start again from them.
+        saved_at: When the last complete save of this part ended, in seconds since 1970; None: not yet.
     """
 
     shards: LocalShards
@@ -39,3 +40,4 @@ class ShardsPart:
     kept: dict[str, Kept] = field(default_factory=dict)
     loads: dict[str, object] = field(default_factory=dict)
     recovery: PartRecovery | None = None
+    saved_at: float | None = None

@@ -15,7 +15,8 @@ from tests.shards.servers.support import NAMES, Make
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
     try:
-        with Servers(2, restart=True, object_store_bytes=128 << 20, timeout=200.0) as started:
+        options: dict[str, Any] = {"restart": True, "ray_metrics": True, "timeout": 200.0}
+        with Servers(2, object_store_bytes=128 << 20, **options) as started:
             yield started
     finally:
         stop_ray()

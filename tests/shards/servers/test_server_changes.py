@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -11,15 +12,33 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
-from megalith import Adagrad, Adam, LocalShards, MinCount, Servers, ServerShards, TableConfig, checkpoint
+from megalith import (
+    Adagrad,
+    Adam,
+    EmbeddingCollection,
+    Feature,
+    LocalShards,
+    MinCount,
+    Servers,
+    ServerShards,
+    TableConfig,
+    checkpoint,
+)
+from megalith.cli.main import app
 from megalith.errors import InputError, RankTimeoutError, UnknownNameError, UsageError
+from megalith.serving import Publisher, Servable, ServerPublisher, Subscriber, export_model
 from megalith.shards.servers import server_move, server_shards
+from megalith.shards.servers.call_counts import CallCounts, quantile
 from megalith.shards.servers.link_group import LinkGroup
 from megalith.shards.servers.members import Member
 from megalith.shards.servers.ray_servers import ray_module
+from megalith.shards.servers.server_status import prometheus_text, server_status
 from megalith.shards.servers.table_space import TableSpace
 from tests.compat.monolith.test_partitioned_tables import VECTORS, made
+from tests.serving.sync_support import sync_server
 from tests.shards.servers.support import NAMES, Make, push, read, rows_of, table
 from tests.table.support import ints
 
@@ -278,6 +297,111 @@ def test_errors_that_are_no_longer_kept_raise_all_the_same() -> None:
     for number, message in {1000: "no longer known", 1500: "late"}.items():
         with pytest.raises(UsageError, match=message):
             skipped.raise_error(number)
+
+
+# ---- numbers
+
+
+def test_numbers_of_servers(make: Make, servers: Servers, tmp_path: Path) -> None:
+    shards = make(TableConfig("a", dim=3, optimizer=Adagrad(0.1)), name="numbers")
+    push(shards, [1, 2, 3], [[1.0] * 3] * 3, 4, "a")
+    for _ in range(3):
+        read(shards, "a", 1, 2)
+    checkpoint.save(EmbeddingCollection(shards, [Feature("f", "a")]), tmp_path)
+    for server, each in enumerate(shards.describe_servers()):
+        assert (each["name"], each["server"], each["reads"]) == ("numbers", server, 3)
+        assert sum(each["lookup_seconds"]["counts"]) == 3
+        assert each["requests_per_second"] > 0
+        assert each["last_checkpoint"] > 1.6e9
+        assert each["step"] == 4
+    listed = [each for each in server_status() if each["name"] == "numbers"]
+    assert [each["rows"] for each in listed] == [{"a": 1}, {"a": 2}]
+    run = CliRunner().invoke(app, ["servers", "status", "--json"])
+    assert [each["rows"] for each in json.loads(run.output) if each["name"] == "numbers"] == [
+        {"a": 1},
+        {"a": 2},
+    ]
+    shown = CliRunner().invoke(app, ["servers", "status"])
+    assert "numbers" in shown.output
+    assert "s ago" in shown.output
+    text = CliRunner().invoke(app, ["servers", "status", "--prometheus"]).output
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    rows = [s for s in families["megalith_server_rows"].samples if s.labels["name"] == "numbers"]
+    assert [(s.labels["server"], s.labels["table"], s.value) for s in rows] == [("0", "a", 1), ("1", "a", 2)]
+    found = [s for s in families["megalith_server_lookup_seconds"].samples if s.labels["name"] == "numbers"]
+    assert [s.value for s in found if s.name.endswith("_count")] == [3, 3]
+
+
+def test_calls_per_second_and_quantiles() -> None:
+    counts = CallCounts()
+    begin = counts._began
+    for number in range(40):
+        counts.add(begin + number / 2)
+    assert counts.numbers(begin + 20)["requests_per_second"] == pytest.approx(2.0, abs=0.2)
+    assert counts.numbers(begin + 60)["requests_per_second"] == 0
+    assert quantile(counts.numbers()["lookup_seconds"], 0.5) is None
+    for seconds in (0.0001, 0.0001, 0.03, 9.0):
+        counts.add_lookup(seconds)
+    histogram = counts.numbers()["lookup_seconds"]
+    assert [quantile(histogram, part) for part in (0.5, 0.75, 1.0)] == [0.0005, 0.05, float("inf")]
+    assert histogram["sum"] == pytest.approx(9.0302)
+
+
+def test_status_needs_a_cluster(servers: Servers) -> None:
+    for wrong in ("", 3):
+        with pytest.raises(InputError, match="address"):
+            server_status(wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="server_status"):
+        prometheus_text([{"x": 1}])
+
+
+# ---- parameter sync
+
+
+class Towers(torch.nn.Module):
+    """A model of one table and one dense layer."""
+
+    def __init__(self, tables: Any) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingCollection(tables, [Feature("f", "a")])
+        self.dense = torch.nn.Linear(3, 1)
+
+
+def test_servers_publish_their_own_rows(make: Make, tmp_path: Path) -> None:
+    config = TableConfig("a", dim=3, optimizer=Adagrad(0.1), missing="zeros")
+    shards, ids = make(config), torch.arange(40)
+    push(shards, ids.tolist(), [[1.0] * 3] * 40, name="a")
+    export_model(shards, tmp_path / "movies", name="movies", version=1)
+    subscriber = Subscriber(served := Servable(tmp_path / "movies" / "1"))
+    with sync_server({"movies": subscriber}) as server:
+        target, options = f"static:{server.address}", {"model_name": "movies", "interval": 3600.0}
+        with pytest.raises(UsageError, match="ServerPublisher"):
+            Publisher(shards, target, **options)  # type: ignore[arg-type]
+        with ServerPublisher(shards, target, **options) as publisher:  # type: ignore[arg-type]
+            assert not publisher.step()
+            for step in range(2):
+                push(shards, ids[step::3].tolist(), [[2.0] * 3] * len(ids[step::3]), step + 1, "a")
+                shards.remove({"a": ints(7)})
+                assert publisher.flush(60.0), publisher.report()
+                assert torch.equal(served.lookup("a", ids), shards.lookup({"a": ids}).rows["a"])
+            assert (len(publisher.report()), publisher.lagging()) == (3, [])
+            with pytest.raises(UsageError, match="has a publisher already"):
+                ServerPublisher(shards, target, **options)  # type: ignore[arg-type]
+        publisher.close()  # a second call has no effect
+        assert shards.describe_servers()[0]["consumers"] == []
+    model = Towers(shards)
+    with ServerPublisher(model, "static:127.0.0.1:9", **options) as publisher:  # type: ignore[arg-type]
+        assert publisher.dense.keys() == {"dense.weight", "dense.bias"}
+        publisher.checkpoint_taken("x")
+    for wrong, given in (
+        ({"model": LocalShards([config])}, UsageError),
+        ({"model": 3}, InputError),
+        ({"targets": 3}, InputError),
+        ({"interval": -1}, InputError),
+        ({"index": 1}, InputError),
+    ):
+        with pytest.raises(given):
+            ServerPublisher(**{"model": shards, "targets": "static:127.0.0.1:9", **options, **wrong})  # type: ignore[arg-type]
 
 
 # ---- Monolith's PartitionedHashTable, its numeric vectors on two servers

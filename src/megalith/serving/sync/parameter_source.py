@@ -38,21 +38,25 @@ class ParameterSource:
     Args:
         model: The model, or the shards of its tables, which have no dense weights.
         dense: Include dense weights.
+        needs_rows: Whether all rows must be in this process. With False, those of parameter servers are left
+            out: the servers send them.
 
     Raises:
         InputError: The model has no EmbeddingCollection.
         UsageError: The rows are on parameter servers.
     """
 
-    def __init__(self, model: nn.Module | Shards, *, dense: bool = True) -> None:
+    def __init__(self, model: nn.Module | Shards, *, dense: bool = True, needs_rows: bool = True) -> None:
         if isinstance(model, Shards):
             collections: dict[str, Shards] = {"": model}
         else:
             collections = {path: c.shards for path, c in collections_of(model).items()}
         if not collections:
             raise InputError("this model has no EmbeddingCollection: there are no rows to push")
-        if not all(shards.holds_rows for shards in collections.values()):
-            raise UsageError("rows on parameter servers cannot be pushed yet: export the model instead")
+        if needs_rows and not all(shards.holds_rows for shards in collections.values()):
+            raise UsageError("these rows are on parameter servers: use a ServerPublisher")
+        if not needs_rows:
+            collections = {path: shards for path, shards in collections.items() if shards.holds_rows}
         self._model = model if dense and isinstance(model, nn.Module) else None
         self._shards = list({id(shards): shards for shards in collections.values()}.values())
         alone = len(self._shards) == 1

@@ -81,6 +81,9 @@ class Publisher:
         DiscoveryError: The discovery cannot be started. If it only cannot be reached, it is connected later.
     """
 
+    needs_rows = True
+    """Whether the rows must be in this process."""
+
     def __init__(
         self,
         model: nn.Module | Shards,
@@ -127,7 +130,8 @@ class Publisher:
         self._targets: SyncBackend = self._owned or targets  # type: ignore[assignment]
         self.lock = threading.Condition(threading.RLock())
         # Every rank has the same dense weights, so one rank pushes them.
-        self.source = ParameterSource(model, dense=dense and index == 0 and protocol == "megalith")
+        own_dense = dense and index == 0 and protocol == "megalith"
+        self.source = ParameterSource(model, dense=own_dense, needs_rows=self.needs_rows)
         self.journal = Journal(max_journal)
         # A unique name: two publishers of one model must not drain each other's ids.
         self._consumer = f"publisher {self.session} {index}"
@@ -268,7 +272,10 @@ class Publisher:
             Whether all targets have acknowledged in time.
         """
         self.source.flush()
-        number = self.publish()
+        return self._wait_for(self.publish(), timeout)
+
+    def _wait_for(self, number: int, timeout: float) -> bool:
+        """Wait until all targets have acknowledged an interval; return whether they have in time."""
         with self.lock:
             return self.lock.wait_for(lambda: not self._lagging(number) and not self._unserved(), timeout)
 

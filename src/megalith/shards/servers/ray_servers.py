@@ -7,6 +7,7 @@ without usage statistics. With an address, an existing cluster is used.
 from __future__ import annotations
 
 import os
+import uuid
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,8 @@ from megalith.shards.servers.table_server import TableServer
 _LEAST_STORE = 80 << 20
 """Ray refuses less."""
 _CLOSE_SECONDS = 10.0
+NAMESPACE = "megalith"
+"""The namespace of Ray in which servers are named actors."""
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Read by Ray at its import. 0: no cluster of several hosts, so Ray listens on the loopback address only."""
 
@@ -39,6 +42,16 @@ def ray_module() -> Any:
     return ray
 
 
+def loopback_ray() -> Any:
+    """Import Ray such that what it starts on this machine listens on the loopback address only.
+
+    Returns:
+        The module.
+    """
+    os.environ.setdefault(_LOOPBACK, "0")
+    return ray_module()
+
+
 def start_ray(address: str | None = None, *, object_store_bytes: int | None = None) -> bool:
     """Connect this process to Ray, unless it is connected.
 
@@ -50,9 +63,7 @@ def start_ray(address: str | None = None, *, object_store_bytes: int | None = No
     Returns:
         Whether this call connected it; then `stop_ray` ends it.
     """
-    if address is None:
-        os.environ.setdefault(_LOOPBACK, "0")
-    ray = ray_module()
+    ray = loopback_ray() if address is None else ray_module()
     if ray.is_initialized():
         return False
     if address is not None:
@@ -75,6 +86,31 @@ def start_ray(address: str | None = None, *, object_store_bytes: int | None = No
     return True
 
 
+def connect_ray(address: str | None = None) -> bool:
+    """Connect this process to a Ray that runs, unless it is connected.
+
+    Args:
+        address: Its address; None: the one on this machine.
+
+    Returns:
+        Whether this call connected it.
+
+    Raises:
+        UsageError: None runs there.
+    """
+    if address is not None and (not isinstance(address, str) or not address):
+        raise InputError(f"address must be that of a Ray cluster, got {address!r}")
+    ray = loopback_ray() if address is None else ray_module()
+    if ray.is_initialized():
+        return False
+    try:
+        ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, OSError, RuntimeError) as error:
+        where = "on this machine" if address is None else f"at {address}"
+        raise UsageError(f"no Ray runs {where}: {str(error).strip().splitlines()[0]}") from None
+    return True
+
+
 def stop_ray() -> None:
     """Disconnect from Ray, and end it if it was started here."""
     ray_module().shutdown()
@@ -93,7 +129,12 @@ class Servers:
         restart: Whether Ray starts a server again that ended, for `ServerShards(recovery=...)`.
         object_store_bytes: Shared memory of a Ray that is started here, for arrays in transit; None: 30 % of
             the memory of the machine.
+        ray_metrics: Whether servers report custom metrics to Ray, for its dashboard and Prometheus endpoint.
         timeout: Seconds that starting them may take.
+
+    Attributes:
+        actors: The actors of Ray; empty once closed.
+        address: The address of the Ray cluster, for `megalith servers status`.
 
     Raises:
         InputError: An argument is wrong.
@@ -109,6 +150,7 @@ class Servers:
         gpus: float = 0,
         restart: bool = False,
         object_store_bytes: int | None = None,
+        ray_metrics: bool = False,
         timeout: float = 120.0,
     ) -> None:
         count = checks.integer(num_servers, "Servers: num_servers")
@@ -119,19 +161,27 @@ class Servers:
         if not self.gpus >= 0:
             raise InputError(f"Servers: gpus must be 0 or more, got {gpus!r}")
         self.restart = checks.flag(restart, "Servers: restart")
+        self.ray_metrics = checks.flag(ray_metrics, "Servers: ray_metrics")
         if object_store_bytes is not None:
             checks.integer(object_store_bytes, "Servers: object_store_bytes", _LEAST_STORE)
         self._owns_ray = start_ray(address, object_store_bytes=object_store_bytes)
         ray = ray_module()
+        self.address: str = ray.get_runtime_context().gcs_address
         remote = ray.remote(TableServer)
-        # An asynchronous actor; it reserves no CPU, so that workers and servers fit on a small machine.
+        # An asynchronous actor; it reserves no CPU, so that workers and servers fit on a small machine. On a
+        # cluster they go to different hosts.
         options = {
             "num_cpus": 0,
             "num_gpus": self.gpus,
             "max_restarts": -1 if restart else 0,
             "max_concurrency": 1000,
+            "scheduling_strategy": "SPREAD",
         }
-        self.actors: list[Any] = [remote.options(**options).remote(i, count) for i in range(count)]
+        group = uuid.uuid4().hex[:8]
+        self.actors: list[Any] = [
+            remote.options(name=f"{group}-{i}", namespace=NAMESPACE, **options).remote(i, count, ray_metrics)
+            for i in range(count)
+        ]
         self._owner = True
         try:
             ray.get([actor.__ray_ready__.remote() for actor in self.actors], timeout=limit)
@@ -147,7 +197,8 @@ class Servers:
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_owner": False, "_owns_ray": False}
-        return {"actors": self.actors, "restart": self.restart, "gpus": self.gpus} | own
+        options = {"restart": self.restart, "gpus": self.gpus, "ray_metrics": self.ray_metrics}
+        return {"actors": self.actors, "address": self.address} | options | own
 
     def close(self) -> None:
         """End the processes, and Ray if it was started for them. A second call has no effect."""

@@ -285,7 +285,8 @@ class ServerShards(ServerRows):
             chosen = servers
         else:
             count = checks.integer(servers, "resize: servers")
-            chosen = Servers(count, gpus=self.servers.gpus, restart=self.servers.restart)
+            old = self.servers
+            chosen = Servers(count, gpus=old.gpus, restart=old.restart, ray_metrics=old.ray_metrics)
         if router is None:
             router = {
                 name: Router(old.mode, len(chosen) or 1, block_size=old.block_size, skip_first=old.skip_first)
@@ -452,9 +453,10 @@ class ServerShards(ServerRows):
         """Return numbers about each server.
 
         Returns:
-            Per server: its number, process id, seconds since its start, rows and bytes per table, numbers of
-            reads and writes, calls that wait, the highest step, its workers, and the staleness: by how many
-            steps the fastest worker is ahead of the slowest.
+            Per server: the name of the tables, its number, process id, seconds since its start, rows and
+            bytes per table, numbers of reads and writes, calls per second, a histogram of the time of
+            lookups, calls that wait, the highest step, its workers and their pushes, the staleness (by how
+            many steps the fastest worker is ahead of the slowest), and when the last checkpoint was saved.
         """
         return self.links.everywhere(ServerLink.describe)
 

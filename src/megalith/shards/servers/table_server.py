@@ -19,6 +19,8 @@ from megalith.shards.servers.server_messages import Array, Failure, ServerWrite,
 from megalith.shards.servers.table_space import TableSpace
 from megalith.shards.servers.update_log import FLUSH_SECONDS
 
+_REPORT_SECONDS = 5.0
+
 
 class TableServer:
     """See the module. Every method is a call of a worker.
@@ -26,15 +28,22 @@ class TableServer:
     Args:
         index: The number of this server.
         num_servers: The number of servers.
+        ray_metrics: Whether to report custom metrics to Ray.
     """
 
-    def __init__(self, index: int, num_servers: int) -> None:
+    def __init__(self, index: int, num_servers: int, ray_metrics: bool = False) -> None:
         self._index = index
         self._count = num_servers
         self._spaces: dict[str, TableSpace] = {}
         self._moved: set[str] = set()
         self._began = clock.monotonic()
         self._flusher: asyncio.Task[None] | None = None
+        self._reporter: asyncio.Task[None] | None = None
+        self._ray_metrics: Any = None
+        if ray_metrics:  # imported here: only servers on Ray report to it
+            from megalith.shards.servers.ray_metrics import RayMetrics
+
+            self._ray_metrics = RayMetrics(index)
 
     async def open(self, name: str, spec: SpaceSpec) -> Any:
         """Create the tables of a `ServerShards`, or check that they are those that exist.
@@ -57,6 +66,8 @@ class TableServer:
                 if spec.recovery.log == "async":
                     self._flush_logs()
             self._spaces[name] = space
+            if self._ray_metrics is not None and self._reporter is None:
+                self._reporter = asyncio.get_running_loop().create_task(self._report_forever())
         elif self._spaces[name].spec.described != spec.described:
             raise InputError(
                 f"ServerShards {name!r}: server {self._index} has other tables or options under this name: "
@@ -73,6 +84,12 @@ class TableServer:
             await asyncio.sleep(FLUSH_SECONDS)
             for space in self._spaces.values():
                 space.flush_log()
+
+    async def _report_forever(self) -> None:
+        while True:
+            for name in list(self._spaces):
+                self._ray_metrics.set(self._numbers(name))
+            await asyncio.sleep(_REPORT_SECONDS)
 
     async def close(self, name: str | None = None, *, moved: bool = False) -> Any:
         """Drop the tables of a `ServerShards`; its log keeps what was not written to it yet.
@@ -173,7 +190,14 @@ class TableServer:
         """
 
         async def read() -> Any:
-            return await self._space(name).read(worker, session, after, ids, counts, step)
+            began, space = clock.monotonic(), self._space(name)
+            space.calls.add()
+            rows = await space.read(worker, session, after, ids, counts, step)
+            seconds = clock.monotonic() - began
+            space.calls.add_lookup(seconds)
+            if self._ray_metrics is not None:
+                self._ray_metrics.add_lookup(name, seconds)
+            return rows
 
         return await _guarded(read())
 
@@ -192,6 +216,7 @@ class TableServer:
         """
 
         async def apply() -> Any:
+            self._space(name).calls.add()
             return await self._space(name).write(worker, session, number, write)
 
         return await _guarded(apply())
@@ -238,28 +263,43 @@ class TableServer:
         """
 
         async def describe() -> Any:
-            space = self._space(name)
-            members = {w: m for w, m in space.members.items() if m.present}
-            pushes = [member.pushes for member in members.values()]
-            memory = space.part.shards.memory()
-            return {
-                "server": self._index,
-                "pid": os.getpid(),
-                "seconds": clock.monotonic() - self._began,
-                "rows": {t: len(table) for t, table in space.part.shards.local.items()},
-                "bytes": {t: use.total for t, use in memory.items()},
-                "reads": space.reads,
-                "writes": space.writes,
-                "waiting": space.waiting,
-                "step": space.step,
-                "workers": sorted(members),
-                "staleness": max(pushes) - min(pushes) if pushes else 0,
-                "pushes": {w: member.pushes for w, member in members.items()},
-                "complete": space.complete,
-                "consumers": space.state()["consumers"],
-            }
+            self._space(name)
+            return self._numbers(name)
 
         return await _guarded(describe())
+
+    async def describe_all(self) -> list[dict[str, Any]]:
+        """Return numbers about this server for all tables, without joining them.
+
+        Returns:
+            A dict for each `ServerShards`.
+        """
+        return [self._numbers(name) for name in sorted(self._spaces)]
+
+    def _numbers(self, name: str) -> dict[str, Any]:
+        space = self._spaces[name]
+        members = {w: m for w, m in space.members.items() if m.present}
+        pushes = [member.pushes for member in members.values()]
+        memory = space.part.shards.memory()
+        return {
+            "name": name,
+            "server": self._index,
+            "pid": os.getpid(),
+            "seconds": clock.monotonic() - self._began,
+            "rows": {t: len(table) for t, table in space.part.shards.local.items()},
+            "bytes": {t: use.total for t, use in memory.items()},
+            "reads": space.reads,
+            "writes": space.writes,
+            **space.calls.numbers(),
+            "waiting": space.waiting,
+            "step": space.step,
+            "workers": sorted(members),
+            "staleness": max(pushes) - min(pushes) if pushes else 0,
+            "pushes": {w: member.pushes for w, member in members.items()},
+            "complete": space.complete,
+            "consumers": space.state()["consumers"],
+            "last_checkpoint": space.part.saved_at,
+        }
 
     def _space(self, name: str) -> TableSpace:
         if name in self._moved:

@@ -42,6 +42,7 @@ from megalith.errors import (
 )
 from megalith.shards.local import LocalShards
 from megalith.shards.part import ShardsPart
+from megalith.shards.servers.call_counts import CallCounts
 from megalith.shards.servers.members import Member, Round
 from megalith.shards.servers.server_messages import (
     READER,
@@ -77,6 +78,7 @@ class TableSpace:
         self.members: dict[int, Member] = {}
         self.step = -1
         self.reads = self.writes = 0
+        self.calls = CallCounts()
         self._wire = make_wire(spec.wire[0])
         self._waiters = Waiters()
         self._round = Round()

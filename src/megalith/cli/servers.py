@@ -1,0 +1,82 @@
+"""megalith servers: the parameter servers that run on a Ray cluster."""
+
+from __future__ import annotations
+
+import time as clock
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from megalith.cli.console import exit_on_error
+from megalith.cli.output import console, print_json, print_line
+from megalith.shards.servers.call_counts import quantile
+from megalith.shards.servers.server_status import prometheus_text, server_status
+from megalith.units import show_bytes
+
+app = typer.Typer(help="Parameter servers that run on a Ray cluster.", no_args_is_help=True)
+
+
+@app.callback()
+def servers() -> None:
+    """Parameter servers that run on a Ray cluster."""
+
+
+@app.command()
+def status(
+    address: Annotated[
+        str | None, typer.Option(help="Address of the Ray cluster; default: the one on this machine.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="Print Prometheus's text format.")] = False,
+) -> None:
+    """Show memory, rows, queue, calls per second, staleness and last checkpoint of each server.
+
+    Example: megalith servers status --address 10.0.0.1:6379
+    """
+    with exit_on_error():
+        numbers = server_status(address)
+        if json:
+            print_json(numbers)
+        elif prometheus:
+            print_line(prometheus_text(numbers).rstrip("\n"))
+        elif not numbers:
+            print_line("no servers with tables")
+        else:
+            _print(numbers)
+
+
+def _print(numbers: Sequence[Mapping[str, Any]]) -> None:
+    columns = (
+        *("tables", "server", "pid", "rows", "memory", "queue", "calls/s", "lookup p50, p99 (ms)"),
+        *("staleness", "step", "workers", "last checkpoint"),
+    )
+    shown = Table(*columns, box=None, pad_edge=False)
+    for each in numbers:
+        if "error" in each:
+            shown.add_row(each["group"], str(each["server"]), f"does not answer: {each['error']}")
+            continue
+        saved = each["last_checkpoint"]
+        shown.add_row(
+            each["name"],
+            str(each["server"]),
+            str(each["pid"]),
+            f"{sum(each['rows'].values()):,}",
+            show_bytes(sum(each["bytes"].values())),
+            str(each["waiting"]),
+            f"{each['requests_per_second']:.1f}",
+            ", ".join(_milliseconds(each, part) for part in (0.5, 0.99)),
+            str(each["staleness"]),
+            str(each["step"]),
+            str(len(each["workers"])),
+            "none" if saved is None else f"{max(0.0, clock.time() - saved):.0f} s ago",
+        )
+    console().print(shown)
+
+
+def _milliseconds(each: Mapping[str, Any], part: float) -> str:
+    bound = quantile(each["lookup_seconds"], part)
+    if bound is None:
+        return "-"
+    return "> 5000" if bound == float("inf") else f"<= {bound * 1e3:g}"

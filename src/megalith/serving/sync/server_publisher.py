@@ -1,0 +1,195 @@
+"""ServerPublisher: a publisher of rows on parameter servers. Each server sends its own rows.
+
+    number in the session    process          sends
+    0                        this worker      dense weights
+    1 ... servers            a server         the rows that it holds
+
+Everything is that of a `Publisher` with several ranks: the servers of a model take the messages of all
+publishers of a session, and replace rows together.
+"""
+
+from __future__ import annotations
+
+import time as clock
+import uuid
+from typing import Any
+
+from torch import nn
+
+from megalith.checkpoint.dense_state import collections_of
+from megalith.errors import InputError, UsageError
+from megalith.serving.sync.publisher import Publisher
+from megalith.serving.sync.publisher_state import TargetReport
+from megalith.shards import ServerShards, Shards, ShardsPart
+
+_KEY = "publisher"
+
+
+class ServerPublisher(Publisher):
+    """Pushes the rows of parameter servers, and the dense weights of this process, until `close`.
+
+    One worker makes it. A server that is started again has no publisher: `step` then raises, and a new
+    ServerPublisher sends everything.
+
+    Args:
+        model: The model in training, or its `ServerShards`.
+        targets: The URL of the discovery of the serving processes; each server opens it.
+        model_name: As for `Publisher`.
+        interval: As for `Publisher`.
+        dense: As for `Publisher`.
+        options: Other arguments of `Publisher`, except protocol, session, session_number, index and count.
+
+    Raises:
+        InputError: An argument is wrong.
+        UsageError: The tables are not on one `ServerShards`, or it has a publisher.
+    """
+
+    needs_rows = False
+
+    def __init__(
+        self,
+        model: nn.Module | Shards,
+        targets: str,
+        *,
+        model_name: str,
+        interval: float = 10.0,
+        dense: bool = True,
+        **options: Any,
+    ) -> None:
+        if not isinstance(targets, str):
+            raise InputError(f"targets must be the URL of a discovery, got {type(targets).__name__}")
+        own = ("session", "session_number", "index", "count")
+        if given := [name for name in own if name in options]:
+            raise InputError(f"ServerPublisher sets {', '.join(given)} itself")
+        if options.get("protocol", "megalith") != "megalith":
+            raise InputError("ServerPublisher pushes with protocol='megalith' only")
+        if isinstance(model, Shards):
+            found = [model]
+        elif isinstance(model, nn.Module):
+            found = list({id(c.shards): c.shards for c in collections_of(model).values()}.values())
+        else:
+            raise InputError(f"a publisher needs a model or its shards, got {type(model).__name__}")
+        if len(found) != 1 or not isinstance(found[0], ServerShards):
+            raise UsageError("ServerPublisher needs a model whose tables are on one ServerShards")
+        self._tables = found[0]
+        self._started = False
+        count = len(self._tables.links)
+        session = {"session": uuid.uuid4().hex, "session_number": clock.time_ns() // 1000, "count": count + 1}
+        common: dict[str, Any] = {"model_name": model_name, "interval": interval, **options, **session}
+        super().__init__(model, targets, dense=dense, index=0, **common)
+        try:
+            self._tables.flush()
+            self._tables.each_part(_start, targets, common, background=True)
+            self._started = True
+        except BaseException:
+            self.close()
+            raise
+
+    def publish(self) -> int:
+        """See `Publisher.publish`: every server sends its changes."""
+        if self._started:
+            self._tables.each_part(_publish)
+        return super().publish()
+
+    def checkpoint_taken(self, save_id: str) -> None:
+        """See `Publisher.checkpoint_taken`.
+
+        Args:
+            save_id: The id of the save.
+        """
+        super().checkpoint_taken(save_id)
+        self._tables.each_part(_checkpoint_taken, save_id)
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """See `Publisher.flush`, for the changes of all servers.
+
+        Args:
+            timeout: Seconds to wait.
+
+        Returns:
+            Whether all targets have acknowledged everything in time.
+        """
+        self._tables.flush()
+        number = self.publish()
+        deadline = clock.monotonic() + timeout
+        done = self._tables.each_part(_wait, timeout, background=True)
+        return self._wait_for(number, max(0.0, deadline - clock.monotonic())) and all(done)
+
+    def report(self) -> list[TargetReport]:
+        """Return the progress of each target, for this worker and for each server."""
+        parts = self._tables.each_part(_report) if self._started else []
+        return super().report() + [each for part in parts for each in part]
+
+    def lagging(self) -> list[TargetReport]:
+        """Return the targets that have not acknowledged everything published, by any publisher."""
+        parts = self._tables.each_part(_lagging) if self._started else []
+        return super().lagging() + [each for part in parts for each in part]
+
+    def close(self) -> None:
+        """Stop pushing, also on the servers; unsent changes are dropped. A second call does nothing."""
+        super().close()
+        if self._started:
+            self._started = False
+            self._tables.each_part(_close, background=True)
+
+
+class KeptPublisher:
+    """The publisher of one server; a `Kept`.
+
+    Args:
+        publisher: The publisher.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
+
+    def abandon(self) -> None:
+        """Stop pushing: the worker has left."""
+        self.publisher.close()
+
+
+# ---- what runs on servers
+
+
+def _start(part: ShardsPart, targets: str, options: dict[str, Any]) -> None:
+    if _KEY in part.kept:
+        raise UsageError(f"server {part.index} has a publisher already: close it first")
+    publisher = Publisher(part.shards, targets, dense=False, index=part.index + 1, **options)
+    part.kept[_KEY] = KeptPublisher(publisher)
+
+
+def _own(part: ShardsPart) -> Publisher:
+    kept = part.kept.get(_KEY)
+    if not isinstance(kept, KeptPublisher):
+        raise UsageError(
+            f"server {part.index} has no publisher: it was started again, or the worker has left; make a new "
+            "ServerPublisher"
+        )
+    return kept.publisher
+
+
+def _publish(part: ShardsPart) -> int:
+    return _own(part).publish()
+
+
+def _checkpoint_taken(part: ShardsPart, save_id: str) -> None:
+    _own(part).checkpoint_taken(save_id)
+
+
+def _wait(part: ShardsPart, timeout: float) -> bool:
+    publisher = _own(part)
+    return publisher._wait_for(publisher.interval.number, timeout)
+
+
+def _report(part: ShardsPart) -> list[TargetReport]:
+    return _own(part).report()
+
+
+def _lagging(part: ShardsPart) -> list[TargetReport]:
+    return _own(part).lagging()
+
+
+def _close(part: ShardsPart) -> None:
+    kept = part.kept.pop(_KEY, None)
+    if kept is not None:
+        kept.abandon()

@@ -1,0 +1,112 @@
+"""server_status: numbers about all running servers of a Ray cluster, and as text for Prometheus.
+
+Servers are named actors of the namespace "megalith", so another process finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megalith.errors import UsageError
+from megalith.shards.servers.ray_servers import NAMESPACE, connect_ray, ray_module
+
+_GAUGES = {
+    "rows": "Rows by table.",
+    "bytes": "Memory by table.",
+    "waiting": "Calls that wait for other workers or earlier writes.",
+    "requests_per_second": "Calls per second, over 10 seconds.",
+    "staleness": "Steps by which the fastest worker is ahead of the slowest.",
+    "step": "The highest step that was pushed; -1: none.",
+    "last_checkpoint": "When the last complete checkpoint was saved, in seconds since 1970.",
+}
+_COUNTERS = {"reads": "Lookups.", "writes": "Writes."}
+
+
+def server_status(address: str | None = None, *, timeout: float = 30.0) -> list[dict[str, Any]]:
+    """Ask all servers of a Ray cluster for their numbers.
+
+    Args:
+        address: The address of the cluster; None: the one this process is connected to, or the one that runs
+            on this machine.
+        timeout: Seconds to wait for a server.
+
+    Returns:
+        One dict per server and `ServerShards`, as of `ServerShards.describe_servers`, with "group", which
+        servers of one `Servers` share, and "name", the name of the tables. A server that does not answer has
+        only "group", "server" and "error".
+
+    Raises:
+        UsageError: No Ray runs there.
+    """
+    connected = connect_ray(address)
+    ray = ray_module()
+    try:
+        found = []
+        for entry in ray.util.list_named_actors(all_namespaces=True):
+            if entry["namespace"] == NAMESPACE:
+                group, _, server = entry["name"].rpartition("-")
+                found.append((group, int(server), ray.get_actor(entry["name"], namespace=NAMESPACE)))
+        calls = [(group, server, actor.describe_all.remote()) for group, server, actor in sorted(found)]
+        numbers: list[dict[str, Any]] = []
+        for group, server, call in calls:
+            try:
+                numbers += [{"group": group, **each} for each in ray.get(call, timeout=timeout)]
+            except ray.exceptions.RayError as error:
+                text = str(error).strip().partition("\n")[0] or type(error).__name__
+                numbers.append({"group": group, "server": server, "error": text})
+        return numbers
+    finally:
+        if connected:
+            ray.shutdown()
+
+
+def prometheus_text(numbers: Sequence[Mapping[str, Any]]) -> str:
+    """Return numbers of servers in Prometheus's text format.
+
+    Args:
+        numbers: What `server_status` or `ServerShards.describe_servers` returned.
+
+    Returns:
+        The text.
+
+    Raises:
+        UsageError: They are not such numbers.
+    """
+    try:
+        return "".join(f"{line}\n" for line in _lines([each for each in numbers if "error" not in each]))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UsageError(f"prometheus_text takes what server_status returned: {error!r}") from None
+
+
+def _lines(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for kind, metrics in (("gauge", _GAUGES), ("counter", _COUNTERS)):
+        for key, text in metrics.items():
+            name = f"megalith_server_{key}" + ("_total" if kind == "counter" else "")
+            yield f"# HELP {name} {text}"
+            yield f"# TYPE {name} {kind}"
+            for each in numbers:
+                if isinstance(each[key], Mapping):
+                    for table, value in each[key].items():
+                        yield f"{name}{{{_labels(each, table=table)}}} {value}"
+                elif each[key] is not None:
+                    yield f"{name}{{{_labels(each)}}} {each[key]}"
+    name = "megalith_server_lookup_seconds"
+    yield f"# HELP {name} Time of lookups on the server."
+    yield f"# TYPE {name} histogram"
+    for each in numbers:
+        histogram, total = each["lookup_seconds"], 0
+        for bound, count in zip([*histogram["bounds"], "+Inf"], histogram["counts"], strict=True):
+            total += count
+            yield f"{name}_bucket{{{_labels(each, le=bound)}}} {total}"
+        yield f"{name}_sum{{{_labels(each)}}} {histogram['sum']}"
+        yield f"{name}_count{{{_labels(each)}}} {total}"
+
+
+def _labels(each: Mapping[str, Any], **more: Any) -> str:
+    labels = {"group": each.get("group", ""), "server": each["server"], "name": each["name"], **more}
+    return ",".join(f'{key}="{_escaped(str(value))}"' for key, value in labels.items())
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
