@@ -35,10 +35,11 @@ from megalith.shards.servers.call_counts import CallCounts, quantile
 from megalith.shards.servers.link_group import LinkGroup
 from megalith.shards.servers.members import Member
 from megalith.shards.servers.ray_servers import ray_module
+from megalith.shards.servers.server_reader import ServerReader
 from megalith.shards.servers.server_status import prometheus_text, server_status
 from megalith.shards.servers.table_space import TableSpace
 from tests.compat.monolith.test_partitioned_tables import VECTORS, made
-from tests.serving.sync_support import sync_server
+from tests.serving.sync_support import Trainer, make_model, sync_server
 from tests.shards.servers.support import NAMES, Make, push, read, rows_of, table
 from tests.table.support import ints
 
@@ -402,6 +403,42 @@ def test_servers_publish_their_own_rows(make: Make, tmp_path: Path) -> None:
     ):
         with pytest.raises(given):
             ServerPublisher(**{"model": shards, "targets": "static:127.0.0.1:9", **options, **wrong})  # type: ignore[arg-type]
+
+
+# ---- reading live rows
+
+
+def test_an_entry_reads_live_rows(make: Make, tmp_path: Path) -> None:
+    model = make_model()
+    Trainer(model).step(2)
+    export_model(model, tmp_path / "whole", name="movies", version=1)
+    export_model(model, tmp_path / "parts", name="movies", version=1, num_shards=1)
+    own = model.embeddings.shards
+    shards = make(*own.configs.values(), name="live")
+    for name in own.configs:
+        for chunk in own.scan(name):
+            shards.restore(name, chunk)
+    reader = ServerReader("live")
+    ids = {name: torch.arange(-3, 60) for name in own.configs}
+    rows, expected = reader.lookup(ids), own.lookup(ids).rows
+    assert all(torch.equal(rows[name], expected[name]) for name in ids)
+    whole = Servable(tmp_path / "whole" / "1")
+    entry = Servable(tmp_path / "parts" / "entry" / "1", fetch=reader.lookup)
+    features = {name: next(iter(own.scan(name))).ids[:8] for name in ("user", "item")}
+    expected = whole.predict(features)
+    for key, scores in entry.predict(features).items():
+        assert torch.equal(scores, expected[key])
+    before = reader.lookup({"user": ints(1)})["user"]
+    shards.assign_add({"user": (ints(1), torch.ones_like(before))})
+    assert torch.equal(reader.lookup({"user": ints(1)})["user"], before + 1)
+    with pytest.raises(UnknownNameError):
+        reader.lookup({"x": ints(1)})
+    with pytest.raises(UsageError, match="no server has tables named"):
+        ServerReader("other")
+    for wrong in ({"name": 3}, {"name": "live", "timeout": -1.0}, {"name": "live", "address": 3}):
+        with pytest.raises(InputError):
+            ServerReader(**wrong)  # type: ignore[arg-type]
+    reader.close()
 
 
 # ---- Monolith's PartitionedHashTable, its numeric vectors on two servers

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalith.routing import Router
 from megalith.shards.servers.recovery import Recovery
 from megalith.table import Chunk, TableConfig
 
@@ -70,6 +71,7 @@ class SpaceSpec:
         timeout: Seconds that a wait for other workers may take.
         described: Text by which two specs are compared.
         recovery: How a server gets its rows back; None: it does not.
+        routers: The router of each table, for processes that only read.
     """
 
     configs: Sequence[TableConfig]
@@ -82,6 +84,7 @@ class SpaceSpec:
     timeout: float
     described: str
     recovery: Recovery | None = None
+    routers: Mapping[str, Router] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,7 @@ class ServerShards(ServerRows):
             self._timeout,
             described(*options),
             recovery,
+            dict(self.routers),
         )
         self._closed = False
         self._owns_servers = servers is None

@@ -268,6 +268,17 @@ class TableServer:
 
         return await _guarded(describe())
 
+    async def spec_of(self, name: str) -> Any:
+        """Return the tables of a `ServerShards`, for a process that only reads.
+
+        Args:
+            name: Their name.
+
+        Returns:
+            Their SpaceSpec; None: this server does not have them.
+        """
+        return self._spaces[name].spec if name in self._spaces else None
+
     async def describe_all(self) -> list[dict[str, Any]]:
         """Return numbers about this server for all tables, without joining them.
 
