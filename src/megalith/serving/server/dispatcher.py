@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.serving.proto.tf_tensors import Strings
+from megalith.serving.server.access_log import AccessLog
 from megalith.serving.server.batching import Alive
 from megalith.serving.server.freed_memory import FreedMemory
 from megalith.serving.server.inputs import InputReader, Inputs, Rows
@@ -92,6 +93,7 @@ class Dispatcher:
         self.max_predict_bytes = config.max_predict_bytes
         self.typed_outputs = not config.tensor_content
         self.memory = FreedMemory()
+        self.access_log = None if config.access_log is None else AccessLog(config.access_log)
         self._security = config.security
         self._max_concurrent = config.max_concurrent
         self._changed = threading.Condition()
@@ -166,6 +168,8 @@ class Dispatcher:
                     Code.INVALID_ARGUMENT,
                     f"{model.name} serves rows: use signature {LOOKUP!r}, or request scores from its entry",
                 )
+            if self.access_log is not None:
+                self.access_log.note(version=version.number)
             started = time.perf_counter_ns()
             try:
                 rows = request.read(version.reader)
@@ -355,6 +359,8 @@ class _Admission:
 
     def _count(self, code: str) -> None:
         signature = self._signature if self._signature in SIGNATURES else UNKNOWN
+        if self._dispatcher.access_log is not None:
+            self._dispatcher.access_log.note(model=self._label, signature=self._signature)
         self._dispatcher.metrics.request(self._label, signature, code, time.perf_counter() - self._started)
 
 

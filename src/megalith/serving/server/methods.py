@@ -13,6 +13,7 @@ from typing import Any
 
 from megalith.serving.client.credentials import grpc_module
 from megalith.serving.proto import Message
+from megalith.serving.server.access_log import TRACEPARENT, AccessLog
 from megalith.serving.server.batching import Alive
 from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.inputs import InputReader, Rows
@@ -41,12 +42,13 @@ class GrpcScoreRequest:
     reports_missing: bool = False
 
 
-def grpc_handler(service: str, methods: Mapping[str, Method]) -> Any:
+def grpc_handler(service: str, methods: Mapping[str, Method], log: AccessLog | None = None) -> Any:
     """Make a gRPC handler of a service.
 
     Args:
         service: Full name of the service.
         methods: Name -> method, which takes bytes, returns bytes, and raises RequestErrors.
+        log: Where calls are logged; None: nowhere.
 
     Returns:
         A generic handler, to be added to a `grpc.Server`.
@@ -55,7 +57,9 @@ def grpc_handler(service: str, methods: Mapping[str, Method]) -> Any:
     return grpc.method_handlers_generic_handler(
         service,
         {
-            name: grpc.unary_unary_rpc_method_handler(_abort_on_error(method))
+            name: grpc.unary_unary_rpc_method_handler(
+                _abort_on_error(method if log is None else _logged(method, f"/{service}/{name}", log))
+            )
             for name, method in methods.items()
         },
     )
@@ -68,6 +72,23 @@ def _abort_on_error(method: Method) -> Method:
         except RequestError as error:
             context.abort(error.code, str(error))
             raise  # not reached: abort raises
+
+    return call
+
+
+def _logged(method: Method, name: str, log: AccessLog) -> Method:
+    def call(data: bytes, context: Any) -> bytes:
+        sent = [value for key, value in context.invocation_metadata() if key == TRACEPARENT]
+        traceparent = sent[0] if sent and isinstance(sent[0], str) else None
+        with log.call("grpc", name, context.peer(), traceparent) as fields:
+            fields["request_bytes"], fields["code"] = len(data), "UNKNOWN"
+            try:
+                response = method(data, context)
+            except RequestError as error:
+                fields["code"] = error.code.name
+                raise
+            fields["code"], fields["response_bytes"] = "OK", len(response)
+            return response
 
     return call
 

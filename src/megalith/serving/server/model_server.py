@@ -185,6 +185,8 @@ class ModelServer:
             self._metrics_server.stop(LAST_SECONDS)
         if self._own_discovery is not None:
             self._own_discovery.stop()
+        if self._dispatcher.access_log is not None:
+            self._dispatcher.access_log.close()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -296,7 +298,10 @@ class ModelServer:
         tf_serving = TFService(self._dispatcher, write_refusal=refusal)
         server = grpc.server(
             guard.pool,
-            handlers=[*tf_serving.handlers(), grpc_handler(OIP_SERVICE, methods)],
+            handlers=[
+                *tf_serving.handlers(),
+                grpc_handler(OIP_SERVICE, methods, self._dispatcher.access_log),
+            ],
             interceptors=[guard.interceptor],
             options=(
                 ("grpc.max_receive_message_length", config.max_request_bytes + MAX_MESSAGE_BYTES - MAX_BYTES),

@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 from megalith import __version__
 from megalith.errors import InputError
+from megalith.serving.server.access_log import TRACEPARENT
 from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.http import Handler, HttpServer
 from megalith.serving.server.http_body import compress_body, read_body
@@ -50,6 +51,7 @@ class HttpReply:
     data: dict[str, Any] | list[Any]
     tensors: bytes = b""
     status: int = 200
+    code: str = "OK"
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -94,29 +96,42 @@ class _RestHandler(Handler):
         self._answer(self._post)
 
     def _answer(self, method: Callable[[list[str], bytes], HttpReply]) -> None:
+        refused: RequestError | None = None
+        parts, body = [], b""
         try:
             parts, body = self._admitted(), self._body()
         except RequestError as error:
-            with self.server.answering():
-                self._send(_error_reply(error))
-            return
+            refused = error
         with self.server.answering():
-            try:
-                reply = method(parts, body)
-            except RequestError as error:
-                reply = _error_reply(error)
-            self._send(reply)
+            reply = self._logged(lambda: _error_reply(refused) if refused else method(parts, body))
+            if self.server.dispatcher.closing:
+                self.close_connection = True
+            self.reply(*reply)
 
-    def _send(self, reply: HttpReply) -> None:
-        if self.server.dispatcher.closing:
-            self.close_connection = True
+    def _logged(self, call: Callable[[], HttpReply]) -> tuple[int, str, bytes, dict[str, str]]:
+        """Return the arguments of `reply` for a call; log the call, before its response is sent."""
+        log = self.server.dispatcher.access_log
+        if log is None:
+            return self._encoded(_result_of(call))
+        host, port = self.client_address[:2]
+        trace = self.headers.get(TRACEPARENT)
+        with log.call("http", f"{self.command} {self.path}", f"{host}:{port}", trace) as fields:
+            result = _result_of(call)
+            reply = self._encoded(result)
+            sent = self.headers.get("content-length", "0")
+            size = int(sent) if sent.isascii() and sent.isdecimal() and len(sent) < 19 else 0
+            fields |= {"status": result.status, "code": result.code}
+            fields |= {"request_bytes": size, "response_bytes": len(reply[2])}
+            return reply
+
+    def _encoded(self, reply: HttpReply) -> tuple[int, str, bytes, dict[str, str]]:
         text = json.dumps(reply.data, allow_nan=False).encode()
         headers, kind = dict(reply.headers), "application/json"
         if reply.tensors:
             headers[HEADER_LENGTH] = str(len(text))
             kind = "application/octet-stream"
         body, encoding = compress_body(self.headers, text + reply.tensors)
-        self.reply(reply.status, kind, body, headers | encoding)
+        return reply.status, kind, body, headers | encoding
 
     def _admitted(self) -> list[str]:
         """Return the parts of the path; otherwise raise RequestError and end the connection unread."""
@@ -210,8 +225,16 @@ class _RestHandler(Handler):
         return HttpReply(request.response(scored), headers={MODEL_VERSION: str(scored.version)})
 
 
+def _result_of(call: Callable[[], HttpReply]) -> HttpReply:
+    try:
+        return call()
+    except RequestError as error:
+        return _error_reply(error)
+
+
 def _error_reply(error: RequestError) -> HttpReply:
-    return HttpReply({"error": str(error)}, status=HTTP_STATUS.get(error.code, 500))
+    status = HTTP_STATUS.get(error.code, 500)
+    return HttpReply({"error": str(error)}, status=status, code=error.code.name)
 
 
 def _extension(dispatcher: Dispatcher, name: str, version: str, what: str) -> HttpReply:

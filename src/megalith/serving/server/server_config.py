@@ -107,6 +107,8 @@ class ServerConfig:
     """Maximum bytes of a request's tensors, and of the rows of its ids."""
     max_predict_bytes: int = MAX_PREDICT_BYTES
     """Maximum bytes of a message that asks for scores; rows of ids and writes may take max_request_bytes."""
+    access_log: str | None = None
+    """File to which a line of JSON is appended for each call; - is standard output. Default: no log."""
     accept_compressed: bool = False
     """Accept compressed requests: a small message may then take as much memory as the largest one."""
     tensor_content: bool = False
@@ -162,7 +164,7 @@ class ServerConfig:
             "pin_processes",
         ):
             checks.flag(getattr(self, name), name)
-        for name in ("host", "metrics_host", "discovery", "advertise"):
+        for name in ("host", "metrics_host", "discovery", "advertise", "access_log"):
             if getattr(self, name) is not None or getattr(type(self), name) is not None:
                 checks.text(getattr(self, name), name)
         for name in ("checkpoint", "fold_directory"):

@@ -82,8 +82,11 @@ class TFService:
             grpc_handler(
                 PREDICTION_SERVICE,
                 {"Predict": self.predict, "GetModelMetadata": self.get_model_metadata},
+                self._dispatcher.access_log,
             ),
-            grpc_handler(MODEL_SERVICE, {"GetModelStatus": self.get_model_status}),
+            grpc_handler(
+                MODEL_SERVICE, {"GetModelStatus": self.get_model_status}, self._dispatcher.access_log
+            ),
         ]
 
     def predict(self, data: bytes, context: Any) -> bytes:

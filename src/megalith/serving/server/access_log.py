@@ -1,0 +1,117 @@
+"""Access log: a line of JSON for each call that a server answers or refuses.
+
+    field                          meaning
+    time                           when the call ended, UTC
+    protocol, method, peer         "grpc" or "http"; the method and path; address of the client
+    model, version, signature      what it asked for, as far as it is known
+    code, status                   gRPC status; HTTP status of a call over REST
+    seconds                        from the arrival of its message to its response
+    request_bytes, response_bytes  sizes of its message and of the response
+    trace_id, span_id              of the caller, if it sent a W3C `traceparent`, as OpenTelemetry does
+
+Calls that are refused before their message is read, and health checks over gRPC, are not logged. The file is
+opened again if it was renamed, so that tools may rotate it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from megalith.errors import InputError
+
+STDOUT = "-"
+TRACEPARENT = "traceparent"
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?"
+)
+_MAX_TEXT = 200
+
+
+class AccessLog:
+    """Writes the access log of a server; `close` it. Thread-safe.
+
+    Args:
+        path: The file, to which lines are appended; "-" is standard output.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._own = threading.local()
+        self._handler: logging.Handler
+        if path == STDOUT:
+            self._handler = logging.StreamHandler(sys.stdout)
+            return
+        try:
+            self._handler = logging.handlers.WatchedFileHandler(path, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"access log: cannot write {path}: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._handler.close()
+
+    @contextmanager
+    def call(
+        self, protocol: str, method: str, peer: str, traceparent: str | None
+    ) -> Iterator[dict[str, Any]]:
+        """Log a call when it ends.
+
+        Args:
+            protocol: "grpc" or "http".
+            method: The method and path.
+            peer: Address of the client.
+            traceparent: The header of that name; None: the client sent none.
+
+        Yields:
+            The fields of the line, to be completed.
+        """
+        fields: dict[str, Any] = {
+            "protocol": protocol,
+            "method": method[:_MAX_TEXT],
+            "peer": peer[:_MAX_TEXT],
+        }
+        fields |= trace_of(traceparent)
+        self._own.fields = fields
+        started = time.perf_counter()
+        try:
+            yield fields
+        finally:
+            self._own.fields = None
+            fields["seconds"] = round(time.perf_counter() - started, 6)
+            line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields}
+            self._handler.handle(logging.makeLogRecord({"msg": json.dumps(line)}))
+
+    def note(self, **fields: Any) -> None:
+        """Add fields to the line of the call that this thread answers.
+
+        Args:
+            fields: Their values by name.
+        """
+        found = getattr(self._own, "fields", None)
+        if found is not None:
+            found.update(fields)
+
+
+def trace_of(traceparent: str | None) -> dict[str, str]:
+    """Return the ids of a trace.
+
+    Args:
+        traceparent: The header of the W3C Trace Context; None: there is none.
+
+    Returns:
+        trace_id and span_id; nothing if the header is missing or malformed.
+    """
+    found = None if traceparent is None else _TRACEPARENT.fullmatch(traceparent.strip())
+    return {} if found is None else {"trace_id": found[1], "span_id": found[2]}
