@@ -4,7 +4,7 @@
 # make test-gpu  tests of the cuda engine on a GPU         make bench-gpu  its speed
 # make native-module  the native module for another version of Python (NATIVE_PYTHON)
 # make lint   ruff and mypy                                 make docs  the documentation as pages
-# make test-integrations  Lightning and accelerate, which it installs
+# make test-integrations  Lightning, accelerate and clients of other serving systems, which it installs
 # make protos descriptor sets from the .proto files
 
 PYTHON ?= python3
@@ -52,7 +52,7 @@ native-module: $(VENV)/build-tools
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/table_gpu.py
 
-test-integrations: $(VENV)/integrations
+test-integrations: $(VENV)/integrations build/clients/created
 	$(PYTEST) tests/integrations
 
 # The native core on its own, once for memory and undefined behaviour, once for data races.
@@ -146,6 +146,14 @@ $(VENV)/dev: $(VENV)/installed
 
 $(VENV)/integrations: $(VENV)/dev
 	$(BIN)/pip install -q -c constraints.txt lightning accelerate
+	@touch $@
+
+# Clients of servers, in an environment of their own: they need another protobuf. tensorflow-serving-api asks for
+# the package tensorflow, instead of tensorflow-cpu.
+build/clients/created:
+	$(PYTHON) -m venv build/clients
+	build/clients/bin/pip install -q tensorflow-cpu==2.21.0 'tritonclient[grpc,http]==2.73.0' grpcio-reflection
+	build/clients/bin/pip install -q --no-deps tensorflow-serving-api==2.21.0
 	@touch $@
 
 $(VENV)/bench: $(VENV)/installed benchmarks/requirements.txt
