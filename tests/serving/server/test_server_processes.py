@@ -105,6 +105,8 @@ def test_wrong_use() -> None:
         ServerProcesses("exports", ServerConfig())
     with pytest.raises(InputError, match="ServerProcesses"):
         ModelServer("exports", ServerConfig(processes=2))
+    with pytest.raises(InputError, match="access log"):
+        ServerProcesses("exports", ServerConfig(processes=2, access_log="-"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         group = ServerProcesses("exports", ServerConfig(processes=2, port=taken.getsockname()[1]))
         with pytest.raises(OSError, match="in use"):

@@ -81,6 +81,10 @@ class ServerProcesses:
         self._config = checks.instance(config, ServerConfig, "config")
         if config.processes < 2:
             raise InputError("processes must be above 1; use ModelServer for one process")
+        if config.access_log == "-":
+            raise InputError(
+                "several processes cannot write their access log to standard output: give a file"
+            )
         if not hasattr(socket, "SO_REUSEPORT"):
             raise InputError("this system cannot share a port: start one process on each of several ports")
         self._sockets: list[socket.socket] = []
