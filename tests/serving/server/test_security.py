@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import ssl
 import threading
@@ -24,7 +25,7 @@ from megalith.serving.discovery.addresses import is_loopback
 from megalith.serving.proto import GetModelStatusRequest
 from megalith.serving.server.guard import MAX_STREAMS
 from megalith.serving.server.model_server import ModelServer
-from megalith.serving.server.security import Security, read_token
+from megalith.serving.server.security import Permission, Security, read_token
 from megalith.serving.server.served_model import MAX_WRITERS
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.certificates import Certificates, make_certificates
@@ -147,6 +148,19 @@ def test_health_checks_have_a_deadline(
 )
 def test_what_does_not_admit(shown: str | bytes | None) -> None:
     assert not Security(TOKEN).admits(shown)
+
+
+def test_a_config_with_tokens_is_sent_to_other_processes(tmp_path: Path, certificates: Certificates) -> None:
+    (tmp_path / "writer").write_text("battery-staple\n")
+    files = {"certificate": certificates.server, "key": certificates.server_key}
+    sent = Security(TOKEN, write_token=tmp_path / "writer", **files)
+    assert sent.ssl_context() is not None
+    received = pickle.loads(pickle.dumps(ServerConfig(security=sent))).security
+    assert received == sent
+    assert received.permits(f"Bearer {TOKEN}", Permission.READ)
+    assert received.permits("Bearer battery-staple", Permission.WRITE)
+    assert not received.permits(f"Bearer {TOKEN}", Permission.WRITE)
+    assert received.ssl_context() is not None
 
 
 def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import hmac
 import os
 import ssl
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,9 @@ class Security:
                 "client certificates need TLS: give --tls-cert and --tls-key too, in Python "
                 "Security(certificate=..., key=..., client_ca=...)"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # not the readers of files
 
     # ---- tokens
 

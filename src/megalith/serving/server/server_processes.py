@@ -50,6 +50,9 @@ MARGIN_SECONDS = 10.0
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds before a process that ended is started again; the wait doubles while it keeps ending."""
 METRICS_SECONDS = 5.0
+"""Seconds to wait for a process that another question is asked of, or that starts."""
+HANG_SECONDS = 60.0
+"""Seconds after which a process that does not answer is killed; its late reply would be taken for another."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +316,7 @@ class _Child:
                     self.begin()
                     if not self._stopping.is_set():
                         self.wait_ready()
-            except (RemoteError, OSError) as error:
+            except (RemoteError, OSError, ValueError) as error:  # ValueError: it ended within a line
                 logger.error("%s", error)
 
     def metrics(self) -> str | None:
@@ -325,9 +328,7 @@ class _Child:
             assert process is not None
             assert process.stdin is not None
             assert process.stdout is not None
-            timer = threading.Timer(
-                METRICS_SECONDS, process.kill
-            )  # it would answer a later question otherwise
+            timer = threading.Timer(HANG_SECONDS, process.kill)
             timer.start()
             try:
                 process.stdin.write(b"metrics\n")
