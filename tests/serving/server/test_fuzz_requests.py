@@ -191,11 +191,13 @@ def test_requests_of_any_tensors(
     assert status in ANSWERS
 
 
-def rest_request(server: ModelServer, body: bytes, headers: dict[str, str]) -> int:
+def rest_request(
+    server: ModelServer, body: bytes, headers: dict[str, str], path: str = "/v2/models/movies/infer"
+) -> int:
     assert server.http_address is not None
     connection = http.client.HTTPConnection(server.http_address, timeout=60)
     try:
-        connection.request("POST", "/v2/models/movies/infer", body, headers)
+        connection.request("POST", path, body, headers)
         answer = connection.getresponse()
         answer.read()
         return answer.status
@@ -256,3 +258,24 @@ rest_inputs = st.lists(
 def test_json_of_any_shape(server: ModelServer, request: Any) -> None:
     body = json.dumps(request, allow_nan=True).encode()
     assert rest_request(server, body, {}) in (200, 400)
+
+
+columns = st.dictionaries(
+    names, values | st.lists(st.lists(st.integers(-2, 60), max_size=3), max_size=3), max_size=4
+)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    request=st.fixed_dictionaries(
+        {},
+        optional={
+            "instances": st.lists(columns, max_size=3) | values,
+            "inputs": columns | values,
+            "x": values,
+        },
+    )
+)
+def test_json_of_tf_serving_of_any_shape(server: ModelServer, request: Any) -> None:
+    body = json.dumps(request, allow_nan=True).encode()
+    assert rest_request(server, body, {}, "/v1/models/movies:predict") in (200, 400)

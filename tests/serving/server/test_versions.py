@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.errors import RemoteError, UsageError
+from megalith.errors import RemoteError, SequenceError, UsageError
 from megalith.serving.discovery import FileDiscovery, StaticDiscovery
 from megalith.serving.proto import GetModelStatusRequest
 from megalith.serving.server import repository
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
+from megalith.serving.sync.message_header import MessageHeader, string
 from tests.serving.exports import ServerClient, export_version, logits, request_of, rows
 
 FEATURES, DENSE = rows(4)
@@ -336,3 +337,21 @@ def test_models_are_registered_and_unregistered(tmp_path: Path) -> None:
             (replica,) = discovery.replicas(f"movies:{part}")
             assert (replica.address, replica.replica_id) == (server.address, 4)
     assert "127.0.0.1" not in json.dumps(json.loads(path.read_text()))
+
+
+def test_sessions_of_training_are_counted(tmp_path: Path) -> None:
+    export_version(tmp_path)
+    config = ServerConfig(allow_writes=True, poll_seconds=3600)
+    with ModelServer(tmp_path, config) as server:
+        (model,) = server.models
+        assert model.subscriber is not None
+        begin = {"base": string("")}
+        for session, number in (("a" * 32, 1), ("b" * 32, 2)):
+            header = MessageHeader(session, sequence=1, number=number)
+            model.subscriber.handle("sync_begin", begin, dict(header.metadata()))
+        old = dict(MessageHeader("a" * 32, sequence=2, number=1).metadata())
+        with pytest.raises(SequenceError):
+            model.subscriber.handle("sync_begin", begin, old)
+        text = server.metrics.text().decode()
+    for event, count in (("begun", 2), ("replaced", 1), ("refused", 1)):
+        assert f'megalith_sessions_{event}_total{{model="movies"}} {count}.0' in text
