@@ -93,7 +93,7 @@ class ModelServer:
         self._shared_port = None if shared_port is None else checks.integer(shared_port, "shared_port")
         if config.processes > 1:
             raise InputError(
-                "a ModelServer is one process: use ServerProcesses, or `megalith serve --processes`"
+                "a ModelServer is one process: use `megalith serve --processes`, in Python ServerProcesses"
             )
         if discovery is not None and not isinstance(discovery, Discovery):
             raise InputError(f"discovery must be a started Discovery, got {checks.kind(discovery)}")
