@@ -13,7 +13,10 @@ def snippets(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-ELSEWHERE = {"servers.md": "needs Ray: tests/shards/servers/test_server_shards.py runs it"}
+ELSEWHERE = {
+    "servers.md": "needs Ray: tests/shards/servers/test_server_shards.py runs it",
+    "server-training.md": "needs Ray: tests/distributed/test_server_training.py runs it",
+}
 
 
 @pytest.mark.parametrize(

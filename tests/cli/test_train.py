@@ -394,3 +394,17 @@ def _error(result: Result) -> str:
     text: str = result.stderr
     assert text.startswith("error:"), result.output
     return text
+
+
+def test_servers_without_ray_and_workers_of_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = megalith("train", "--data", "synthetic", "--servers", 1, "--run", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "parameter servers need ray" in result.output
+    assert ".[servers]" in result.output
+    assert not (tmp_path / "run" / "checkpoint").exists()
+    result = megalith("workers", tmp_path / "run", 2)
+    assert result.exit_code == 1
+    assert "does not train on parameter servers now: start it with --servers" in " ".join(
+        result.output.split()
+    )

@@ -269,3 +269,26 @@ def test_policies_may_change_when_a_run_is_resumed() -> None:
 def test_wrong_policies_are_named(data: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         RunConfig.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({"servers": -1}, r"train\.servers must be at least 1, or 0 to keep the tables"),
+        ({"servers": 1, "workers": 0}, r"train\.workers must be at least 1, got 0"),
+        ({"workers": 2}, r"workers need parameter servers: add --servers 1, or start ranks with torchrun"),
+        ({"servers": 1, "server_mode": "fast"}, r"train\.server_mode must be one of async, sync"),
+        ({"servers": 1, "server_log": "some"}, r"train\.server_log must be one of none, async, sync"),
+        ({"servers": 1, "staleness": -1}, r"train\.staleness must be 0 or more"),
+        ({"servers": 1, "staleness": 1, "server_mode": "sync"}, "staleness is for train.server_mode = async"),
+        ({"servers": 1, "publish": "static:h:1"}, "publish with ServerPublisher from a loop of your own"),
+        ({"servers": 1, "micro_batches": 2}, r"micro_batches needs train\.server_mode = sync"),
+        (
+            {"servers": 1, "workers": 3, "micro_batches": 4, "server_mode": "sync"},
+            "4, which is not a multiple of 3 workers",
+        ),
+    ],
+)
+def test_wrong_keys_of_servers_are_named(train: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        RunConfig.from_dict({"train": train})

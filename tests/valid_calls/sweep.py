@@ -209,6 +209,7 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
     "ServerLookup.fail": "raises the error that it is given",
     "Servers": "starts processes; its own tests pass wrong arguments",
     "Servers.close": "takes no arguments",
+    "Run.set_workers": "needs a run on parameter servers: tests/distributed/test_server_training.py",
     "ShardsPart": _RESULT,
     "Batch.pin_memory": "needs an accelerator",
     "Ragged.pin_memory": "needs an accelerator",

@@ -17,6 +17,7 @@ from megalith.cli.serve import serve
 from megalith.cli.table import table
 from megalith.cli.train import TrainCommand, train
 from megalith.cli.versions import versions
+from megalith.cli.workers import workers
 
 app = typer.Typer(
     name="megalith",
@@ -37,6 +38,7 @@ for command, name in (
     (export, "export"),
     (serve, "serve"),
     (versions, "versions"),
+    (workers, "workers"),
 ):
     app.command(name=name)(command)
 app.add_typer(checkpoint.app, name="checkpoint")

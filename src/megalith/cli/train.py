@@ -21,7 +21,7 @@ from megalith import checkpoint
 from megalith.cli.config_options import config_options
 from megalith.cli.console import exit_on_error
 from megalith.cli.launch import launched
-from megalith.cli.output import console, progress, skipped_lines
+from megalith.cli.output import console, plural, progress, skipped_lines
 from megalith.cli.training_bar import TrainingBar
 from megalith.data import DataUnavailableError
 from megalith.errors import CheckpointError
@@ -62,6 +62,8 @@ class TrainCommand(TyperCommand):
         "save_async": "--save-async/--no-save-async",
         "huge_pages": "--huge-pages/--no-huge-pages",
         "publish_name": "--model-name",
+        "server_mode": "--mode",
+        "server_log": "--log",
     },
     omit=("engine",),
     only_given=True,
@@ -109,6 +111,8 @@ def train(
 
     Example: megalith train --config run.toml --run runs/live --publish static:localhost:8500
 
+    Example: megalith train --config run.toml --servers 2 --workers 4 --log sync --run runs/servers
+
     Example: torchrun --nproc-per-node 4 -m megalith train --config run.toml --run-dir runs/big
     """
     sections = {"data": data, "model": model, "train": training}
@@ -122,9 +126,10 @@ def train(
             opened = _resume(run, config, flags)
         else:
             opened = _start(run, config, flags, start_over, fallback, out)
-        stopped = _train(opened, out)
-        if not stopped:
-            _conclude(opened, comparison, out)
+        with opened:
+            stopped = _train(opened, out)
+            if not stopped:
+                _conclude(opened, comparison, out)
     if stopped:
         raise typer.Exit(INTERRUPTED)
 
@@ -157,7 +162,10 @@ def _train(run: Run, out: Console) -> bool:
             "continue it"
         )
         return False
+    train = run.config.train
     ranks = f", {run.ranks.size} ranks" if run.ranks.size > 1 else ""
+    if train.servers:
+        ranks = f", {plural(train.servers, 'server')}, {plural(train.workers, 'worker')}, {train.server_mode}"
     out.print(f"[bold]{run.config.model.name}[/] on {run.source.title}{ranks}")
     for note in run.notes:
         out.print(Text(note))
@@ -173,6 +181,9 @@ def _train(run: Run, out: Console) -> bool:
             _stop_without_saving(run, out)
     for line in skipped_lines(run.batches.skipped(), first=run.source.train.first_skipped):
         out.print(line, markup=False)
+    lost = run.batches.lost_writes
+    if lost:
+        out.print(f"{lost:,} updates were lost with parameter servers that ended; --log sync loses none")
     if run.stopped:
         out.print(f"stopped after step {run.step:,}; continue with `{_resume_flags(run)}`")
     return run.stopped

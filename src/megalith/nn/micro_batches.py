@@ -34,6 +34,9 @@ class MicroBatches:
             the number of ranks, or the number of ranks (bits then depend on it, unless it is a power of two).
         group: A process group; None: the default group, or one rank if there is none.
         timeout: The timeout of the group in seconds.
+        part: The number of this process and the number of processes, for workers of parameter servers, which
+            have no process group: `step` then leaves the share of this process in `.grad` and `loss`, and the
+            sums over all processes are the gradients and the loss of the step.
 
     Attributes:
         loss: The mean loss of all micro-batches of the last step, the same on all ranks.
@@ -44,14 +47,23 @@ class MicroBatches:
         UsageError: For a collection with another update or reduction.
     """
 
-    def __init__(self, model: nn.Module, num: int, *, group: Any = None, timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        num: int,
+        *,
+        group: Any = None,
+        timeout: float = 600.0,
+        part: tuple[int, int] | None = None,
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"MicroBatches: model must be an nn.Module, got {type(model).__name__}")
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise InputError(f"MicroBatches: group must be a process group, got {type(group).__name__}")
         if isinstance(num, bool) or not isinstance(num, int):
             raise InputError(f"MicroBatches: num must be an integer, got {num!r}")
-        self.rank, self.size = current_rank(group), world_size(group)
+        self._alone = part is not None or world_size(group) == 1
+        self.rank, self.size = (current_rank(group), world_size(group)) if part is None else _check_part(part)
         if num != self.size and (num < 1 or num & (num - 1) or num % self.size):
             raise InputError(
                 f"MicroBatches: num must be a power of two and a multiple of {self.size} ranks, got {num}"
@@ -130,7 +142,7 @@ class MicroBatches:
         return torch.cat([piece.detach().reshape(-1) for piece in (*pieces, loss, flag)])
 
     def _from_all_ranks(self, own: Tensor) -> list[Tensor]:
-        if self.size == 1:
+        if self._alone:
             return [own]
         self._steps += 1
         group: Any = dist.group.WORLD if self._group is None else self._group
@@ -145,6 +157,16 @@ class MicroBatches:
         sizes = [p.numel() for p in self._parameters]
         for parameter, gradient in zip(self._parameters, flat.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter).to(parameter.dtype, copy=True)
+
+
+def _check_part(part: object) -> tuple[int, int]:
+    if not isinstance(part, list | tuple) or len(part) != 2:
+        raise InputError(f"MicroBatches: part must be a number and a count, got {part!r}")
+    count = checks.integer(part[1], "MicroBatches: part")
+    number = checks.integer(part[0], "MicroBatches: part", 0)
+    if number >= count:
+        raise InputError(f"MicroBatches: part must be below {count}, got {number}")
+    return number, count
 
 
 def _tree(level: list[Tensor]) -> Tensor:

@@ -18,7 +18,8 @@ from megalith.data.reader_registry import reader_class
 from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.training.options import check_options
-from megalith.training.run_config import DataConfig, RunConfig
+from megalith.training.run_config import RunConfig
+from megalith.training.run_sections import DataConfig
 
 SYNTHETIC_BATCHES = 400
 TEST_SHARE = 0.1

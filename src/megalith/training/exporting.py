@@ -17,8 +17,8 @@ from megalith.errors import CheckpointError, InputError
 from megalith.serving.export.exporter import Provenance, export_model
 from megalith.serving.export.rank_rows import RowSource
 from megalith.storage.store import open_store
-from megalith.training.run_config import DataConfig
 from megalith.training.run_model import config_of, find_checkpoint, load_dense, model_for
+from megalith.training.run_sections import DataConfig
 
 COLLECTION = "embeddings"
 """The attribute of a `Model` that holds its collection."""

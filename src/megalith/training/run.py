@@ -15,11 +15,11 @@ import math
 import random
 import shutil
 import time as clock
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
@@ -27,87 +27,38 @@ from megalith import checkpoint
 from megalith.data.reader_registry import FILE_READERS
 from megalith.distributed.dense_broadcast import broadcast_dense
 from megalith.errors import InputError, UsageError
-from megalith.metrics import BinnedAUC
+from megalith.models import Model
+from megalith.nn import MicroBatches
 from megalith.ops import checks
-from megalith.shards import CommMetrics, CommReport, SyncShards
-from megalith.table import MemoryUse
+from megalith.shards import CommMetrics, SyncShards
 from megalith.training.data_source import DataSource, open_source
 from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.id_frequencies import FOLDER as FREQUENCIES
 from megalith.training.id_frequencies import IdFrequencies, keep_only
-from megalith.training.publishing import Publishing, Pushed, check_publishing
+from megalith.training.publishing import Publishing, check_publishing
 from megalith.training.run_batches import RunBatches, StepBatch
 from megalith.training.run_checkpoints import FOLDER as KEPT
 from megalith.training.run_checkpoints import RunCheckpoints
 from megalith.training.run_config import RunConfig
 from megalith.training.run_device import use_device
 from megalith.training.run_lock import RunLock
-from megalith.training.run_log import MetricsLog, ScalarWriter
+from megalith.training.run_log import LogWindow, MetricsLog, ScalarWriter
 from megalith.training.run_model import CHECKPOINT, config_of, model_for, updates_in_step
 from megalith.training.run_ranks import RunRanks
-from megalith.training.steps import BatchScores, PartBatches, Steps, WholeBatches
+from megalith.training.run_servers import RunServers
+from megalith.training.steps import PartBatches, Steps, WholeBatches
+from megalith.training.table_numbers import TableNumbers
 from megalith.training.threads import threads_of, using_threads
-
-_TOTALS = ("created", "removed", "evicted", "refused")
-"""The counters of rows that only increase."""
-
-
-class Watcher:
-    """Receives the events of a run. The methods do nothing by default."""
-
-    def batch(self, step: int, samples: int, loss: float) -> None:
-        """Called after every batch.
-
-        Args:
-            step: Number of batches so far.
-            samples: Number of samples so far.
-            loss: Mean loss of the batch.
-        """
-
-    def logged(self, record: Mapping[str, Any]) -> None:
-        """Called after every line of metrics.jsonl.
-
-        Args:
-            record: The line.
-        """
-
-    def communicated(self, report: CommReport) -> None:
-        """Called with every line of metrics.jsonl if train.comm_metrics is set.
-
-        Args:
-            report: The exchanges since the last line.
-        """
-
-    def saving(self, rows: int) -> None:
-        """Called before a checkpoint is saved.
-
-        Args:
-            rows: Number of rows to save.
-        """
-
-    def wrote(self, rows: int) -> None:
-        """Called while a checkpoint is written, from another thread if saves are asynchronous.
-
-        Args:
-            rows: Number of rows written so far.
-        """
-
-    def saved(self) -> None:
-        """Called when a checkpoint is complete, from the thread of `wrote`."""
-
-    def pushed(self, pushed: Pushed) -> None:
-        """Called at the end if the run publishes.
-
-        Args:
-            pushed: What was pushed.
-        """
+from megalith.training.watcher import Watcher
+from megalith.training.worker_batches import DoneStep, WorkerBatches
 
 
 class Run:
     """A model, its data and its progress.
 
     If a process group has several ranks, the run is distributed over them: all ranks make the same calls with
-    the same arguments and share the directory.
+    the same arguments and share the directory. With train.servers the tables are on parameter servers, and
+    workers train: close such a run, or use it as a context manager.
 
     Args:
         config: The config of the run.
@@ -122,6 +73,16 @@ class Run:
         InputError: The config or the data is wrong.
     """
 
+    model: Model
+    optimizer: torch.optim.Adam
+    batches: RunBatches | WorkerBatches
+    step: int
+    epoch: int
+    samples: int
+    seconds: float
+    stop_requested: bool
+    _saved: tuple[str, int] | None
+
     def __init__(self, config: RunConfig, directory: str | Path, *, start_over: bool = False) -> None:
         checks.instance(config, RunConfig, "run: config")
         checks.flag(start_over, "run: start_over")
@@ -129,8 +90,9 @@ class Run:
         self.notes: list[str] = []
         self.ranks = RunRanks(config.train.timeout)
         self.ranks.on_rank_0(lambda: None if start_over else self._check_free())
-        self._open(config)
-        self.ranks.on_rank_0(self._begin)
+        with self._closed_on_error():
+            self._open(config)
+            self.ranks.on_rank_0(self._begin)
 
     def _check_free(self) -> None:
         there = (self.directory / CHECKPOINT / "manifest.json", self.directory / KEPT)
@@ -169,25 +131,44 @@ class Run:
         manifest = checkpoint.read_manifest(self.directory / CHECKPOINT)
         config = config_of(manifest, self.directory).resumed({} if changes is None else changes)
         self.ranks = RunRanks(config.train.timeout)
-        self._open(config)
+        with self._closed_on_error():
+            self._open(config)
+            self._load(manifest)
+        return self
+
+    def _load(self, manifest: checkpoint.Manifest) -> None:
         report = checkpoint.load(self.model, self.directory / CHECKPOINT, optimizer=self.optimizer)
         saved, self.notes = report.progress, report.notes
         self.step, self.epoch, self.samples = saved["step"], saved["epoch"], saved["samples"]
         self.seconds = saved["seconds"]
         self._saved = (manifest.tip, self.step)
-        self._continue_counters(saved.get("counters"))
+        self._numbers.continue_from(saved.get("counters"))
         self.ranks.agreed(lambda: self.batches.seek(saved["position"]))
         self.batches.list_features.update(saved.get("list_features", self.source.train.feature_names))
         checkpoint.set_rng_state(saved["rng"])
         self.ranks.on_rank_0(self._continue_logs)
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        self._servers: RunServers | None = None
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the workers and parameter servers of a run that has some. It can still be evaluated before."""
+        if self._servers is not None:
+            self._servers.close()
+
+    def __enter__(self) -> Self:
         return self
 
-    def _continue_counters(self, saved: Mapping[str, Mapping[str, int]] | None) -> None:
-        """Continues the counters of the saved run: rows that were loaded are not created again."""
-        loaded = self.counters()
-        for name, counts in loaded.items():
-            before = counts if saved is None else saved.get(name, counts)
-            self._counted_before[name] = {key: before.get(key, 0) - counts[key] for key in _TOTALS}
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _continue_logs(self) -> None:
         self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=self.step)
@@ -202,13 +183,19 @@ class Run:
         random.seed(config.train.seed)  # checkpoints hold the state of both generators
         self.source = self._open_source(config)
         self.config = config.changed(data_schema=self.source.config.schema)
-        self.batches = RunBatches(self.source.train, self.ranks, shards=self._reads_shards)
-        self.model = model_for(self.config, self.source.train.feature_names, self.source.train.num_dense)
+        self.step = self.epoch = self.samples = 0
+        place = None
+        if config.train.servers:
+            self._servers = RunServers(self.config, self.directory)
+            place = self._servers.place
+        self.batches = self._make_batches()
+        self.model = model_for(
+            self.config, self.source.train.feature_names, self.source.train.num_dense, place=place
+        )
         self.optimizer = torch.optim.Adam(self.model.parameters(), config.train.lr)
         if self.ranks.size > 1:
             broadcast_dense(self.model, self.ranks.group, optimizer=self.optimizer)
         self._steps = self._make_steps()
-        self.step = self.epoch = self.samples = 0
         self.seconds = 0.0
         self.stop_requested = False
         self.frequencies = IdFrequencies()
@@ -218,10 +205,10 @@ class Run:
             self._comm = CommMetrics(shards, tables=config.measured_tables)
         self._kept = RunCheckpoints.of(self.config.train, self.directory)
         self._save: checkpoint.SaveHandle | None = None
-        self._saved: tuple[str, int] | None = None
+        self._saved = None
         self._last_save = clock.monotonic()
         self._publishing: Publishing | None = None
-        self._counted_before: dict[str, dict[str, int]] = {}
+        self._numbers = TableNumbers(shards, self.ranks)
 
     def _open_source(self, config: RunConfig) -> DataSource:
         """Rank 0 downloads the data and fits the schema; the others use both."""
@@ -235,10 +222,47 @@ class Run:
         """Whether each rank reads its own shard of the data. With micro-batches the order must not change."""
         return self.config.data.kind in FILE_READERS and self.config.train.micro_batches is None
 
+    def _make_batches(self) -> RunBatches | WorkerBatches:
+        if self._servers is None:
+            return RunBatches(self.source.train, self.ranks, shards=self._reads_shards)
+        return self._servers.batches(
+            self.config,
+            self.source.train,
+            shares=self._reads_shards,
+            step=lambda: self.step,
+            limit=self._steps_until_save,
+            epoch=lambda: self.epoch,
+        )
+
+    def _steps_until_save(self) -> int | None:
+        """Number of steps before the run saves or ends; None: it is not known."""
+        every, most = self.config.train.save_every, self.config.train.max_steps
+        limits = [] if every is None else [every - self.step % every]
+        return min(limits if most is None else [*limits, most - self.step], default=None)
+
     def _make_steps(self) -> Steps:
+        if self._servers is not None:
+            return self._servers.steps(lambda: self.step)
         if not updates_in_step(self.config):
             return WholeBatches(self.model, self.optimizer)
-        return PartBatches(self.model, self.optimizer, self.ranks, self.config.train.micro_batches)
+        num, ranks = self.config.train.micro_batches, self.ranks
+        micro = MicroBatches(self.model, num or ranks.size, group=ranks.group, timeout=ranks.timeout)
+        return PartBatches(self.model, self.optimizer, micro)
+
+    def set_workers(self, count: int) -> None:
+        """Sets the number of workers of a run on parameter servers; they join and leave while it trains.
+
+        Args:
+            count: The number of workers.
+
+        Raises:
+            UsageError: The run has no parameter servers.
+            InputError: The number is below 1, or does not divide train.micro_batches.
+        """
+        checks.integer(count, "run: workers")
+        if not isinstance(self.batches, WorkerBatches):
+            raise UsageError("this run has no workers: start it with train.servers (--servers)")
+        self.batches.set_workers(count)
 
     # ---- training
 
@@ -256,6 +280,8 @@ class Run:
         with ExitStack() as stack:
             lock = self.ranks.on_rank_0(lambda: stack.enter_context(RunLock(self.directory)))
             stack.enter_context(using_threads(self.threads))
+            if self._servers is not None:
+                self._servers.begin(self.model, self.optimizer)
             self._train_and_publish(watcher, lock)
 
     @property
@@ -283,7 +309,7 @@ class Run:
 
     def _train(self, watcher: Watcher) -> None:
         self.model.train()
-        window = _Window()
+        window = LogWindow()
         scalars = ScalarWriter(self.directory / "tensorboard", self.step) if self.ranks.is_first else None
         started = clock.perf_counter() - self.seconds
         while not self._done():
@@ -296,8 +322,8 @@ class Run:
                 logged = self.step % self.config.train.log_every == 0
                 if logged:
                     self._log_window(window, scalars, watcher)
-                    window = _Window()
-                if self._save_is_due(logged):
+                    window = LogWindow()
+                if self._save_is_due(logged) and self.batches.settle():
                     self.save(watcher, wait=not self.config.train.save_async)
                 if self._done():
                     break
@@ -352,21 +378,23 @@ class Run:
     @property
     def stopped(self) -> bool:
         """Whether the run was stopped early, the same on every rank at the same step."""
-        return self._steps.stopped if self.ranks.size > 1 else self.stop_requested
+        if self.ranks.size > 1:
+            return self._steps.stopped
+        return self.stop_requested and self.batches.settle()
 
-    def _train_batch(self, step: StepBatch, window: _Window) -> float:
+    def _train_batch(self, step: StepBatch | DoneStep, window: LogWindow) -> float:
         try:
             loss, scored = self._steps.take(step, stop=self.stop_requested)
         except InputError as error:
             raise InputError(f"step {self.step}: {error}") from error
         self.step += 1
         self.samples += step.rows
-        if self.ranks.is_first:
+        if self.ranks.is_first and step.batch is not None:
             self.frequencies.update(step.batch)
         window.add(scored, loss, step.rows)
         return loss
 
-    def _log_window(self, window: _Window, scalars: ScalarWriter | None, watcher: Watcher) -> None:
+    def _log_window(self, window: LogWindow, scalars: ScalarWriter | None, watcher: Watcher) -> None:
         record = self._record(window)
         report = None if self._comm is None else self._comm.collect(self.step)
         if scalars is None:
@@ -381,9 +409,7 @@ class Run:
 
     def rows(self) -> dict[str, int]:
         """Returns the number of rows of each table on all ranks together. A collective call."""
-        own = {name: stats.rows for name, stats in self.model.embeddings.shards.stats().items()}
-        everywhere = self.ranks.gather(own)
-        return {name: sum(rows[name] for rows in everywhere) for name in own}
+        return self._numbers.rows()
 
     def counters(self) -> dict[str, dict[str, int]]:
         """Returns what happened to the rows of each table since the run began. A collective call.
@@ -392,29 +418,13 @@ class Run:
             By table, on all ranks together: rows "created", "removed" and "evicted", ids "refused" (all since
             the run began), and ids that are "pending" now; see `megalith.table.RowCounters`.
         """
-        stats = self.model.embeddings.shards.stats()
-        own = {
-            name: {key: getattr(each.counters, key) for key in (*_TOTALS, "pending")}
-            for name, each in stats.items()
-        }
-        everywhere = self.ranks.gather(own)
-        return {
-            name: {
-                key: sum(rank[name][key] for rank in everywhere)
-                + self._counted_before.get(name, {}).get(key, 0)
-                for key in counts
-            }
-            for name, counts in own.items()
-        }
+        return self._numbers.counters()
 
     def memory(self) -> dict[str, int]:
         """Returns the bytes of all tables on all ranks, by purpose; see `megalith.table.MemoryUse`."""
-        uses = [asdict(use) for use in self.model.embeddings.shards.memory().values()]
-        own = {part.name: sum(use[part.name] for use in uses) for part in fields(MemoryUse)}
-        everywhere = self.ranks.gather(own)
-        return {part: sum(rank[part] for rank in everywhere) for part in own}
+        return self._numbers.memory()
 
-    def _record(self, window: _Window) -> dict[str, Any]:
+    def _record(self, window: LogWindow) -> dict[str, Any]:
         self.ranks.sum_on_first(window.auc.sums)
         auc = window.auc.compute()
         memory = self.memory()
@@ -442,7 +452,16 @@ class Run:
         """
         checks.flag(wait, "run: wait")
         watcher = _watcher(watcher)
+        if self._servers is None:
+            self._save_once(watcher, wait)
+        else:
+            self._servers.repeat(lambda: self._save_once(watcher, wait))
+
+    def _save_once(self, watcher: Watcher, wait: bool) -> None:
         self._finish_save()
+        self._fetch_dense()
+        if self._servers is not None:
+            self._servers.save()
         step = self.step
 
         def keep() -> None:
@@ -470,6 +489,12 @@ class Run:
             self._publishing.saved(self._save.id)
         if wait:
             self._finish_save()
+
+    def _fetch_dense(self) -> None:
+        """Copies the dense weights of parameter servers into the model."""
+        if self._servers is not None:
+            self.model.embeddings.global_step = self.step
+            self._servers.fetch(self.optimizer, self.step)
 
     @property
     def is_saving(self) -> bool:
@@ -512,6 +537,7 @@ class Run:
         checks.callback(on_batch, "run: on_batch")
         if self.source.test is None:
             return None
+        self._fetch_dense()
         with using_threads(self.threads):
             result = evaluate(
                 self.model, self.source.test, on_batch, ranks=self.ranks, shards=self._reads_shards
@@ -524,18 +550,3 @@ class Run:
 
 def _watcher(given: Watcher | None) -> Watcher:
     return Watcher() if given is None else checks.instance(given, Watcher, "run: watcher")
-
-
-class _Window:
-    """Loss and AUC since the last line of the log."""
-
-    def __init__(self) -> None:
-        self.auc = BinnedAUC()
-        self.total = 0.0
-        self.samples = 0
-
-    def add(self, scored: list[BatchScores], loss: float, samples: int) -> None:
-        for batch, logits in scored:
-            self.auc.update(logits, batch.labels, batch.weights)
-        self.total += loss * samples
-        self.samples += samples

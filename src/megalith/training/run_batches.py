@@ -99,7 +99,7 @@ class RunBatches:
         for step in self._steps():
             if self._watched < WATCHED_BATCHES:
                 self._watched += 1
-                self._watch_lists(step.batch)
+                self.list_features |= features_with_lists(step.batch)
             yield step
 
     def _steps(self) -> Iterator[StepBatch]:
@@ -108,11 +108,6 @@ class RunBatches:
         else:
             for batch in self.reader:
                 yield StepBatch(batch, None)
-
-    def _watch_lists(self, batch: Batch) -> None:
-        for name, column in batch.features.items():
-            if name not in self.list_features and bool((column.lengths() > 1).any()):
-                self.list_features.add(name)
 
     @property
     def _in_stream(self) -> bool:
@@ -125,6 +120,15 @@ class RunBatches:
         for batch in self._equal:
             yield StepBatch(batch, self._equal.sizes or [len(batch)])
         self._skipped += self._sharded.end()
+
+    @property
+    def lost_writes(self) -> int:
+        """Number of updates that were lost with parameter servers: none."""
+        return 0
+
+    def settle(self) -> bool:
+        """Returns whether no step is in progress. A run saves and stops then."""
+        return True
 
     # ---- position
 
@@ -154,6 +158,18 @@ class RunBatches:
         """Returns the number of bad rows skipped by all ranks, by reason. A collective call."""
         own = self._skipped + self._sharded.skipped()
         return self.reader.skipped + sum(self.ranks.gather(own), Counter())
+
+
+def features_with_lists(batch: Batch) -> frozenset[str]:
+    """Returns the features of which a row has several ids.
+
+    Args:
+        batch: The batch.
+
+    Returns:
+        Their names.
+    """
+    return frozenset(name for name, x in batch.features.items() if bool((x.lengths() > 1).any()))
 
 
 class _RankShards:

@@ -14,7 +14,7 @@ from pathlib import Path
 from megalith.checkpoint import Rotation, read_manifest
 from megalith.checkpoint.save_job import commit
 from megalith.storage.store import LocalStore
-from megalith.training.run_config import TrainConfig
+from megalith.training.run_sections import TrainConfig
 
 FOLDER = "checkpoints"
 

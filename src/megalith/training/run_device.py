@@ -12,7 +12,7 @@ from megalith.distributed.launcher_environment import read_launch
 from megalith.distributed.ranks import world_size
 from megalith.errors import UsageError
 from megalith.models import forward_batch
-from megalith.training.run_config import TrainConfig
+from megalith.training.run_sections import TrainConfig
 
 
 def has_gpu() -> bool:
@@ -68,13 +68,21 @@ def use_device(train: TrainConfig) -> None:
         train: The section [train].
 
     Raises:
-        UsageError: There is no GPU.
+        UsageError: There is no GPU, a run on parameter servers asks for one, or the ranks of a launcher ask
+            for parameter servers.
     """
+    if train.servers and world_size() > 1:
+        raise UsageError(
+            f"--servers is for one process, which starts servers and workers itself, but a launcher has "
+            f"started {world_size()} ranks: start it without torchrun and use --workers {world_size()}"
+        )
     if train.device == "cuda" and not has_gpu():
         raise UsageError(
             "--device cuda needs an NVIDIA GPU, a torch build with CUDA and triton: use --device auto to "
             "train on the CPU where there is none"
         )
+    if train.servers and device_of(train).type == "cuda":
+        raise UsageError("workers of parameter servers train on the CPU: use --device cpu")
     if world_size() > 1 and device_of(train).type == "cuda":
         torch.cuda.set_device(read_launch().local_rank % torch.cuda.device_count())
 

@@ -1,4 +1,4 @@
-"""The logs of a run: metrics.jsonl, TensorBoard scalars and histograms."""
+"""The logs of a run: metrics.jsonl, TensorBoard scalars and histograms, and the metrics between two lines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from megalith.metrics import BinnedAUC
+from megalith.training.steps import BatchScores
 
 
 class MetricsLog:
@@ -124,3 +127,31 @@ class ScalarWriter:
         """Flushes and closes the event files."""
         if self._writer is not None:
             self._writer.close()
+
+
+class LogWindow:
+    """Loss and AUC since the last line of the log.
+
+    Attributes:
+        auc: The AUC.
+        total: The sum of the losses of all samples.
+        samples: Their number.
+    """
+
+    def __init__(self) -> None:
+        self.auc = BinnedAUC()
+        self.total = 0.0
+        self.samples = 0
+
+    def add(self, scored: list[BatchScores], loss: float, samples: int) -> None:
+        """Add a batch.
+
+        Args:
+            scored: Rows with their logits.
+            loss: The mean loss.
+            samples: Number of samples of all ranks.
+        """
+        for batch, logits in scored:
+            self.auc.update(logits, batch.labels, batch.weights)
+        self.total += loss * samples
+        self.samples += samples

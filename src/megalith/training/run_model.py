@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,31 @@ from megalith.errors import CheckpointError, InputError
 from megalith.models import MODELS, EmbeddingConfig, Model, build_model
 from megalith.ops import checks
 from megalith.routing import Router
-from megalith.shards import SyncShards
+from megalith.shards import Shards, SyncShards
 from megalith.storage.store import open_store
 from megalith.table import TableConfig
 from megalith.training.data_source import id_sources
 from megalith.training.options import check_options
 from megalith.training.run_config import RunConfig
 from megalith.training.run_device import device_of, engine_of, transport_of
+from megalith.training.run_sections import TrainConfig
 from megalith.training.table_settings import parse_serving
 
+PlaceTables = Callable[[list[TableConfig]], Shards]
 CHECKPOINT = "checkpoint"
 """The folder of a run with its newest checkpoint."""
 
 
-def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
+def model_for(
+    config: RunConfig, available: list[str], num_dense: int, *, place: PlaceTables | None = None
+) -> Model:
     """Builds the model of a config.
 
     Args:
         config: The config of the run.
         available: Features of the data.
         num_dense: Number of dense values of the data.
+        place: Places the tables on the parameter servers of a run. None: in this process or over its ranks.
 
     Returns:
         The model, with new weights.
@@ -65,11 +71,11 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
         serving=parse_serving(config.train.serving, "train.serving"),
         settings=config.table_settings,
         huge_pages=config.train.huge_pages,
-        evict_every=config.evict_every,
-        update="step" if updates_in_step(config) else "backward",
+        evict_every=config.evict_every if place is None else None,  # see `run_servers.py`
+        update="step" if updates_in_step(config, servers=place is not None) else "backward",
         dist_type=config.train.dist_type,
         id_sources=id_sources(config.data),
-        **_placement(config),
+        **(_placement(config) if place is None else {"shards": place}),
     )
     if config.model.name in MODELS:
         check_options("model.options", options, MODELS[config.model.name], passed=("embeddings", "num_dense"))
@@ -77,15 +83,18 @@ def model_for(config: RunConfig, available: list[str], num_dense: int) -> Model:
     return model.to(device_of(config.train))
 
 
-def updates_in_step(config: RunConfig) -> bool:
+def updates_in_step(config: RunConfig, *, servers: bool = False) -> bool:
     """Returns whether a batch is split into parts whose gradients are summed before rows are updated.
 
     Args:
         config: The config of the run.
+        servers: Whether the model is that of a worker of parameter servers.
 
     Returns:
-        True with several ranks, or if the config has a number of micro-batches.
+        True with several ranks or synchronous workers, or if the config has a number of micro-batches.
     """
+    if servers:
+        return config.train.server_mode == "sync"
     return world_size() > 1 or config.train.micro_batches is not None
 
 
@@ -96,12 +105,9 @@ def _placement(config: RunConfig) -> dict[str, Any]:
         return {"engine": engine_of(train), "seed": train.seed}
 
     def distribute(tables: list[TableConfig]) -> SyncShards:
-        router: str | Router = train.dist_type
-        if train.block_size is not None:
-            router = Router(train.dist_type, world_size(), block_size=train.block_size)
         return SyncShards(
             tables,
-            router=router,
+            router=router_of(train, world_size()),
             engine=engine_of(train),
             seed=train.seed,
             wire=config.wire,
@@ -110,6 +116,21 @@ def _placement(config: RunConfig) -> dict[str, Any]:
         )
 
     return {"shards": distribute}
+
+
+def router_of(train: TrainConfig, count: int) -> str | Router:
+    """Returns how rows are distributed.
+
+    Args:
+        train: The section [train].
+        count: The number of ranks or servers.
+
+    Returns:
+        The mode, or a router for a mode with settings.
+    """
+    if train.block_size is None:
+        return train.dist_type
+    return Router(train.dist_type, count, block_size=train.block_size)
 
 
 def config_of(manifest: checkpoint.Manifest, where: Path) -> RunConfig:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from megalith.data import Batch
@@ -18,7 +17,6 @@ from megalith.models import forward_batch
 from megalith.nn import MicroBatches
 from megalith.training.run_batches import StepBatch
 from megalith.training.run_device import moved
-from megalith.training.run_ranks import RunRanks
 
 
 class BatchScores(NamedTuple):
@@ -29,6 +27,16 @@ class BatchScores(NamedTuple):
     """float32 [rows]."""
 
 
+class DenseOptimizer(Protocol):
+    """What a step needs of the optimizer of the dense weights; a torch.optim.Optimizer is one."""
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+
+    def step(self) -> object:
+        """Update the weights."""
+
+
 class Steps(ABC):
     """Trains a model: one optimizer step per batch."""
 
@@ -36,11 +44,11 @@ class Steps(ABC):
     """Whether a rank passed stop=True to the last `take`, the same on all ranks."""
 
     @abstractmethod
-    def take(self, step: StepBatch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
+    def take(self, step: Any, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
         """Trains on a batch.
 
         Args:
-            step: The rows.
+            step: The rows, as the batches of the run yield them.
             stop: Whether this rank wants to stop the run; see `stopped`.
 
         Returns:
@@ -59,7 +67,7 @@ class WholeBatches(Steps):
         optimizer: The optimizer of the dense weights.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: DenseOptimizer) -> None:
         self._model = model
         self._optimizer = optimizer
 
@@ -86,16 +94,13 @@ class PartBatches(Steps):
     Args:
         model: The model.
         optimizer: The optimizer of the dense weights.
-        ranks: The ranks of the run.
-        num: Micro-batches per step over all ranks, as for MicroBatches. None: one per rank.
+        micro: The micro-batches of the ranks.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RunRanks, num: int | None
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: DenseOptimizer, micro: MicroBatches) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._micro = MicroBatches(model, num or ranks.size, group=ranks.group, timeout=ranks.timeout)
+        self._micro = micro
 
     def take(self, step: StepBatch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
         """See `Steps.take`."""

@@ -40,7 +40,7 @@ from megalith.shards.servers.server_status import prometheus_text, server_status
 from megalith.shards.servers.table_space import TableSpace
 from tests.compat.monolith.test_partitioned_tables import VECTORS, made
 from tests.serving.sync_support import Trainer, make_model, sync_server
-from tests.shards.servers.support import NAMES, Make, push, read, rows_of, table
+from tests.shards.servers.support import NAMES, Make, push, read, rows_of, table, where
 from tests.table.support import ints
 
 CONFIGS = [
@@ -223,8 +223,10 @@ def test_a_server_out_of_reach_has_lost_nothing(make: Make, monkeypatch: pytest.
     shards.flush()  # the push is sent again, and not applied twice
     assert read(shards, "t", 2) == [[-1]]
     calls.clear()
+    assert shards.stats()["t"].rows == 1  # what only reads is asked again
+    calls.clear()
     with pytest.raises(RankTimeoutError, match="rows are not lost"):
-        shards.stats()
+        shards.each_part(where)
 
 
 def test_a_synchronous_worker_that_cannot_send_reports_it(

@@ -405,7 +405,7 @@ def test_a_worker_that_cannot_join_one_server_is_a_member_of_none(
     name = next(NAMES)
     first, join = make(table(), name=name), ServerLink.join
 
-    def refuse(link: ServerLink) -> Any:
+    def refuse(link: ServerLink, written: Any) -> Any:
         joined = join(link)
         if link is not links[0]:
             raise UsageError("refused")

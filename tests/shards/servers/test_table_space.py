@@ -154,6 +154,52 @@ def test_a_worker_starts_at_the_highest_step_that_the_server_has_seen() -> None:
     assert made.join(2, "s").step == 8
 
 
+def test_a_process_that_replaces_a_worker_repeats_its_work_and_nothing_is_applied_twice() -> None:
+    """The worker was killed after write 3; the run knows of write 1, so 2 and 3 are made again."""
+    made = space()
+    for number in (1, 2, 3):
+        run(made.write(0, "s", number, push(1.0)))
+    made.join(0, "new", 2)
+    for number in (2, 3, 4):
+        assert run(made.write(0, "new", number, push(10.0))) == [None]
+    assert value(made) == -13.0
+
+
+# ---- observers
+
+
+def test_nobody_waits_for_an_observer() -> None:
+    made = space(sync=True, workers=2)
+    made.join(5, "o", observer=True)
+    assert run(made.write(0, "s", 1, push(1.0)), made.write(1, "s", 1, push(2.0))) == [None, None]
+    assert value(made) == -3.0
+    run(made.write(5, "o", 1, assign(4.0)))  # what is no gradient does not wait for a step
+    assert value(made) == 4.0
+    bounded = space(staleness=0, workers=1)
+    bounded.join(5, "o", observer=True)
+    run(bounded.write(0, "s", 1, push(1.0)))
+    (rows,) = run(bounded.read(0, "s", 1, np.array([7]), [1], None))
+    assert rows.view(np.float32).tolist() == [-1.0]
+    (rows,) = run(bounded.read(5, "o", 0, np.array([7]), [1], None))  # nor does it wait for a worker
+    assert rows.view(np.float32).tolist() == [-1.0]
+
+
+def test_an_observer_joins_during_a_step_and_is_known_after_a_restart() -> None:
+    made = space(sync=True, workers=2)
+
+    async def during() -> None:
+        waiting = asyncio.ensure_future(made.write(0, "s", 1, push(1.0)))
+        await asyncio.sleep(0)
+        made.join(5, "o", observer=True)
+        await made.write(1, "s", 1, push(1.0))
+        await waiting
+
+    asyncio.run(during())
+    again = TableSpace(made.spec, 0, 1)
+    again.set_state(made.state())
+    assert [again.members[worker].trains for worker in (0, 1, 5)] == [True, True, False]
+
+
 # ---- synchronous steps
 
 

@@ -36,8 +36,11 @@ class LinkGroup:
 
     # ---- membership
 
-    def join(self) -> int:
+    def join(self, written: Sequence[int] | None = None) -> int:
         """Open the tables and join their workers. If a server refuses, leave those that were joined.
+
+        Args:
+            written: The answered writes of a process that this one replaces, by server; None: it is new.
 
         Returns:
             The highest step that the servers have seen; -1: none.
@@ -45,8 +48,8 @@ class LinkGroup:
         steps: list[int] = []
         try:
             self.everywhere(ServerLink.open)
-            for link in self._links:
-                steps.append(link.join().step)
+            for server, link in enumerate(self._links):
+                steps.append(link.join(None if written is None else written[server]).step)
         except BaseException:
             # The server whose answer is missing leaves too, but nobody waits for it.
             with suppress(Exception):
@@ -87,6 +90,17 @@ class LinkGroup:
             The result of each server.
         """
         return self.results([(link, call(link)) for link in self._links])
+
+    def ask(self, function: Callable[..., Any]) -> list[Any]:
+        """Run a function that only reads on every server; on one that was started again, once more.
+
+        Args:
+            function: It receives a `ShardsPart`.
+
+        Returns:
+            Its result on each server.
+        """
+        return self.everywhere(lambda link: link.run(function, background=False, repeatable=True))
 
     def write_everywhere(self, kind: str, header: dict[str, Any]) -> list[Any]:
         """Send a write to every server.

@@ -25,6 +25,7 @@ class Member:
         forgotten: The number of the last write whose error is no longer in `errors`. A repetition of this
             write or an earlier one raises, so no error is lost.
         present: Whether it is a member now.
+        observer: Whether nobody waits for its gradients: it reads, saves, loads and evicts.
     """
 
     session: str = ""
@@ -35,6 +36,12 @@ class Member:
     errors: dict[int, Exception] = field(default_factory=dict)
     forgotten: int = 0
     present: bool = True
+    observer: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether others wait for its gradients."""
+        return self.present and not self.observer
 
     @property
     def progress(self) -> tuple[int, int, str, bool]:

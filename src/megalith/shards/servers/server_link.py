@@ -81,14 +81,18 @@ class ServerLink:
         name: The name of the tables.
         worker: The number of this worker.
         spec: The tables.
+        observer: See `TableSpace.join`.
 
     Attributes:
         lost: Number of answered writes that were lost with a server.
         restarts: How often the server was started again.
     """
 
-    def __init__(self, actor: Any, index: int, name: str, worker: int, spec: SpaceSpec) -> None:
+    def __init__(
+        self, actor: Any, index: int, name: str, worker: int, spec: SpaceSpec, *, observer: bool = False
+    ) -> None:
         self._actor = actor
+        self._observer = observer
         self._index = index
         self._name = name
         self._worker = worker
@@ -109,14 +113,26 @@ class ServerLink:
         """
         return self._call("open", self._spec)
 
-    def join(self) -> Joined:
+    @property
+    def written(self) -> int:
+        """The number of the last write."""
+        return self._number
+
+    def join(self, written: int | None = None) -> Joined:
         """Join the workers of the tables.
 
+        Args:
+            written: The number of the last answered write of a process that this one replaces. Writes that
+                the server has after it are not applied again. None: numbers continue where the server is.
+
         Returns:
-            What the server knows of this worker; the numbers of its writes continue there.
+            What the server knows of this worker.
         """
-        joined: Joined = self.result(self._call("join", self._worker, self._session, None))
-        self._number = joined.accepted
+        first = None if written is None else written + 1
+        joined: Joined = self.result(self._call("join", self._worker, self._session, first, self._observer))
+        self._number = joined.accepted if written is None else written
+        if self._number > joined.accepted:
+            self._count_lost(self._number - joined.accepted)
         self._token = f"{self._session}@{joined.incarnation}"
         return joined
 
@@ -162,13 +178,16 @@ class ServerLink:
         """
         return self._call("describe")
 
-    def run(self, function: Callable[..., Any], *args: Any, background: bool) -> PendingCall:
+    def run(
+        self, function: Callable[..., Any], *args: Any, background: bool, repeatable: bool = False
+    ) -> PendingCall:
         """Run a function on the server; see `Shards.each_part`.
 
         Args:
             function: See there.
             args: See there.
             background: See there.
+            repeatable: Whether it runs once more on a server that was started again.
 
         Returns:
             The call in progress.
@@ -181,7 +200,9 @@ class ServerLink:
             )
 
         # A save or load in the background takes as long as it takes; Ray notices if the server ends.
-        return self._started(PendingCall(send, function.__name__, repeatable=False, limited=not background))
+        return self._started(
+            PendingCall(send, function.__name__, repeatable=repeatable, limited=not background)
+        )
 
     def _call(self, method: str, *args: Any) -> PendingCall:
         remote = getattr(self._actor, method)
@@ -325,7 +346,10 @@ class ServerLink:
             try:
                 self._answer(self._actor.open.remote(self._name, self._spec), deadline)
                 found = self._answer(
-                    self._actor.join.remote(self._name, self._worker, self._session, unanswered), deadline
+                    self._actor.join.remote(
+                        self._name, self._worker, self._session, unanswered, self._observer
+                    ),
+                    deadline,
                 )
                 break
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ServerLostError) as error:
@@ -339,10 +363,13 @@ class ServerLink:
         self.restarts += 1
         self._token = f"{self._session}@{found.incarnation}"
         if found.accepted < unanswered - 1:
-            self.lost += unanswered - 1 - found.accepted
-            logger.warning("server %d has lost %d writes of this worker", self._index, self.lost)
+            self._count_lost(unanswered - 1 - found.accepted)
         for call in self._pending:
             call.send_again(self.restarts)
+
+    def _count_lost(self, writes: int) -> None:
+        self.lost += writes
+        logger.warning("server %d has lost %d writes of this worker", self._index, writes)
 
 
 def _first_line(error: BaseException) -> str:

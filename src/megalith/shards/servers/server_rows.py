@@ -177,12 +177,12 @@ class ServerRows(Shards):
 
     def stats(self) -> dict[str, TableStats]:
         """See `Shards.stats`; numbers are summed over the servers."""
-        parts = self.each_part(_stats)
+        parts = self.links.ask(_stats)
         return {name: _joint_stats([part[name] for part in parts]) for name in self.configs}
 
     def memory(self) -> dict[str, MemoryUse]:
         """See `Shards.memory`; bytes are summed over the servers."""
-        parts = self.each_part(_memory)
+        parts = self.links.ask(_memory)
         fields = MemoryUse.__dataclass_fields__
         return {
             name: MemoryUse(*(sum(getattr(part[name], field) for part in parts) for field in fields))

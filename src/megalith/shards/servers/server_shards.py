@@ -82,6 +82,10 @@ class ServerShards(ServerRows):
         timeout: Seconds that each wait for servers or other workers may take.
         recovery: How a server that ended gets its rows back; see `checkpoint.recovery`. None: the next call
             raises ServerLostError.
+        observer: Whether this is not one of the workers that train: no step and no worker waits for it. It
+            reads, saves, loads and evicts.
+        written: `written` of a worker that has ended, whose work this one repeats from there on: updates
+            that the servers have received from it after that are not applied again. None: a new worker.
 
     Attributes:
         servers: The server processes.
@@ -110,6 +114,8 @@ class ServerShards(ServerRows):
         wire: str | dict[str, str] = "float32",
         timeout: float = 600.0,
         recovery: Recovery | None = None,
+        observer: bool = False,
+        written: Sequence[int] | None = None,
     ) -> None:
         self._options: dict[str, Any] = {
             "name": name,
@@ -123,6 +129,7 @@ class ServerShards(ServerRows):
             "wire": wire,
             "timeout": timeout,
             "recovery": recovery,
+            "observer": observer,
         }
         self.configs = MappingProxyType(check_configs(configs))
         self.local: Mapping[str, Table] = MappingProxyType({})
@@ -149,6 +156,8 @@ class ServerShards(ServerRows):
             checks.instance(recovery, Recovery, "ServerShards: recovery")
             if servers is not None and not servers.restart:
                 raise InputError("ServerShards: recovery needs Servers(..., restart=True)")
+        self.observer = checks.flag(observer, "ServerShards: observer")
+        numbers = _check_written(written, count)
         self.routers: Mapping[str, Router] = MappingProxyType(make_routers(self.configs, router, count))
         self.preparer = RoutingPreparer(self.configs, self.routers)
         views = {name: ServingView.of(config) for name, config in self.configs.items()}
@@ -173,13 +182,13 @@ class ServerShards(ServerRows):
         self.servers = Servers(count, restart=recovery is not None) if servers is None else servers
         self.links = LinkGroup(
             [
-                ServerLink(actor, index, self.name, self.worker, spec)
+                ServerLink(actor, index, self.name, self.worker, spec, observer=self.observer)
                 for index, actor in enumerate(self.servers.actors)
             ]
         )
         self._pushes = PushWindow(self.links, self.window, sync=self.mode == "sync")
         try:
-            self.seen_step = self.links.join()
+            self.seen_step = self.links.join(numbers)
         except BaseException:
             if self._owns_servers:
                 self.servers.close()
@@ -208,6 +217,15 @@ class ServerShards(ServerRows):
     def lost_writes(self) -> int:
         """Number of answered writes of this worker that were lost with a server; 0 with log="sync"."""
         return sum(link.lost for link in self.links)
+
+    def join(self) -> None:
+        """Join the workers again, after `leave`; `seen_step` becomes the highest step of the servers."""
+        self.seen_step = self.links.join()
+
+    @property
+    def written(self) -> list[int]:
+        """The number of writes of this worker, by server. After `flush` all are answered."""
+        return [link.written for link in self.links]
 
     def leave(self, worker: int | None = None) -> None:
         """Remove a worker: the others no longer wait for it, and its next update raises.
@@ -397,6 +415,8 @@ class ServerShards(ServerRows):
         An error on a server is raised by the next call, or by `flush`. With mode="sync", step, scale and
         clip_norm must be equal on all workers.
         """
+        if self.observer:
+            raise UsageError("ServerShards: an observer does not train: make it without observer=True")
         try:
             check_flag(wait, "wait")
             if not isinstance(lookup, Lookup):
@@ -472,3 +492,11 @@ def _run_all(*calls: Callable[[], object]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def _check_written(written: Sequence[int] | None, count: int) -> list[int] | None:
+    if written is None:
+        return None
+    if not isinstance(written, list | tuple) or len(written) != count:
+        raise InputError(f"ServerShards: written must be one number for each of {count} servers")
+    return [checks.integer(number, "ServerShards: written", 0) for number in written]

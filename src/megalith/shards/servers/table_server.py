@@ -112,7 +112,9 @@ class TableServer:
 
         return await _guarded(close())
 
-    async def join(self, name: str, worker: int, session: str, unacknowledged: int | None) -> Any:
+    async def join(
+        self, name: str, worker: int, session: str, unacknowledged: int | None, observer: bool
+    ) -> Any:
         """See `TableSpace.join`.
 
         Args:
@@ -120,13 +122,14 @@ class TableServer:
             worker: See there.
             session: See there.
             unacknowledged: See there.
+            observer: See there.
 
         Returns:
             A Joined, or a Failure.
         """
 
         async def join() -> Any:
-            return self._space(name).join(worker, session, unacknowledged)
+            return self._space(name).join(worker, session, unacknowledged, observer=observer)
 
         return await _guarded(join())
 
@@ -289,7 +292,7 @@ class TableServer:
 
     def _numbers(self, name: str) -> dict[str, Any]:
         space = self._spaces[name]
-        members = {w: m for w, m in space.members.items() if m.present}
+        members = {w: m for w, m in space.members.items() if m.trains}
         pushes = [member.pushes for member in members.values()]
         memory = space.part.shards.memory()
         return {

@@ -139,6 +139,7 @@ class TableSpace:
                 "accepted": member.accepted - (worker in pushed),
                 "pushes": member.pushes - (worker in pushed and pushed[worker].kind == "push"),
                 "present": member.present,
+                "observer": member.observer,
             }
             for worker, member in self.members.items()
         }
@@ -163,6 +164,7 @@ class TableSpace:
                 done=known["accepted"],
                 pushes=known["pushes"],
                 present=known["present"],
+                observer=known["observer"],
             )
             for worker, known in state["members"].items()
         }
@@ -183,7 +185,7 @@ class TableSpace:
             write: The write.
         """
         if write.kind == "join":
-            self.join(worker, write.header["session"])
+            self.join(worker, write.header["session"], observer=write.header["observer"])
         elif write.kind == "leave":
             self.remove(worker)
         elif write.kind == "drop":
@@ -196,7 +198,9 @@ class TableSpace:
 
     # ---- workers
 
-    def join(self, worker: int, session: str, unacknowledged: int | None = None) -> Joined:
+    def join(
+        self, worker: int, session: str, unacknowledged: int | None = None, *, observer: bool = False
+    ) -> Joined:
         """Add a worker, or return what is known of it after its connection was lost.
 
         Args:
@@ -205,30 +209,32 @@ class TableSpace:
                 Later calls append "@" and the incarnation that this one returns.
             unacknowledged: The number of its first write that no server has answered; None: it starts now
                 and its numbers continue.
+            observer: Whether steps and other workers never wait for it.
 
         Returns:
             The last accepted write and the highest step.
         """
         member = self.members.get(worker)
         if member is None or not member.present:
-            if self.spec.sync and self.complete and self._round.pushes:
+            if self.spec.sync and self.complete and self._round.pushes and not observer:
                 raise UsageError(
                     f"worker {worker} cannot join during a step: with mode='sync' workers join and leave "
                     "between steps"
                 )
             member = self.members.setdefault(worker, Member())
             member.pushes = max(each.pushes for each in self.members.values())
-            member.present = True
+            member.present, member.observer = True, observer
+            member.session = ""  # so that it is recorded
         if member.session != session:
-            self._record(worker, 0, ServerWrite("join", {"session": session}))
+            self._record(worker, 0, ServerWrite("join", {"session": session, "observer": observer}))
             member.session = session
             self._abandon(worker)
         known = member.accepted
         if unacknowledged is not None and unacknowledged - 1 > member.accepted:
             # Answered writes that this server no longer has: they were lost with its log.
             member.accepted = member.done = unacknowledged - 1
-        present = sum(each.present for each in self.members.values())
-        self.complete = self.complete or present >= self.spec.num_workers
+        training = sum(each.trains for each in self.members.values())
+        self.complete = self.complete or training >= self.spec.num_workers
         self._waiters.changed()
         return Joined(known, self.step, self._incarnation)
 
@@ -293,7 +299,7 @@ class TableSpace:
         """
         if worker != READER:
             await self.wait_for(worker, session, after)
-            if self.spec.staleness is not None:
+            if self.spec.staleness is not None and not self.members[worker].observer:
                 await self._wait_for_slowest(worker, session)
         self.reads += 1
         own = torch.tensor([counts], dtype=torch.int64)
@@ -326,7 +332,7 @@ class TableSpace:
         assert bound is not None
 
         def slowest() -> int:
-            others = [x.pushes for w, x in self.members.items() if x.present and w != worker]
+            others = [x.pushes for w, x in self.members.items() if x.trains and w != worker]
             return min(others, default=member.pushes)
 
         await self._waiters.until(
@@ -521,7 +527,7 @@ class TableSpace:
 
     def _end_round_if_complete(self) -> None:
         current = self._round
-        absent = [w for w, member in self.members.items() if member.present and w not in current.pushes]
+        absent = [w for w, member in self.members.items() if member.trains and w not in current.pushes]
         if not current.pushes or absent or not self.complete:
             return
         pushes = [current.pushes[worker] for worker in sorted(current.pushes)]
@@ -565,7 +571,7 @@ class TableSpace:
         self._end_round(self._round)
 
     def _missing(self, what: str) -> str:
-        absent = [w for w, x in self.members.items() if x.present and w not in self._round.pushes]
-        count = sum(member.present for member in self.members.values())
+        absent = [w for w, x in self.members.items() if x.trains and w not in self._round.pushes]
+        count = sum(member.trains for member in self.members.values())
         joined = "" if self.complete else f", and {count} of {self.spec.num_workers} workers have joined"
         return f"{what}; no gradients from workers {absent}{joined}"

@@ -1,0 +1,180 @@
+"""DenseWeights: the dense weights of a model as rows of a table on parameter servers.
+
+The weights are concatenated and cut into rows of WIDTH numbers. So what holds for tables holds for them:
+workers read and push them like embeddings, servers apply pushes in the mode of the run, and a server that
+ends gets them back from its checkpoint and its log, each update once. Their optimizer is torch's own Adam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adam import adam
+
+from megalith import checkpoint
+from megalith.checkpoint.dense_state import dense_state
+from megalith.errors import UsageError
+from megalith.nn import EmbeddingCollection, Feature
+from megalith.shards import ServerShards
+from megalith.table import Chunk, Optimizer, State, TableConfig, Zeros
+
+TABLE = "dense"
+WIDTH = 1024
+"""Numbers of a row."""
+
+
+@dataclass(frozen=True)
+class DenseAdam(Optimizer):
+    """torch.optim.Adam with its defaults, as an optimizer of rows; t is the global step + 1.
+
+    Args:
+        lr: The learning rate, a number.
+    """
+
+    name: ClassVar[str] = "dense_adam"
+
+    def states(self, dim: int) -> tuple[State, ...]:
+        """See `Optimizer.states`: both moments."""
+        return State("exp_avg", dim), State("exp_avg_sq", dim)
+
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        """See `Optimizer.update`: the same operations as torch's optimizer, so the same bits."""
+        adam(
+            [rows],
+            [grads],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [torch.tensor(float(step))],
+            foreach=False,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=lr,
+            weight_decay=0.0,
+            eps=1e-8,
+            maximize=False,
+        )
+
+
+class DenseWeights:
+    """See the module. An optimizer for `Steps`, whose `step` pushes the gradients.
+
+    Args:
+        model: The model; its weights are the local copy.
+        lr: The learning rate.
+        place: Makes the shards of a table on the servers.
+
+    Attributes:
+        shards: The table.
+        at: The step of the next `step`.
+
+    Raises:
+        UsageError: The model has buffers, which nobody would average.
+    """
+
+    def __init__(
+        self, model: nn.Module, lr: float, place: Callable[[list[TableConfig]], ServerShards]
+    ) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        buffers = dense_state(model).keys() - dict(model.named_parameters()).keys()
+        if buffers:
+            raise UsageError(
+                f"the model has buffers ({', '.join(sorted(buffers))}), which parameter servers do not "
+                "average: train it in one process, or replace layers such as batch norm"
+            )
+        self._sizes = [p.numel() for p in self._parameters]
+        self._rows = -(-sum(self._sizes) // WIDTH)
+        self._ids = torch.arange(self._rows)
+        self._empty = torch.zeros(self._rows * WIDTH - sum(self._sizes))
+        self.shards = place([TableConfig(TABLE, dim=WIDTH, optimizer=DenseAdam(lr), initializer=Zeros())])
+        self.at = 0
+
+    # ---- a worker
+
+    def request(self) -> Callable[[], None]:
+        """Ask for the weights.
+
+        Returns:
+            A function that waits for them and writes them into the model.
+        """
+        lookup = self.shards.lookup({TABLE: self._ids})
+        lookup.fetch()
+        return lambda: self._write(lookup.rows[TABLE])
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the model."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def step(self) -> None:
+        """Push the gradients of the model, for step `at`."""
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        self.shards.apply_gradients({TABLE: self._ids}, {TABLE: self._as_rows(grads)}, step=self.at)
+
+    # ---- all weights with the state of their optimizer
+
+    def load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Send the weights of the model to the servers.
+
+        Args:
+            optimizer: A torch.optim.Adam of the model; its state is sent too.
+        """
+        state = {}
+        for name in ("exp_avg", "exp_avg_sq"):
+            own = [optimizer.state[p].get(name) for p in self._parameters]
+            values = zip(own, self._parameters, strict=True)
+            state[name] = self._as_rows([torch.zeros_like(p) if x is None else x for x, p in values])
+        rows = self._as_rows(self._parameters)
+        columns = {c.key: state[c.name] for c in self.shards.configs[TABLE].state_columns}
+        time = torch.zeros(self._rows, dtype=torch.int64)
+        self.shards.restore(TABLE, Chunk(self._ids, rows=rows, state=columns, time=time))
+        self.shards.flush()
+
+    def fetch(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Write the weights of the servers into the model.
+
+        Args:
+            optimizer: A torch.optim.Adam of the model; it receives its state.
+            step: The number of steps so far.
+        """
+        chunks = list(self.shards.scan(TABLE))
+        order = torch.cat([chunk.ids for chunk in chunks]).argsort()
+        self._write(torch.cat([chunk.rows for chunk in chunks])[order])
+        if not step:
+            return
+        state = {}
+        for column in self.shards.configs[TABLE].state_columns:
+            found = torch.cat([chunk.state[column.key] for chunk in chunks])[order]
+            state[column.name] = self._as_weights(found)
+        for number, parameter in enumerate(self._parameters):
+            own = {name: values[number].clone() for name, values in state.items()}
+            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **own}
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint that servers start again from; their logs then begin there.
+
+        Args:
+            path: Its directory.
+        """
+        checkpoint.save(EmbeddingCollection(self.shards, [Feature(TABLE, TABLE)]), path)
+
+    # ---- rows
+
+    def _as_rows(self, weights: Sequence[Tensor]) -> Tensor:
+        flat = [each.detach().reshape(-1) for each in weights]
+        return torch.cat([*flat, self._empty]).view(self._rows, WIDTH)
+
+    def _as_weights(self, rows: Tensor) -> list[Tensor]:
+        pieces = rows.reshape(-1)[: sum(self._sizes)].split(self._sizes)
+        return [piece.view_as(p) for piece, p in zip(pieces, self._parameters, strict=True)]
+
+    @torch.no_grad()
+    def _write(self, rows: Tensor) -> None:
+        for parameter, values in zip(self._parameters, self._as_weights(rows), strict=True):
+            parameter.copy_(values)

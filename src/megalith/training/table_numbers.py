@@ -1,0 +1,65 @@
+"""TableNumbers: rows, counters and bytes of all tables of a run, on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+
+from megalith.shards import Shards
+from megalith.table import MemoryUse
+from megalith.training.run_ranks import RunRanks
+
+_TOTALS = ("created", "removed", "evicted", "refused")
+"""The counters of rows that only increase."""
+
+
+class TableNumbers:
+    """See the module. All calls are collective.
+
+    Args:
+        shards: The tables.
+        ranks: The ranks of the run.
+    """
+
+    def __init__(self, shards: Shards, ranks: RunRanks) -> None:
+        self._shards = shards
+        self._ranks = ranks
+        self._before: dict[str, dict[str, int]] = {}
+
+    def continue_from(self, saved: Mapping[str, Mapping[str, int]] | None) -> None:
+        """Continue the counters of a saved run: rows that were loaded are not created again.
+
+        Args:
+            saved: Its counters; None: it has none.
+        """
+        for name, counts in self.counters().items():
+            before = counts if saved is None else saved.get(name, counts)
+            self._before[name] = {key: before.get(key, 0) - counts[key] for key in _TOTALS}
+
+    def rows(self) -> dict[str, int]:
+        """See `Run.rows`."""
+        own = {name: stats.rows for name, stats in self._shards.stats().items()}
+        everywhere = self._ranks.gather(own)
+        return {name: sum(rows[name] for rows in everywhere) for name in own}
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """See `Run.counters`."""
+        own = {
+            name: {key: getattr(each.counters, key) for key in (*_TOTALS, "pending")}
+            for name, each in self._shards.stats().items()
+        }
+        everywhere = self._ranks.gather(own)
+        return {
+            name: {
+                key: sum(rank[name][key] for rank in everywhere) + self._before.get(name, {}).get(key, 0)
+                for key in counts
+            }
+            for name, counts in own.items()
+        }
+
+    def memory(self) -> dict[str, int]:
+        """See `Run.memory`."""
+        uses = [asdict(use) for use in self._shards.memory().values()]
+        own = {part.name: sum(use[part.name] for use in uses) for part in fields(MemoryUse)}
+        everywhere = self._ranks.gather(own)
+        return {part: sum(rank[part] for rank in everywhere) for part in own}

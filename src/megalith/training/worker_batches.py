@@ -1,0 +1,388 @@
+"""WorkerBatches: the steps of a run that its workers on parameter servers compute.
+
+To the loop of a run they are batches like any others (`RunBatches`), except that they are done:
+
+    mode     a step is                                    in progress at the same time
+    async    a batch of one worker                        two per worker: it begins the next one at once
+    sync     a batch, of which each worker has a part     one
+
+Workers join and leave between their steps, in mode "sync" between the steps of all. A run saves and stops
+when no step is in progress (`settle`), so its position is that of the tables.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.data import Batch, Reader
+from megalith.data.batch import Position
+from megalith.errors import InputError
+from megalith.shards.servers.server_messages import Failure
+from megalith.training.data_shares import DataShares
+from megalith.training.run_ranks import bounds
+from megalith.training.steps import BatchScores, Steps
+from megalith.training.worker_messages import Ahead, Call, StepOrder, StepResult, WorkerSetup
+from megalith.training.worker_pool import PoolWorker, WorkerPool
+
+_QUEUED = 2
+"""Steps that an asynchronous worker has in its queue."""
+
+
+@dataclass(frozen=True)
+class DoneStep:
+    """A step that workers have computed.
+
+    Attributes:
+        results: Their results.
+        error: The error of a worker instead.
+    """
+
+    results: list[StepResult]
+    error: Exception | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all workers."""
+        return sum(result.rows for result in self.results)
+
+    @property
+    def batch(self) -> Batch | None:
+        """The batch of the first worker, if it took part."""
+        return next((result.batch for result in self.results if result.batch is not None), None)
+
+    @property
+    def time(self) -> int | None:
+        """The time of the newest row."""
+        return max((result.time for result in self.results if result.time is not None), default=None)
+
+
+class DoneSteps(Steps):
+    """Takes the results of steps that workers have computed.
+
+    Args:
+        after: Called with each step.
+    """
+
+    def __init__(self, after: Callable[[DoneStep], None]) -> None:
+        self._after = after
+
+    def take(self, step: Any, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
+        """See `Steps.take`."""
+        if step.error is not None:
+            raise step.error
+        self._after(step)
+        scored = [
+            BatchScores(Batch({}, labels, weights=weights), logits)
+            for result in step.results
+            for labels, weights, logits in result.scores
+        ]
+        return sum(result.loss for result in step.results), scored
+
+
+class WorkerBatches(ABC):
+    """See the module.
+
+    Args:
+        reader: The reader of all rows.
+        setup: What workers are given.
+        shares: Whether workers read their own rows.
+        step: Returns the number of steps of the run.
+        limit: Returns how many steps may be computed before the run saves or ends; None: any number.
+        epoch: Returns the number of the epoch.
+
+    Attributes:
+        list_features: As for `RunBatches`.
+        wanted: The number of workers that there should be.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        setup: WorkerSetup,
+        *,
+        shares: bool,
+        step: Callable[[], int],
+        limit: Callable[[], int | None],
+        epoch: Callable[[], int],
+    ) -> None:
+        self.reader = reader
+        self.list_features: set[str] = set()
+        self.wanted = setup.config.train.workers
+        self._shares = DataShares(reader, split=shares)
+        self._split = shares
+        self._step, self._limit, self._epoch = step, limit, epoch
+        self._micro_batches = setup.config.train.micro_batches
+        self._skipped: Counter[str] = Counter()
+        self._held = False
+        self.pool = WorkerPool(setup, self.wanted, self._calls_again)  # they start while the run prepares
+
+    # ---- what a run uses
+
+    def __iter__(self) -> Iterator[DoneStep]:
+        """Yields the steps from the position to the end of the epoch."""
+        if not self.pool.workers:
+            self.pool.connect(wait=True)
+        self._shares.begin(self._epoch(), self.wanted)
+        for worker in self.pool.workers.values():
+            self._give_back(worker)
+        yield from self._epoch_steps()
+        self._shares.end(self._epoch() + 1)
+
+    @abstractmethod
+    def _epoch_steps(self) -> Iterator[DoneStep]:
+        """Yields the steps that are left of the epoch."""
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a worker has something to do."""
+        return any(worker.calls for worker in self.pool.workers.values())
+
+    def settle(self) -> bool:
+        """Begin no further step until none is in progress.
+
+        Returns:
+            Whether none is in progress. If False, take further steps and call it again.
+        """
+        steps = (call for worker in self.pool.workers.values() for call, _ in worker.calls)
+        self._held = any(name == "step" for name, _ in steps)
+        return not self._held
+
+    def position(self) -> Position:
+        """Return where the next step starts; call it when the workers have settled."""
+        return self._shares.position()
+
+    def seek(self, position: Position) -> None:
+        """Continue at a position, before the first step.
+
+        Args:
+            position: See `RunBatches.position`.
+        """
+        self._shares.seek(position)
+
+    def skipped(self) -> Counter[str]:
+        """Return the number of bad rows skipped by all workers, by reason."""
+        return self.reader.skipped + self._skipped
+
+    @property
+    def lost_writes(self) -> int:
+        """Number of answered updates that were lost with a server; 0 with train.server_log = sync."""
+        return self.pool.lost_writes + sum(worker.lost for worker in self.pool.workers.values())
+
+    def set_workers(self, count: int) -> None:
+        """Set the number of workers; they join and leave in the course of the next steps.
+
+        Args:
+            count: The number.
+
+        Raises:
+            InputError: Micro-batches cannot be divided among this number of workers.
+        """
+        if self._micro_batches is not None and self._micro_batches % count:
+            raise InputError(
+                f"train.micro_batches is {self._micro_batches}, which is not a multiple of {count} workers"
+            )
+        self.wanted = count
+
+    # ---- workers
+
+    def _calls_again(self, worker: PoolWorker) -> list[Call]:
+        """What the replacement of a worker does: it opens the share at its position and repeats the steps."""
+        calls = [call for call, _ in worker.calls]
+        if worker.share is None or not calls or calls[0][0] == "read":
+            return calls
+        return [("read", (self._shares.share(worker.share), self._rows_of(worker))), *calls]
+
+    def _rows_of(self, worker: PoolWorker) -> int:
+        """The rows of a batch of a worker."""
+        return self.reader.batch_size
+
+    def _recorded(self, worker: PoolWorker, result: StepResult) -> None:
+        worker.written, worker.ahead, worker.lost = result.written, result.ahead, result.lost
+        assert worker.share is not None or not result.rows
+        if worker.share is not None:
+            self._shares.record(worker.share, result.position)
+        self._skipped += result.skipped
+        for reason, first in result.first_skipped.items():
+            self.reader.first_skipped.setdefault(reason, first)
+        self.list_features |= result.list_features
+
+    def _give_back(self, worker: PoolWorker) -> None:
+        if worker.share is not None and worker.ahead:
+            self._shares.give_back(worker.share)
+        worker.share, worker.ahead = None, 0
+
+    def _grow(self) -> list[PoolWorker]:
+        """Start and connect workers that are missing."""
+        missing = self.wanted - len(self.pool) - self.pool.starting
+        if missing > 0:
+            self.pool.start(missing)
+        return self.pool.connect()
+
+    @property
+    def _surplus(self) -> list[PoolWorker]:
+        return sorted(self.pool.workers.values(), key=lambda worker: worker.number)[self.wanted :]
+
+    def close(self) -> None:
+        """End the workers."""
+        self.pool.close()
+
+
+class AsyncBatches(WorkerBatches):
+    """Each worker trains on batches of its own."""
+
+    def _epoch_steps(self) -> Iterator[DoneStep]:
+        while True:
+            if not self._held:
+                self._change_workers()
+                self._dispatch()
+            if not self.in_progress:
+                if not self._held:
+                    return
+                self._held = False  # the last results had no rows, so the run was not asked
+                continue
+            worker, _, result = self.pool.wait()
+            if isinstance(result, Failure):
+                yield DoneStep([], result.error)
+            elif isinstance(result, Ahead):
+                worker.ahead = result.rows
+                worker.share = worker.share if result.rows else None
+            elif isinstance(result, StepResult):
+                self._recorded(worker, result)
+                worker.share = worker.share if result.ahead else None
+                if result.rows:
+                    yield DoneStep([result])
+
+    def _change_workers(self) -> None:
+        self._grow()
+        surplus = self._surplus
+        for worker in list(self.pool.workers.values()):
+            worker.leaving = worker in surplus
+            if worker.leaving and not worker.calls:
+                self._give_back(worker)
+                self.pool.remove(worker)
+
+    def _dispatch(self) -> None:
+        """Give steps to workers. A worker without a share takes one; if there is none, it rests."""
+        limit = self._limit()
+        for worker in self.pool.workers.values():
+            if worker.leaving:
+                continue
+            if worker.share is None and not worker.calls:
+                share = self._shares.take()
+                if share is None:
+                    if not worker.resting:
+                        worker.resting = True
+                        self.pool.call(worker, "rest")
+                    continue
+                worker.share, worker.resting = share.index, False
+                self.pool.call(worker, "read", share, self._rows_of(worker))
+            if worker.share is None:
+                continue
+            while self._steps_of(worker) < _QUEUED:
+                pending = sum(map(self._steps_of, self.pool.workers.values()))
+                if limit is not None and pending >= limit:
+                    return
+                sample = worker.number == 1
+                self.pool.call(worker, "step", StepOrder(self._step() + pending, sample=sample))
+
+    def _steps_of(self, worker: PoolWorker) -> int:
+        return sum(call[0] == "step" for call, _ in worker.calls)
+
+
+class SyncBatches(WorkerBatches):
+    """All workers have a part of each batch."""
+
+    def _epoch_steps(self) -> Iterator[DoneStep]:
+        self._columns: bytes | None = None
+        while True:
+            self._change_workers()
+            error = self._open_shares()
+            workers = self._in_order()
+            if error is None and not any(worker.ahead for worker in workers):
+                return
+            sizes = [worker.ahead for worker in workers] if self._split else None
+            results: list[StepResult] = []
+            if error is None:
+                for number, worker in enumerate(workers):
+                    part = (number, len(workers))
+                    order = StepOrder(self._step(), part, sizes, self._columns, sample=number == 0)
+                    self.pool.call(worker, "step", order)
+                error = self._answers(workers, results)
+            yield DoneStep(results, error)
+
+    def _answers(self, workers: list[PoolWorker], results: list[StepResult]) -> Exception | None:
+        """Wait for the results of a step; return the error of a worker as soon as there is one."""
+        found: dict[int, StepResult] = {}
+        while self.in_progress:
+            worker, _, result = self.pool.wait()
+            if isinstance(result, Failure):
+                return result.error
+            if isinstance(result, StepResult):
+                self._recorded(worker, result)
+                found[worker.number] = result
+        results += [found[worker.number] for worker in workers]
+        return None
+
+    def _in_order(self) -> list[PoolWorker]:
+        return sorted(self.pool.workers.values(), key=lambda worker: worker.number)
+
+    def _rows_of(self, worker: PoolWorker) -> int:
+        if not self._split:
+            return self.reader.batch_size
+        workers = self._in_order()
+        first, last = bounds(self.reader.batch_size, workers.index(worker), len(workers))
+        return max(1, last - first)
+
+    def _change_workers(self) -> None:
+        """Let workers join and leave. The others then read batches of another size, or other parts."""
+        joined, surplus = self._grow(), self._surplus
+        if not joined and not surplus:
+            return
+        for worker in self._in_order():
+            if self._split:
+                self._give_back(worker)
+            worker.share, worker.ahead = None, 0
+        for worker in surplus:
+            self.pool.remove(worker)
+
+    def _open_shares(self) -> Exception | None:
+        """Give shares to workers without a batch, until each has one or no share is left."""
+        if not self._split:
+            return self._open_stream()
+        while waiting := [worker for worker in self._in_order() if not worker.ahead]:
+            opened = []
+            for worker in waiting:
+                share = self._shares.take()
+                if share is not None:
+                    worker.share = share.index
+                    self.pool.call(worker, "read", share, self._rows_of(worker))
+                    opened.append(worker)
+            if not opened:
+                return None
+            error = self._aheads(opened)
+            if error is not None:
+                return error
+        return None
+
+    def _open_stream(self) -> Exception | None:
+        """Let workers that have not begun read all rows; one of the others has ended only if all have."""
+        opened = [worker for worker in self._in_order() if worker.share is None]
+        for worker in opened:
+            worker.share = 0
+            self.pool.call(worker, "read", self._shares.share(0), self._rows_of(worker))
+        return self._aheads(opened)
+
+    def _aheads(self, opened: list[PoolWorker]) -> Exception | None:
+        for worker in opened:
+            while worker.calls:
+                _, result = self.pool.answer(worker)
+                if isinstance(result, Failure):
+                    return result.error
+                assert isinstance(result, Ahead)
+                worker.ahead = result.rows
+                self._columns = result.columns or self._columns
+        return None

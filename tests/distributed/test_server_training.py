@@ -1,0 +1,211 @@
+"""Runs on parameter servers: bits, workers that join and leave, processes that are killed.
+
+Ray starts once for this file, because a start takes seconds, and so does each process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megalith import checkpoint
+from megalith.cli import train as cli
+from megalith.cli.training_bar import TrainingBar
+from megalith.cli.workers import workers as workers_command
+from megalith.errors import InputError
+from megalith.shards.servers.ray_servers import ray_module, start_ray, stop_ray
+from megalith.shards.servers.server_messages import SpaceSpec
+from megalith.shards.servers.table_space import TableSpace
+from megalith.shards.servers.update_log import read_records
+from megalith.training import Run, RunConfig, load_trained
+from megalith.training.worker_batches import WorkerBatches
+from tests.test_docs import ROOT, snippets
+
+pytestmark = pytest.mark.usefixtures("restore_threads")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray() -> Iterator[None]:
+    try:
+        start_ray(object_store_bytes=128 << 20)
+        yield
+    finally:
+        stop_ray()
+
+
+def config(num_batches: int, **train: Any) -> RunConfig:
+    return RunConfig.from_dict(
+        {
+            "data": {"kind": "synthetic", "batch_size": 32, "options": {"num_batches": num_batches}},
+            "model": {"dim": 4, "options": {"hidden": [8]}},
+            "train": {"log_every": 4, "threads": 1, "timeout": 120.0, **train},
+        }
+    )
+
+
+def rows_of(folder: Path) -> dict[str, list[Any]]:
+    """Rows with optimizer state and times, sorted by id."""
+    model, _ = load_trained(folder)
+    found = {}
+    for name in model.embeddings.configs:
+        chunks = list(model.embeddings.shards.scan(name))
+        columns = [(c.ids, c.rows, *c.state.values(), c.time) for c in chunks]
+        found[name] = sorted(row for each in columns for row in zip(*(x.tolist() for x in each), strict=True))
+    return found
+
+
+def assert_same(a: Path, b: Path) -> None:
+    """Rows, optimizer state, times and dense weights, bit for bit."""
+    found = checkpoint.diff(a / "checkpoint", b / "checkpoint")
+    assert (found.only_before, found.only_after, found.dense, found.steps) == ([], [], {}, {})
+    assert not found.optimizer
+    for name, table in found.tables.items():
+        assert (table.added, table.removed, table.changed) == (0, 0, 0), name
+        assert table.before > 0
+
+
+class Script(TrainingBar):
+    """Calls functions after steps; copies the logs of the tables before the last save truncates them."""
+
+    def __init__(self, run: Run, work: dict[int, Callable[[], object]], logs: Path | None = None) -> None:
+        super().__init__(run)
+        self.run, self.work, self.logs = run, work, logs
+
+    def batch(self, step: int, samples: int, loss: float) -> None:
+        super().batch(step, samples, loss)
+        self.work.get(step, lambda: None)()
+
+    def saving(self, rows: int) -> None:
+        super().saving(rows)
+        if self.logs is not None:
+            (found,) = self.run.directory.glob("servers/*/log/tables")
+            shutil.copytree(found, self.logs)
+
+
+def workers(run: Run) -> WorkerBatches:
+    assert isinstance(run.batches, WorkerBatches)
+    return run.batches
+
+
+def wait_for_started(run: Run) -> None:
+    """Waits until the processes of workers that join have started; they join at the next step."""
+    starting = [ready for _, ready in workers(run).pool._starting.values()]
+    ray_module().wait(starting, num_returns=len(starting), timeout=200.0)
+
+
+def kill_server(run: Run, number: int = 0) -> None:
+    shards: Any = run.model.embeddings.shards
+    os.kill(shards.describe_servers()[number]["pid"], signal.SIGKILL)
+
+
+def kill_worker(run: Run, number: int) -> None:
+    os.kill(workers(run).pool.workers[number].pid, signal.SIGKILL)
+
+
+def test_synchronous_workers_have_the_bits_of_one_process() -> None:
+    """The guide; a worker leaves in the midst of the epoch."""
+    scope: dict[str, Any] = {}
+    (code,) = snippets(ROOT / "docs" / "guides" / "server-training.md")
+    exec(compile(code, "server-training.md", "exec"), scope)
+    assert_same(scope["folder"] / "servers", scope["folder"] / "alone")
+    assert not (scope["folder"] / "servers" / "servers").exists()
+
+
+def replayed(run: Run, logs: Path) -> tuple[dict[str, list[Any]], list[tuple[int, int, int]]]:
+    """Applies the updates of a log once, in one process: rows, and (worker, number, step) of pushes."""
+    shards: Any = run.model.embeddings.shards
+    spec = SpaceSpec(list(shards.configs.values()), "cpu", 0, ("float32",) * 2, False, None, 1, 60.0, "")
+    space, pushes = TableSpace(spec, 0, 1), []
+    (folder,) = logs.iterdir()
+    for path in sorted(folder.glob("log-*.bin")):
+        for worker, number, write in read_records(path, last=True):
+            space.replay(worker, number, write)
+            if write.kind == "push":
+                pushes.append((worker, number, write.header["step"]))
+    found: dict[str, list[Any]] = {}
+    for name in shards.configs:
+        chunks = [(c.ids, c.rows, *c.state.values(), c.time) for c in space.part.shards.scan(name)]
+        found[name] = sorted(row for each in chunks for row in zip(*(x.tolist() for x in each), strict=True))
+    return found, pushes
+
+
+def check_log(run: Run, logs: Path) -> None:
+    """On one server with the synchronous log: each batch was applied exactly once, in the recorded order."""
+    expected, pushes = replayed(run, logs)
+    assert rows_of(run.directory) == expected
+    assert len({(worker, number) for worker, number, _ in pushes}) == len(pushes) == run.step
+    assert workers(run).lost_writes == 0
+
+
+def test_asynchronous_workers_that_join_and_leave_and_killed_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills happen while workers compute: two steps of each are in progress."""
+    events: dict[int, Callable[[], object]] = {
+        3: lambda: workers_command(run.directory, 2),
+        5: lambda: wait_for_started(run),
+        9: lambda: kill_worker(run, 1),
+        15: lambda: kill_server(run),
+        28: lambda: run.set_workers(1),
+        34: lambda: run.stop(),
+    }
+    monkeypatch.setattr(cli, "TrainingBar", lambda run: Script(run, events, tmp_path / "logs"))
+    out = Console(record=True, width=200)
+    with Run(config(40, servers=1, server_log="sync", staleness=100), tmp_path / "run") as run:
+        assert cli._train(run, out)
+        check_log(run, tmp_path / "logs")
+        _, pushes = replayed(run, tmp_path / "logs")
+        assert next(step for worker, _, step in pushes if worker == 2) >= 5  # that of the servers
+        assert workers(run).pool.replaced == 1
+        assert list(workers(run).pool.workers) == [1]
+        assert 34 <= run.step < 40
+        cli._conclude(run, None, out)
+        result = run.evaluate()
+        with pytest.raises(InputError, match="workers"):
+            run.set_workers(0)
+    shown = out.export_text()
+    for expected in ("1 server, 1 worker, async", f"stopped after step {run.step}", "report.html"):
+        assert expected in shown
+    resumed = Run.resume(tmp_path / "run", {"servers": 0})
+    assert resumed.evaluate() == result
+    resumed.train()
+    assert (resumed.step, resumed.samples) == (40, 40 * 32)
+    assert not (tmp_path / "run" / "servers").exists()
+
+
+def cycle(kills: Sequence[Callable[[], object]], every: int, count: int) -> dict[int, Callable[[], object]]:
+    return {every * (n + 1): kills[n % len(kills)] for n in range(count)}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_fifty_kills_of_servers_and_workers(tmp_path: Path) -> None:
+    """Asynchronous workers: every batch is applied once, whatever is killed in the midst of a step."""
+    run = Run(config(240, servers=1, workers=2, server_log="sync"), tmp_path / "run")
+    with run:
+        kills = [lambda: kill_worker(run, 1), lambda: kill_server(run), lambda: kill_worker(run, 2)]
+        run.train(Script(run, cycle(kills, 4, 51), tmp_path / "logs"))
+        check_log(run, tmp_path / "logs")
+        assert (run.step, workers(run).pool.replaced) == (240, 34)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_fifty_kills_between_synchronous_steps_leave_the_bits_of_one_process(tmp_path: Path) -> None:
+    """Saves in between: servers start again from a checkpoint and their log, dense weights included."""
+    settings = {"micro_batches": 2, "epochs": 1, "save_every": 20}
+    with Run(
+        config(110, servers=2, workers=2, server_mode="sync", server_log="sync", **settings), tmp_path / "a"
+    ) as run:
+        kills = [lambda: kill_server(run, 0), lambda: kill_worker(run, 1), lambda: kill_server(run, 1)]
+        run.train(Script(run, cycle(kills, 2, 51)))
+        assert workers(run).pool.replaced == 17
+    Run(config(110, **settings), tmp_path / "b").train()
+    assert_same(tmp_path / "a", tmp_path / "b")
