@@ -70,6 +70,7 @@ def start_ray(address: str | None = None, *, object_store_bytes: int | None = No
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         return True
     ray.init(
+        address="local",  # otherwise Ray joins a cluster that another process has started on this machine
         num_cpus=os.cpu_count() or 1,
         include_dashboard=False,
         object_store_memory=object_store_bytes,
