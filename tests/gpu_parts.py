@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
 
 def test_parts() -> list[Part]:
     """The parts of `make test-gpu`, the longest first."""
-    pytest = [sys.executable, "-m", "pytest", "--tb=short", "--durations=5"]
+    pytest = [sys.executable, "-m", "pytest", "-m", "not soak", "--tb=short", "--durations=5"]
     parts = [
         Part(f"engine{k + 1}", [*pytest, *ENGINE_TESTS], {"MEGALITH_TEST_SHARE": f"{k}/{SHARES}"})
         for k in range(SHARES)
