@@ -1,6 +1,6 @@
-"""Parameter servers: lookups and pushes of ServerShards, against the bytes alone and against torch's RPC.
+"""Parameter servers: lookups and pushes of ServerShards, against the bytes alone, torch's RPC and ranks.
 
-    python benchmarks/servers.py [--quick] [--rounds N] [--output PATH]
+    python benchmarks/servers.py [--quick] [--only SECTION,...] [--output PATH]
 
 One worker, servers on the same host, one thread each. A round is a lookup of one batch and the push of its
 gradients, which is waited for. Variants take turns; ratios are medians of the ratios of the rounds, of wall
@@ -11,19 +11,26 @@ time, because most work is done by other processes.
     Ray, the bytes          the same arrays through plain calls of as many Ray actors, which do nothing
     torch RPC               nn.EmbeddingBag shards of a fixed size on two processes, sparse Adagrad; ids are
                             routed and deduplicated by the same code as ours
+    SyncShards, 2 ranks     this process and another, each with half of the batch; the same tables
+
+    section    variants
+    peers      2 servers, and everything above
+    scaling    1 server and 2 servers, and the bytes alone for each
+    phases     where the time of a step goes: ids, waiting for rows, rows and gradients, waiting for the push
 
 A full run saves results/servers-DATE.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,29 +38,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.rpc as rpc
-from harness import (
-    Bar,
-    Timings,
-    command_line,
-    interleave,
-    machine,
-    print_bars,
-    print_table,
-    progress,
-    result_path,
-    versions,
-    write_result,
-)
+from harness import Run, Timings, interleave, print_table, progress, run_sections
 from torch import Tensor
 
-from megalith import Adagrad, Router, Servers, ServerShards, TableConfig
+from megalith import Adagrad, Router, Servers, ServerShards, Shards, SyncShards, TableConfig
 from megalith.shards.preparer import RoutingPreparer
 from megalith.shards.servers.ray_servers import ray_module, start_ray, stop_ray
 
 PACKAGES = ("megalith", "torch", "ray", "numpy")
 TABLES = 4
 DIM = 16
-BYTES, RPC = "Ray, the bytes", "torch RPC"
+BYTES, RPC, RANKS = "Ray, the bytes", "torch RPC", "SyncShards, 2 ranks"
+Variant = Callable[[dict[str, Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ def make_batches(settings: Settings) -> list[dict[str, Tensor]]:
     return found
 
 
-def trainer(shards: ServerShards) -> Callable[[dict[str, Tensor]], None]:
+def trainer(shards: Shards) -> Variant:
     def step(ids: dict[str, Tensor]) -> None:
         lookup = shards.lookup(ids)
         rows = {name: lookup.rows[name] for name in ids}
@@ -211,76 +207,168 @@ class TorchRpc:
         Path(self._store).unlink(missing_ok=True)
 
 
+# ---- ranks
+
+
+def rank(number: int, store: str, settings: Settings, orders: Connection | None) -> Variant | None:
+    """A rank of SyncShards. With orders it makes the steps that they name, until None."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
+    step = trainer(SyncShards(configs()))
+    halves = [{name: ids.chunk(2)[number] for name, ids in batch.items()} for batch in make_batches(settings)]
+    if orders is None:
+        return lambda batch: step({name: ids.chunk(2)[number] for name, ids in batch.items()})
+    while (order := orders.recv()) is not None:
+        step(halves[order])
+    torch.distributed.destroy_process_group()
+    return None
+
+
+class TwoRanks:
+    """This process and another as ranks, each with half of the batch."""
+
+    def __init__(self, batches: Sequence[dict[str, Tensor]], settings: Settings) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._store = tempfile.mktemp(prefix="megalith-ranks-")
+        self._orders, other = context.Pipe()
+        self._process = context.Process(target=rank, args=(1, self._store, settings, other))
+        self._process.start()
+        self._numbers = {id(batch): number for number, batch in enumerate(batches)}
+        step = rank(0, self._store, settings, None)
+        assert step is not None
+        self._step = step
+
+    def __call__(self, ids: dict[str, Tensor]) -> None:
+        self._orders.send(self._numbers[id(ids)])
+        self._step(ids)
+
+    def close(self) -> None:
+        self._orders.send(None)
+        torch.distributed.destroy_process_group()
+        self._process.join(30)
+        Path(self._store).unlink(missing_ok=True)
+
+
 # ---- the run
 
 
-def measure(settings: Settings) -> dict[str, list[float]]:
-    torch.set_num_threads(1)
-    batches = make_batches(settings)
-    peer = TorchRpc(settings)
-    start_ray()
-    groups = {count: Servers(count) for count in (1, 2)}
-    variants: dict[str, Callable[[dict[str, Tensor]], None]] = {}
-    for count, servers in groups.items():
-        variants[f"megalith, {count} servers"] = trainer(ServerShards(configs(), servers=servers))
-        variants[f"{BYTES}, {count} servers"] = BareRay(batches, count)
-    variants[RPC] = peer
-    try:
+class ServersRun(Run):
+    """The batches, and the results so far."""
+
+    def __init__(self, quick: bool) -> None:
+        super().__init__(quick)
+        torch.set_num_threads(1)
+        self.settings = Settings(batch=2048, batches=4, rounds=4) if quick else Settings()
+        self.batches = make_batches(self.settings)
+
+    def facts(self) -> dict[str, Any]:
+        return {"settings": asdict(self.settings)}
+
+    def on_servers(self, counts: Sequence[int]) -> tuple[dict[str, Variant], list[Servers]]:
+        """ServerShards and the bytes alone, for numbers of servers."""
+        start_ray()
+        variants: dict[str, Variant] = {}
+        groups = [Servers(count) for count in counts]
+        for count, servers in zip(counts, groups, strict=True):
+            variants[ours(count)] = trainer(ServerShards(configs(), servers=servers))
+            variants[bare(count)] = BareRay(self.batches, count)
+        return variants, groups
+
+    def measure(self, section: str, variants: dict[str, Variant]) -> Timings:
         for name, call in variants.items():
             progress(f"warming up: {name}")
-            for batch in batches:
+            for batch in self.batches:
                 call(batch)
-        progress("measuring")
-        return dict(interleave(variants, batches, settings.rounds, clock=time.perf_counter).seconds)
+        times = interleave(variants, self.batches, self.settings.rounds, clock=time.perf_counter)
+        rows = TABLES * self.settings.batch
+        cells = [
+            [name, f"{times.median(name) * 1e3:.1f}", f"{rows / times.median(name):,.0f}"]
+            for name in variants
+        ]
+        print_table(f"A lookup and a push: {section}", ("variant", "ms", "occurrences/s"), cells)
+        self.sections[section] = {"seconds": dict(times.seconds)}
+        return times
+
+
+def ours(servers: int) -> str:
+    return f"megalith, {servers} servers"
+
+
+def bare(servers: int) -> str:
+    return f"{BYTES}, {servers} servers"
+
+
+def peers(run: ServersRun) -> None:
+    rpc_peer = TorchRpc(run.settings)
+    ranks = TwoRanks(run.batches, run.settings)
+    variants, groups = run.on_servers([2])
+    try:
+        times = run.measure("peers", variants | {RPC: rpc_peer, RANKS: ranks})
     finally:
-        for servers in groups.values():
+        for servers in groups:
             servers.close()
         stop_ray()
-        peer.close()
+        ranks.close()
+        rpc_peer.close()
+    two = ours(2)
+    limit = times.ratio(bare(2), two).median
+    run.bar("speed of the bytes alone", limit, 0.8, note="2 servers; 1 would be no cost of our own")
+    run.bar("torch RPC with EmbeddingBags / ours", times.ratio(RPC, two).median, 2.0, note="2 servers")
+    run.bar("torch RPC / Ray, the bytes", times.ratio(RPC, bare(2)).median, note="limit of Ray's calls")
+    run.bar("SyncShards at 2 ranks / ours", times.ratio(RANKS, two).median, note="2 servers")
 
 
-def report(seconds: dict[str, list[float]], settings: Settings) -> list[Bar]:
-    times = Timings(seconds)
-    rows = TABLES * settings.batch
-    cells = [
-        [name, f"{times.median(name) * 1e3:.1f}", f"{rows / times.median(name):,.0f}"] for name in seconds
-    ]
-    print_table("A lookup and a push", ("variant", "ms", "occurrences/s"), cells)
-    two = "megalith, 2 servers"
-    limit = times.ratio(f"{BYTES}, 2 servers", two)
-    return [
-        Bar("speed of the bytes alone", limit.median, 0.8, note="2 servers; 1 would be no cost of our own"),
-        Bar("torch RPC with EmbeddingBags", times.ratio(RPC, two).median, 2.0, note="2 servers"),
-        Bar("1 server / 2 servers", times.ratio("megalith, 1 servers", two).median, note="scaling"),
-    ]
+def scaling(run: ServersRun) -> None:
+    variants, groups = run.on_servers([1, 2])
+    try:
+        times = run.measure("scaling", variants)
+    finally:
+        for servers in groups:
+            servers.close()
+        stop_ray()
+    run.bar("1 server / 2 servers", times.ratio(ours(1), ours(2)).median, note="time of a step")
+
+
+def phases(run: ServersRun) -> None:
+    start_ray()
+    found: dict[str, list[float]] = {}
+    with Servers(2) as servers:
+        shards = ServerShards(configs(), servers=servers)
+        for number in range(2 * run.settings.rounds):
+            ids = run.batches[number % len(run.batches)]
+            marks = [time.perf_counter()]
+            prepared = shards.prepare(ids)
+            marks.append(time.perf_counter())
+            lookup = shards.lookup(prepared)
+            lookup.wait()
+            marks.append(time.perf_counter())
+            rows = {name: lookup.rows[name] for name in ids}
+            marks.append(time.perf_counter())
+            shards.apply_gradients(lookup, rows, step=0, time=1.0)
+            marks.append(time.perf_counter())
+            shards.flush()
+            marks.append(time.perf_counter())
+            for name, (a, b) in zip(PHASES, pairwise(marks), strict=True):
+                found.setdefault(name, []).append(b - a)
+    stop_ray()
+    times = Timings({name: each[run.settings.rounds :] for name, each in found.items()})
+    cells = [[name, f"{times.median(name) * 1e3:.2f}"] for name in PHASES]
+    print_table("Phases of a step, 2 servers", ("phase", "ms"), cells)
+    run.sections["phases"] = {"seconds": dict(times.seconds)}
+
+
+PHASES = (
+    "dedup and routing",
+    "waiting for rows",
+    "rows of occurrences",
+    "sums, and sending",
+    "waiting for the push",
+)
+SECTIONS = {"peers": peers, "scaling": scaling, "phases": phases}
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few rounds; nothing is saved")
-    parser.add_argument("--rounds", type=int, help="default 30")
-    parser.add_argument("--output", type=Path, help="where to save the result")
-    options = parser.parse_args(arguments)
-    settings = Settings(batch=2048, batches=4, rounds=4) if options.quick else Settings()
-    if options.rounds:
-        settings = replace(settings, rounds=options.rounds)
-    here = machine()
-    seconds = measure(settings)
-    bars = report(seconds, settings)
-    print_bars(bars)
-    content = {
-        "benchmark": "servers",
-        "command": command_line(arguments),
-        "machine": here,
-        "versions": versions(PACKAGES),
-        "settings": asdict(settings),
-        "sections": {"seconds": seconds},
-        "bars": bars,
-    }
-    if options.output or not options.quick:
-        write_result(options.output or result_path("servers"), content)
+    run_sections("servers", arguments, ServersRun, SECTIONS, PACKAGES)
 
 
 if __name__ == "__main__":

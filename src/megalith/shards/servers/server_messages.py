@@ -136,7 +136,7 @@ def tensor_of(array: Array) -> Tensor:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """Return a tensor of the CPU as an array of the same memory.
+    """Return a tensor as an array: of the same memory if it is contiguous on the CPU, otherwise of a copy.
 
     Args:
         tensor: The tensor.
@@ -144,7 +144,7 @@ def array_of(tensor: Tensor) -> Array:
     Returns:
         The array.
     """
-    found: Array = tensor.detach().contiguous().numpy()
+    found: Array = tensor.detach().cpu().contiguous().numpy()
     return found
 
 

@@ -40,9 +40,9 @@ class OwnedTables:
             counts: The number of values of each table.
 
         Returns:
-            The values by table; tables without values are left out.
+            The values by table, on the device of the tables; tables without values are left out.
         """
-        pieces = flat.split_with_sizes(list(counts))
+        pieces = flat.to(self.shards.device).split_with_sizes(list(counts))
         return {name: piece for name, piece in zip(self.names, pieces, strict=True) if piece.numel()}
 
 

@@ -303,8 +303,9 @@ class TableSpace:
                 await self._wait_for_slowest(worker, session)
         self.reads += 1
         own = torch.tensor([counts], dtype=torch.int64)
-        flat = torch.empty(int(self.tables.rows.floats(own).sum()))
-        pieces = dict.fromkeys(self.tables.names, torch.empty(0, dtype=torch.int64))
+        device = self.part.shards.device
+        flat = torch.empty(int(self.tables.rows.floats(own).sum()), device=device)
+        pieces = dict.fromkeys(self.tables.names, torch.empty(0, dtype=torch.int64, device=device))
         pieces |= self.tables.by_table(tensor_of(ids), counts)
         self.tables.rows.read(pieces, own, flat, step)
         return array_of(self._wire.encode(flat, own, self.tables.dims))
