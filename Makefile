@@ -78,6 +78,7 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/train_cpu.py
 	$(BIN)/python benchmarks/sync_cpu.py
 	$(BIN)/python benchmarks/servers.py
+	$(BIN)/python benchmarks/server_training.py
 	$(BIN)/python benchmarks/checkpoint_cpu.py
 	$(BIN)/python benchmarks/records_cpu.py
 	$(BIN)/python benchmarks/gather_ranks.py

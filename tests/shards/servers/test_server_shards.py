@@ -602,6 +602,7 @@ def test_killed_servers_lose_nothing_with_the_synchronous_log(servers: Servers, 
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_fifty_kills(servers: Servers, tmp_path: Path) -> None:
     kills = {step: (step // 3 % 2,) for step in range(1, 150, 3)}
     found, expected = train_with_kills(servers, tmp_path, kills, steps=155, save=70)
