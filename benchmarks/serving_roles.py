@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megalith import Adagrad
 from megalith.models import EmbeddingConfig, Model, build_model
+from megalith.serving.export.compiling import compile_servable
 from megalith.serving.proto import (
     DataType,
     PredictRequest,
@@ -119,6 +120,17 @@ def answer(ready: dict[str, Any], reply: Callable[[dict[str, Any]], dict[str, An
 def model_server(directory: str, follow: str) -> None:
     torch.set_num_threads(1)
     with ModelServer(directory, _config(allow_writes=follow == "follow")) as server:
+        answer({"address": server.address}, lambda _: {})
+
+
+def compiled_server(directory: str) -> None:
+    """Runs a server whose dense part is compiled; it is ready when that is done."""
+    torch.set_num_threads(1)
+    with ModelServer(directory, _config()) as server:
+        version = server.models[0].newest
+        assert version is not None
+        cache = Path(directory).with_name("compiled")
+        assert compile_servable(version.servable, cache), "the dense part was not compiled; see its messages"
         answer({"address": server.address}, lambda _: {})
 
 
@@ -312,6 +324,7 @@ def prober() -> None:
 
 ROLES: dict[str, Callable[..., None]] = {
     "model_server": model_server,
+    "compiled_server": compiled_server,
     "pushed_server": pushed_server,
     "server_processes": server_processes,
     "handlers": handlers,

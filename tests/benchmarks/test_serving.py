@@ -28,10 +28,12 @@ def test_a_quick_run_measures_requests_sync_and_staleness(tmp_path: Path) -> Non
     result = json.loads(output.read_text())
     loads = {(load["clients"], load["batch"], load["variant"]) for load in result["requests"]}
     assert loads == {
-        (n, 1, name) for n in (1, 32) for name in ("megalith", "pushed", "two processes", "plain", "lean")
+        (n, 1, name)
+        for n in (1, 32)
+        for name in ("megalith", "compiled", "pushed", "two processes", "plain", "lean")
     }
     assert all(load["per_second"] > 0 for load in result["requests"])
     assert min(result["sync"][name] for name in ("first", "one", "two", "raw")) > 0
     assert 0 < result["staleness"]["p50"] <= result["staleness"]["p99"]
-    assert len(result["bars"]) == 10
+    assert len(result["bars"]) == 12
     assert str(tmp_path) not in output.read_text()

@@ -84,6 +84,7 @@ def export_calls() -> Iterator[Call]:
         servable,
         lambda made: {
             "predict": {"features": {"f": ids()}},
+            "random_inputs": {"size": 2},
             "predict_plain": {"batch": [bytes(24)], "size": 3, "dense": None},
             "count_missing": {"features": {"f": ids()}},
             "check": rows,

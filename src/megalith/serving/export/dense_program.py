@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 
 from megalith.errors import ExportError, InputError
 from megalith.serving.export.archive import check_archive, load_archive
+from megalith.serving.export.compiled_program import Runner, flatten
 
 PREFIX = "model."
 """Prefix that torch.export adds to the names of the model's weights."""
@@ -51,6 +52,7 @@ class DenseProgram:
         self._same = self._copies[0].same
         self._exported = {name: weight.detach().clone() for name, weight in self._copies[0].weights.items()}
         self._now = dict(self._exported)
+        self._compiled: Runner | None = None
 
     @property
     def names(self) -> dict[str, tuple[int, ...]]:
@@ -74,6 +76,17 @@ class DenseProgram:
             with copy:
                 if copy is self.front:  # otherwise it was replaced and may change
                     return copy(rows, dense)
+
+    def use_compiled(self, compiled: Runner) -> None:
+        """Compute with a compiled program while the exported weights are in use.
+
+        Args:
+            compiled: What `load_library` returned.
+        """
+        with self._writing:
+            self._compiled = compiled
+            for copy in self._copies:
+                copy.compiled = compiled if copy.is_exported else None
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Check new weights.
@@ -117,6 +130,9 @@ class DenseProgram:
             self._now.update({self._same[name]: weight.detach().clone() for name, weight in weights.items()})
             back = self._copies[1 - self._front]
             back.wait_idle()
+            # A compiled program may hold small weights in its code.
+            back.is_exported = weights is self._exported
+            back.compiled = self._compiled if back.is_exported else None
             with torch.no_grad():
                 for name, weight in back.weights.items():
                     weight.copy_(self._now[name])
@@ -138,6 +154,8 @@ class ProgramCopy:
         module: The module that computes.
         weights: Its parameters and persistent buffers, each once.
         same: Every name of a weight -> its name in `weights`.
+        is_exported: Whether it has the weights of the export.
+        compiled: Computes the outputs instead of the module, if there is one.
     """
 
     def __init__(self, program: ExportedProgram) -> None:
@@ -157,11 +175,15 @@ class ProgramCopy:
             if self.same[name] == name:
                 self.weights[name] = weight
         _shorten_lookups(self.module)
+        self.is_exported = True
+        self.compiled: Runner | None = None
         self._running = self._waiting = 0
         self._changed = threading.Condition(threading.Lock())
 
     def __call__(self, rows: dict[str, Any], dense: Tensor | None) -> Sequence[Tensor]:
         """Return the outputs, in the order of the signature."""
+        if self.compiled is not None:
+            return self.compiled(flatten(rows, dense))
         # `forward` skips the hooks of a module's call, whose size checks would dominate the time.
         outputs: Tensor | Sequence[Tensor] = self.module.forward(rows, dense)
         if isinstance(outputs, Tensor):  # an export of format version 1

@@ -29,7 +29,7 @@ from megalith.errors import (
 from megalith.library import span
 from megalith.nn.batch_preparer import real_places
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
-from megalith.ops.checks import callback, flag, instance, kind, mapping
+from megalith.ops.checks import callback, flag, instance, integer, kind, mapping
 from megalith.ops.checks import path as check_path
 from megalith.serving.export.dense_program import DenseProgram, ProgramCopy
 from megalith.serving.export.folding import Folder
@@ -47,6 +47,7 @@ from megalith.storage.store import LocalStore
 Fetch = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 Tensors = Mapping[str, Tensor]
 _NOTHING: Tensors = MappingProxyType({})
+_MAX_RANDOM = 4096
 _PIECE = 1 << 16
 """Rows compared at once when a version inherits those of another."""
 
@@ -399,6 +400,33 @@ class Servable:
         fetch = None if self._fetch is None else self._zeros
         for example in read_examples(self.directory / self.signature.examples.path):
             self._predict(*example, fetch)
+
+    @property
+    def dense_program(self) -> DenseProgram | None:
+        """The dense part; None without a model."""
+        return self._program
+
+    def random_inputs(self, size: int) -> tuple[dict[str, Any], Tensor | None]:
+        """Return inputs of the dense part as those of a request with one id for each feature and row.
+
+        Args:
+            size: Number of rows, at most 4096.
+
+        Returns:
+            Rows by name, and dense values; all random.
+
+        Raises:
+            InputError: The size is not positive, or too large.
+            UsageError: `plain_features` is empty.
+        """
+        plans, width = self._plans, self.signature.num_dense
+        if plans is None or not plans.plain_features:
+            raise UsageError(f"{self.signature.name} has no requests with one id for each feature and row")
+        if integer(size, "size") > _MAX_RANDOM:
+            raise InputError(f"size must be at most {_MAX_RANDOM}, got {size}")
+        plan = plans.plain(size)
+        rows = [torch.randn(output.shape) for output in plan.rows.outputs()]
+        return self._named_rows(plans.plan, plan.batch, rows), torch.randn(size, width) if width else None
 
     def _zeros(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: torch.zeros(each.numel(), self.signature.dims[name]) for name, each in ids.items()}

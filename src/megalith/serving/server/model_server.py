@@ -30,6 +30,8 @@ from megalith.serving.client.credentials import grpc_module
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.discovery import Discovery, Replica, open_discovery
 from megalith.serving.discovery.addresses import is_loopback, is_wildcard
+from megalith.serving.export.compiled_program import default_cache
+from megalith.serving.export.compiling import compile_servable
 from megalith.serving.export.folding import Folder
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, Signature
@@ -243,7 +245,9 @@ class ModelServer:
             if self._config.allow_writes:
                 where = self._config.fold_directory
                 folder = Folder(None if where is None else Path(where), rows=self._config.fold_rows)
-            return Servable(directory, in_memory=self._config.in_memory, folder=folder), None
+            servable = Servable(directory, in_memory=self._config.in_memory, folder=folder)
+            self._compile(servable)
+            return servable, None
         if self._discovery is None:
             raise UsageError(
                 f"{signature.name} fetches its rows from other servers: give a discovery "
@@ -257,10 +261,27 @@ class ModelServer:
             credentials=self._config.fetch_credentials,
         )
         try:
-            return Servable(directory, fetch=fetcher), fetcher
+            servable = Servable(directory, fetch=fetcher)
+            self._compile(servable)
+            return servable, fetcher
         except BaseException:
             fetcher.close()
             raise
+
+    def _compile(self, servable: Servable) -> None:
+        """Compile the dense part in the background."""
+        if not self._config.compile:
+            return
+        cache = Path(self._config.compile_cache or default_cache())
+
+        def work() -> None:
+            try:
+                used = compile_servable(servable, cache)
+                logger.info("%s is %scompiled", servable.directory, "" if used else "not ")
+            except MegalithError as error:
+                logger.error("%s is not compiled: %s", servable.directory, error)
+
+        threading.Thread(target=work, name="megalith-compile", daemon=True).start()
 
     def _listen(self) -> None:
         config = self._config

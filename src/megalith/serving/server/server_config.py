@@ -115,6 +115,10 @@ class ServerConfig:
     """Return scores over TF Serving's gRPC as tensor_content, not in typed fields such as float_val."""
     in_memory: bool = False
     """Read the rows of a version into memory instead of mapping its files."""
+    compile: bool = False
+    """Compile the dense part of trusted exports in the background: faster, but with other last digits."""
+    compile_cache: Path | None = None
+    """Private directory of compiled programs. Default: megalith/compiled in the user's cache directory."""
     fold_rows: int = 1 << 18
     """Pushed rows in memory from which they are moved to mapped files in the background."""
     fold_directory: Path | None = None
@@ -162,12 +166,13 @@ class ServerConfig:
             "refuse_nan",
             "freeze_gc",
             "pin_processes",
+            "compile",
         ):
             checks.flag(getattr(self, name), name)
         for name in ("host", "metrics_host", "discovery", "advertise", "access_log"):
             if getattr(self, name) is not None or getattr(type(self), name) is not None:
                 checks.text(getattr(self, name), name)
-        for name in ("checkpoint", "fold_directory"):
+        for name in ("checkpoint", "fold_directory", "compile_cache"):
             if getattr(self, name) is not None:
                 checks.path(getattr(self, name), name)
         checks.instance(self.security, Security, "security")

@@ -1,0 +1,44 @@
+"""Compiling: gives a servable the compiled form of its dense part (compiled_program.py)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from megalith.errors import UsageError
+from megalith.serving.export.compiled_program import find_library, load_library
+from megalith.serving.export.servable import Servable
+
+logger = logging.getLogger(__name__)
+
+
+def compile_servable(servable: Servable, cache: Path) -> bool:
+    """Compile the dense part of a trusted export, or load the library of an earlier time.
+
+    Args:
+        servable: The version; requests continue meanwhile.
+        cache: The directory of libraries, which must be private.
+
+    Returns:
+        Whether requests use it from now on, while the exported weights are in use. Not for models without a
+        program, or with features that a batch shares.
+
+    Raises:
+        ExportError: The directory is not private.
+    """
+    program, file = servable.dense_program, servable.signature.program
+    if program is None or file is None:
+        return False
+    library = find_library(servable.directory / file.path, cache)
+    if library is None:
+        return False
+    try:
+        compiled = load_library(library, program, servable.random_inputs)
+    except UsageError:
+        return False
+    except Exception as error:  # torch raises many types for a library that does not fit
+        logger.warning("%s is not used: %s", library, error)
+        return False
+    if compiled is not None:
+        program.use_compiled(compiled)
+    return compiled is not None

@@ -1,0 +1,142 @@
+"""Compiled programs: from a private directory only, compared before use, and with exported weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.errors import ExportError
+from megalith.serving.export import compiled_program
+from megalith.serving.export.compiled_program import find_library, library_name, load_library, open_cache
+from megalith.serving.export.compiling import compile_servable
+from megalith.serving.export.servable import Servable
+from tests.serving.exports import export_version, rows
+
+
+def servable(directory: Path) -> Servable:
+    export_version(directory)
+    return Servable(directory / "1")
+
+
+def program_of(opened: Servable) -> Path:
+    assert opened.signature.program is not None
+    return opened.directory / opened.signature.program.path
+
+
+def test_the_directory_must_be_private(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    assert open_cache(cache).stat().st_mode & 0o777 == 0o700
+    cache.chmod(0o770)
+    with pytest.raises(ExportError, match="nobody else may write"):
+        open_cache(cache)
+    with pytest.raises(ExportError, match="nobody else may write"):
+        compile_servable(servable(tmp_path), cache)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExportError, match="cannot hold"):
+        open_cache(tmp_path / "file" / "cache")
+
+
+def test_a_library_belongs_to_one_program() -> None:
+    assert library_name(b"a") == library_name(b"a") != library_name(b"b")
+
+
+def test_a_program_that_cannot_be_compiled_answers_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = servable(tmp_path)
+    monkeypatch.setattr(compiled_program.sys, "executable", "/bin/false")
+    assert find_library(program_of(opened), tmp_path / "cache") is None
+    assert "is not compiled" in caplog.text
+    assert not compile_servable(opened, tmp_path / "cache")
+    assert opened.predict(*rows(2))["logits"].shape == (2,)
+
+
+def test_a_damaged_library_is_not_used(tmp_path: Path) -> None:
+    opened = servable(tmp_path)
+    cache = open_cache(tmp_path / "cache")
+    (cache / library_name(program_of(opened).read_bytes())).write_bytes(b"not a library")
+    before = opened.predict(*rows(2))["logits"]
+    assert not compile_servable(opened, cache)
+    assert torch.equal(opened.predict(*rows(2))["logits"], before)
+
+
+def test_a_library_with_other_outputs_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Loaded:
+        """Stands for a library that computes something else."""
+
+        class loader:
+            run = staticmethod(lambda flat: [flat[0] + 1])
+
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: Loaded)
+
+    def inputs(size: int) -> tuple[dict[str, Any], Tensor | None]:
+        return {"a": torch.zeros(size)}, None
+
+    def reference(rows: dict[str, Any], dense: Tensor | None) -> Sequence[Tensor]:
+        return [rows["a"]]
+
+    assert load_library(tmp_path / "x", reference, inputs) is None
+    assert "its outputs differ" in caplog.text
+    same = load_library(tmp_path / "x", lambda rows, dense: [rows["a"] + 1], inputs)
+    assert same is not None
+    assert same([torch.zeros(1)])[0].tolist() == [1.0]
+
+
+def test_it_is_used_while_the_exported_weights_are(tmp_path: Path) -> None:
+    opened = servable(tmp_path)
+    program = opened._program
+    assert program is not None
+    calls: list[int] = []
+    module = program.front.module
+    names = list(program.names)
+
+    def compiled(flat: list[Tensor]) -> Sequence[Tensor]:
+        calls.append(len(flat))
+        found: Sequence[Tensor] = module.forward(*last)
+        return found
+
+    features, dense = rows(2)
+    last: tuple[Any, ...] = ()
+    original = type(program.front).__call__
+
+    def call(copy: Any, given: dict[str, Any], values: Tensor | None) -> Any:
+        nonlocal last
+        last = (given, values)
+        return original(copy, given, values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(program.front), "__call__", call)
+        before = opened.predict(features, dense)["logits"]
+        program.use_compiled(compiled)
+        assert torch.equal(opened.predict(features, dense)["logits"], before)
+        assert len(calls) == 1
+        opened.apply({}, {}, {names[0]: program.weights[names[0]] + 1})
+        changed = opened.predict(features, dense)["logits"]
+        assert len(calls) == 1
+        assert not torch.equal(changed, before)
+        opened.reset()
+        assert torch.equal(opened.predict(features, dense)["logits"], before)
+        assert len(calls) == 2
+
+
+@pytest.mark.soak
+def test_a_compiled_program_computes_the_same_scores(tmp_path: Path) -> None:
+    opened = servable(tmp_path)
+    features, dense = rows(5)
+    before = opened.predict(features, dense)["logits"]
+
+    assert compile_servable(opened, tmp_path / "cache")
+
+    assert torch.allclose(opened.predict(features, dense)["logits"], before, 1e-4, 1e-5)
+    (library,) = (tmp_path / "cache").iterdir()
+    assert library.stat().st_mode & 0o777 == 0o600
+    compiled_at = library.stat().st_mtime_ns
+    assert compile_servable(Servable(tmp_path / "1"), tmp_path / "cache")  # without a compiler
+    assert library.stat().st_mtime_ns == compiled_at
