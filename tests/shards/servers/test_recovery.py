@@ -7,6 +7,7 @@ in `test_server_shards.py`.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,26 @@ def test_a_full_disk_fails_the_write_and_nothing_is_applied(
     assert rows(made) == {}
     assert write(made, (0, 2, push(2))) == [None]
     assert torch.tensor(list(rows(made))).sort().values.tolist() == [2, 3]
+
+
+def test_a_part_of_a_record_does_not_stay_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, write = UpdateLog(tmp_path / "log", flushed=True), os.write
+    log.begin_segment()
+    log.append(0, 1, ServerWrite("clear", {"tables": []}))
+
+    def full(file: int, data: memoryview) -> int:
+        if len(data) < 50:
+            raise OSError(28, "No space left on device")
+        return write(file, data[: len(data) - 40])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            log.append(0, 2, ServerWrite("clear", {"tables": []}))
+    log.append(0, 3, ServerWrite("clear", {"tables": []}))  # there is room again
+    log.close()
+    found = read_records(tmp_path / "log" / "log-00000000.bin", last=True)
+    assert [number for _, number, _ in found] == [1, 3]
 
 
 def test_old_segments_are_deleted_by_a_complete_save(tmp_path: Path) -> None:

@@ -293,9 +293,13 @@ def _padded(data: bytes) -> bytes:
 
 
 def _write_all(file: int, pieces: list[bytes]) -> None:
-    data = memoryview(b"".join(pieces))
-    while data:
-        data = data[os.write(file, data) :]
+    data, end = memoryview(b"".join(pieces)), os.fstat(file).st_size
+    try:
+        while data:
+            data = data[os.write(file, data) :]
+    except OSError:
+        os.ftruncate(file, end)  # records after a part of one could not be read
+        raise
 
 
 def _flush_file(file: int) -> None:
