@@ -190,7 +190,10 @@ class ServedFiles {
 
   // batch: the ids of each request, bytes of int64 [features, rows]; all rows together are those of the plan.
   int64_t pool(nb::list batch, const PoolPlan& plan, handle outputs) const {
-    check_counts(plan.counts().data(), plan.n(), plan.elements());
+    std::vector<int64_t> counts = plan.counts();  // of the tables that the model reads, which come first
+    require(static_cast<int64_t>(counts.size()) <= rows_.num_tables(), "plan: it reads more tables");
+    counts.resize(static_cast<size_t>(rows_.num_tables()));
+    check_counts(counts.data(), plan.n(), plan.elements());
     const std::vector<float*> out = plan.borrow_outputs(outputs);
     std::vector<int64_t> ids(static_cast<size_t>(plan.n()));
     const int64_t features = plan.num_features(), size = plan.size();
@@ -207,7 +210,7 @@ class ServedFiles {
     require(at == size, "batch: fewer rows than the plan has");
     nb::gil_scoped_release release;
     std::vector<float> rows(static_cast<size_t>(plan.elements()));
-    const int64_t missing = rows_.read(ids.data(), plan.counts().data(), rows.data());
+    const int64_t missing = rows_.read(ids.data(), counts.data(), rows.data());
     plan.run(rows.data(), out);
     return missing;
   }

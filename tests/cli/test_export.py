@@ -82,4 +82,5 @@ def test_what_is_no_run_and_a_version_that_is_there(run: Path, tmp_path: Path) -
     assert megalith(run, tmp_path / "out").exit_code == 0
     again = megalith(run, tmp_path / "out")
     assert again.exit_code != 0
-    assert "exists: choose another version (--version)" in " ".join(again.output.split())
+    remedy = "exists: choose another version (--version, in Python version=...)"
+    assert remedy in " ".join(again.output.split())

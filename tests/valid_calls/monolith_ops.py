@@ -83,7 +83,7 @@ def partitioned_calls() -> Iterator[Call]:
         monolith.PartitionedHashTable,
         {
             "num_ps": 0,
-            "table_factory": None,
+            "table_factory": lambda num_ps, configs: megalith.LocalShards(configs),
             "use_native_multi_hash_table": True,
             "parser_ctx": partitioned_params(),
         },

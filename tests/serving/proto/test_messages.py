@@ -159,7 +159,10 @@ def test_typed_contents_of_tritonclient_are_read() -> None:
         ("tensorflow.serving.ModelService", ["GetModelStatus"]),
         (
             "inference.GRPCInferenceService",
-            ["ModelInfer", "ModelMetadata", "ModelReady", "ServerLive", "ServerMetadata", "ServerReady"],
+            [
+                *("ModelConfig", "ModelInfer", "ModelMetadata", "ModelReady", "ModelStatistics"),
+                *("RepositoryIndex", "ServerLive", "ServerMetadata", "ServerReady"),
+            ],
         ),
     ],
 )

@@ -187,7 +187,8 @@ def finalize_shared_tensor(
         )
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InputError(f"dtype must be a float dtype, got {dtype!r}")
-    dims = [-1 if dim is None else dim for dim in ([None] if shape is None else shape)]
+    sizes = [None] if shape is None else checks.as_list(shape, "shape")
+    dims = [-1 if dim is None else dim for dim in sizes]
     for dim in dims:
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise InputError(f"shape must hold sizes and at most one None, got {shape!r}")

@@ -307,9 +307,10 @@ class PartitionedHashTable:
             raise InputError("apply_gradients: layout_grads_and_vars must be a list of (gradient, layout)")
         step = checks.scalar(global_step, "global_step") if isinstance(global_step, Tensor) else global_step
         if isinstance(req_time, Tensor):
-            if not req_time.numel() or req_time.is_complex():
+            plain = req_time.layout == torch.strided and not req_time.is_meta and not req_time.is_complex()
+            if not plain or not req_time.numel():
                 raise InputError("apply_gradients: req_time must be numbers")
-            req_time = float(req_time.max())
+            req_time = float(req_time.to(torch.float64).max())
         embeddings = self._embeddings(bundle)
         grads = fused_embedding_to_layout_grad(
             embeddings_list=embeddings,
