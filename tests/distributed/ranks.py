@@ -75,6 +75,7 @@ def _rank(pipe: Connection, store: str, rank: int, world_size: int, work: Any, a
             world_size=world_size,
             timeout=timedelta(seconds=SECONDS),
         )
+        dist.barrier()  # a rank whose work is short must not leave while another one still connects
         result = work(*args)
         pipe.send_bytes(pickle.dumps((True, result)))  # by value: the process is gone when it is read
         dist.destroy_process_group()
