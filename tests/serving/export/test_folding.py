@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,22 @@ def test_a_fold_waits_for_enough_rows() -> None:
     overlay.apply({"t": some(torch.arange(9), 0)})
     folder.consider(overlay)
     assert overlay.unfolded_rows == 9
+
+
+def test_a_fold_waits_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay, folder = Overlay({"t": 9}), Folder(tmp_path, rows=1, seconds=3600)
+    overlay.apply({"t": some(IDS, 0)})
+    folder.consider(overlay)
+    assert overlay.unfolded_rows == IDS.numel()
+
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3600)
+    folder.consider(overlay)
+    folder.join()
+    assert folder.folds == 1
+    overlay.apply({"t": some(IDS, 1)})
+    folder.consider(overlay)
+    assert overlay.unfolded_rows == IDS.numel()  # the next hour began with the end of the fold
 
 
 def test_a_fold_that_fails_leaves_the_rows(

@@ -21,6 +21,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,15 @@ class Folder:
     Args:
         directory: Where the files are written; None: the system's temporary directory.
         rows: Pushed rows from which a fold begins.
+        seconds: Least time from here to the first fold, and from the end of one to the next: a push of many
+            rows takes four times as long while they are folded.
     """
 
-    def __init__(self, directory: Path | None = None, *, rows: int = FOLD_ROWS) -> None:
+    def __init__(self, directory: Path | None = None, *, rows: int = FOLD_ROWS, seconds: float = 0.0) -> None:
         self._directory = directory
         self._least = rows
+        self._seconds = seconds
+        self._earliest = time.monotonic() + seconds
         self._thread: threading.Thread | None = None
         self.folds = 0
         """Folds that ended."""
@@ -109,7 +114,8 @@ class Folder:
         """
         if self._thread is not None and self._thread.is_alive():
             return
-        if overlay.unfolded_rows < max(self._least, overlay.folded_rows // _SHARE):
+        enough = max(self._least, overlay.folded_rows // _SHARE)
+        if time.monotonic() < self._earliest or overlay.unfolded_rows < enough:
             return
         sealed = overlay.seal()
         self._thread = threading.Thread(
@@ -131,6 +137,8 @@ class Folder:
             self.folds += 1
         except (MegalithError, OSError, RuntimeError) as error:  # torch raises RuntimeError without memory
             logger.warning("pushed rows stay in memory: %s", error)
+        finally:
+            self._earliest = time.monotonic() + self._seconds
 
     def _fold_table(self, layers: tuple[Any, ...], width: int, *, drops: bool) -> FoldedRows:
         """Write the rows of some layers into one file, without removed ids if nothing is below them."""

@@ -243,8 +243,9 @@ class ModelServer:
         if signature.part != ENTRY:
             folder = None
             if self._config.allow_writes:
-                where = self._config.fold_directory
-                folder = Folder(None if where is None else Path(where), rows=self._config.fold_rows)
+                config = self._config
+                where = None if config.fold_directory is None else Path(config.fold_directory)
+                folder = Folder(where, rows=config.fold_rows, seconds=config.fold_seconds)
             servable = Servable(directory, in_memory=self._config.in_memory, folder=folder)
             self._compile(servable)
             return servable, None

@@ -121,6 +121,8 @@ class ServerConfig:
     """Private directory of compiled programs. Default: megalith/compiled in the user's cache directory."""
     fold_rows: int = 1 << 18
     """Pushed rows in memory from which they are moved to mapped files in the background."""
+    fold_seconds: float = 300.0
+    """Time between two such moves, at least: pushes are slower while rows move."""
     fold_directory: Path | None = None
     """Directory of these files, which need its disk space. Default: the system's directory of such files."""
     trial: str = "running"
@@ -155,6 +157,7 @@ class ServerConfig:
             "read_seconds",
             "poll_seconds",
             "carry_seconds",
+            "fold_seconds",
         ):
             _check_seconds(self, name)
         for name in (
