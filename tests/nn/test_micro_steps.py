@@ -13,6 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from megalith import SGD, EmbeddingCollection, Feature, TableConfig
 from megalith.errors import UsageError
+from megalith.nn import micro_steps
 
 IDS = {"a": torch.arange(3)}
 
@@ -297,20 +298,31 @@ def test_a_grad_scaler_raises_at_its_second_step(unscaled: bool) -> None:
         step()
 
 
-@pytest.fixture
-def hooks() -> Callable[[], int]:
-    gc.collect()
-    return lambda: len(torch_optimizer._global_optimizer_post_hooks)
-
-
-def test_nothing_is_left_behind(hooks: Callable[[], int]) -> None:
-    before = hooks()
+def test_nothing_is_left_behind() -> None:
     model = Model()
     head = model.head
+    gc.collect()
+    hooks, guards = len(torch_optimizer._global_optimizer_post_hooks), len(micro_steps._GUARDS)
     for _ in range(2):
         usual(model)
-    assert hooks() == before + 1
     del model
     gc.collect()
-    assert hooks() == before
+    assert len(torch_optimizer._global_optimizer_post_hooks) == hooks, "one hook for all collections"
+    assert len(micro_steps._GUARDS) == guards - 1
     assert not any(parameter._backward_hooks for parameter in head.parameters())
+
+
+def test_a_collection_may_be_freed_during_a_step() -> None:
+    model, freed = Model(), [Model()]
+    usual(freed[0])
+
+    def free(*_: Any) -> None:
+        freed.clear()
+        gc.collect()
+
+    handle = torch_optimizer.register_optimizer_step_post_hook(free)  # torch iterates over such hooks
+    try:
+        usual(model)
+    finally:
+        handle.remove()
+    assert not freed

@@ -21,6 +21,7 @@ raises if the same number of backwards, at least two, updated rows before each o
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from typing import Any
@@ -39,6 +40,10 @@ _RECIPE = (
 )
 _SCALER_FRAMES = 8
 """The scaler is this close to the hook of the optimizer that it calls."""
+# All guards share one hook, which stays: torch iterates over its hooks, so none may be removed when Python
+# frees a guard, which happens at any time.
+_GUARDS: dict[int, weakref.ref[MicroStepGuard]] = {}
+_NUMBERS = itertools.count()
 
 
 class MicroStepGuard:
@@ -47,19 +52,15 @@ class MicroStepGuard:
     def __init__(self) -> None:
         self._watches: dict[int, _Watch] = {}  # by id(optimizer), while it lives
         self.forget()
-        reference = weakref.ref(self)
-
-        def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            guard = reference()
-            if guard is not None:
-                guard._stepped(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+        number = next(_NUMBERS)
+        _GUARDS[number] = weakref.ref(self, lambda _: _GUARDS.pop(number, None))
+        if not number:
+            register_optimizer_step_post_hook(_stepped)
 
     def forget(self) -> None:
         """Forget all backwards: an optimizer has used their gradients."""
         self.task, self._backwards = _NONE, 0
-        for watch in self._watches.values():
+        for watch in tuple(self._watches.values()):
             watch.forget()
 
     def updating(self) -> None:
@@ -89,7 +90,15 @@ class MicroStepGuard:
             self.forget()
             raise _accumulated("a second backward before the step of the dense optimizer")
 
-    def _stepped(self, optimizer: Optimizer) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Record that an optimizer has made a step.
+
+        Args:
+            optimizer: It.
+
+        Raises:
+            UsageError: An enabled GradScaler made the step, or FSDP's gradients were accumulated.
+        """
         watch, backwards = self._watches.get(id(optimizer)), self._backwards
         if watch is None:
             parameter = _watched_parameter(optimizer) if backwards else None
@@ -107,6 +116,13 @@ class MicroStepGuard:
             _check_scaler()
         if counted and repeated and backwards > 1:
             raise _accumulated(f"{backwards} backwards before each step of the dense optimizer")
+
+
+def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for reference in tuple(_GUARDS.values()):
+        guard = reference()
+        if guard is not None:
+            guard.stepped(optimizer)
 
 
 class _Watch:
