@@ -117,7 +117,7 @@ def test_a_window_stays_within_its_budget(
     windows = [(window, peers) for window in WINDOWS]
     for found, used, ledger in run_ranks(grown, str(tmp_path), side, windows, budget, world_size=ranks):
         assert ledger <= budget
-        # About one window in 25 takes up to 8 MiB more, for a reason that is not known yet.
+        # A few windows in a hundred take up to 5 MiB more, for a reason that is not known yet.
         assert sorted(found)[len(found) // 2] <= budget + OVERHEAD, found
         assert max(found) <= budget + 4 * OVERHEAD, found
         assert used[-1] - used[1] <= FLAT, used  # nothing accumulates; the first window makes threads

@@ -313,15 +313,17 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_a_collection_may_be_freed_during_a_step() -> None:
-    model, freed = Model(), [Model()]
-    usual(freed[0])
+    freed: list[Model] = []
 
     def free(*_: Any) -> None:
         freed.clear()
         gc.collect()
 
-    handle = torch_optimizer.register_optimizer_step_post_hook(free)  # torch iterates over such hooks
+    # Before the collections are made: torch's iteration goes on after this hook.
+    handle = torch_optimizer.register_optimizer_step_post_hook(free)
     try:
+        model = Model()
+        freed.append(Model())
         usual(model)
     finally:
         handle.remove()
