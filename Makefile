@@ -50,7 +50,7 @@ native-module: $(VENV)/build-tools
 	cp build/native-module/_native.*.so src/megalith/
 
 bench-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) benchmarks/table_gpu.py
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/table_gpu.py $(GPU_OPTIONS)
 
 test-integrations: $(VENV)/integrations build/clients/created
 	$(PYTEST) tests/integrations

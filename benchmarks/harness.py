@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -297,7 +298,8 @@ def run_sections(
     """Runs the chosen sections, prints every target and saves the result.
 
     A full run saves results/BENCHMARK-DATE.json; a --quick or --only run saves only to the path given by
-    --output.
+    --output. The result is saved after each section. A section that raises is listed under "errors": the
+    others run, and the process ends with exit status 1.
     """
     parser = argparse.ArgumentParser(description=f"benchmarks/{benchmark}.py")
     parser.add_argument("--quick", action="store_true", help="small tables, few rounds")
@@ -316,20 +318,28 @@ def run_sections(
     }
     for title in ("machine", "versions"):
         print(f"{title}: " + ", ".join(f"{k} {v}" for k, v in content[title].items()))
-    run = new_run(options.quick)
-    for name in chosen:
-        started = time.perf_counter()
-        progress(f"{name} ...")
-        sections[name](run)
-        progress(f"{name}: {time.perf_counter() - started:.0f} s")
-    print_bars(run.bars)
-    content |= {**run.facts(), "sections": run.sections, "bars": run.bars}
     output = options.output
     if output is None and not options.quick and not options.only:
         output = result_path(benchmark)
+    run = new_run(options.quick)
+    errors: dict[str, str] = {}
+    for name in chosen:
+        started = time.perf_counter()
+        progress(f"{name} ...")
+        try:
+            sections[name](run)
+        except Exception as error:
+            traceback.print_exc()
+            errors[name] = f"{type(error).__name__}: {error}"
+        progress(f"{name}: {time.perf_counter() - started:.0f} s")
+        content |= {**run.facts(), "sections": run.sections, "bars": run.bars, "errors": errors}
+        if output is not None:
+            write_result(output, content)
+    print_bars(run.bars)
     if output is not None:
-        write_result(output, content)
         progress(f"saved {output}")
+    if errors:
+        sys.exit("\n".join(f"section {name} failed: {error}" for name, error in errors.items()))
 
 
 def result_path(name: str) -> Path:

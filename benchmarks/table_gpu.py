@@ -1,28 +1,45 @@
-"""The cuda engine on one GPU: find and gather, the sparse training step, a pooled model, rows in host memory.
+"""The cuda engine on one GPU: find and gather, the sparse step, a pooled model, rows in host memory, scans.
 
-    python benchmarks/table_gpu.py [--quick] [--output PATH]      (make bench-gpu)
+    python benchmarks/table_gpu.py [--quick] [--only NAME,...] [--output PATH]      (make bench-gpu)
 
-Method: medians of triton.testing.do_bench, which empties the cache before each run, for kernels; wall time of
-many steps in a row for whole steps, because the host may be slower than the GPU; "GPU" columns add up the
-kernels of a step as torch's profiler reports them. All ids are in the tables, unless a line says "1 % new". A
-full run saves results/table_gpu-DATE.json. It needs torch and Triton, not the native module.
+Sections: find, step, pooled, host, scan, and kernels, which adds up the kernels of step and pooled as torch's
+profiler reports them. It comes last, because every launch takes longer after the profiler has run in a
+process. Method: medians of triton.testing.do_bench, which empties the cache before each call, for single
+calls; wall time of many steps in a row for whole steps, because the host may be slower than the GPU. Memory
+floors are the bytes that must move, at the speed of a copy on the GPU. All ids are in the tables, unless a
+line says "1 % new". "fast" is `deterministic=False`. A full run saves results/table_gpu-DATE.json. It needs
+torch and Triton, not the native module.
 """
 
 from __future__ import annotations
 
-import argparse
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import cycle
 from typing import Any
 
 import torch
-from harness import Bar, command_line, machine, print_bars, progress, result_path, versions, write_result
+from gpu_timing import (
+    DEVICE,
+    ON_GPU,
+    bus_speed,
+    copy_speed,
+    kernel_ms,
+    median_ms,
+    power_law,
+    release_memory,
+    row_of_calls_ms,
+    synchronize,
+    wall_ms,
+    with_floors,
+)
+from harness import Run, progress, run_sections
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
-from triton.testing import do_bench
 
 from megalith import (
     SGD,
@@ -40,387 +57,499 @@ from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.shards import LocalShards
 from megalith.table.engines.cuda.engine import CudaEngine
 
-GPU = "cuda"
-MILLION = 1 << 20
+MI = 1 << 20
+OPTIMIZERS: dict[str, Optimizer] = {"Adam": Adam(1e-3), "SGD": SGD(0.1)}
+COLUMNS = {"": True, ", fast": False}
 
 
-def median_ms(call: Callable[[], object]) -> float:
-    return float(do_bench(call, warmup=30, rep=120, return_mode="median"))
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the workloads, and how often a step runs before and during a measurement."""
+
+    slots: int = 64 * MI
+    tables: int = 10
+    table_ids: int = 104_857
+    id_range: int = 10_000_000
+    features: int = 26
+    batch: int = 65_536
+    feature_rows: int = 1_000_000
+    host_rows: int = 16 * MI
+    host_ids: int = MI
+    scan_rows: int = 4 * MI
+    copy_bytes: int = 1 << 30
+    warmup: int = 8
+    steps: int = 40
+    rounds: int = 5
+    profiled: int = 6
 
 
-def wall_ms(step: Callable[[], object], steps: int = 40) -> float:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / steps * 1e3
+SMALL = Sizes(slots=4 * MI, host_rows=MI, scan_rows=MI // 4, rounds=2)
 
 
-def kernel_ms(step: Callable[[], object], steps: int = 6) -> dict[str, float]:
-    """Milliseconds on the GPU per step, by kernel."""
-    step()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    times = {e.key[:60]: e.device_time_total / steps / 1e3 for e in found.key_averages()}
-    return {name: ms for name, ms in sorted(times.items(), key=lambda pair: -pair[1]) if ms > 0}
+class GpuRun(Run):
+    """The speeds of the machine, which several sections use."""
+
+    def __init__(self, quick: bool, sizes: Sizes | None = None) -> None:
+        super().__init__(quick)
+        self.sizes = sizes or (SMALL if quick else Sizes())
+        self.copy_tb_per_s = copy_speed(self.sizes.copy_bytes)
+        release_memory()
+        name = torch.cuda.get_device_name() if ON_GPU else "none"
+        self._facts = {"gpu": name, "copy_tb_per_s": self.copy_tb_per_s}
+        progress(f"{name}, copy {self.copy_tb_per_s:.2f} TB/s")
+
+    @cached_property
+    def bus(self) -> dict[str, float]:
+        """Speeds of pinned copies, measured when a section first asks."""
+        found = bus_speed(self.sizes.copy_bytes // 4)
+        self._facts |= {"bus": found}
+        return found
+
+    def floor_ms(self, moved: float) -> float:
+        """The time that bytes need at the speed of a copy."""
+        return moved / self.copy_tb_per_s / 1e9
+
+    def facts(self) -> dict[str, Any]:
+        return self._facts
 
 
-def copy_speed() -> float:
-    """Bytes read and written per second by a copy, in TB/s."""
-    source = torch.empty(MILLION << 10, dtype=torch.int8, device=GPU)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median_ms(lambda: target.copy_(source)) / 1e9
+def engine_of(table: Table) -> CudaEngine:
+    engine = table.engine_impl
+    assert isinstance(engine, CudaEngine)
+    return engine
 
 
-def power_law(n: int, ids: int) -> Tensor:
-    """Ids 1 to `ids` with probabilities falling as rank ** -1.05."""
-    u = torch.rand(n, device=GPU, dtype=torch.float64)
-    top = float(ids) ** -0.05
-    return ((u * (top - 1) + 1) ** -20.0).long().clamp(1, ids)
+# ---- find
 
 
-def find_and_gather(slots: int, copy: float) -> dict[str, Any]:
-    """Find and read 1 Mi of the rows that half fill the index."""
-    results: dict[str, Any] = {}
-    for dim in (16, 64, 128):
+def find(run: GpuRun) -> None:
+    """Find and read rows of an index that is half full; then find or insert, half of the ids new."""
+    slots, n = run.sizes.slots, run.sizes.slots // 64
+    results = run.sections["find"] = {"slots": slots, "ids": n}
+    for dim, bar in ((16, 9.0), (64, 5.0), (128, 3.2)):
         table = Table(TableConfig("t", dim=dim, optimizer=SGD(0.1)), engine="cuda")
-        engine = table.engine_impl
-        assert isinstance(engine, CudaEngine)
-        table.reserve(slots // 2)
-        ids = torch.randint(-(2**62), 2**62, (slots // 2,), device=GPU)
-        for part in ids.split(MILLION):
+        engine = engine_of(table)
+        table.reserve(slots * 5 // 8)
+        ids = torch.randint(-(2**62), 2**62, (slots // 2,), device=DEVICE)
+        for part in ids.split(slots // 8):
             engine.find_or_create(part)
         assert engine.table.slots == slots
-        wanted = ids[torch.randint(0, ids.numel(), (MILLION,), device=GPU)]
-        out, size, group = torch.empty(MILLION, dim, device=GPU), [MILLION], engine.group
-        found = group.find(wanted, size)
+        wanted = ids[torch.randint(0, ids.numel(), (n,), device=DEVICE)]
+        out, group = torch.empty(n, dim, device=DEVICE), engine.group
+        found = group.find(wanted, [n])
         assert bool((found.rows >= 0).all())
-
-        def both(group: Any = group, wanted: Tensor = wanted, out: Tensor = out) -> None:
-            group.read(wanted, None, [MILLION], out)
-
-        def read(group: Any = group, wanted: Tensor = wanted, out: Tensor = out, found: Any = found) -> None:
-            group.read(wanted, found, [MILLION], out)
-
-        together = median_ms(both)
-        floor = MILLION * (8 + 32 + 8 * dim) / copy / 1e9
-        results[f"dim {dim}"] = {
-            "billion_rows_per_s": MILLION / together / 1e6,
-            "find_billion_per_s": MILLION / median_ms(lambda g=group, w=wanted: g.find(w, [MILLION])) / 1e6,
-            "gather_billion_per_s": MILLION / median_ms(read) / 1e6,
-            "ms": together,
-            "memory_floor_ms": floor,
+        calls: dict[str, tuple[Callable[[], object], int]] = {
+            "find + gather": (lambda g=group, w=wanted, o=out: g.read(w, None, [n], o), 8 + 32 + 8 * dim),
+            "find": (lambda g=group, w=wanted: g.find(w, [n]), 8 + 32 + 4),
+            "gather": (lambda g=group, w=wanted, f=found, o=out: g.read(w, f, [n], o), 4 + 8 * dim),
         }
+        for name, (call, row_bytes) in calls.items():
+            results[f"{name}, dim {dim}"] = speed(n, median_ms(call), run.floor_ms(n * row_bytes))
+        rate = results[f"find + gather, dim {dim}"]["billion_per_s"]
+        run.bar(f"find + gather, dim {dim}, billion rows/s", rate, bar)
         if dim == 16:
-            results["find or insert, half new"] = find_or_insert(engine, wanted)
-        progress(f"find and gather, dim {dim}: {MILLION / together / 1e6:.2f} billion rows/s")
-    return results
+            own = results["find or insert, half new"] = find_or_insert(engine, wanted)
+            own["slots"] = engine.table.slots
+            run.bar("find or insert, half new, billion/s", own["billion_per_s"], 2.5)
+        progress(f"find and gather, dim {dim}: {rate:.2f} billion rows/s")
+        del table, engine, ids, wanted, out, group, found, calls, call
+        release_memory()
+
+
+def speed(n: int, ms: float, floor: float) -> dict[str, float]:
+    return {"billion_per_s": n / ms / 1e6, "ms": ms, "memory_floor_ms": floor, "times_floor": ms / floor}
 
 
 def find_or_insert(engine: CudaEngine, known: Tensor) -> dict[str, Any]:
-    """The time of a call in a row of calls, so that the GPU does not wait for the host."""
-    calls = []
-    for _ in range(12):
-        new = torch.randint(-(2**62), 2**62, (MILLION // 2,), device=GPU)
-        calls.append(torch.cat([known[: MILLION // 2], new])[torch.randperm(MILLION, device=GPU)])
-    engine.reserve(len(engine) + 13 * MILLION)
-    engine.find_or_create(calls[0])
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(10_000_000)
-    begin.record()
-    for ids in calls[1:]:
-        engine.find_or_create(ids)
-    end.record()
-    torch.cuda.synchronize()
-    ms = begin.elapsed_time(end) / (len(calls) - 1)
-    return {"ms": ms, "billion_per_s": MILLION / ms / 1e6}
-
-
-def sparse_step(
-    optimizer: Optimizer, new: float, kernels: bool, deterministic: bool = True
-) -> dict[str, Any]:
-    """DynamicEmb's workload: 10 tables, dim 128, 1,048,570 ids by a power law, no pooling.
-
-    After torch's profiler has run in a process, every launch takes longer, so one run either measures the
-    wall time or adds up kernels.
-    """
-    n, dim = 104_857, 128
-    configs = [
-        TableConfig(f"t{i}", dim=dim, optimizer=optimizer, deterministic=deterministic) for i in range(10)
-    ]
-    shards = LocalShards(configs, engine="cuda")
-    offsets = torch.arange(n + 1, device=GPU)
-    bags = {c.name: (Bags(offsets, (OutputSlice(i, 0, 0, dim),), first=0),) for i, c in enumerate(configs)}
-    pooling = Pooling(((n, dim),) * 10, bags)
-    grads = [torch.randn(n, dim, device=GPU) * 1e-3 for _ in configs]
-    batches = [{c.name: power_law(n, 10_000_000) for c in configs} for _ in range(4)]
-    fresh = int(n * new)
-    count = 0
-
-    def step() -> None:
-        nonlocal count
-        count += 1
-        ids = batches[count % 4]
-        if fresh:
-            extra = torch.arange(fresh, device=GPU) + (count << 32)
-            ids = {name: torch.cat([own[fresh:], extra]) for name, own in ids.items()}
-        lookup = shards.lookup(ids)
-        lookup.pool(pooling)
-        shards.apply_gradients(lookup, grads, step=count, pooling=pooling)
-
+    """The index does not grow: there is room for eight calls."""
+    n = known.numel()
+    calls: list[Callable[[], object]] = []
     for _ in range(8):
-        step()
-    joined = torch.cat([own + (k << 40) for k, own in enumerate(batches[0].values())])
-    if not kernels:
-        times = [wall_ms(step) for _ in range(5)]
-        return {"wall_ms": statistics.median(times), "distinct": torch.unique(joined).numel()}
-    found = kernel_ms(step)
-    return {"gpu_ms": sum(found.values()), "kernels_ms": dict(list(found.items())[:16])}
+        new = torch.randint(-(2**62), 2**62, (n // 2,), device=DEVICE)
+        ids = torch.cat([known[: n - n // 2], new])[torch.randperm(n, device=DEVICE)]
+        calls.append(lambda ids=ids: engine.find_or_create(ids))  # type: ignore[misc]
+    calls[0]()
+    ms = row_of_calls_ms(calls[1:])
+    return {"ms": ms, "billion_per_s": n / ms / 1e6}
 
 
-def pooled_model(kernels: bool) -> dict[str, Any]:
+# ---- step
+
+
+class SparseStep:
+    """DynamicEmb's workload: 10 tables, dim 128, 1,048,570 ids by a power law, no pooling."""
+
+    dim = 128
+
+    def __init__(self, sizes: Sizes, optimizer: Optimizer, deterministic: bool) -> None:
+        n, dim, self.count = sizes.table_ids, self.dim, 0
+        self.configs = [
+            TableConfig(f"t{i}", dim=dim, optimizer=optimizer, deterministic=deterministic)
+            for i in range(sizes.tables)
+        ]
+        self.shards = LocalShards(self.configs, engine="cuda")
+        offsets = torch.arange(n + 1, device=DEVICE)
+        bags = {
+            c.name: (Bags(offsets, (OutputSlice(i, 0, 0, dim),), first=0),)
+            for i, c in enumerate(self.configs)
+        }
+        self.pooling = Pooling(((n, dim),) * sizes.tables, bags)
+        self.grads = [torch.randn(n, dim, device=DEVICE) * 1e-3 for _ in self.configs]
+        self.batches = [{c.name: power_law(n, sizes.id_range) for c in self.configs} for _ in range(4)]
+
+    def step(self, new: float = 0.0) -> None:
+        self.count += 1
+        ids = self.batches[self.count % 4]
+        fresh = math.ceil(self.grads[0].shape[0] * new)
+        if fresh:
+            extra = torch.arange(fresh, device=DEVICE) + (self.count << 32)
+            ids = {name: torch.cat([own[fresh:], extra]) for name, own in ids.items()}
+        lookup = self.shards.lookup(ids)
+        lookup.pool(self.pooling)
+        self.shards.apply_gradients(lookup, self.grads, step=self.count, pooling=self.pooling)
+
+    def floors(self, run: GpuRun) -> dict[str, float]:
+        """The memory floor of the step in all, and of its largest kernels."""
+        n = sum(own.numel() for own in self.batches[0].values())
+        distinct = sum(own.unique().numel() for own in self.batches[0].values())
+        return step_floors(run, n, distinct, self.dim, self.configs[0].row_floats)
+
+
+def step_floors(run: GpuRun, n: int, distinct: int, dim: int, row_floats: int) -> dict[str, float]:
+    """Each id is looked up once; each gradient is read once; each distinct row is read and written once."""
+    moved = {"find_rows": n * (8 + 32 + 4), "place_rows": n * (4 + 8 * dim)}
+    moved["walk_chunks"] = n * 4 * dim + distinct * 8 * row_floats
+    return {name: run.floor_ms(size) for name, size in {**moved, "all": sum(moved.values())}.items()}
+
+
+def step(run: GpuRun) -> None:
+    """The wall time of the step: all ids known, and 1 % new ids; deterministic and fast."""
+    results = run.sections["step"] = {}
+    bars: dict[str, dict[str, float]] = {"Adam": {"required": 1.0, "goal": 0.8}, "SGD": {"required": 0.75}}
+    for name, optimizer in OPTIMIZERS.items():
+        for suffix, deterministic in COLUMNS.items():
+            work = SparseStep(run.sizes, optimizer, deterministic)
+            floor = work.floors(run)["all"]
+            for label, new in (("", 0.0), (", 1 % new", 0.01)):
+                wall_ms(lambda work=work, new=new: work.step(new), run.sizes.warmup)
+                times = [
+                    wall_ms(lambda work=work, new=new: work.step(new), run.sizes.steps)
+                    for _ in range(run.sizes.rounds)
+                ]
+                ms = statistics.median(times)
+                results[name + suffix + label] = {
+                    "wall_ms": ms,
+                    "memory_floor_ms": floor,
+                    "times_floor": ms / floor,
+                }
+                own: dict[str, Any] = bars[name] if not suffix and not label else {}
+                run.bar(f"10 tables, {name}{suffix}{label}, ms", ms, at_most=True, **own)
+                progress(f"{name}{suffix}{label}: {ms:.3f} ms, floor {floor:.3f} ms")
+            del work
+            release_memory()
+
+
+# ---- pooled
+
+
+class PooledModel:
     """26 features of 1 M rows, dim 64, Adagrad, batch 65,536, MLP 512-256-1 with fused Adam, TF32."""
-    features, batch, dim, rows = 26, 65_536, 64, 1_000_000
-    torch.backends.cuda.matmul.allow_tf32 = True
-    configs = [TableConfig(f"t{i}", dim=dim, optimizer=Adagrad(0.01)) for i in range(features)]
-    names = [f"f{i}" for i in range(features)]
-    collection = EmbeddingCollection(
-        configs,
-        [Feature(name, f"t{i}") for i, name in enumerate(names)],
-        layouts=[Layout("x", [Slice(name, 0, dim) for name in names])],
-        engine="cuda",
-    )
-    for table in collection.tables.values():
-        assert isinstance(table.engine_impl, CudaEngine)
-        for part in torch.arange(1, rows + 1, device=GPU).split(MILLION // 4):
-            table.engine_impl.find_or_create(part)
-    batches = [{name: power_law(batch, rows) for name in names} for _ in range(4)]
-    mlp = nn.Sequential(
-        nn.Linear(features * dim, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1)
-    ).to(GPU)
-    dense = torch.optim.Adam(mlp.parameters(), fused=True)
-    label = torch.rand(batch, 1, device=GPU)
-    count = 0
 
-    def train(x: Tensor) -> None:
-        nn.functional.binary_cross_entropy_with_logits(mlp(x), label).backward()
-        dense.step()
-        dense.zero_grad()
+    dim = 64
 
-    def ours() -> None:
-        nonlocal count
-        count += 1
-        train(collection(batches[count % 4])["x"])
+    def __init__(self, sizes: Sizes, deterministic: bool) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        features, dim, self.rows, self.count = sizes.features, self.dim, sizes.feature_rows, 0
+        configs = [
+            TableConfig(f"t{i}", dim=dim, optimizer=Adagrad(0.01), deterministic=deterministic)
+            for i in range(features)
+        ]
+        self.row_floats = configs[0].row_floats
+        names = [f"f{i}" for i in range(features)]
+        self.collection = EmbeddingCollection(
+            configs,
+            [Feature(name, f"t{i}") for i, name in enumerate(names)],
+            layouts=[Layout("x", [Slice(name, 0, dim) for name in names])],
+            engine="cuda",
+        )
+        every = torch.arange(1, self.rows + 1, device=DEVICE)
+        for table in self.collection.tables.values():
+            for part in every.split(MI // 4):
+                engine_of(table).find_or_create(part)
+        self.batches = [{name: power_law(sizes.batch, self.rows) for name in names} for _ in range(4)]
+        self.mlp = nn.Sequential(
+            nn.Linear(features * dim, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1)
+        ).to(DEVICE)
+        self.dense = torch.optim.Adam(self.mlp.parameters(), fused=True)
+        self.label = torch.rand(sizes.batch, 1, device=DEVICE)
+        self.given = torch.randn(sizes.batch, features * dim, device=DEVICE, requires_grad=True)
 
-    given = torch.randn(batch, features * dim, device=GPU, requires_grad=True)
+    def train(self, x: Tensor) -> None:
+        nn.functional.binary_cross_entropy_with_logits(self.mlp(x), self.label).backward()
+        self.dense.step()
+        self.dense.zero_grad()
 
-    def mlp_alone() -> None:
-        given.grad = None
-        train(given)
+    def step(self) -> None:
+        self.count += 1
+        self.train(self.collection(self.batches[self.count % 4])["x"])
 
-    for _ in range(5):
-        ours()
-        mlp_alone()
-    results: dict[str, Any] = {}
-    if kernels:
-        found, alone = kernel_ms(ours), kernel_ms(mlp_alone)
-        results |= {"gpu_ms": sum(found.values()), "mlp_gpu_ms": sum(alone.values())}
-        results["kernels_ms"] = dict(list(found.items())[:20])
-        return results
-    pairs = [(wall_ms(ours), wall_ms(mlp_alone)) for _ in range(5)]
-    results["step_ms"] = statistics.median(step for step, _ in pairs)
-    results["mlp_ms"] = statistics.median(alone for _, alone in pairs)
-    results["embedding_ms"] = statistics.median(step - alone for step, alone in pairs)
-    collection.shards.clear()
-    torch.cuda.empty_cache()
-    results["26_bags_ms"] = many_bags_ms(batches, rows, dim, train)
-    torch.cuda.empty_cache()
-    results["one_bag_ms"] = one_bag_ms(batches, rows, dim, train)
-    return results
+    def mlp_alone(self) -> None:
+        self.given.grad = None
+        self.train(self.given)
 
+    def floors(self, run: GpuRun) -> dict[str, float]:
+        n = sum(own.numel() for own in self.batches[0].values())
+        distinct = sum(own.unique().numel() for own in self.batches[0].values())
+        return step_floors(run, n, distinct, self.dim, self.row_floats)
 
-def many_bags_ms(
-    batches: list[dict[str, Tensor]], rows: int, dim: int, train: Callable[[Tensor], None]
-) -> float:
-    """One nn.EmbeddingBag per feature, with torch's Adagrad."""
-    names, size = list(batches[0]), next(iter(batches[0].values())).numel()
-    bags = nn.ModuleList([nn.EmbeddingBag(rows + 1, dim, mode="sum", sparse=True) for _ in names]).to(GPU)
-    optimizer = torch.optim.Adagrad(bags.parameters(), lr=0.01)
-    each = torch.arange(size, device=GPU)
-    chosen = iter(batches * 100)
+    def free_tables(self) -> None:
+        self.collection.shards.clear()
+        release_memory()
 
-    def step() -> None:
-        batch = next(chosen)
-        train(torch.cat([bag(batch[name], each) for name, bag in zip(names, bags, strict=True)], 1))
-        optimizer.step()
-        optimizer.zero_grad()
+    def many_bags_ms(self, steps: int) -> float:
+        """One nn.EmbeddingBag per feature, with torch's Adagrad."""
+        names, size = list(self.batches[0]), self.label.shape[0]
+        bags = nn.ModuleList(
+            nn.EmbeddingBag(self.rows + 1, self.dim, mode="sum", sparse=True, device=DEVICE) for _ in names
+        )
+        optimizer = torch.optim.Adagrad(bags.parameters(), lr=0.01)
+        each = torch.arange(size, device=DEVICE)
+        chosen = cycle(self.batches)
 
-    step()
-    return wall_ms(step, 10)
+        def one() -> None:
+            batch = next(chosen)
+            self.train(torch.cat([bag(batch[name], each) for name, bag in zip(names, bags, strict=True)], 1))
+            optimizer.step()
+            optimizer.zero_grad()
 
+        one()
+        return wall_ms(one, steps)
 
-def one_bag_ms(
-    batches: list[dict[str, Tensor]], rows: int, dim: int, train: Callable[[Tensor], None]
-) -> float:
-    """One nn.EmbeddingBag for all features, with torch's Adagrad."""
-    count, size = len(batches[0]), next(iter(batches[0].values())).numel()
-    bag = nn.EmbeddingBag(count * (rows + 1), dim, mode="sum", sparse=True).to(GPU)
-    optimizer = torch.optim.Adagrad(bag.parameters(), lr=0.01)
-    every = torch.arange(size * count, device=GPU)
-    shift = torch.arange(count, device=GPU) * (rows + 1)
-    flat = [(torch.stack(list(batch.values()), 1) + shift).reshape(-1) for batch in batches]
-    chosen = iter(flat * 100)
+    def one_bag_ms(self, steps: int) -> float:
+        """One nn.EmbeddingBag for all features, with torch's Adagrad."""
+        count, size, dim = len(self.batches[0]), self.label.shape[0], self.dim
+        bag = nn.EmbeddingBag(count * (self.rows + 1), dim, mode="sum", sparse=True, device=DEVICE)
+        optimizer = torch.optim.Adagrad(bag.parameters(), lr=0.01)
+        every = torch.arange(size * count, device=DEVICE)
+        shift = torch.arange(count, device=DEVICE) * (self.rows + 1)
+        chosen = cycle((torch.stack(list(batch.values()), 1) + shift).reshape(-1) for batch in self.batches)
 
-    def step() -> None:
-        train(bag(next(chosen), every).view(size, count * dim))
-        optimizer.step()
-        optimizer.zero_grad()
+        def one() -> None:
+            self.train(bag(next(chosen), every).view(size, count * dim))
+            optimizer.step()
+            optimizer.zero_grad()
 
-    step()
-    return wall_ms(step, 10)
+        one()
+        return wall_ms(one, steps)
 
 
-def bus_speed() -> dict[str, float]:
-    """Bytes per second of copies between pinned host memory and the GPU, in GB/s."""
-    host = torch.empty(MILLION << 8, dtype=torch.int8, pin_memory=True)
-    device = torch.empty_like(host, device=GPU)
-    to_gpu = median_ms(lambda: device.copy_(host, non_blocking=True))
-    to_host = median_ms(lambda: host.copy_(device, non_blocking=True))
-    return {"to_gpu_gb_per_s": host.numel() / to_gpu / 1e6, "to_host_gb_per_s": host.numel() / to_host / 1e6}
+def pooled(run: GpuRun) -> None:
+    """The wall time of the whole step less the MLP's, and the same model with nn.EmbeddingBag."""
+    results = run.sections["pooled"] = {}
+    steps, rounds = run.sizes.steps, run.sizes.rounds
+    for suffix, deterministic in COLUMNS.items():
+        work = PooledModel(run.sizes, deterministic)
+        wall_ms(work.step, run.sizes.warmup)
+        wall_ms(work.mlp_alone, run.sizes.warmup)
+        pairs = [(wall_ms(work.step, steps), wall_ms(work.mlp_alone, steps)) for _ in range(rounds)]
+        whole = statistics.median(step for step, _ in pairs)
+        part = statistics.median(step - alone for step, alone in pairs)
+        own = results["deterministic" if deterministic else "fast"] = {
+            "step_ms": whole,
+            "mlp_ms": statistics.median(alone for _, alone in pairs),
+            "embedding_ms": part,
+            "memory_floor_ms": work.floors(run)["all"],
+        }
+        own["times_floor"] = part / own["memory_floor_ms"]
+        run.bar(
+            f"pooled model{suffix}, embedding part, ms",
+            part,
+            1.5 if deterministic else None,
+            at_most=True,
+        )
+        work.free_tables()
+        if deterministic:
+            peers = {
+                "26 nn.EmbeddingBag": (work.many_bags_ms, 6.0),
+                "one nn.EmbeddingBag": (work.one_bag_ms, 1.7),
+            }
+            for name, (measure, bar) in peers.items():
+                results[name] = {"step_ms": measure(max(1, steps // 4))}
+                run.bar(f"{name} / ours", results[name]["step_ms"] / whole, bar)
+                release_memory()
+        progress(f"pooled model{suffix}: {own}")
+        del work
+        release_memory()
 
 
-def host_tier(rows: int) -> dict[str, Any]:
-    """A table of four times its budget of GPU memory: dim 64, Adagrad, 1 Mi ids a step by a power law.
+# ---- host
 
-    The bytes that must travel in a step: the weights of each occurrence whose row is on the host are read by
-    the lookup; each distinct such row is read and written by the update; rows that change places travel both
-    ways.
+
+def host(run: GpuRun) -> None:
+    """A table of four times its budget of GPU memory: dim 64, Adagrad, 1 Mi ids a step by a power law."""
+    results = run.sections["host"] = {**run.bus}
+    for suffix, deterministic in COLUMNS.items():
+        own = results["deterministic" if deterministic else "fast"] = host_tier(run, deterministic)
+        release_memory()
+        run.bar(
+            f"host tier{suffix}, step / time of its bytes over the bus",
+            own["step_by_bus"],
+            1.5 if deterministic else None,
+            at_most=True,
+        )
+        run.bar(f"host tier{suffix}, step / time of its distinct rows over the bus", own["step_by_distinct"])
+        run.bar(f"host tier{suffix}, hit rate", own["hit_rate"])
+        progress(f"host tier{suffix}: {own}")
+
+
+def host_tier(run: GpuRun, deterministic: bool) -> dict[str, float]:
+    """Measures one table.
+
+    The bytes that travel in a step: the weights of each occurrence whose row is on the host are read by the
+    lookup; each distinct such row is read and written by the update; rows that change places travel both
+    ways. `step_by_distinct` counts the weights once for each distinct row instead.
     """
-    dim, n = 64, MILLION
+    dim, n, rows, rounds = 64, run.sizes.host_ids, run.sizes.host_rows, 2 * run.sizes.rounds
     optimizer = Adagrad(0.01)
     stride = CudaEngine(TableConfig("t", dim=dim, optimizer=optimizer)).layout.stride
-    config = TableConfig("t", dim=dim, optimizer=optimizer, device_bytes=rows * stride // 4)
+    config = TableConfig(
+        "t", dim=dim, optimizer=optimizer, device_bytes=rows * stride // 4, deterministic=deterministic
+    )
     table = Table(config, engine="cuda")
-    engine = table.engine_impl
-    assert isinstance(engine, CudaEngine)
+    engine = engine_of(table)
     assert engine.tier is not None
-    for part in (torch.randperm(rows, device=GPU) + 1).split(MILLION):
+    for part in (torch.randperm(rows, device=DEVICE) + 1).split(MI):
         engine.find_or_create(part)
     batches = [power_law(n, rows) for _ in range(8)]
-    grads = torch.randn(n, dim, device=GPU) * 1e-3
+    grads = torch.randn(n, dim, device=DEVICE) * 1e-3
     count = 0
-    occurrences = 0
 
-    def step() -> None:
+    def one() -> None:
         nonlocal count
         count += 1
         ids = batches[count % 8]
         table.lookup(ids)
         table.apply_gradients(ids, grads, step=count)
 
-    for _ in range(24):
-        step()
+    wall_ms(one, 2 * rounds)
     before = table.stats().host_tier
-    ms = wall_ms(step, 16)
+    ms = wall_ms(one, rounds)
     after = table.stats().host_tier
     assert before is not None
     assert after is not None
-    for ids in batches:
-        occurrences += int((table.find(ids) >= engine.tier.boundary).sum())
-    misses, moved = (after.misses - before.misses) / 16, (after.moved - before.moved) / 16
-    bus = bus_speed()
-    read = occurrences / 8 * 4 * dim + (misses + moved) * stride
+    occurrences = sum(int((table.find(ids) >= engine.tier.boundary).sum()) for ids in batches) / 8
+    misses, moved = (after.misses - before.misses) / rounds, (after.moved - before.moved) / rounds
+    hits = (after.hits - before.hits) / rounds
     written = (misses + moved) * stride
-    floor = read / bus["to_gpu_gb_per_s"] / 1e6 + written / bus["to_host_gb_per_s"] / 1e6
-    hits = after.hits - before.hits
+    read, read_distinct = (number * 4 * dim + written for number in (occurrences, misses))
+    to_gpu, to_host = run.bus["to_gpu_gb_per_s"] * 1e6, run.bus["to_host_gb_per_s"] * 1e6
+    bus_ms, distinct_ms = (bytes_read / to_gpu + written / to_host for bytes_read in (read, read_distinct))
     return {
-        **bus,
         "rows": rows,
         "rows_on_gpu": engine.tier.boundary,
         "step_ms": ms,
-        "hit_rate": hits / (hits + 16 * misses),
+        "hit_rate": hits / (hits + misses),
+        "missed_occurrences_per_step": occurrences,
         "missed_rows_per_step": misses,
         "moved_rows_per_step": moved,
         "bytes_read_per_step": read,
         "bytes_written_per_step": written,
-        "bus_ms": floor,
-        "step_by_bus": ms / floor,
+        "bus_ms": bus_ms,
+        "step_by_bus": ms / bus_ms if bus_ms else float("inf"),
+        "step_by_distinct": ms / distinct_ms if distinct_ms else float("inf"),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a small index; nothing is saved")
-    parser.add_argument("--output", type=Path, help="where to save the result")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+# ---- scan
+
+
+def scan(run: GpuRun) -> None:
+    """Rows of a table to the host and back: dim 64, Adagrad; against a pinned copy of the same bytes."""
+    rows, chunk_rows = run.sizes.scan_rows, 1 << 16
+    config = TableConfig("t", dim=64, optimizer=Adagrad(0.01))
+    table, other = Table(config, engine="cuda"), Table(config, engine="cuda")
+    for part in (torch.randperm(rows, device=DEVICE) + 1).split(MI):
+        engine_of(table).find_or_create(part)
+    size = rows * (8 + 8 + 4 * config.row_floats)
+    results = run.sections["scan"] = {"rows": rows, "bytes": size, **run.bus}
+    kept = list(table.scan(chunk_rows))  # compiles the kernels
+
+    def read_snapshot() -> Iterator[int]:
+        with table.snapshot() as snapshot:
+            chunk = table.new_chunk(chunk_rows)
+            while count := snapshot.read(chunk):
+                yield count
+
+    def restore() -> Iterator[int]:
+        other.clear()
+        for chunk in kept:
+            other.restore(chunk)
+            yield chunk.ids.numel()
+
+    ways: dict[str, tuple[Callable[[], Iterator[int]], str]] = {
+        "scan": (lambda: (chunk.ids.numel() for chunk in table.scan(chunk_rows)), "to_host_gb_per_s"),
+        "snapshot": (read_snapshot, "to_host_gb_per_s"),
+        "restore": (restore, "to_gpu_gb_per_s"),
+    }
+    for name, (start, direction) in ways.items():
+        times = []
+        for _ in range(3):
+            synchronize()
+            began = time.perf_counter()
+            assert sum(start()) == rows
+            synchronize()
+            times.append(time.perf_counter() - began)
+        seconds = statistics.median(times[1:])
+        rate = size / seconds / 1e9
+        results[name] = {"seconds": seconds, "gb_per_s": rate, "part_of_bus": rate / run.bus[direction]}
+        run.bar(f"{name}, GB/s", rate)
+        run.bar(f"{name}, part of the speed of a pinned copy", rate / run.bus[direction])
+        progress(f"{name}: {rate:.2f} GB/s of {run.bus[direction]:.2f}")
+    began = time.perf_counter()
+    snapshot = table.snapshot()
+    results["snapshot"]["begin_seconds"] = time.perf_counter() - began
+    snapshot.close()
+
+
+# ---- kernels
+
+
+def kernels(run: GpuRun) -> None:
+    """Time on the GPU of the kernels of `step` and `pooled`."""
+    results = run.sections["kernels"] = {}
+    for name, optimizer in OPTIMIZERS.items():
+        for suffix, deterministic in COLUMNS.items():
+            work = SparseStep(run.sizes, optimizer, deterministic)
+            floors = work.floors(run)
+            for label, new in (("", 0.0), (", 1 % new", 0.01)):
+                wall_ms(lambda work=work, new=new: work.step(new), run.sizes.warmup)
+                found = kernel_ms(lambda work=work, new=new: work.step(new), run.sizes.profiled)
+                own = {"gpu_ms": sum(found.values()), "kernels": with_floors(found, floors)}
+                results[f"10 tables, {name}{suffix}{label}"] = own
+                run.bar(f"10 tables, {name}{suffix}{label}, GPU ms", own["gpu_ms"], at_most=True)
+            del work
+            release_memory()
+    work = PooledModel(run.sizes, deterministic=True)
+    wall_ms(work.step, run.sizes.warmup)
+    found = kernel_ms(work.step, run.sizes.profiled)
+    alone = kernel_ms(work.mlp_alone, run.sizes.profiled)
+    results["pooled"] = {
+        "gpu_ms": sum(found.values()),
+        "mlp_gpu_ms": sum(alone.values()),
+        "kernels": with_floors(found, work.floors(run)),
+    }
+    part = sum(found.values()) - sum(alone.values())
+    run.bar("pooled model, embedding part, GPU ms", part, at_most=True)
+
+
+SECTIONS = {"find": find, "step": step, "pooled": pooled, "host": host, "scan": scan, "kernels": kernels}
+
+
+def main(arguments: Sequence[str]) -> None:
+    if not ON_GPU and not {"-h", "--help"} & set(arguments):
         sys.exit("table_gpu.py needs a CUDA GPU")
-    copy = copy_speed()
-    progress(f"{torch.cuda.get_device_name()}, copy {copy:.2f} TB/s")
-    steps: dict[str, Any] = {}
-    pooled: dict[str, Any] = {}
-    gather: dict[str, Any] = {}
-    tier: dict[str, Any] = {}
-    for kernels in (False, True):
-        for name, optimizer in (("Adam", Adam(1e-3)), ("SGD", SGD(0.1))):
-            for label, new in (("", 0.0), (", 1 % new", 0.01), (", atomic additions", 0.0)):
-                fixed = label != ", atomic additions"
-                found = sparse_step(optimizer, new, kernels, deterministic=fixed)
-                steps.setdefault(name + label, {}).update(found)
-                torch.cuda.empty_cache()
-                shown = {key: value for key, value in steps[name + label].items() if key.endswith("_ms")}
-                progress(f"{name}{label}: {shown}")
-        pooled |= pooled_model(kernels)
-        torch.cuda.empty_cache()
-        if not kernels:
-            progress(f"pooled model: {pooled}")
-            gather = find_and_gather((1 << 22) if arguments.quick else (1 << 26), copy)
-            torch.cuda.empty_cache()
-            tier = host_tier(MILLION if arguments.quick else 16 * MILLION)
-            progress(f"host tier: {tier}")
-            torch.cuda.empty_cache()
-    bars = [
-        *(
-            Bar(f"find + gather, dim {dim}, billion rows/s", gather[f"dim {dim}"]["billion_rows_per_s"], bar)
-            for dim, bar in ((16, 9.0), (64, 5.0), (128, 3.2))
-        ),
-        Bar("find or insert, half new, billion/s", gather["find or insert, half new"]["billion_per_s"], 2.5),
-        Bar("10 tables, Adam, ms", steps["Adam"]["wall_ms"], 1.0, 0.8, at_most=True),
-        Bar("10 tables, Adam, GPU ms", steps["Adam"]["gpu_ms"], at_most=True),
-        Bar("10 tables, SGD, ms", steps["SGD"]["wall_ms"], 0.75, at_most=True),
-        Bar("10 tables, SGD, GPU ms", steps["SGD"]["gpu_ms"], at_most=True),
-        Bar(
-            "10 tables, Adam, atomic additions, ms", steps["Adam, atomic additions"]["wall_ms"], at_most=True
-        ),
-        Bar("10 tables, SGD, atomic additions, ms", steps["SGD, atomic additions"]["wall_ms"], at_most=True),
-        Bar("pooled model, embedding part, ms", pooled["embedding_ms"], 1.5, at_most=True),
-        Bar("pooled model, embedding part, GPU ms", pooled["gpu_ms"] - pooled["mlp_gpu_ms"], at_most=True),
-        Bar("26 nn.EmbeddingBag / ours", pooled["26_bags_ms"] / pooled["step_ms"], 6.0),
-        Bar("one nn.EmbeddingBag / ours", pooled["one_bag_ms"] / pooled["step_ms"], 1.7),
-        Bar("host tier, step / time of its bytes over the bus", tier["step_by_bus"], 1.5, at_most=True),
-    ]
-    print_bars(bars)
-    target = arguments.output or (None if arguments.quick else result_path("table_gpu"))
-    if target is not None:
-        content = {
-            "command": command_line(sys.argv),
-            "gpu": torch.cuda.get_device_name(),
-            "copy_tb_per_s": copy,
-            "machine": machine(),
-            "versions": versions(("torch", "triton")),
-            "bars": bars,
-            "find_and_gather": gather,
-            "sparse_step": steps,
-            "pooled_model": pooled,
-            "host_tier": tier,
-        }
-        write_result(target, content)
-        print(f"saved {target}")
+    run_sections("table_gpu", arguments, GpuRun, SECTIONS, ("torch", "triton"))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
