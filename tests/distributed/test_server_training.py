@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from megalith.shards.servers.table_space import TableSpace
 from megalith.shards.servers.update_log import read_records
 from megalith.training import Run, RunConfig, load_trained
 from megalith.training.worker_batches import WorkerBatches
+from tests.serving.sync.test_training import PushWatcher, assert_served
+from tests.serving.zookeeper import free_port
 from tests.test_docs import ROOT, snippets
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
@@ -178,6 +181,36 @@ def test_asynchronous_workers_that_join_and_leave_and_killed_processes(
     resumed.train()
     assert (resumed.step, resumed.samples) == (40, 40 * 32)
     assert not (tmp_path / "run" / "servers").exists()
+
+
+class PushedScript(PushWatcher):
+    """Calls functions after steps of a run that publishes."""
+
+    def __init__(self, run: Run, stack: ExitStack, port: int, work: dict[int, Callable[[], object]]) -> None:
+        super().__init__(run, stack, port)
+        self.work = work
+
+    def batch(self, step: int, samples: int, loss: float) -> None:
+        super().batch(step, samples, loss)
+        self.work.get(step, lambda: None)()
+
+
+def test_servers_push_their_rows_to_serving_while_workers_train(tmp_path: Path) -> None:
+    """A parameter server is killed: it has no publisher then, and a new session sends everything."""
+    port = free_port()
+    publish = {"publish": f"static:127.0.0.1:{port}", "publish_interval": 1e-3, "publish_name": "clicks"}
+    settings = {"servers": 2, "workers": 2, "server_log": "sync", "save_every": 12, **publish}
+    with ExitStack() as stack:
+        run = stack.enter_context(Run(config(36, **settings), tmp_path / "run"))
+        watcher = PushedScript(run, stack, port, {20: lambda: kill_server(run, 1)})
+        run.train(watcher)
+        shards: Any = run.model.embeddings.shards
+        assert [numbers["consumers"] for numbers in shards.describe_servers()] == [["checkpoint"]] * 2
+        assert watcher.server is not None
+        assert watcher.result is not None
+        assert (watcher.result.lagging, watcher.result.servers) == ((), 1)
+        trained, _ = load_trained(tmp_path / "run")
+        assert_served(watcher.server, trained)
 
 
 def cycle(kills: Sequence[Callable[[], object]], every: int, count: int) -> dict[int, Callable[[], object]]:

@@ -281,7 +281,6 @@ def test_wrong_policies_are_named(data: dict[str, Any], error: type[Exception], 
         ({"servers": 1, "server_log": "some"}, r"train\.server_log must be one of none, async, sync"),
         ({"servers": 1, "staleness": -1}, r"train\.staleness must be 0 or more"),
         ({"servers": 1, "staleness": 1, "server_mode": "sync"}, "staleness is for train.server_mode = async"),
-        ({"servers": 1, "publish": "static:h:1"}, "publish with ServerPublisher from a loop of your own"),
         ({"servers": 1, "micro_batches": 2}, r"micro_batches needs train\.server_mode = sync"),
         (
             {"servers": 1, "workers": 3, "micro_batches": 4, "server_mode": "sync"},

@@ -1,25 +1,35 @@
 """Publishing: a run pushes changed rows to the servers of its model.
 
 Every rank pushes its own rows. The ranks share a session id, by which servers distinguish the ranks of one
-run from those of another. The protocol is in `megalith.serving.sync.publisher`.
+run from those of another. The protocol is in `megalith.serving.sync.publisher`. If the rows are on parameter
+servers, each of them pushes its own. One that is started again has no publisher, so all begin a new session,
+which sends everything.
 """
 
 from __future__ import annotations
 
+import logging
 import time as clock
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
-from torch import nn
-
+from megalith.errors import ServerLostError
+from megalith.models import Model
 from megalith.training.run_config import RunConfig
 from megalith.training.run_ranks import RunRanks
+from megalith.training.run_servers import RunServers
 
 FINISH_SECONDS = 30.0
 """Seconds that a run waits at its end for the servers to receive everything."""
 _ROUND_SECONDS = 2.0
+_ATTEMPTS = 5
+"""How often a call is made if parameter servers end during it."""
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,8 @@ class Publishing:
         ranks: The ranks of the run.
         base: Id of the save that holds the current rows of the model.
         session: The id and the number of the session, the same on all ranks.
+        servers: The parameter servers of the run; None: the rows are on its ranks.
+        next_session: Returns the number of a further session. Only rank 0 has it.
 
     Raises:
         InputError: The config of the publisher is wrong.
@@ -51,33 +63,57 @@ class Publishing:
     """
 
     def __init__(
-        self, model: nn.Module, config: RunConfig, ranks: RunRanks, *, base: str, session: tuple[str, int]
+        self,
+        model: Model,
+        config: RunConfig,
+        ranks: RunRanks,
+        *,
+        base: str,
+        session: tuple[str, int],
+        servers: RunServers | None,
+        next_session: Callable[[], int] | None,
     ) -> None:
         # Not at the top: other runs do not need the packages of serving.
         from megalith.serving.client.credentials import Credentials
         from megalith.serving.sync.publisher import Publisher
+        from megalith.serving.sync.server_publisher import ServerPublisher
 
         train = config.train
         assert train.publish
         self._ranks = ranks
-        self._publisher = Publisher(
-            model,
-            train.publish,
-            model_name=train.publish_name or config.model.name,
-            interval=train.publish_interval,
-            base=base,
-            credentials=Credentials.from_files(
+        self._next_session = next_session
+        common: dict[str, Any] = {
+            "model_name": train.publish_name or config.model.name,
+            "interval": train.publish_interval,
+            "credentials": Credentials.from_files(
                 token=train.publish_token_file, root_certificates=train.publish_ca_file
             ),
-            session=session[0],
-            session_number=session[1],
-            index=ranks.rank,
-            count=ranks.size,
-        )
+        }
+        url = train.publish
+
+        def publisher(session: tuple[str, int], base: str | None) -> Publisher:
+            id, number = session
+            if servers is not None:
+                return ServerPublisher(
+                    model, url, refresh=servers.read_dense, base=base, session_number=number, **common
+                )
+            place: dict[str, Any] = {"session": id, "index": ranks.rank, "count": ranks.size}
+            return Publisher(model, url, base=base, session_number=number, **place, **common)
+
+        self._make = publisher
+        self._lost = False  # whether a parameter server has lost its publisher
+        self._publisher = publisher(session, base)
 
     @classmethod
     def begin(
-        cls, model: nn.Module, config: RunConfig, ranks: RunRanks, *, base: str, number: int | None
+        cls,
+        model: Model,
+        config: RunConfig,
+        ranks: RunRanks,
+        *,
+        base: str,
+        next_session: Callable[[], int] | None,
+        servers: RunServers | None = None,
     ) -> Publishing:
         """Creates the publisher on every rank, or raises on every rank. A collective call.
 
@@ -86,7 +122,8 @@ class Publishing:
             config: The config of the run; `train.publish` names the discovery.
             ranks: The ranks of the run, one publisher each.
             base: Id of the save that the rows of the model are equal to now.
-            number: The number of the session, above those of earlier ones; only that of rank 0 is used.
+            next_session: Returns the number of a session, above those of earlier ones; only rank 0 has it.
+            servers: The parameter servers of the run; None: the rows are on its ranks.
 
         Returns:
             The publisher of this rank.
@@ -95,12 +132,37 @@ class Publishing:
             InputError: The discovery or a credential is malformed.
             DiscoveryError: The discovery cannot be started.
         """
+        number = None if next_session is None else next_session()
         session = ranks.gather((uuid.uuid4().hex, number))[0]
-        return ranks.rank_0_first(lambda: cls(model, config, ranks, base=base, session=session))
+        return ranks.rank_0_first(
+            lambda: cls(
+                model, config, ranks, base=base, session=session, servers=servers, next_session=next_session
+            )
+        )
+
+    def _repeated(self, call: Callable[[], T], base: str | None = None) -> T:
+        """Make a call; if a parameter server has ended, begin a new session and make it again."""
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                if self._lost:
+                    self._begin_again(base)
+                return call()
+            except ServerLostError as error:
+                if not left:
+                    raise
+                self._lost = True
+                logger.warning("all rows are pushed again: %s", error)
+        raise AssertionError("unreachable")
+
+    def _begin_again(self, base: str | None) -> None:
+        assert self._next_session is not None
+        self._publisher.close()
+        self._publisher = self._make(("", self._next_session()), base)
+        self._lost = False
 
     def step(self) -> None:
         """To be called after every training step."""
-        self._publisher.step()
+        self._repeated(lambda: self._publisher.step())
 
     def saved(self, id: str) -> None:
         """To be called after a save with its id.
@@ -108,23 +170,22 @@ class Publishing:
         Args:
             id: Id of the save, as the manifest has it.
         """
-        self._publisher.checkpoint_taken(id)
+        self._repeated(lambda: self._publisher.checkpoint_taken(id), base=id)
 
     def finish(self) -> Pushed:
         """Pushes everything and waits up to FINISH_SECONDS for the servers. A collective call."""
         deadline = clock.monotonic() + FINISH_SECONDS
         while True:
-            left = deadline - clock.monotonic()
-            # In rounds with several ranks: a server may need the rows of other ranks before it applies ours.
-            done = self._publisher.flush(left if self._ranks.size == 1 else min(_ROUND_SECONDS, left))
+            done = self._repeated(lambda: self._flush(deadline))
             everywhere = self._ranks.gather((done, clock.monotonic() > deadline))
             if all(done for done, _ in everywhere) or any(late for _, late in everywhere):
                 break
         lagging = [
             f"{target.model} at {target.address}: {target.error or f'{target.backlog} rows are pending'}"
-            for target in self._publisher.lagging()
+            for target in self._repeated(lambda: self._publisher.lagging())
         ]
-        reports = [each for each in self._publisher.report() if each.acknowledged_at is not None]
+        targets = self._repeated(lambda: self._publisher.report())
+        reports = [each for each in targets if each.acknowledged_at is not None]
         own = sum(each.rows for each in reports), {each.address for each in reports}, lagging
         found = self._ranks.gather(own)
         return Pushed(
@@ -132,6 +193,11 @@ class Publishing:
             servers=len(set().union(*(addresses for _, addresses, _ in found))),
             lagging=tuple(sorted({text for _, _, texts in found for text in texts})),
         )
+
+    def _flush(self, deadline: float) -> bool:
+        left = max(0.0, deadline - clock.monotonic())
+        # In rounds with several ranks: a server may need the rows of other ranks before it applies ours.
+        return self._publisher.flush(left if self._ranks.size == 1 else min(_ROUND_SECONDS, left))
 
     def __enter__(self) -> Self:
         return self

@@ -296,10 +296,13 @@ class Run:
         if self._saved is None or self._saved[1] != self.step:
             self.save(watcher)  # the servers start from this save
         assert self._saved is not None
-        number = None if lock is None else lock.next_session()
-        base = self._saved[0]
         with Publishing.begin(
-            self.model, self.config, self.ranks, base=base, number=number
+            self.model,
+            self.config,
+            self.ranks,
+            base=self._saved[0],
+            next_session=None if lock is None else lock.next_session,
+            servers=self._servers,
         ) as self._publishing:
             try:
                 self._train(watcher)

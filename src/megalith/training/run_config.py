@@ -176,11 +176,6 @@ class RunConfig:
         synchronous = train.server_mode == "sync"
         if train.staleness is not None and synchronous:
             raise InputError("config: train.staleness is for train.server_mode = async: no worker is ahead")
-        if train.servers and train.publish:
-            raise InputError(
-                "config: train.publish does not work with train.servers: publish with ServerPublisher from "
-                "a loop of your own, or train in one process or on ranks"
-            )
         if train.servers and train.micro_batches is not None:
             if not synchronous:
                 raise InputError("config: train.micro_batches needs train.server_mode = sync (--mode sync)")

@@ -175,6 +175,11 @@ class RunServers:
         if dense is not None:
             self.repeat(lambda: dense.fetch(optimizer, step))
 
+    def read_dense(self) -> None:
+        """Write the dense weights of the servers into the model, without the state of their optimizer."""
+        if self._dense is not None:
+            self._dense.request()()
+
     def save(self) -> None:
         """Save what servers need of the dense weights to start again."""
         if self._dense is not None:

@@ -45,6 +45,8 @@ COMPACT_IDLE, COMPACT_ALWAYS = 0.5, 0.75
 """The fullness above which the journal is compacted: while nothing is being sent, and in any case."""
 START_SECONDS = 15.0
 """How long a publisher waits for its discovery before training begins without it."""
+CONSUMER = "publisher "
+"""How the names of publishers as consumers of touched rows begin."""
 _JOIN_SECONDS = 5.0
 
 
@@ -134,7 +136,7 @@ class Publisher:
         self.source = ParameterSource(model, dense=own_dense, needs_rows=self.needs_rows)
         self.journal = Journal(max_journal)
         # A unique name: two publishers of one model must not drain each other's ids.
-        self._consumer = f"publisher {self.session} {index}"
+        self._consumer = f"{CONSUMER}{self.session} {index}"
         self._seconds = interval
         self._options = SenderOptions(
             session=self.session,

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import time as clock
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from megalith.checkpoint.dense_state import collections_of
-from megalith.errors import InputError, UsageError
-from megalith.serving.sync.publisher import Publisher
+from megalith.errors import InputError, ServerLostError, UsageError
+from megalith.ops import checks
+from megalith.serving.sync.publisher import CONSUMER, Publisher
 from megalith.serving.sync.publisher_state import TargetReport
 from megalith.shards import ServerShards, Shards, ShardsPart
 
@@ -28,8 +31,8 @@ _KEY = "publisher"
 class ServerPublisher(Publisher):
     """Pushes the rows of parameter servers, and the dense weights of this process, until `close`.
 
-    One worker makes it. A server that is started again has no publisher: `step` then raises, and a new
-    ServerPublisher sends everything.
+    One worker makes it. A server that is started again has no publisher: the next call raises
+    ServerLostError, and a new ServerPublisher sends everything.
 
     Args:
         model: The model in training, or its `ServerShards`.
@@ -37,7 +40,9 @@ class ServerPublisher(Publisher):
         model_name: As for `Publisher`.
         interval: As for `Publisher`.
         dense: As for `Publisher`.
-        options: Other arguments of `Publisher`, except protocol, session, session_number, index and count.
+        refresh: Called before each push of dense weights; it writes the current ones into the model, for
+            instance if they are on servers too. None: the model has them.
+        options: Other arguments of `Publisher`, except protocol, session, index and count.
 
     Raises:
         InputError: An argument is wrong.
@@ -54,11 +59,13 @@ class ServerPublisher(Publisher):
         model_name: str,
         interval: float = 10.0,
         dense: bool = True,
+        refresh: Callable[[], None] | None = None,
         **options: Any,
     ) -> None:
+        checks.callback(refresh, "ServerPublisher: refresh")
         if not isinstance(targets, str):
             raise InputError(f"targets must be the URL of a discovery, got {type(targets).__name__}")
-        own = ("session", "session_number", "index", "count")
+        own = ("session", "index", "count")
         if given := [name for name in own if name in options]:
             raise InputError(f"ServerPublisher sets {', '.join(given)} itself")
         if options.get("protocol", "megalith") != "megalith":
@@ -72,10 +79,18 @@ class ServerPublisher(Publisher):
         if len(found) != 1 or not isinstance(found[0], ServerShards):
             raise UsageError("ServerPublisher needs a model whose tables are on one ServerShards")
         self._tables = found[0]
+        self._refresh = refresh
         self._started = False
-        count = len(self._tables.links)
-        session = {"session": uuid.uuid4().hex, "session_number": clock.time_ns() // 1000, "count": count + 1}
+        number = options.pop("session_number", None)
+        session = {
+            "session": uuid.uuid4().hex,
+            "session_number": clock.time_ns() // 1000
+            if number is None
+            else number,  # the same on all servers
+            "count": len(self._tables.links) + 1,
+        }
         common: dict[str, Any] = {"model_name": model_name, "interval": interval, **options, **session}
+        self._refresh_dense()
         super().__init__(model, targets, dense=dense, index=0, **common)
         try:
             self._tables.flush()
@@ -89,7 +104,12 @@ class ServerPublisher(Publisher):
         """See `Publisher.publish`: every server sends its changes."""
         if self._started:
             self._tables.each_part(_publish)
+        self._refresh_dense()
         return super().publish()
+
+    def _refresh_dense(self) -> None:
+        if self._refresh is not None:
+            self._refresh()
 
     def checkpoint_taken(self, save_id: str) -> None:
         """See `Publisher.checkpoint_taken`.
@@ -130,7 +150,8 @@ class ServerPublisher(Publisher):
         super().close()
         if self._started:
             self._started = False
-            self._tables.each_part(_close, background=True)
+            with suppress(ServerLostError):  # a server that was started again has no publisher
+                self._tables.each_part(_close, background=True)
 
 
 class KeptPublisher:
@@ -154,6 +175,10 @@ class KeptPublisher:
 def _start(part: ShardsPart, targets: str, options: dict[str, Any]) -> None:
     if _KEY in part.kept:
         raise UsageError(f"server {part.index} has a publisher already: close it first")
+    known = dict.fromkeys(name for stats in part.shards.stats().values() for name in stats.consumers)
+    for left in known:
+        if left.startswith(CONSUMER):  # of a publisher before this server was started again
+            part.shards.untrack(left)
     publisher = Publisher(part.shards, targets, dense=False, index=part.index + 1, **options)
     part.kept[_KEY] = KeptPublisher(publisher)
 
@@ -161,7 +186,7 @@ def _start(part: ShardsPart, targets: str, options: dict[str, Any]) -> None:
 def _own(part: ShardsPart) -> Publisher:
     kept = part.kept.get(_KEY)
     if not isinstance(kept, KeptPublisher):
-        raise UsageError(
+        raise ServerLostError(
             f"server {part.index} has no publisher: it was started again, or the worker has left; make a new "
             "ServerPublisher"
         )

@@ -169,21 +169,22 @@ class Servers:
         ray = ray_module()
         self.address: str = ray.get_runtime_context().gcs_address
         remote = ray.remote(TableServer)
-        # An asynchronous actor; it reserves no CPU, so that workers and servers fit on a small machine. On a
-        # cluster they go to different hosts.
+        # An asynchronous actor; it reserves no CPU, so that workers and servers fit on a small machine.
         options = {
             "num_cpus": 0,
             "num_gpus": self.gpus,
             "max_restarts": -1 if restart else 0,
             "max_concurrency": 1000,
-            "scheduling_strategy": "SPREAD",
         }
         group = uuid.uuid4().hex[:8]
-        self.actors: list[Any] = [
-            remote.options(name=f"{group}-{i}", namespace=NAMESPACE, **options).remote(i, count, ray_metrics)
-            for i in range(count)
-        ]
+        self.actors: list[Any] = []
         self._owner = True
+        self._places, strategies = _spread(count, self.gpus)
+        for i, place in enumerate(strategies):
+            actor = remote.options(
+                name=f"{group}-{i}", namespace=NAMESPACE, scheduling_strategy=place, **options
+            )
+            self.actors.append(actor.remote(i, count, ray_metrics))
         try:
             ray.get([actor.__ray_ready__.remote() for actor in self.actors], timeout=limit)
         except ray.exceptions.RayError as error:
@@ -210,6 +211,7 @@ class Servers:
                 ray.get([actor.close.remote() for actor in actors], timeout=_CLOSE_SECONDS)
             for actor in actors:
                 ray.kill(actor)
+            ray.util.remove_placement_group(self._places)
             if self._owns_ray:
                 stop_ray()
         self._owner = False
@@ -221,6 +223,20 @@ class Servers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _spread(count: int, gpus: float) -> tuple[Any, list[Any]]:
+    """Reserve places for servers, on different nodes as far as there are enough: Ray's placement group, and a
+    scheduling strategy per server.
+
+    Ray's strategies without a reservation ("SPREAD", the affinity to a node) put two servers on one of two
+    nodes in a third of all starts, because an actor that reserves nothing goes to a random node.
+    """
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    reserved = {"memory": 1, "GPU": gpus} if gpus else {"memory": 1}  # a byte: a place must reserve something
+    places = ray_module().util.placement_group([reserved] * count, strategy="SPREAD")
+    return places, [PlacementGroupSchedulingStrategy(places, i) for i in range(count)]
 
 
 def pass_ray(ended: Servers, stay: Servers) -> None:

@@ -302,7 +302,13 @@ class ServerLink:
         return result
 
     def _repeat(self, pending: PendingCall, deadline: float, error: Exception) -> None:
-        """Make a call again after the connection was interrupted: the server has not ended."""
+        """Make a call again after the connection was interrupted: the server has not ended.
+
+        Ray reports a server that is being started again in the same way. What it kept is lost then, so a call
+        that depends on it is not made again.
+        """
+        if not pending.repeatable and self._spec.recovery is not None:
+            self._reconnect(pending, deadline, error)
         late = clock.monotonic() > deadline and pending.limited
         if late or not pending.repeatable:
             raise RankTimeoutError(
@@ -327,8 +333,8 @@ class ServerLink:
                 self._join_again(deadline)
             if not pending.repeatable:
                 raise ServerLostError(
-                    f"server {self._index} has ended during {pending.what} and was started again: make the "
-                    "call again"
+                    f"server {self._index} has ended during {pending.what} and was started again, or was out "
+                    "of reach: make the call again"
                 ) from None
             if pending.generation != self.restarts:
                 pending.send_again(self.restarts)
