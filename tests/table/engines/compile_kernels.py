@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from megalith import SGD, Capacity, TableConfig
 from megalith.ops import Bags, OutputSlice, Pooling
-from megalith.table.engines.cuda import host_tier, kernel_launch, row_writes, stored_rows
+from megalith.table.engines.cuda import host_tier, kernel_launch, row_writes, streamed_rows
 from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.table_data import Step
 from tests.table.engines.cuda_configs import CONFIGS, OPTIMIZERS
@@ -110,7 +110,7 @@ def main(names: list[str]) -> int:
     """Compile the kernels of optimizers, by name, or of all other calls: "calls"."""
     compiled = CompiledKernels()
     kernel_launch._BoundKernel.__call__ = lambda bound, *a: compiled.launch(bound, *a)  # type: ignore[method-assign,assign]
-    stored_rows.find_device = lambda: torch.device("cpu")
+    streamed_rows.find_device = lambda: torch.device("cpu")
     for name in [name for name in names if name != "calls"]:
         dim = 1 if name == "batch_softmax" else 8
         call_everything(TableConfig("t", dim=dim, optimizer=OPTIMIZERS[name]), all_calls=False)

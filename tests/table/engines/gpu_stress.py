@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from megalith import SGD, Adam, Constant, EmbeddingCollection, Feature, Table, TableConfig, Zeros
+from megalith.table import Chunk
 
 
 def test_growth_and_removal_under_load_lose_no_row() -> None:
@@ -140,3 +143,43 @@ def test_snapshots_scans_and_removal_work_beyond_the_budget() -> None:
         assert sum(chunk.ids.numel() for chunk in snapshot.chunks(1000)) == 5000
     table.clear()
     assert len(table) == 0
+
+
+def test_a_snapshot_read_by_a_thread_holds_what_was_there_while_training_continues() -> None:
+    table = Table(TableConfig("t", dim=16, optimizer=Adam(0.1)), engine="cuda")
+    every = torch.arange(300_000, device="cuda")
+    table.apply_gradients(every, torch.randn(300_000, 16, device="cuda"), step=0, time=1)
+    before = {name: column.clone() for name, column in sorted_rows(list(table.scan(1 << 15))).items()}
+    found: list[Chunk] = []
+    with table.snapshot() as snapshot:
+        reader = threading.Thread(target=lambda: found.extend(snapshot.chunks(50_000)))
+        reader.start()
+        for step in range(1, 30):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                ids = torch.randint(0, 300_000, (20_000,), device="cuda")
+                table.apply_gradients(ids, torch.ones(20_000, 16, device="cuda"), step=step, time=2)
+                table.remove(ids[:50])
+        reader.join(120)
+        assert not reader.is_alive()
+    after = sorted_rows(found)
+    assert all(torch.equal(after[name], column) for name, column in before.items())
+
+
+def test_rows_restored_without_waiting_are_those_that_were_scanned() -> None:
+    config = TableConfig("t", dim=32, optimizer=Adam(0.1))
+    table, other = Table(config, engine="cuda"), Table(config, engine="cuda")
+    ids = torch.randperm(400_000, device="cuda")
+    table.apply_gradients(ids, torch.randn(400_000, 32, device="cuda"), step=0, time=1)
+    for chunk in table.scan(30_000):  # memory of a chunk is used again while its copy is on its way
+        other.restore(chunk)
+        del chunk
+    one, two = (sorted_rows(list(each.scan(1 << 17))) for each in (table, other))
+    assert all(torch.equal(two[name], column) for name, column in one.items())
+
+
+def sorted_rows(chunks: list[Chunk]) -> dict[str, torch.Tensor]:
+    ids = torch.cat([chunk.ids for chunk in chunks])
+    order = ids.argsort()
+    rows = {"ids": ids[order], "time": torch.cat([chunk.time for chunk in chunks])[order]}
+    rows["rows"] = torch.cat([chunk.rows for chunk in chunks])[order]
+    return rows | {key: torch.cat([chunk.state[key] for chunk in chunks])[order] for key in chunks[0].state}

@@ -285,14 +285,20 @@ class Engine(ABC):
         Yields:
             Chunks with their own memory.
         """
-        with self._moving:
-            self._scans += 1
-        try:
+        with self.scanning():
             at = 0
             while at >= 0:
                 chunk, at = self.scan_part(at, chunk_size, watch=watch)
                 if chunk.ids.numel():
                     yield chunk
+
+    @contextmanager
+    def scanning(self) -> Iterator[None]:
+        """Keep all rows in their places, while a scan is in progress."""
+        with self._moving:
+            self._scans += 1
+        try:
+            yield
         finally:
             with self._moving:
                 self._scans -= 1

@@ -146,6 +146,7 @@ class CudaEngine(StoredRows):
         occurrences: Tensor | None = None,
     ) -> Iterator[Callable[[], None]]:
         """See `Engine.stage_update`."""
+        self.wait_for_reader()
         with self.order:
             check_room(self, ids, pooling, step, occurrences)
             if pooling is None:

@@ -210,6 +210,42 @@ class CudaEngineGroup(EngineGroup):
                     found |= shared.find(ids)[1]
             return found
 
+    def read_blocks(
+        self,
+        ids: Mapping[str, Tensor],
+        found: Mapping[str, FoundRows],
+        counts: Tensor,
+        out: Tensor,
+        *,
+        step: int | None = None,
+    ) -> None:
+        """See `EngineGroup.read_blocks`.
+
+        The rows of all tables of a layout are read together, and then put in the order of the peers. Tables
+        with a view are read one after another.
+        """
+        if self._views:
+            super().read_blocks(ids, found, counts, out, step=step)
+            return
+        device = self._cuda[0].device
+        ids = _moved(ids, device)
+        with span("megalith.rows"), self._order:
+            tables: dict[str, Tensor] = {}
+            for shared in self._shared:
+                own = {name: ids[name] for name in shared.names if ids[name].numel()}
+                if own:
+                    joined = shared.joined(own, found)
+                    rows = torch.empty(joined.ids.numel(), shared.group.layout.dim, device=device)
+                    shared.group.read(joined.ids, joined.search, joined.sizes, rows)
+                    tables |= zip(shared.names, rows.split(joined.sizes), strict=True)
+            parts = [
+                tables[name].split(own) if name in tables else None
+                for name, own in zip(self._engines, counts.t().tolist(), strict=True)
+            ]
+            blocks = [part[peer].view(-1) for peer in range(counts.shape[0]) for part in parts if part]
+            flat = torch.cat(blocks) if blocks else out[:0]
+            out.copy_(flat, non_blocking=flat.device == out.device)
+
     def pool(
         self,
         ids: Mapping[str, Tensor],
@@ -320,6 +356,9 @@ class CudaEngineGroup(EngineGroup):
         # With a pooling all tables have the same list of gradients.
         distinct = {id(own): own for own in grads.values()}
         moved = {key: [_contiguous(grad, device) for grad in own] for key, own in distinct.items()}
+        for engine in self._cuda:
+            if engine.open_snapshot is not None and engine.name in grads:
+                engine.wait_for_reader()
         with span("megalith.optimizer"), self._order:
             # What may raise comes before the first write.
             for shared in self._shared:

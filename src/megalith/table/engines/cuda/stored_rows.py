@@ -1,83 +1,49 @@
 """StoredRows: the calls of the cuda engine that are not on the hot path.
 
 They compose kernels and torch operations, and wait for the device where they return data to the host. Ids and
-chunks that come from or go to the host may be on the CPU in these calls.
+chunks that come from or go to the host may be on the CPU in these calls. Scans and snapshots are in
+streamed_rows.py.
 """
 
 from __future__ import annotations
-
-from collections.abc import Container
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UsageError
-from megalith.table.engines.copied_snapshot import CopyingEngine
 from megalith.table.engines.cuda.cuda_policies import CudaPolicies
-from megalith.table.engines.cuda.device_table import FLAGS, DeviceTable
-from megalith.table.engines.cuda.host_tier import HostTier
-from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
+from megalith.table.engines.cuda.device_table import FLAGS
+from megalith.table.engines.cuda.host_copies import all_columns, with_columns
+from megalith.table.engines.cuda.launch_group import RowSearch
 from megalith.table.engines.cuda.occurrences import first_occurrences, last_occurrences
-from megalith.table.engines.cuda.row_layout import CHUNK_BYTES, RowLayout
+from megalith.table.engines.cuda.row_layout import CHUNK_BYTES
 from megalith.table.engines.cuda.row_writes import COUNT, STEP, TIME, assign_in_order, write_chunk
-from megalith.table.engines.cuda.stream_order import StreamOrder
-from megalith.table.engines.cuda.triton_runtime import find_device
+from megalith.table.engines.cuda.streamed_rows import StreamedRows
 from megalith.table.engines.reference_policies import is_sparse
 from megalith.table.initializers import table_key
-from megalith.table.policies.min_count import MAX_COUNT
 from megalith.table.table_config import PRECISIONS, TableConfig
 from megalith.table.table_data import Chunk, HostTierUse, MemoryUse, RowCounters
 
-SCAN_ROWS = 1 << 16
-FIRST_CONSUMER_BIT = 8
-FIRST_WATCH_BIT = 16
 NUM_WATCHES = 8
-CPU = torch.device("cpu")
 
 
-class StoredRows(CopyingEngine):
-    """Rows in GPU memory. See `Engine`.
+class StoredRows(StreamedRows):
+    """The calls that write single rows, policies and touched rows. See `Engine`.
 
     Args:
         config: The config of the table.
         seed: As for `Engine`.
         num_shards: As for `Engine`.
-        chunk_bytes: Bytes of a chunk of rows, about.
-
-    Attributes:
-        device: Where the rows are.
-        table: The memory of the table.
-        group: The launches over this table alone.
-        order: Orders the launches of several threads and streams.
-        writes: Number of calls that may have created rows.
-        latest_step: The largest step of an update or of a restored row.
-        tier: The places of rows beyond `TableConfig.device_bytes`; None without such a budget.
+        chunk_bytes: As for `StreamedRows`.
     """
-
-    engine = "cuda"
 
     def __init__(
         self, config: TableConfig, *, seed: int = 0, num_shards: int = 1, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        super().__init__(config, seed=seed, num_shards=num_shards)
-        self.device = find_device()
-        self._key = table_key(seed, config.name)
-        budget = config.device_bytes
-        if budget is not None:
-            chunk_bytes = min(chunk_bytes, max(1, budget // 16))
-        self.layout = RowLayout.of(config, chunk_bytes)
-        self.table = DeviceTable(config, self.layout, self._key, self.device, budget)
-        self.tier = None if budget is None else HostTier(self.table)
-        self.group = LaunchGroup([self.table])
+        super().__init__(config, seed=seed, num_shards=num_shards, chunk_bytes=chunk_bytes)
         self.policies = CudaPolicies(self)
-        self.order = StreamOrder(self.device)
-        self._epoch = 0
-        self.writes = 0
-        self._length: int | None = 0  # None: on the device
-        self.latest_step = 0
-        self._removed: dict[int, list[Tensor]] = {}  # consumer -> removed ids
         self._watches: set[int] = set()
+        self._none = torch.empty(0, dtype=torch.int64, device=self.device)
 
     def reseed(self, seed: int) -> None:
         """See `Engine.reseed`."""
@@ -86,30 +52,6 @@ class StoredRows(CopyingEngine):
             self._key = self.table.key = table_key(seed, self.name)
             self.table.changed()
             self.policies.set_key(self._key)
-
-    def wrote(self, step: int = 0) -> None:
-        """Note that a call wrote rows and may have created some.
-
-        Args:
-            step: The step of an update.
-        """
-        self.writes += 1
-        self._length = None
-        self.latest_step = max(self.latest_step, min(step, MAX_COUNT))
-
-    def used(self, rows: Tensor) -> None:
-        """Note that an update used rows; with a host tier, some of them move to the device.
-
-        Args:
-            rows: int32 [n], negative where there is none.
-        """
-        if self.tier is None:
-            return
-        # A thread that holds the lock to return memory waits for this one.
-        with self._moving.without_waiting() as alone:
-            if self.tier.used(rows, move=alone and not self._scans):
-                self.writes += 1
-                self._epoch += 1
 
     # ---- rows
 
@@ -130,6 +72,7 @@ class StoredRows(CopyingEngine):
             if self.policies.make_place(missing.numel(), ids):
                 found = self.group.find(ids, sizes)
             self.policies.created(missing)
+        self.save_rows(found.rows)
         slots = self.group.create(ids, found, sizes, fresh=fresh)
         self.group.finish(slots, found, sizes, keys=False)
         self.wrote()
@@ -137,6 +80,7 @@ class StoredRows(CopyingEngine):
 
     def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
         """See `Engine.assign`."""
+        self.wait_for_reader()
         with self.order:
             if ids.numel():
                 found = self.find_or_create(ids.to(self.device))
@@ -145,6 +89,7 @@ class StoredRows(CopyingEngine):
 
     def reinitialize(self, ids: Tensor, time: int) -> Tensor:
         """See `Engine.reinitialize`."""
+        self.wait_for_reader()
         with self.order:
             fresh = torch.zeros(ids.numel(), dtype=torch.int8, device=self.device)
             rows = torch.unique(self.find_or_create(ids.to(self.device), fresh))
@@ -168,6 +113,7 @@ class StoredRows(CopyingEngine):
 
     def remove(self, ids: Tensor) -> int:
         """See `Engine.remove`."""
+        self.wait_for_reader()
         with self.order:
             distinct, _ = first_occurrences(ids.to(self.device))
             gone = self._remove(distinct)
@@ -179,8 +125,9 @@ class StoredRows(CopyingEngine):
         """Remove the rows of distinct ids; return the ids that had one."""
         rows = self.group.find(distinct, [distinct.numel()]).rows
         exists = rows >= 0
-        ids = distinct[exists].contiguous()
-        self.table.remove(ids, rows[exists].contiguous())
+        ids, own = distinct[exists].contiguous(), rows[exists].contiguous()
+        self.save_rows(own)
+        self.table.remove(ids, own)
         for removed in self._removed.values():
             removed.append(ids.cpu())
         self.writes += 1
@@ -188,82 +135,24 @@ class StoredRows(CopyingEngine):
         return ids
 
     def restore(self, chunk: Chunk) -> None:
-        """See `Engine.restore`."""
+        """See `Engine.restore`. The host fills a block of rows while the one before travels."""
+        self.wait_for_reader()
         with self.order:
             last = last_occurrences(chunk.ids)
             chunk = chunk if last.numel() == chunk.ids.numel() else chunk.select(last)
-            if chunk.ids.numel():
-                ids = chunk.ids.to(self.device)
+            n = chunk.ids.numel()
+            if n:
+                (ids,) = self.copies.to_device([chunk.ids])
                 rows = self.find_or_create(ids)
-                write_chunk(self.table, rows, chunk)
-                self._write_headers(rows, chunk.time.to(self.device))
+                for start in range(0, n, self.block_rows):
+                    part = chunk.part(start, start + self.block_rows)
+                    part = with_columns(part, self.copies.to_device(all_columns(part)))
+                    own = rows[start : start + self.block_rows]
+                    write_chunk(self.table, own, part)
+                    self._write_headers(own, part.time)
                 if chunk.step is not None:
                     self.latest_step = max(self.latest_step, int(chunk.step.max()))
             self._epoch += 1
-
-    def scan_part(
-        self,
-        start: int,
-        limit: int,
-        *,
-        rows: bool = True,
-        watch: int | None = None,
-        stop: int | None = None,
-    ) -> tuple[Chunk, int]:
-        """See `Engine.scan_part`."""
-        return self._scan(start, limit, rows=rows, watch=watch, stop=stop, to=CPU)
-
-    def scan_scored(
-        self, start: int, limit: int, *, watch: int, stop: int | None = None
-    ) -> tuple[Chunk, int]:
-        """See `Engine.scan_scored`."""
-        return self._scan(start, limit, rows=True, watch=watch, stop=stop, to=self.device)
-
-    def _scan(
-        self, start: int, limit: int, *, rows: bool, watch: int | None, stop: int | None, to: torch.device
-    ) -> tuple[Chunk, int]:
-        with self.order:
-            used = self.table.read_counters()[0]
-            last = used if stop is None else min(used, stop)
-            found, headers = [], []
-            count, at = 0, start
-            while at < last and count < limit:
-                end = min(last, at + max(SCAN_ROWS, limit))
-                live, header = self.table.live_rows(at, end)
-                found.append(live[: limit - count])
-                headers.append(header[:, : limit - count])
-                count += found[-1].numel()
-                at = end if count < limit else int(found[-1][-1]) + 1
-            none = torch.empty(0, dtype=torch.int32, device=self.device)
-            chosen = torch.cat(found) if found else none
-            header = torch.cat(headers, 1) if headers else self.table.headers(none)
-            if watch is not None:  # a write sets the flag again
-                kept = torch.full_like(chosen, ~self._watch_bit(watch))
-                self.table.write_header(FLAGS, chosen, kept, 2)
-            return self._chunk(chosen, header, with_rows=rows, to=to), at if at < used else -1
-
-    def _chunk(
-        self,
-        rows: Tensor,
-        headers: Tensor,
-        *,
-        with_rows: bool = True,
-        to: torch.device = CPU,
-    ) -> Chunk:
-        """Copy rows to a device."""
-        ids, time, _, count, step = headers.to(to)
-        weights = states = torch.empty(rows.numel(), 0, device=to)
-        if with_rows:
-            weights, states = (
-                part.to(to) for part in self.complete_rows(headers[0], self.group.all_found(rows))
-            )
-        columns = {
-            c.key: states[:, c.start - self.dim : c.end - self.dim].contiguous()
-            for c in self.config.state_columns
-            if with_rows
-        }
-        counted = (count, step) if self.config.counted else (None, None)
-        return Chunk(ids.contiguous(), weights, columns, time.contiguous(), *counted)
 
     def complete_rows(self, ids: Tensor, found: RowSearch) -> tuple[Tensor, Tensor]:
         """Read weights and states; an id without a row reads as the row that would be created.
@@ -290,10 +179,13 @@ class StoredRows(CopyingEngine):
     def clear(self) -> None:
         """See `Engine.clear`."""
         with self.order:
-            ids = self.table.live_rows()[1][0].cpu()
-            for removed in self._removed.values():
-                removed.append(ids)
-            self.policies.removed += ids.numel()
+            if self.open_snapshot is not None:
+                self.open_snapshot.save_all()
+            if self._removed:
+                ids = torch.cat([headers[0] for _, headers in self.live_blocks()] or [self._none]).cpu()
+                for removed in self._removed.values():
+                    removed.append(ids)
+            self.policies.removed += len(self)
             self.policies.forget()
             self.table.empty()
             if self.tier is not None:
@@ -316,10 +208,6 @@ class StoredRows(CopyingEngine):
             known = self.group.find(ids.to(self.device), [ids.numel()]).rows >= 0
             return known | self.policies.admission.admits(ids.cpu(), seen.cpu(), step).to(self.device)
 
-    @staticmethod
-    def _watch_bit(watch: int) -> int:
-        return 1 << (FIRST_WATCH_BIT + watch)
-
     def open_watch(self) -> int:
         """See `Engine.open_watch`."""
         with self.order:
@@ -340,6 +228,7 @@ class StoredRows(CopyingEngine):
 
     def evict(self, ids: Tensor, watch: int) -> Tensor:
         """See `Engine.evict`."""
+        self.wait_for_reader()
         with self.order:
             ids = ids.to(self.device)
             rows = self.group.find(ids, [ids.numel()]).rows
@@ -366,7 +255,7 @@ class StoredRows(CopyingEngine):
         """See `Engine.compact`; moves all rows in one call."""
         with self.order:
             used = self.table.read_counters()[0]
-            if self._snapshot is not None or not is_sparse(len(self), used):
+            if self.open_snapshot is not None or not is_sparse(len(self), used):
                 return True
             rows, headers = self.table.live_rows()
             boundary = max(1, rows.numel())
@@ -426,39 +315,23 @@ class StoredRows(CopyingEngine):
 
     # ---- touched rows
 
-    @property
-    def _guard(self) -> AbstractContextManager[object]:
-        return self.order
-
-    @property
-    def _consumers(self) -> Container[int]:
-        return self._removed
-
-    def _copy_rows(self, consumer: int) -> Chunk:
-        rows, headers = self.table.live_rows()
-        if consumer >= 0:
-            touched = (headers[2] & self._bit(consumer)) != 0
-            rows, headers = rows[touched].contiguous(), headers[:, touched].contiguous()
-        return self._chunk(rows, headers)
-
-    @staticmethod
-    def _bit(consumer: int) -> int:
-        return 1 << (FIRST_CONSUMER_BIT + consumer)
-
     def track(self, consumer: int) -> None:
         """See `Engine.track`."""
         with self.order:
             self._removed[consumer] = []
-            self._forget(consumer, *self.table.live_rows())
+            self._forget(consumer)
             self.table.tracked |= self._bit(consumer)
             self.table.changed()
 
-    def _forget(self, consumer: int, rows: Tensor, headers: Tensor) -> Tensor:
+    def _forget(self, consumer: int) -> Tensor:
         """Clear the flags of touched rows; return their ids."""
-        touched = (headers[2] & self._bit(consumer)) != 0
-        own = rows[touched].contiguous()
-        self.table.write_header(FLAGS, own, torch.full_like(own, ~self._bit(consumer)), 2)
-        return headers[0][touched]
+        ids = [self._none]
+        for rows, headers in self.live_blocks():
+            touched = (headers[2] & self._bit(consumer)) != 0
+            own = rows[touched].contiguous()
+            self.table.write_header(FLAGS, own, torch.full_like(own, ~self._bit(consumer)), 2)
+            ids.append(headers[0][touched])
+        return torch.cat(ids)
 
     def untrack(self, consumer: int) -> None:
         """See `Engine.untrack`."""
@@ -470,8 +343,8 @@ class StoredRows(CopyingEngine):
     def drain(self, consumer: int) -> tuple[Tensor, Tensor]:
         """See `Engine.drain`. It reads the flags of all rows, at the speed of the device's memory."""
         with self.order:
-            updated = self._forget(consumer, *self.table.live_rows()).cpu()
-            removed = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *self._removed[consumer]]))
+            updated = self._forget(consumer).cpu()
+            removed = torch.unique(torch.cat([self._none.cpu(), *self._removed[consumer]]))
             self._removed[consumer] = []
             absent = self.group.find(removed.to(self.device), [removed.numel()]).rows.cpu() < 0
             return updated, removed[absent]

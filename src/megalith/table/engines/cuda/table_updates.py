@@ -96,6 +96,9 @@ def _update_in_kernels(
         ids = updates[0].ids if len(updates) == 1 else torch.cat([update.ids for update in updates])
         known = ids, group.find(ids, sizes)
     ids, found = known
+    if any(update.engine.open_snapshot is not None for update in updates):
+        for update, rows in zip(updates, found.rows.split(sizes), strict=True):
+            update.engine.save_rows(rows)
     group.make_room(sizes)
     fields = call_fields(group, gradients, [update.step for update in updates])
     repeats = recorded is not None and found.slot is not None and wanted is None
@@ -149,6 +152,7 @@ def _stage_one_in_torch(update: TableUpdate, gradients: Gradients) -> Callable[[
         if plan is not None:
             engine.policies.apply(plan, ids)
         found = group.find(ids, sizes)
+        engine.save_rows(found.rows)
         slots = group.create(ids, found, sizes, wanted)
         group.finish(slots, found, sizes, wanted, keys=False)
         if own.numel():

@@ -1,0 +1,203 @@
+"""HostCopies: blocks of rows travel between the device and the host through pinned memory.
+
+    to the host     gather on the current stream -> copy on a side stream -> event; the host reads a block
+                    while the next one travels
+    to the device   the host fills pinned memory -> copy on the side stream -> the current stream waits for
+                    it; the host fills a block while the one before travels
+
+Two blocks of at most BLOCK_BYTES are in use at a time in each direction. Their memory comes from torch's
+cache of pinned memory, so all tables share it. Without CUDA the same calls copy between plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.table.table_data import Chunk
+
+BLOCK_BYTES = 32 << 20
+"""Bytes of pinned memory that a block takes, about."""
+ALIGNED_ROWS = 16
+"""Blocks have a multiple of this number of rows: Triton compiles a kernel once more for other pointers."""
+_ALIGNMENT = 64
+
+
+def all_columns(chunk: Chunk) -> list[Tensor]:
+    """Return the columns of a chunk.
+
+    Args:
+        chunk: The chunk.
+
+    Returns:
+        Ids, times, weights, states, and counts and steps if there are any; a row of each is a row of the
+        table.
+    """
+    extra = [column for column in (chunk.count, chunk.step) if column is not None]
+    return [chunk.ids, chunk.time, *chunk.columns(), *extra]
+
+
+def with_columns(chunk: Chunk, columns: Sequence[Tensor]) -> Chunk:
+    """Return a chunk like a given one, of other columns.
+
+    Args:
+        chunk: The chunk whose states are copied by name.
+        columns: As `all_columns` returns them.
+
+    Returns:
+        The chunk.
+    """
+    ids, time, rows, *rest = columns
+    states = dict(zip(chunk.state, rest, strict=False))
+    counted = rest[len(states) :]
+    return Chunk(ids, rows, states, time, *counted)
+
+
+def block_rows(row_bytes: int) -> int:
+    """Return the number of rows of a block.
+
+    Args:
+        row_bytes: Bytes of a row.
+
+    Returns:
+        A multiple of ALIGNED_ROWS.
+    """
+    return max(ALIGNED_ROWS, BLOCK_BYTES // max(1, row_bytes) // ALIGNED_ROWS * ALIGNED_ROWS)
+
+
+class ArrivingColumns:
+    """Columns in pinned memory that a copy fills.
+
+    Args:
+        columns: The columns.
+        event: Recorded after the copy; None: the copy has ended.
+    """
+
+    def __init__(self, columns: list[Tensor], event: torch.cuda.Event | None) -> None:
+        self._columns = columns
+        self._event = event
+
+    def wait(self) -> list[Tensor]:
+        """Wait until the copy has ended, and return the columns."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._columns
+
+
+class HostCopies:
+    """The copies of one table. Calls of `to_device` are ordered by the lock of its engine.
+
+    Args:
+        device: The device of the table.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._sent: deque[torch.cuda.Event] = deque()
+
+    def to_host(self, columns: Sequence[Tensor]) -> ArrivingColumns:
+        """Start to copy columns to the host.
+
+        Args:
+            columns: Tensors on the device.
+
+        Returns:
+            The columns on their way; their memory is free again when they are no longer referred to.
+        """
+        targets = self._pinned_like(columns)
+        if self._stream is None:
+            for target, column in zip(targets, columns, strict=True):
+                target.copy_(column)
+            return ArrivingColumns(targets, None)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, column in zip(targets, columns, strict=True):
+                target.copy_(column, non_blocking=True)
+                column.record_stream(self._stream)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return ArrivingColumns(targets, event)
+
+    def to_device(self, columns: Sequence[Tensor]) -> list[Tensor]:
+        """Copy columns to the device. The host waits only for the copy before the last one.
+
+        Args:
+            columns: Tensors on the host; those on the device are returned as they are.
+
+        Returns:
+            The columns on the device, ready for the current stream.
+        """
+        moving = [column for column in columns if column.device != self._device]
+        if not moving:
+            return list(columns)
+        assert self._stream is not None  # otherwise the device is the host
+        while len(self._sent) > 1:
+            self._sent.popleft().synchronize()
+        pinned = self._pinned_like(moving)
+        for target, column in zip(pinned, moving, strict=True):
+            target.copy_(column)
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            copies = [source.to(self._device, non_blocking=True) for source in pinned]
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        current.wait_event(event)
+        for copy in copies:
+            copy.record_stream(current)
+        self._sent.append(event)
+        arrived = iter(copies)
+        return [column if column.device == self._device else next(arrived) for column in columns]
+
+    def _pinned_like(self, columns: Sequence[Tensor]) -> list[Tensor]:
+        """Return uninitialized columns in one block of pinned memory."""
+        sizes = [column.numel() * column.element_size() for column in columns]
+        places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        block = torch.empty(sum(places), dtype=torch.uint8, pin_memory=self._stream is not None)
+        return [
+            place[:size].view(column.dtype).view(column.shape)
+            for place, size, column in zip(block.split(places), sizes, columns, strict=True)
+        ]
+
+
+class ChunkDownload:
+    """The way of one chunk to the host, in blocks. The first block starts at once, on the stream of the
+    gather; the later ones follow it on the side stream.
+
+    Args:
+        copies: The copies of the table.
+        source: The chunk on the device.
+        rows: Rows of a block.
+    """
+
+    def __init__(self, copies: HostCopies, source: Chunk, rows: int) -> None:
+        self._copies = copies
+        self._source = source
+        self._rows = rows
+        self._at = 0
+        self._sent: deque[tuple[int, ArrivingColumns]] = deque()
+        self._send()
+
+    def _send(self) -> None:
+        if self._at < self._source.ids.numel():
+            part = self._source.part(self._at, self._at + self._rows)
+            self._sent.append((self._at, self._copies.to_host(all_columns(part))))
+            self._at += self._rows
+
+    def finish(self, target: Chunk) -> None:
+        """Wait for the rows.
+
+        Args:
+            target: A chunk of the same size on the host, which receives them.
+        """
+        while self._sent:
+            self._send()
+            start, arriving = self._sent.popleft()
+            arrived = arriving.wait()
+            part = target.part(start, start + arrived[0].numel())
+            for own, column in zip(all_columns(part), arrived, strict=True):
+                own.copy_(column)

@@ -1,0 +1,311 @@
+"""StreamedRows: the memory of a cuda table, and its rows as a stream: scans and snapshots.
+
+A block of rows is gathered on the device and travels to the host while the host uses the block before it; see
+host_copies.py and streamed_snapshot.py. No call copies the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError
+from megalith.table.engines.contract import Engine
+from megalith.table.engines.cuda.device_table import FLAGS, DeviceTable
+from megalith.table.engines.cuda.host_copies import ChunkDownload, HostCopies, block_rows
+from megalith.table.engines.cuda.host_tier import HostTier
+from megalith.table.engines.cuda.launch_group import LaunchGroup
+from megalith.table.engines.cuda.row_layout import CHUNK_BYTES, RowLayout
+from megalith.table.engines.cuda.stream_order import StreamOrder
+from megalith.table.engines.cuda.streamed_snapshot import StreamedSnapshot, flag_rows
+from megalith.table.engines.cuda.triton_runtime import find_device
+from megalith.table.initializers import table_key
+from megalith.table.policies.min_count import MAX_COUNT
+from megalith.table.table_config import TableConfig
+from megalith.table.table_data import Chunk, SnapshotStart
+
+SCAN_ROWS = 1 << 16
+LIVE_ROWS = 1 << 20
+"""Row numbers whose headers are read at once."""
+FIRST_CONSUMER_BIT = 8
+FIRST_WATCH_BIT = 16
+
+
+class ScannedPart:
+    """A part of a scan that is on its way to the host.
+
+    Args:
+        rows: Number of rows.
+        download: The way of the rows.
+        following: Where the next part starts; -1 at the end.
+        writes: The engine's number of writes when the rows were read.
+    """
+
+    def __init__(self, rows: int, download: ChunkDownload, following: int, writes: int) -> None:
+        self.rows = rows
+        self.download = download
+        self.following = following
+        self.writes = writes
+
+
+class StreamedRows(Engine):
+    """Rows in GPU memory. See `Engine`.
+
+    Args:
+        config: The config of the table.
+        seed: As for `Engine`.
+        num_shards: As for `Engine`.
+        chunk_bytes: Bytes of a chunk of rows, about.
+
+    Attributes:
+        device: Where the rows are.
+        table: The memory of the table.
+        group: The launches over this table alone.
+        order: Orders the launches of several threads and streams.
+        writes: Number of calls that may have created rows.
+        latest_step: The largest step of an update or of a restored row.
+        tier: The places of rows beyond `TableConfig.device_bytes`; None without such a budget.
+        open_snapshot: The open snapshot, if there is one: calls that write save rows for it first.
+    """
+
+    engine = "cuda"
+
+    def __init__(
+        self, config: TableConfig, *, seed: int = 0, num_shards: int = 1, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        super().__init__(config, seed=seed, num_shards=num_shards)
+        self.device = find_device()
+        self._key = table_key(seed, config.name)
+        budget = config.device_bytes
+        if budget is not None:
+            chunk_bytes = min(chunk_bytes, max(1, budget // 16))
+        self.layout = RowLayout.of(config, chunk_bytes)
+        self.table = DeviceTable(config, self.layout, self._key, self.device, budget)
+        self.tier = None if budget is None else HostTier(self.table)
+        self.group = LaunchGroup([self.table])
+        self.order = StreamOrder(self.device)
+        self._epoch = 0
+        self.writes = 0
+        self._length: int | None = 0  # None: on the device
+        self.latest_step = 0
+        self._removed: dict[int, list[Tensor]] = {}  # consumer -> removed ids
+        self.open_snapshot: StreamedSnapshot | None = None
+        self._snapshot_consumer = -1
+        self._drained: tuple[Tensor, Tensor] | None = None  # for the open snapshot
+
+    @cached_property
+    def copies(self) -> HostCopies:
+        """The copies between host and device."""
+        return HostCopies(self.device)
+
+    @cached_property
+    def block_rows(self) -> int:
+        """Rows that travel at once."""
+        return block_rows(32 + 4 * self.config.row_floats)
+
+    # ---- writes
+
+    def wrote(self, step: int = 0) -> None:
+        """Note that a call wrote rows and may have created some.
+
+        Args:
+            step: The step of an update.
+        """
+        self.writes += 1
+        self._length = None
+        self.latest_step = max(self.latest_step, min(step, MAX_COUNT))
+
+    def used(self, rows: Tensor) -> None:
+        """Note that an update used rows; with a host tier, some of them move to the device.
+
+        Args:
+            rows: int32 [n], negative where there is none.
+        """
+        if self.tier is None:
+            return
+        # A thread that holds the lock to return memory waits for this one.
+        with self._moving.without_waiting() as alone:
+            if self.tier.used(rows, move=alone and not self._scans and self.open_snapshot is None):
+                self.writes += 1
+                self._epoch += 1
+
+    def save_rows(self, rows: Tensor) -> None:
+        """Save rows for an open snapshot, before a call changes them. The caller holds the lock.
+
+        Args:
+            rows: int32 [n]; may repeat, negative where there is none.
+        """
+        if self.open_snapshot is not None:
+            self.open_snapshot.save(rows)
+
+    def wait_for_reader(self) -> None:
+        """Wait until an open snapshot has room for saved rows; before a call that writes takes the lock."""
+        snapshot = self.open_snapshot
+        if snapshot is not None:
+            snapshot.wait_for_reader()
+
+    # ---- scans
+
+    @staticmethod
+    def _bit(consumer: int) -> int:
+        return 1 << (FIRST_CONSUMER_BIT + consumer)
+
+    @staticmethod
+    def _watch_bit(watch: int) -> int:
+        return 1 << (FIRST_WATCH_BIT + watch)
+
+    def live_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the rows in use in blocks, in order: their numbers, int32 [n], and headers, int64 [5, n]."""
+        used = self.table.read_counters()[0]
+        for start in range(0, used, LIVE_ROWS):
+            yield self.table.live_rows(start, min(used, start + LIVE_ROWS))
+
+    def scan(self, chunk_size: int, *, watch: int | None = None) -> Iterator[Chunk]:
+        """See `Engine.scan`. A chunk that fits in a block travels while the caller uses the one before it.
+
+        Args:
+            chunk_size: As for `Engine.scan`.
+            watch: As for `Engine.scan`.
+
+        Yields:
+            As `Engine.scan`.
+        """
+        ahead = chunk_size <= self.block_rows  # otherwise the blocks of a chunk follow each other
+        with self.scanning():
+            part = self._start_part(0, chunk_size, watch)
+            while True:
+                following = None
+                if ahead and part.following >= 0:
+                    following = self._start_part(part.following, chunk_size, watch)
+                if part.rows:
+                    yield self._finish_part(part, rows=True)
+                if part.following < 0:
+                    return
+                if following is None or following.writes != self.writes:  # or rows were removed
+                    following = self._start_part(part.following, chunk_size, watch)
+                part = following
+
+    def _start_part(
+        self, start: int, limit: int, watch: int | None, *, rows: bool = True, stop: int | None = None
+    ) -> ScannedPart:
+        with self.order:
+            chunk, following = self._scan(start, limit, rows=rows, watch=watch, stop=stop)
+            download = ChunkDownload(self.copies, chunk, self.block_rows)
+            return ScannedPart(chunk.ids.numel(), download, following, self.writes)
+
+    def _finish_part(self, part: ScannedPart, *, rows: bool) -> Chunk:
+        chunk = self.new_chunk(part.rows, rows=rows)
+        part.download.finish(chunk)
+        return chunk
+
+    def scan_part(
+        self,
+        start: int,
+        limit: int,
+        *,
+        rows: bool = True,
+        watch: int | None = None,
+        stop: int | None = None,
+    ) -> tuple[Chunk, int]:
+        """See `Engine.scan_part`."""
+        part = self._start_part(start, limit, watch, rows=rows, stop=stop)
+        return self._finish_part(part, rows=rows), part.following
+
+    def scan_scored(
+        self, start: int, limit: int, *, watch: int, stop: int | None = None
+    ) -> tuple[Chunk, int]:
+        """See `Engine.scan_scored`."""
+        with self.order:
+            return self._scan(start, limit, rows=True, watch=watch, stop=stop)
+
+    def _scan(
+        self, start: int, limit: int, *, rows: bool, watch: int | None, stop: int | None
+    ) -> tuple[Chunk, int]:
+        """Read the next rows into a chunk on the device."""
+        used = self.table.read_counters()[0]
+        last = used if stop is None else min(used, stop)
+        found, headers = [], []
+        count, at = 0, start
+        while at < last and count < limit:
+            end = min(last, at + max(SCAN_ROWS, limit))
+            live, header = self.table.live_rows(at, end)
+            found.append(live[: limit - count])
+            headers.append(header[:, : limit - count])
+            count += found[-1].numel()
+            at = end if count < limit else int(found[-1][-1]) + 1
+        none = torch.empty(0, dtype=torch.int32, device=self.device)
+        chosen = torch.cat(found) if found else none
+        header = torch.cat(headers, 1) if headers else self.table.headers(none)
+        if watch is not None:  # a write sets the flag again
+            kept = torch.full_like(chosen, ~self._watch_bit(watch))
+            self.table.write_header(FLAGS, chosen, kept, 2)
+        return self._chunk(chosen, header, rows=rows), at if at < used else -1
+
+    def _chunk(self, numbers: Tensor, headers: Tensor, *, rows: bool = True) -> Chunk:
+        """Read rows that exist into a chunk on the device."""
+        n, columns = numbers.numel(), self.config.state_columns
+        ids, time, _, count, step = headers.unbind()
+        weights = torch.empty(n, self.dim if rows else 0, device=self.device)
+        states = torch.empty(n, self.layout.state_floats if rows else 0, device=self.device)
+        if rows:
+            self.group.read(ids, self.group.all_found(numbers), [n], weights)
+            self.table.copy_states(numbers, states, write=False)
+        parts = {
+            c.key: states[:, c.start - self.dim : c.end - self.dim].contiguous() for c in columns if rows
+        }
+        counted = (count, step) if self.config.counted else (None, None)
+        return Chunk(ids, weights, parts, time, *counted)
+
+    # ---- snapshots
+
+    def begin_snapshot(
+        self, consumer: int, touched_only: bool, room: int, with_pending: bool
+    ) -> SnapshotStart:
+        """See `Engine.begin_snapshot`. It reads the flags of all rows on the device."""
+        with self.order:
+            if self.open_snapshot is not None:
+                raise InputError(f"table {self.name!r} already has an open snapshot: close it first")
+            none = torch.empty(0, dtype=torch.int64)
+            total, used = len(self), self.table.read_counters()[0]
+            blocks = (
+                rows[(headers[2] & self._bit(consumer)) != 0] if touched_only else rows
+                for rows, headers in self.live_blocks()
+            )
+            snapshot = StreamedSnapshot(
+                flag_rows(used, blocks, self.device),
+                room,
+                self.block_rows,
+                self.order,
+                lambda rows: self._chunk(rows, self.table.headers(rows)),
+                self.copies,
+            )
+            self._drained = None if consumer < 0 else self.drain(consumer)
+            self.open_snapshot, self._snapshot_consumer = snapshot, consumer
+            pending = self.pending() if with_pending else (none, none)
+            removed = none if self._drained is None else self._drained[1]
+            return SnapshotStart(snapshot.rows, total, removed, pending)
+
+    def read_snapshot(self, chunk: Chunk) -> int:
+        """See `Engine.read_snapshot`."""
+        assert self.open_snapshot is not None
+        return self.open_snapshot.read(chunk)
+
+    def snapshot_pressure(self) -> float:
+        """See `Engine.snapshot_pressure`."""
+        return 0.0 if self.open_snapshot is None else self.open_snapshot.pressure
+
+    def end_snapshot(self, give_back: bool) -> float:
+        """See `Engine.end_snapshot`."""
+        snapshot = self.open_snapshot
+        if snapshot is None:
+            return 0.0
+        snapshot.close()  # before the lock: a writer may hold it and wait
+        with self.order:
+            drained, self._drained, self.open_snapshot = self._drained, None, None
+            if drained is not None and give_back and self._snapshot_consumer in self._removed:
+                for ids in drained:
+                    self.mark(self._snapshot_consumer, ids)
+        return snapshot.waited
