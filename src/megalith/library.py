@@ -7,6 +7,7 @@ autograd.Function around an op costs a fraction of a registered formula.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import sys
@@ -83,6 +84,17 @@ def keep_freed_memory(size: int) -> None:
     native: Any = native_module()
     if native is not None and not any(f"MALLOC_{kind}_THRESHOLD_" in os.environ for kind in ("TRIM", "MMAP")):
         native.keep_freed_memory(size)
+
+
+def return_freed_memory(kept: int = 0) -> None:
+    """Return the memory that the C library keeps for later to the operating system, if it is glibc.
+
+    Args:
+        kept: Bytes that may stay at the end of the heap.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(kept))
 
 
 class MessageBuffers:

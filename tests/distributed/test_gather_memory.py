@@ -26,7 +26,9 @@ from tests.distributed.ranks import run_ranks
 
 RUN = "memory"
 OVERHEAD = 4 << 20  # the interpreter's own objects, and what the allocator rounds up
-FLAT = 1 << 20  # what a number may vary that does not grow
+# The C library keeps freed blocks in its heap, and small objects split them, so that the next block takes new
+# memory: up to 24 MiB were measured for a budget of 16 before the ledger returned freed memory.
+FLAT = 2 << 20  # what a number may vary that does not grow
 WINDOWS = (1, 2, 3)
 _M_ARENA_MAX = -8
 
@@ -74,6 +76,7 @@ def grown(
     folder: str, side: int, windows: list[tuple[int, int]], budget: int
 ) -> tuple[list[int], list[int], int]:
     """For each window (number, peers): growth, and what was in use before; and the ledger's peak."""
+    # Heaps of several threads settle only after some ten windows; growth is within the budget from the first.
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     ranks = Ranks.of_group(timeout=60.0)
     stores = {"default": open_object_store(folder)}
@@ -117,9 +120,7 @@ def test_a_window_stays_within_its_budget(
     windows = [(window, peers) for window in WINDOWS]
     for found, used, ledger in run_ranks(grown, str(tmp_path), side, windows, budget, world_size=ranks):
         assert ledger <= budget
-        # A few windows in a hundred take up to 5 MiB more, for a reason that is not known yet.
-        assert sorted(found)[len(found) // 2] <= budget + OVERHEAD, found
-        assert max(found) <= budget + 4 * OVERHEAD, found
+        assert max(found) <= budget + OVERHEAD, found
         assert used[-1] - used[1] <= FLAT, used  # nothing accumulates; the first window makes threads
 
 

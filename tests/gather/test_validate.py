@@ -20,6 +20,7 @@ from megalith.gather.payload_schema import PayloadSchema, TableSpec
 from megalith.gather.plan import Fault, GatherPlan, Status
 from megalith.gather.validate import least_work_bytes, validate
 from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
+from megalith.storage import spool
 from megalith.storage.spool import Ledger, MemoryBody
 from tests.gather import naive
 from tests.gather.support import RUN, WINDOW, checked, forged, opened, peer_bytes, peer_update, small_schema
@@ -200,6 +201,23 @@ def test_a_ledger_refuses_what_its_budget_does_not_allow() -> None:
         ledger.take(40, "a sum")
         ledger.give(40)
     assert (ledger.used, ledger.peak) == (0, 100)
+
+
+def test_freed_memory_is_returned_before_it_and_what_is_used_exceed_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    returned: list[int] = []
+    ledger = Ledger(100, "the update", freed=30)
+    monkeypatch.setattr(spool, "return_freed_memory", lambda: returned.append(ledger.used))
+    ledger.take(70, "a tile")
+    assert returned == []
+    ledger.give(70)
+    with ledger.hold(1, "a sum"):
+        assert returned == [0]
+        for _ in range(5):
+            with ledger.hold(33, "a tile"):
+                pass
+    assert returned == [0, 1]
 
 
 def test_labels_stay_with_the_payload() -> None:

@@ -78,7 +78,8 @@ class Columns:
         spool_directory: Path | None = None,
     ) -> None:
         self.result = result
-        self.ledger = Ledger(result.plan.memory_budget, "the update")
+        budget = result.plan.memory_budget
+        self.ledger = Ledger(budget, "the update", freed=budget)  # fetching may have used all of it
         self._ranks = ranks
         self._directory = spool_directory
         if ranks.size == 1:

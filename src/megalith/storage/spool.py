@@ -17,28 +17,34 @@ from tempfile import TemporaryFile
 from typing import BinaryIO, cast
 
 from megalith.errors import BudgetError, StoreError
+from megalith.library import return_freed_memory
 from megalith.units import show_bytes
 
 
 class Ledger:
     """Bytes in use now and at most, against a budget. Threads may share it.
 
-    It counts what the code declares; tests compare it with the memory that the operating system counts.
+    It counts what the code declares; tests compare it with the memory that the operating system counts. The
+    C library may keep freed memory in pieces that are too small for the next buffer. Bytes that were given
+    back therefore count as well, until they would exceed the budget: then they are returned to the operating
+    system.
 
     Args:
         budget: The number of bytes.
         phase: The name of the phase, for messages.
+        freed: Bytes that an earlier phase has freed, at most.
 
     Attributes:
         used: Bytes in use.
         peak: Bytes that were in use at most.
     """
 
-    def __init__(self, budget: int, phase: str) -> None:
+    def __init__(self, budget: int, phase: str, *, freed: int = 0) -> None:
         self.budget = budget
         self.phase = phase
         self.used = 0
         self.peak = 0
+        self._freed = freed
         self._lock = threading.Lock()
 
     def take(self, count: int, purpose: str) -> None:
@@ -57,6 +63,9 @@ class Ledger:
                     f"{self.phase}: {purpose} takes {show_bytes(count)}, but {show_bytes(self.used)} of the "
                     f"budget of {show_bytes(self.budget)} are in use: raise memory_budget"
                 )
+            if self.used + self._freed + count > self.budget:
+                return_freed_memory()
+                self._freed = 0
             self.used += count
             self.peak = max(self.peak, self.used)
 
@@ -68,6 +77,7 @@ class Ledger:
         """
         with self._lock:
             self.used -= count
+            self._freed += count
 
     @contextmanager
     def hold(self, count: int, purpose: str) -> Iterator[None]:

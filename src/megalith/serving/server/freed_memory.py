@@ -5,8 +5,9 @@ The allocator keeps what was freed for later, so a server would keep the memory 
 
 from __future__ import annotations
 
-import ctypes
 import threading
+
+from megalith.library import return_freed_memory
 
 BURST_BYTES = 256 << 20
 """Bytes of large requests after which freed memory is returned."""
@@ -38,7 +39,5 @@ class FreedMemory:
             if self._received < BURST_BYTES:
                 return False
             self._received = 0
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
-        if trim is not None:
-            trim(ctypes.c_size_t(KEPT_BYTES))
+        return_freed_memory(KEPT_BYTES)
         return True
