@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-SHARES = 6
+SHARES = 12
 """Parts into which the tests of the engine are divided."""
 MONOLITH = [
     f"tests/compat/monolith/test_{name}.py"
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--memory", action="store_true", help="run kernels under compute-sanitizer instead")
     parser.add_argument("--parts", default="", help="names of parts, separated by commas; default all")
-    parser.add_argument("--at-once", type=int, default=10, help="processes at a time")
+    parser.add_argument("--at-once", type=int, default=16, help="processes at a time")
     parser.add_argument("--seconds", type=float, default=240.0, help="limit of each part")
     chosen = parser.parse_args(arguments)
     known = memory_parts() if chosen.memory else test_parts()

@@ -89,8 +89,8 @@ def all_ranks(size: int, steps: int, transport: str) -> dict[str, Any]:
     ids = torch.tensor([100, 101 + rank], device=shards.device)  # the highest rank assigns 100
     shards.assign({"a": (ids, torch.full((2, 4), float(rank), device=shards.device))}, time=7)
     found["assigned"] = shards.lookup({"a": ids}).rows["a"].cpu()
-    found["status"] = shards.reinitialize({"a": torch.tensor([100, 500])})["a"].tolist()
-    found["removed"] = shards.remove({"a": torch.tensor([100, 900 + ranks])})["a"]
+    found["status"] = shards.reinitialize({"a": torch.tensor([100, 1_000_500])})["a"].tolist()
+    found["removed"] = shards.remove({"a": torch.tensor([100, 1_000_900 + ranks])})["a"]
     return found
 
 

@@ -22,7 +22,8 @@ def test_tables_on_the_cpu_train_with_columns_on_a_gpu() -> None:
             assert out["x"].device.type == device
             (torch.cat([out["x"], out["y"]], 1) @ weight).square().sum().backward()
         results.append((collection.tables["t"].lookup(torch.arange(700)), weight.grad))
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-6)
+    # Sums of the GPU have another order.
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=2e-5)
 
 
 def test_copies_to_the_gpu_come_from_pinned_memory_and_do_not_wait() -> None:

@@ -90,7 +90,7 @@ class Bags:
 
         def move(tensor: Any) -> Any:
             has_data = isinstance(tensor, Tensor) and not tensor.is_meta
-            return tensor.to(device, non_blocking=True) if has_data else tensor
+            return tensor.to(device, non_blocking=device.type != "cpu") if has_data else tensor
 
         tensors = move(self.offsets), self.parts, move(self.weights), move(self.divisor)
         return Bags(*tensors, self.shared, self.first)

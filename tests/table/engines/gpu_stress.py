@@ -127,7 +127,7 @@ def test_a_table_of_four_times_its_budget_trains_as_one_without() -> None:
         if use is not None:
             assert use.host_rows > 2 * use.device_rows
             assert use.moved > 0
-            assert use.hit_rate > 0.5
+            assert use.hit_rate > 0.33  # of distinct rows, the first uses included; 0.43 is the most possible
     assert torch.equal(*results)
 
 

@@ -77,6 +77,15 @@ def test_no_write_visits_more_than_a_part_of_the_table() -> None:
     assert score.rows <= VISITED * 2000 + block
 
 
+@pytest.mark.parametrize("engine", ["cpu", "reference"])
+def test_a_call_that_contains_the_rows_with_the_lowest_scores_removes_others(engine: str) -> None:
+    score = Recorded(torch.arange(10))
+    table = full_table(score, engine=engine)
+    assert write(table, torch.tensor([0, 1, 2, 3, 4, NEW])) == [5]
+    assert write(table, torch.tensor([0, 1, 2, 3, 4, 6, 7, NEW + 1, NEW + 2])) == [8, 9]
+    assert sorted(write(table, torch.arange(8) + 2 * NEW)) == [0, 1, 2, 3, 4, 6, 7, NEW]
+
+
 def test_parts_are_not_smaller_than_useful() -> None:
     score = Recorded(shuffled(20_000))
     table = full_table(score)

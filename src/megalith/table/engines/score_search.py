@@ -89,16 +89,17 @@ class ScoreSearch:
                 or self._ready is None
                 or (len(self._ready) <= max(need, few) * -(-self._limit // part))
             ):
-                self._visit(part, need)
+                self._visit(part, need, kept)
             gone = self._evict(self._ready, max(need, few), kept)
-            visited = 0
-            while gone < need and visited <= self._limit:  # without success
+            begun = 0  # passes since the last row that went
+            while gone < need:
                 more = self._evict(self._ready, need - gone, kept)
                 more += self._evict(self._passing, need - gone - more, kept)
-                gone, visited = gone + more, 0 if more else visited
-                if gone < need:
-                    self._visit(part, need)
-                    visited += part
+                gone, begun = gone + more, 0 if more else begun
+                begun += self._passing is None
+                if gone >= need or begun > 1:  # a whole pass found no other row
+                    break
+                self._visit(part, need, kept)
         except BaseException:
             self.restart()
             raise
@@ -122,11 +123,11 @@ class ScoreSearch:
         self._ready = self._passing = None
         self._moves = self._engine.moves
 
-    def _visit(self, rows: int, need: int) -> None:
+    def _visit(self, rows: int, need: int, kept: Tensor) -> None:
         """Continue the pass, or begin one."""
         if self._passing is None:
             self._passing = _Pass(self._engine, self._limit, need)
-        self._passing.visit(self._score, rows)
+        self._passing.visit(self._score, rows, kept)
         if self._passing.complete:
             if self._ready is not None:
                 self._engine.close_watch(self._ready.watch)
@@ -173,12 +174,13 @@ class _Pass:
         """Bytes of the candidates, and a bit for each row."""
         return 16 * self._count + self._blocks * self._block // 8
 
-    def visit(self, score: Score, rows: int) -> None:
+    def visit(self, score: Score, rows: int, kept: Tensor) -> None:
         """Visit the next blocks.
 
         Args:
             score: The score function.
             rows: Number of rows to visit; one block more at most.
+            kept: int64 [n], sorted: ids that do not become candidates, since their rows are about to change.
 
         Raises:
             InputError: The score function returned something else than finite numbers, one per row.
@@ -191,7 +193,9 @@ class _Pass:
             rows -= count
             chunk = _joined(chunks)
             if chunk.ids.numel():
-                self._add(chunk.ids.cpu(), _checked_scores(self._engine.name, score, chunk))
+                ids, scores = chunk.ids.cpu(), _checked_scores(self._engine.name, score, chunk)
+                other = ~_contains(kept, ids)
+                self._add(ids[other], scores[other])
                 self.keep(self._most)
 
     def take(self, n: int) -> Tensor:
@@ -245,6 +249,8 @@ class _Pass:
         return self._engine.scan_part(self._rest, 1, rows=False)[0].ids.numel() == 0
 
     def _add(self, ids: Tensor, scores: Tensor) -> None:
+        if not ids.numel():
+            return
         if self._bounds is None:
             self._bounds = _group_bounds(scores[:_SAMPLE], self._share)
             self._groups = [_Candidates() for _ in range(self._bounds.numel())]

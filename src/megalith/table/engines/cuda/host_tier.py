@@ -7,12 +7,14 @@ GPU. A row is in one place only, so there is nothing to write back:
     row            place                             moves
     new            GPU memory, then host memory      -
     used again     stays on the GPU                  -
-                   host memory                       changes places with a row of the GPU that was not used
-                                                     for longer; see `used`
+                   host memory                       changes places with a row of the GPU that was used less
+                                                     than half as often lately
     removed        its place is used again           -
 
 A swap changes the numbers of two rows, so rows that were found before must be found again. A use is an
-update; lookups do not count. A scan in progress keeps all rows in place.
+update; lookups do not count. Uses fade: one of HALF_LIFE updates ago counts half. So that nothing has to be
+updated for rows that were not used, a row's score is the binary logarithm of its uses, each weighted by 2 to
+the power of its time in half-lives. A scan in progress keeps all rows in place.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from megalith.table.engines.cuda.device_functions import LIVE
 from megalith.table.engines.cuda.device_table import BLOCK, WARPS, DeviceTable, grid
 from megalith.table.table_data import HostTierUse
 
-HORIZON = 256
-"""A row of the host moves if its previous use was at most this number of updates ago."""
+HALF_LIFE = 64
+"""Number of updates after which a use counts half."""
+MARGIN = 1.0
+"""A row of the host moves if its score is higher by more than this: fewer moves, and about as many hits."""
 WINDOW = 1 << 16
-"""Rows of the GPU among which an update looks for those that were not used for longest."""
+"""Rows of the GPU among which an update looks for those that are used least."""
 
 
 class HostTier:
@@ -45,7 +49,7 @@ class HostTier:
 
     def __init__(self, table: DeviceTable) -> None:
         self._table = table
-        self._stamps = torch.zeros(0, dtype=torch.int32, device=table.device)  # of the last use
+        self._scores = torch.empty(0, device=table.device)
         self._clock = 0
         self._hand = 0
         self.hits = self.misses = self.moved = 0
@@ -69,7 +73,7 @@ class HostTier:
 
     def forget(self) -> None:
         """Forget the uses: rows have other numbers now."""
-        self._stamps.zero_()
+        self._scores.fill_(-torch.inf)
 
     def used(self, rows: Tensor, *, move: bool) -> bool:
         """Count the uses of rows, and move some of those in host memory to the GPU. Waits for the device.
@@ -83,34 +87,33 @@ class HostTier:
         """
         if self._table.row_capacity <= self.boundary:
             return False
-        missing = self._table.row_capacity - self._stamps.numel()
+        missing = self._table.row_capacity - self._scores.numel()
         if missing > 0:
-            self._stamps = torch.cat([self._stamps, self._stamps.new_zeros(missing)])
+            self._scores = torch.cat([self._scores, self._scores.new_full((missing,), -torch.inf)])
         distinct = torch.unique(rows[rows >= 0])
         self._clock += 1
         on_host = distinct[distinct >= self.boundary]
         self.hits += distinct.numel() - on_host.numel()
         self.misses += on_host.numel()
-        before = self._stamps[on_host.long()]
-        self._stamps[distinct.long()] = self._clock
-        recent = (before > 0) & (before >= self._clock - HORIZON)
-        return move and self._exchange(on_host[recent], before[recent])
+        again = on_host[self._scores[on_host.long()] > -torch.inf]
+        now = self._scores.new_tensor(self._clock / HALF_LIFE)
+        self._scores[distinct.long()] = torch.logaddexp2(self._scores[distinct.long()], now)
+        return move and self._exchange(again)
 
-    def _exchange(self, wanted: Tensor, before: Tensor) -> bool:
-        """Swap rows of the host with rows of the GPU that were used less recently."""
+    def _exchange(self, wanted: Tensor) -> bool:
+        """Swap rows of the host with rows of the GPU that are used less."""
         count = min(wanted.numel(), self.boundary)
         if not count:
             return False
-        order = torch.argsort(before, descending=True, stable=True)[:count]
-        wanted, before = wanted[order], before[order]
+        scores, order = self._scores[wanted.long()].sort(descending=True, stable=True)
+        wanted, scores = wanted[order[:count]], scores[:count]
         places = torch.arange(min(self.boundary, max(WINDOW, 8 * count)), device=wanted.device)
         places = (places + self._hand) % self.boundary
         self._hand = (self._hand + places.numel()) % self.boundary
-        last = self._stamps[places]
-        oldest = torch.argsort(last, stable=True)[:count]
-        victims = places[oldest].to(torch.int32)
+        lowest, order = self._scores[places].sort(stable=True)
+        victims = places[order[:count]].to(torch.int32)
         headers = self._table.headers(victims)
-        good = (last[oldest] < before) & ((headers[2] & LIVE.value) != 0)
+        good = (lowest[:count] + MARGIN < scores) & ((headers[2] & LIVE.value) != 0)
         victims, wanted = victims[good].contiguous(), wanted[good].contiguous()
         if not victims.numel():
             return False
@@ -136,4 +139,4 @@ class HostTier:
                 table.entries, table.slots - 1, ids, rows, n, BLOCK=BLOCK, num_warps=WARPS
             )
         one, other = victims.long(), wanted.long()
-        self._stamps[one], self._stamps[other] = self._stamps[other], self._stamps[one]
+        self._scores[one], self._scores[other] = self._scores[other], self._scores[one]
