@@ -7,6 +7,8 @@ TensorProto      1 dtype   2 tensor_shape (2 dim (1 size))   4 tensor_content   
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +23,8 @@ _TYPES = {
 }
 """dtype -> its number, and the number of its typed field."""
 _CONTENT = 4
+_MAX_HEADS = 1024
+"""Kept beginnings of outputs: a server has few outputs, but batches of many sizes."""
 
 
 def encode_scores(
@@ -38,26 +42,45 @@ def encode_scores(
     Returns:
         The serialized message; None if an array is not of float32 or float64.
     """
-    parts = []
+    parts: list[bytes] = []
     for name, array in outputs.items():
-        known = _TYPES.get(array.dtype)
-        if known is None:
+        head = _output_head(name, array.dtype, array.shape, typed)
+        if head is None:
             return None
-        dtype, field = known
-        shape = b"".join([_field(2, b"\x08" + _varint(size)) for size in array.shape])
-        tensor = bytes((8, dtype)) + _field(2, shape) + _field(field if typed else _CONTENT, array.tobytes())
-        parts.append(_field(1, _field(1, name.encode()) + _field(2, tensor)))
-    spec = _field(1, model.encode()) + _field(2, b"\x08" + _varint(version)) + _field(3, signature.encode())
-    parts.append(_field(2, spec))
+        parts += (head, array.tobytes())
+    parts.append(_spec(model, signature, version))
     return b"".join(parts)
+
+
+# Requests to one model differ in their elements only, so what precedes the elements is made once.
+@functools.lru_cache(_MAX_HEADS)
+def _output_head(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], typed: bool) -> bytes | None:
+    """Return the bytes of an output before its elements; None for another dtype than those of _TYPES."""
+    known = _TYPES.get(dtype)
+    if known is None:
+        return None
+    number, field = known
+    sizes = b"".join([_field(2, b"\x08" + _varint(size)) for size in shape])
+    elements = math.prod(shape) * dtype.itemsize
+    tensor = bytes((8, number)) + _field(2, sizes) + _head(field if typed else _CONTENT, elements)
+    entry = _field(1, name.encode()) + _head(2, len(tensor) + elements) + tensor
+    return _head(1, len(entry) + elements) + entry
+
+
+@functools.lru_cache(_MAX_HEADS)
+def _spec(model: str, signature: str, version: int) -> bytes:
+    spec = _field(1, model.encode()) + _field(2, b"\x08" + _varint(version)) + _field(3, signature.encode())
+    return _field(2, spec)
 
 
 def _field(number: int, data: bytes) -> bytes:
     """Return a length-delimited field."""
-    size = len(data)
-    if size < 0x80:
-        return bytes((number << 3 | 2, size)) + data
-    return bytes((number << 3 | 2,)) + _varint(size) + data
+    return _head(number, len(data)) + data
+
+
+def _head(number: int, size: int) -> bytes:
+    """Return what precedes the bytes of a length-delimited field."""
+    return bytes((number << 3 | 2,)) + _varint(size)
 
 
 def _varint(number: int) -> bytes:

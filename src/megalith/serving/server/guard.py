@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megalith.serving.client.credentials import grpc_module
+from megalith.serving.server.handler_threads import HandlerThreads
 from megalith.serving.server.health import HEALTH
 from megalith.serving.server.read_deadlines import ReadDeadlines
 from megalith.serving.server.request_errors import Code
@@ -39,7 +40,7 @@ class _CallGroup:
 
     def __init__(self, name: str, places: int) -> None:
         self.places = threading.BoundedSemaphore(places)
-        self.pool = ThreadPoolExecutor(places, thread_name_prefix=f"megalith-{name}")
+        self.pool = HandlerThreads(places, f"megalith-{name}")
 
 
 class Guard:
