@@ -25,7 +25,12 @@ class Wire(ABC):
     """An encoding of floats.
 
     In all methods `counts` is int64 [peers, tables], the rows of each block; `dims` lists the dim per table.
+
+    Attributes:
+        exact: Whether the bytes are those of the floats.
     """
+
+    exact = False
 
     @abstractmethod
     def row_bytes(self, dim: int) -> int:
@@ -120,6 +125,7 @@ def check_wire(wire: str | dict[str, str]) -> tuple[str, str]:
 class _Floats(Wire):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        self.exact = dtype == torch.float32
 
     def row_bytes(self, dim: int) -> int:
         """See `Wire.row_bytes`."""

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,7 +210,11 @@ def test_no_touched_id_is_lost_when_one_server_fails(
 def test_a_server_out_of_reach_has_lost_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     shards, ray = make(table()), ray_module()
     push(shards, [2], [[1.0]])
+    push(shards, [2], [[1.0]], 1)
     get, calls = ray.get, []
+    lost = shards.links[0]._channel
+    assert lost is not None
+    lost.close()
 
     def interrupted(*args: Any, **options: Any) -> Any:
         calls.append(args)
@@ -220,8 +223,14 @@ def test_a_server_out_of_reach_has_lost_nothing(make: Make, monkeypatch: pytest.
         return get(*args, **options)
 
     monkeypatch.setattr(ray, "get", interrupted)
-    shards.flush()  # the push is sent again, and not applied twice
-    assert read(shards, "t", 2) == [[-1]]
+    shards.flush()  # the pushes are sent again over another connection, and not applied twice
+    assert shards.links[0]._channel is not lost
+    assert len(calls) == 2  # the address of the server was asked for twice
+    assert read(shards, "t", 2) == [[-2]]
+    calls.clear()
+    shards.assign({"t": (ints(2), torch.tensor([[5.0]]))})  # a write that goes through Ray
+    assert len(calls) == 2
+    assert read(shards, "t", 2) == [[5]]
     calls.clear()
     assert shards.stats()["t"].rows == 1  # what only reads is asked again
     calls.clear()
@@ -235,16 +244,12 @@ def test_a_synchronous_worker_that_cannot_send_reports_it(
     options: dict[str, Any] = {"mode": "sync", "num_workers": 2, "name": next(NAMES)}
     first, second = (make(table(), worker=worker, **options) for worker in (0, 1))
     push(first, [2, 3], [[1.0], [1.0]])
-    actor, sent = second.links[1]._actor, []
 
     def refuse(*args: Any) -> Any:
-        sent.append(args)
-        if len(sent) == 1:
-            raise OSError("not sent")
-        return actor.write.remote(*args)
+        raise OSError("not sent")
 
     with monkeypatch.context() as patch:
-        patch.setattr(second.links[1], "_actor", SimpleNamespace(write=SimpleNamespace(remote=refuse)))
+        patch.setattr(second.links[1]._channel, "push", refuse)
         with pytest.raises(OSError, match="not sent"):
             push(second, [2, 3], [[1.0], [1.0]])
     with pytest.raises(Exception, match=r"worker 1 failed.*not sent"):

@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -373,8 +372,7 @@ def test_a_write_that_cannot_be_sent_does_not_use_up_a_number(
         raise OSError("not sent")
 
     with monkeypatch.context() as patch:
-        refusing = SimpleNamespace(write=SimpleNamespace(remote=refuse))
-        patch.setattr(shards.links._links[1], "_actor", refusing)
+        patch.setattr(shards.links[1]._channel, "push", refuse)
         with pytest.raises(OSError, match="not sent"):
             push(shards, [2, 3], [[1.0], [1.0]])  # an id of each server
     push(shards, [2, 3], [[1.0], [1.0]])

@@ -42,7 +42,11 @@ def test_rows_and_gradients_travel_between_nodes(address: str) -> None:
         assert {node["NodeManagerAddress"] for node in nodes} == {"127.0.0.1"}
         shards, local = ServerShards([config], servers=servers, timeout=60.0), LocalShards([config])
         # One server is not on the node of this process, so its rows and gradients cross nodes.
-        assert set(shards.each_part(node_of)) == {node["NodeID"] for node in nodes}
+        where = shards.each_part(node_of)
+        assert set(where) == {node["NodeID"] for node in nodes}
+        own = loopback_ray().get_runtime_context().get_node_id()
+        shared = [link._channel is not None and link._channel.shared for link in shards.links]
+        assert shared == [node == own for node in where]
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(0, 10**12, (20_000,), generator=generator)  # 1.3 MB of rows, by two servers
         grads = torch.randn(ids.numel(), 16, generator=generator)

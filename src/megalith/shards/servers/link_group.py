@@ -11,6 +11,7 @@ from torch import Tensor
 from megalith.shards.preparer import RoutedIds
 from megalith.shards.servers.server_link import PendingCall, ServerLink
 from megalith.shards.servers.server_messages import ServerWrite, array_of
+from megalith.shards.servers.shared_segments import SegmentPool
 
 Calls = Sequence[tuple[ServerLink, PendingCall]]
 
@@ -20,10 +21,15 @@ class LinkGroup:
 
     Args:
         links: One connection per server, in their order.
+        pool: Memory that they share with servers of this node.
+
+    Attributes:
+        pool: The same.
     """
 
-    def __init__(self, links: Sequence[ServerLink]) -> None:
+    def __init__(self, links: Sequence[ServerLink], pool: SegmentPool) -> None:
         self._links = list(links)
+        self.pool = pool
 
     def __len__(self) -> int:
         return len(self._links)
@@ -77,6 +83,11 @@ class LinkGroup:
             moved: See `TableServer.close`.
         """
         self.everywhere(lambda link: link.close(moved=moved))
+
+    def disconnect(self) -> None:
+        """Close the sockets; `join` opens others."""
+        for link in self._links:
+            link.disconnect()
 
     # ---- calls
 

@@ -1,7 +1,9 @@
 """ServerLink: the connection of one worker to one server.
 
-It numbers writes and keeps them until they are answered. If the server ends and is started again, the link
-opens the tables there, joins under the same number and sends again what was not answered:
+Lookups and pushes go over a socket (`ServerChannel`), all other calls through Ray. It numbers writes and
+keeps them until they are answered. If the connection is lost, it opens a new one and sends again what was not
+answered. If the server ends and is started again, it opens the tables there and joins under the same number
+before that:
 
     unanswered    on the new server
     read          sent again; also if the server was only out of reach for a while
@@ -19,9 +21,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megalith.errors import RankTimeoutError, ServerLostError, ServerRestartedError
+from torch import Tensor
+
+from megalith.errors import RankTimeoutError, ServerLostError, ServerRestartedError, UsageError
+from megalith.shards.servers.channel_client import ChannelLostError, ChannelReply, ServerChannel
 from megalith.shards.servers.ray_servers import ray_module
 from megalith.shards.servers.server_messages import Array, Failure, Joined, ServerWrite, SpaceSpec
+from megalith.shards.servers.shared_segments import SegmentPool
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +40,14 @@ class PendingCall:
     """A call in progress.
 
     Args:
-        send: Makes the call and returns Ray's reference to its result.
+        send: Makes the call and returns Ray's reference to its result, or a ChannelReply.
         what: The call, for messages.
         number: The number of a write; 0: another call.
         repeatable: Whether it can be made again on a server that was started again.
         limited: Whether it may take only as long as the link waits for an answer.
 
     Attributes:
-        reference: Ray's reference.
+        reference: What `send` has returned.
         generation: How often the server had been started again when the call was made.
     """
 
@@ -81,6 +87,7 @@ class ServerLink:
         name: The name of the tables.
         worker: The number of this worker.
         spec: The tables.
+        pool: Memory that is shared with servers of this node.
         observer: See `TableSpace.join`.
 
     Attributes:
@@ -89,9 +96,19 @@ class ServerLink:
     """
 
     def __init__(
-        self, actor: Any, index: int, name: str, worker: int, spec: SpaceSpec, *, observer: bool = False
+        self,
+        actor: Any,
+        index: int,
+        name: str,
+        worker: int,
+        spec: SpaceSpec,
+        pool: SegmentPool,
+        *,
+        observer: bool = False,
     ) -> None:
         self._actor = actor
+        self._pool = pool
+        self._channel: ServerChannel | None = None
         self._observer = observer
         self._index = index
         self._name = name
@@ -134,6 +151,9 @@ class ServerLink:
         if self._number > joined.accepted:
             self._count_lost(self._number - joined.accepted)
         self._token = f"{self._session}@{joined.incarnation}"
+        with self._lock:
+            if self._channel is None or self._channel.lost:
+                self._open_channel(clock.monotonic() + self._timeout)
         return joined
 
     def leave(self) -> PendingCall:
@@ -212,23 +232,20 @@ class ServerLink:
         pending.generation = self.restarts
         return pending
 
-    def read(self, ids: Array, counts: Sequence[int], step: int | None) -> PendingCall:
+    def read(self, ids: Array, counts: Sequence[int], step: int | None, out: Tensor) -> PendingCall:
         """Read rows; see `TableSpace.read`.
 
         Args:
             ids: int64, the ids of all tables concatenated.
             counts: The number of ids of each table.
             step: See `Lookup.step`.
+            out: uint8, where the rows go; it has them when the call has ended.
 
         Returns:
             The call in progress.
         """
-        remote, name, number = self._actor.read, self._name, self._number
-        return self._started(
-            PendingCall(
-                lambda: remote.remote(name, self._worker, self._token, number, ids, counts, step), "read"
-            )
-        )
+        text = {"after": self._number, "counts": list(counts), "step": step}
+        return self._started(PendingCall(lambda: self._open.read(self._signed(text), ids, out), "read"))
 
     def write(self, write: ServerWrite) -> PendingCall:
         """Send a write.
@@ -240,15 +257,25 @@ class ServerLink:
             The call in progress.
         """
         with self._lock:
-            number, remote = self._number + 1, self._actor.write
-            pending = PendingCall(
-                lambda: remote.remote(self._name, self._worker, self._token, number, write),
-                write.kind,
-                number,
-            )
+            number = self._number + 1
+            pending = PendingCall(lambda: self._send_write(number, write), write.kind, number)
             self._number = number  # only now: the server waits for each number
             self._pending.append(self._started(pending))
         return pending
+
+    def _send_write(self, number: int, write: ServerWrite) -> Any:
+        if write.kind == "push":
+            return self._open.push(self._signed({"number": number, "header": write.header}), write.arrays)
+        return self._actor.write.remote(self._name, self._worker, self._token, number, write)
+
+    def _signed(self, text: dict[str, Any]) -> dict[str, Any]:
+        return {"name": self._name, "worker": self._worker, "session": self._token, **text}
+
+    @property
+    def _open(self) -> ServerChannel:
+        if self._channel is None:
+            raise UsageError(f"worker {self._worker} has not joined server {self._index}: call join")
+        return self._channel
 
     def is_done(self, pending: PendingCall) -> bool:
         """Return whether a call has ended, without waiting.
@@ -259,6 +286,8 @@ class ServerLink:
         Returns:
             Whether `result` returns at once.
         """
+        if isinstance(pending.reference, ChannelReply):
+            return pending.reference.channel.poll(pending.reference)
         done, _ = ray_module().wait([pending.reference], timeout=0)
         return bool(done)
 
@@ -281,7 +310,7 @@ class ServerLink:
         while True:
             try:
                 left = max(0.0, deadline - clock.monotonic()) if pending.limited else None
-                result = ray.get(pending.reference, timeout=left)
+                result = self._wait(pending.reference, left)
                 if not isinstance(result, Failure) or not isinstance(result.error, ServerRestartedError):
                     break
                 self._reconnect(pending, deadline, result.error)
@@ -290,6 +319,8 @@ class ServerLink:
                     f"server {self._index} did not answer {pending.what} of worker {self._worker} within "
                     f"{self._timeout:g} s"
                 ) from None
+            except ChannelLostError:
+                self._connect_again(pending, deadline)
             except ray.exceptions.ActorUnavailableError as error:
                 self._repeat(pending, deadline, error)
             except ray.exceptions.RayActorError as error:
@@ -300,6 +331,54 @@ class ServerLink:
         if isinstance(result, Failure):
             raise result.error
         return result
+
+    def _wait(self, reference: Any, timeout: float | None) -> Any:
+        ray = ray_module()
+        if not isinstance(reference, ChannelReply):
+            return ray.get(reference, timeout=timeout)
+        if not reference.channel.wait(reference, timeout):
+            raise ray.exceptions.GetTimeoutError
+        if reference.lost:
+            raise ChannelLostError
+        return reference.result
+
+    def _connect_again(self, pending: PendingCall, deadline: float) -> None:
+        """Open a new channel and send what the old one has not answered."""
+        with self._lock:
+            if self._channel is None or self._channel.lost:
+                try:
+                    self._open_channel(deadline)
+                except ray_module().exceptions.RayActorError as error:
+                    return self._reconnect(pending, deadline, error)
+            for call in (*self._pending, pending):
+                if isinstance(call.reference, ChannelReply) and call.reference.lost:
+                    call.send_again(self.restarts)
+
+    def _open_channel(self, deadline: float) -> None:
+        """Connect to the server, which runs as far as Ray knows; raise RayActorError if it has ended."""
+        ray = ray_module()
+        node = ray.get_runtime_context().get_node_id()
+        while True:
+            try:
+                address = self._answer(self._actor.channel.remote(node), deadline)
+                self._channel = ServerChannel(address, self._pool, self._timeout)
+                return
+            except (
+                ChannelLostError,
+                ray.exceptions.ActorUnavailableError,
+                ray.exceptions.GetTimeoutError,
+            ) as error:
+                if clock.monotonic() > deadline:
+                    raise RankTimeoutError(
+                        f"server {self._index} cannot be reached by worker {self._worker}; its rows are not "
+                        f"lost: make the call again ({_first_line(error)})"
+                    ) from None
+                clock.sleep(_PAUSE)
+
+    def disconnect(self) -> None:
+        """Close the socket; `join` opens another one."""
+        if self._channel is not None:
+            self._channel.close()
 
     def _repeat(self, pending: PendingCall, deadline: float, error: Exception) -> None:
         """Make a call again after the connection was interrupted: the server has not ended.
@@ -357,8 +436,14 @@ class ServerLink:
                     ),
                     deadline,
                 )
+                self._open_channel(deadline)
                 break
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ServerLostError) as error:
+            except (
+                ray.exceptions.RayActorError,
+                ray.exceptions.GetTimeoutError,
+                ServerLostError,
+                RankTimeoutError,
+            ) as error:
                 if clock.monotonic() > deadline:
                     raise ServerLostError(
                         f"server {self._index} has ended and does not run again after {self._timeout:g} s: "

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-import torch
 from torch import Tensor
 
 from megalith.shards.preparer import RoutedIds
 from megalith.shards.routed_lookup import RoutedLookup
 from megalith.shards.servers.link_group import LinkGroup
 from megalith.shards.servers.server_link import PendingCall
-from megalith.shards.servers.server_messages import array_of, tensor_of
+from megalith.shards.servers.server_messages import array_of
 
 if TYPE_CHECKING:
     from megalith.shards.servers.server_shards import ServerShards
 
 
 class ServerLookup(RoutedLookup):
-    """Rows are requested by the first use or by `fetch`, as they are then, and read where Ray put them.
+    """Rows are requested by the first use or by `fetch`, as they are then, and servers write them here.
 
     Args:
         shards: The shards that make it.
@@ -35,6 +34,7 @@ class ServerLookup(RoutedLookup):
         self.shards = shards
         self.links = links
         self._reads: list[PendingCall | None] | None = None
+        self._received: Tensor | None = None
         self._source: Tensor | None = None
 
     def fetch(self) -> None:
@@ -42,27 +42,29 @@ class ServerLookup(RoutedLookup):
         if self._reads is not None:
             return
         deduped = self.routed.deduped
-        pieces = deduped.ids.split_with_sizes(deduped.counts.sum(1).tolist())
+        sizes = self.shards.rows_wire.sizes(deduped.counts, list(self._dims.values()))
+        self._received = self.links.pool.new(sum(sizes))
         counts = deduped.counts.tolist()
+        pieces = deduped.ids.split_with_sizes([sum(own) for own in counts])
         self._reads = [
-            link.read(array_of(ids), own, self.step) if ids.numel() else None
-            for link, ids, own in zip(self.links, pieces, counts, strict=True)
+            link.read(array_of(ids), own, self.step, out) if ids.numel() else None
+            for link, ids, own, out in zip(
+                self.links, pieces, counts, self._received.split_with_sizes(sizes), strict=True
+            )
         ]
 
     @property
     def source(self) -> Tensor:
-        """See `RoutedLookup.source`. With one server it is the memory that Ray received."""
+        """See `RoutedLookup.source`. With an exact wire it is the memory that the servers have filled."""
         if self._source is None:
             self.fetch()
             assert self._reads is not None
+            assert self._received is not None
+            for link, read in zip(self.links, self._reads, strict=True):
+                if read is not None:
+                    link.result(read)
             counts, dims = self.routed.deduped.counts, list(self._dims.values())
-            wire = self.shards.rows_wire
-            received = [
-                wire.decode(tensor_of(link.result(read)), counts[server : server + 1], dims)
-                for server, (link, read) in enumerate(zip(self.links, self._reads, strict=True))
-                if read is not None
-            ]
-            self._source = received[0] if len(received) == 1 else torch.cat([torch.empty(0), *received])
+            self._source = self.shards.rows_wire.decode(self._received, counts, dims)
         return self._source
 
     def fail(self, error: Exception, *, leave: bool = False) -> NoReturn:

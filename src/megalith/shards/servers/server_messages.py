@@ -1,7 +1,7 @@
 """What workers and servers send each other: plain numbers and NumPy arrays.
 
-Ray passes large arrays through shared memory on one host, so the receiver reads them where the sender's copy
-is; `tensor_of` makes tensors of them without a copy. A `ServerWrite` is everything that changes tables:
+Pushes travel over a socket (`channel_messages.py`), everything else through Ray. `tensor_of` makes tensors of
+received arrays without a copy. A `ServerWrite` is everything that changes tables:
 
     kind               header                                               arrays
     push               counts, step, time, scale, clip_norm, rates          ids, grads (bytes), seen

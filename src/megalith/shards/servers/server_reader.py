@@ -6,6 +6,7 @@ finds the servers by the name of their tables; they answer as they are, so a rea
 
 from __future__ import annotations
 
+import time as clock
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +16,13 @@ from torch import Tensor
 from megalith.errors import MegalithError, RankTimeoutError, ServerLostError, UsageError
 from megalith.ops import checks
 from megalith.shards.preparer import RoutingPreparer
+from megalith.shards.servers.channel_client import ChannelLostError, ChannelReply, ServerChannel
 from megalith.shards.servers.ray_servers import NAMESPACE, connect_ray, ray_module
-from megalith.shards.servers.server_messages import READER, Failure, SpaceSpec, array_of, tensor_of
+from megalith.shards.servers.server_messages import READER, Failure, SpaceSpec, array_of
+from megalith.shards.servers.shared_segments import SegmentPool
 from megalith.shards.wire import make_wire
+
+_PAUSE = 0.1
 
 
 class ServerReader:
@@ -39,6 +44,8 @@ class ServerReader:
     def __init__(self, name: str, *, address: str | None = None, timeout: float = 30.0) -> None:
         self._name = checks.text(name, "ServerReader: name")
         self._timeout = checks.seconds(timeout, "ServerReader: timeout")
+        self._pool = SegmentPool()
+        self._channels: dict[int, ServerChannel] = {}
         self._connected = connect_ray(address)
         ray = ray_module()
         named = [
@@ -81,23 +88,52 @@ class ServerReader:
         """
         routed = self._prepare(ids)
         deduped = routed.deduped
-        pieces = deduped.ids.split_with_sizes(deduped.counts.sum(1).tolist())
-        calls = []
-        for server, own in enumerate(pieces):
-            if own.numel():
-                counts = deduped.counts[server : server + 1]
-                read = self._actors[server].read
-                call = read.remote(self._name, READER, "", 0, array_of(own), counts[0].tolist(), None)
-                calls.append((counts, call))
-        parts = [
-            self._wire.decode(tensor_of(self._result(call)), counts, self._dims) for counts, call in calls
-        ]
-        flat = torch.cat([torch.empty(0), *parts])
+        counts = deduped.counts.tolist()
+        sizes = self._wire.sizes(deduped.counts, self._dims)
+        received = self._pool.new(sum(sizes))
+        parts = list(
+            zip(
+                deduped.ids.split_with_sizes([sum(own) for own in counts]),
+                counts,
+                received.split_with_sizes(sizes),
+                strict=True,
+            )
+        )
+        calls = {server: self._read(server, *part) for server, part in enumerate(parts) if part[0].numel()}
+        for server, call in calls.items():
+            self._wait(server, call, *parts[server])
+        flat = self._wire.decode(received, deduped.counts, self._dims)
         found = {}
         for name in routed.ids:
             columns = torch.arange(self.configs[name].dim)
             found[name] = flat[routed.offsets(name)[:, None] + columns]
         return found
+
+    def _read(self, server: int, ids: Tensor, counts: list[int], out: Tensor) -> ChannelReply:
+        channel = self._channels.get(server)
+        if channel is None or channel.lost:
+            node = ray_module().get_runtime_context().get_node_id()
+            address = self._result(self._actors[server].channel.remote(node))
+            channel = self._channels[server] = ServerChannel(address, self._pool, self._timeout)
+        text = {"name": self._name, "worker": READER, "session": "", "after": 0}
+        return channel.read(text | {"counts": counts, "step": None}, array_of(ids), out)
+
+    def _wait(self, server: int, call: ChannelReply, ids: Tensor, counts: list[int], out: Tensor) -> None:
+        deadline = clock.monotonic() + self._timeout
+        while True:
+            left = max(0.0, deadline - clock.monotonic())
+            if not call.channel.wait(call, left):
+                raise RankTimeoutError(f"a server did not answer within {self._timeout:g} s")
+            if not call.lost:
+                break
+            try:  # through another connection, if the server runs
+                call = self._read(server, ids, counts, out)
+            except ChannelLostError as error:
+                if not left:
+                    raise ServerLostError(f"a server has ended: {error}") from None
+                clock.sleep(_PAUSE)
+        if call.result is not None:
+            raise call.result.error
 
     def _result(self, call: Any) -> Any:
         ray = ray_module()
@@ -113,7 +149,9 @@ class ServerReader:
         return result
 
     def close(self) -> None:
-        """Disconnect from Ray, if this object has connected this process."""
+        """Close the connections, and disconnect from Ray if this object has connected this process."""
+        for channel in self._channels.values():
+            channel.close()
         if self._connected:
             self._connected = False
             ray_module().shutdown()

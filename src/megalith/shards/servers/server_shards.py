@@ -7,8 +7,9 @@ A training step takes one call per server for all tables to read rows, and one t
     write    ids with one summed gradient each, step,      nothing, or the error
              learning rates, time, worker, number
 
-Ray starts the servers, connects them and passes arrays, through shared memory on one host. `table_space.py`
-defines the order of calls and the modes.
+Ray starts the servers and connects them. These two calls go over sockets, with arrays in shared memory on one
+host (`channel_server.py`); all others go through Ray. `table_space.py` defines the order of calls and the
+modes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from megalith.shards.servers.server_lookup import ServerLookup
 from megalith.shards.servers.server_messages import ServerWrite, SpaceSpec
 from megalith.shards.servers.server_move import check_empty, move_tables
 from megalith.shards.servers.server_rows import ServerRows
+from megalith.shards.servers.shared_segments import SegmentPool
 from megalith.shards.wire import check_wire, make_wire
 from megalith.table import Table, TableConfig
 from megalith.table.engines.registry import engine_class
@@ -180,11 +182,13 @@ class ServerShards(ServerRows):
         self._closed = False
         self._owns_servers = servers is None
         self.servers = Servers(count, restart=recovery is not None) if servers is None else servers
+        pool = SegmentPool()
         self.links = LinkGroup(
             [
-                ServerLink(actor, index, self.name, self.worker, spec, observer=self.observer)
+                ServerLink(actor, index, self.name, self.worker, spec, pool, observer=self.observer)
                 for index, actor in enumerate(self.servers.actors)
-            ]
+            ],
+            pool,
         )
         self._pushes = PushWindow(self.links, self.window, sync=self.mode == "sync")
         try:
@@ -323,6 +327,7 @@ class ServerShards(ServerRows):
         return made
 
     def _take(self, other: ServerShards) -> None:
+        self.links.disconnect()
         self.servers, self._owns_servers = other.servers, other._owns_servers
         self.routers, self.preparer = other.routers, other.preparer
         self.links, self._pushes, self.seen_step = other.links, other._pushes, other.seen_step
@@ -343,9 +348,9 @@ class ServerShards(ServerRows):
             return
         self._closed = True
         if self._owns_servers:
-            _run_all(self.flush, self.servers.close)
+            _run_all(self.flush, self.servers.close, self.links.disconnect)
         else:
-            _run_all(self.leave, *([self.links.close] if drop else []))
+            _run_all(self.leave, *([self.links.close] if drop else []), self.links.disconnect)
 
     def __enter__(self) -> ServerShards:
         return self
@@ -358,6 +363,7 @@ class ServerShards(ServerRows):
         elif self.servers.actors:  # not `close`, which would wait for other workers
             try:
                 self.servers.close() if self._owns_servers else self.links.remove(self.worker)
+                self.links.disconnect()
             except Exception as failed:
                 logger.warning("ServerShards: %s", failed)
 

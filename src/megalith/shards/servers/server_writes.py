@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalith.errors import UsageError
+from megalith.errors import InputError, UsageError
 from megalith.shards.gradient_sums import GradientSum
 from megalith.shards.local import LocalShards
 from megalith.shards.owner_rows import OwnerRows
@@ -22,15 +23,74 @@ class OwnedTables:
 
     Args:
         shards: The tables.
+        rows_wire: The precision of rows.
         wire: The precision of gradients.
     """
 
-    def __init__(self, shards: LocalShards, wire: Wire) -> None:
+    def __init__(self, shards: LocalShards, rows_wire: Wire, wire: Wire) -> None:
         self.shards = shards
         self.rows = OwnerRows(shards)
         self.names = list(shards.local)
         self.dims = [table.dim for table in shards.local.values()]
+        self.rows_wire = rows_wire
         self.wire = wire
+        self._direct = rows_wire.exact and shards.device.type == "cpu"
+        self._no_ids = torch.empty(0, dtype=torch.int64, device=shards.device)
+
+    def read(self, ids: Array, counts: Sequence[int], step: int | None, out: Array | None) -> Array:
+        """Read rows; see `TableSpace.read`.
+
+        Args:
+            ids: See there.
+            counts: See there.
+            step: See there.
+            out: See there.
+
+        Returns:
+            The rows in the precision of the wire, uint8.
+
+        Raises:
+            InputError: See there.
+        """
+        self._check_counts(ids, counts)
+        own = torch.tensor([counts], dtype=torch.int64)
+        (size,) = self.rows_wire.sizes(own, self.dims)
+        if out is not None and out.size != size:
+            raise InputError(f"a lookup of {size} bytes of rows was given {out.size} bytes for them")
+        direct = out is not None and self._direct
+        if direct:
+            flat = torch.from_numpy(out).view(torch.float32)
+        else:
+            flat = torch.empty(sum(map(mul, counts, self.dims)), device=self.shards.device)
+        pieces = dict.fromkeys(self.names, self._no_ids) | self.by_table(tensor_of(ids), counts)
+        self.rows.read(pieces, own, flat, step)
+        if out is None:
+            return array_of(self.rows_wire.encode(flat, own, self.dims))
+        if not direct:
+            torch.from_numpy(out).copy_(self.rows_wire.encode(flat, own, self.dims))
+        return out
+
+    def check_push(self, write: ServerWrite) -> None:
+        """Check the sizes of the arrays of a push, before it is recorded.
+
+        Args:
+            write: The push.
+
+        Raises:
+            InputError: The number of ids or gradients is not that of its counts.
+        """
+        counts = write.header["counts"]
+        self._check_counts(write.arrays["ids"], counts)
+        (size,) = self.wire.sizes(torch.tensor([counts], dtype=torch.int64), self.dims)
+        if write.arrays["grads"].size != size:
+            raise InputError(
+                f"a push of {size} bytes of gradients has {write.arrays['grads'].size}: workers and servers "
+                "must have the same tables and wire"
+            )
+
+    def _check_counts(self, ids: Array, counts: Sequence[int]) -> None:
+        if len(counts) != len(self.names) or sum(counts) != ids.size:
+            raise InputError(f"{ids.size} ids with counts {list(counts)} for {len(self.names)} tables")
 
     def by_table(self, flat: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
         """Split values of all tables.

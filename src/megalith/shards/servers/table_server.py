@@ -1,9 +1,10 @@
 """TableServer: one server process. It holds a part of the tables of one or several `ServerShards`.
 
-Ray runs an instance as an asynchronous actor: calls that wait for other workers do not hold up the others,
-and calls that touch tables run one at a time, except functions in the background and the writing of a save,
-which have threads of their own. Errors of Megalith are returned as `Failure`, so that a worker raises them as
-they are.
+Ray runs an instance as an asynchronous actor: workers join and leave, and save, load and change rows through
+it. Lookups and pushes arrive over sockets (`channel_server.py`). All calls run in one thread (`ServerLoop`):
+those that wait for other workers do not hold up the others, and those that touch tables run one at a time,
+except functions in the background and the writing of a save, which have threads of their own. Errors of
+Megalith are returned as `Failure`, so that a worker raises them as they are.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time as clock
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from importlib import import_module
 from typing import Any
 
 from megalith.errors import InputError, MegalithError, ServerRestartedError, UsageError
+from megalith.shards.servers.channel_messages import PushRequest, ReadRequest
+from megalith.shards.servers.channel_server import ChannelServer
+from megalith.shards.servers.server_loop import ServerLoop
 from megalith.shards.servers.server_messages import Array, Failure, ServerWrite, SpaceSpec
 from megalith.shards.servers.table_space import TableSpace
 from megalith.shards.servers.update_log import FLUSH_SECONDS
@@ -37,6 +42,8 @@ class TableServer:
         self._spaces: dict[str, TableSpace] = {}
         self._moved: set[str] = set()
         self._began = clock.monotonic()
+        self._loop = ServerLoop()
+        self._channel: ChannelServer | None = None
         self._flusher: asyncio.Task[None] | None = None
         self._reporter: asyncio.Task[None] | None = None
         self._ray_metrics: Any = None
@@ -55,7 +62,7 @@ class TableServer:
         Returns:
             None, or a Failure.
         """
-        return await _guarded(self._open(name, spec))
+        return await self._guarded(self._open(name, spec))
 
     async def _open(self, name: str, spec: SpaceSpec) -> None:
         self._moved.discard(name)
@@ -110,7 +117,7 @@ class TableServer:
                 if moved:
                     self._moved.add(each)
 
-        return await _guarded(close())
+        return await self._guarded(close())
 
     async def join(
         self, name: str, worker: int, session: str, unacknowledged: int | None, observer: bool
@@ -131,7 +138,7 @@ class TableServer:
         async def join() -> Any:
             return self._space(name).join(worker, session, unacknowledged, observer=observer)
 
-        return await _guarded(join())
+        return await self._guarded(join())
 
     async def leave(self, name: str, worker: int, session: str, after: int) -> Any:
         """See `TableSpace.leave`.
@@ -149,7 +156,7 @@ class TableServer:
         async def leave() -> Any:
             await self._space(name).leave(worker, session, after)
 
-        return await _guarded(leave())
+        return await self._guarded(leave())
 
     async def remove(self, name: str, worker: int) -> Any:
         """See `TableSpace.remove`.
@@ -165,47 +172,50 @@ class TableServer:
         async def remove() -> Any:
             self._space(name).remove(worker)
 
-        return await _guarded(remove())
+        return await self._guarded(remove())
 
-    async def read(
-        self,
-        name: str,
-        worker: int,
-        session: str,
-        after: int,
-        ids: Array,
-        counts: Sequence[int],
-        step: int | None,
-    ) -> Any:
-        """See `TableSpace.read`.
+    async def channel(self, node: str) -> Any:
+        """Listen for lookups and pushes, which do not go through Ray.
 
         Args:
-            name: The name of the tables.
-            worker: See there.
-            session: See there.
-            after: See there.
-            ids: See there.
-            counts: See there.
-            step: See there.
+            node: The node of the process that will connect.
 
         Returns:
-            The rows as bytes, or a Failure.
+            The ChannelAddress, or a Failure.
         """
 
-        async def read() -> Any:
-            began, space = clock.monotonic(), self._space(name)
-            space.calls.add()
-            rows = await space.read(worker, session, after, ids, counts, step)
-            seconds = clock.monotonic() - began
-            space.calls.add_lookup(seconds)
-            if self._ray_metrics is not None:
-                self._ray_metrics.add_lookup(name, seconds)
-            return rows
+        async def listen() -> Any:
+            if self._channel is None:
+                self._channel = ChannelServer(self._serve, *_own_node())
+            return self._channel.address(node)
 
-        return await _guarded(read())
+        return await self._guarded(listen())
+
+    async def _serve(self, request: ReadRequest | PushRequest) -> Array | None:
+        """Make a call that has arrived over a socket."""
+        space = self._space(request.name)
+        space.calls.add()
+        if isinstance(request, PushRequest):
+            await space.write(request.worker, request.session, request.number, request.write)
+            return None
+        began = clock.monotonic()
+        rows = await space.read(
+            request.worker,
+            request.session,
+            request.after,
+            request.ids,
+            request.counts,
+            request.step,
+            request.out,
+        )
+        seconds = clock.monotonic() - began
+        space.calls.add_lookup(seconds)
+        if self._ray_metrics is not None:
+            self._ray_metrics.add_lookup(request.name, seconds)
+        return rows if request.out is None else None
 
     async def write(self, name: str, worker: int, session: str, number: int, write: ServerWrite) -> Any:
-        """See `TableSpace.write`.
+        """See `TableSpace.write`; pushes arrive over a socket.
 
         Args:
             name: The name of the tables.
@@ -222,7 +232,7 @@ class TableServer:
             self._space(name).calls.add()
             return await self._space(name).write(worker, session, number, write)
 
-        return await _guarded(apply())
+        return await self._guarded(apply())
 
     async def run(
         self,
@@ -253,7 +263,7 @@ class TableServer:
             space = self._space(name)
             return await space.run(worker, session, after, function, *args, background=background)
 
-        return await _guarded(run())
+        return await self._guarded(run())
 
     async def describe(self, name: str) -> Any:
         """Return numbers about this server.
@@ -269,7 +279,7 @@ class TableServer:
             self._space(name)
             return self._numbers(name)
 
-        return await _guarded(describe())
+        return await self._guarded(describe())
 
     async def spec_of(self, name: str) -> Any:
         """Return the tables of a `ServerShards`, for a process that only reads.
@@ -280,7 +290,11 @@ class TableServer:
         Returns:
             Their SpaceSpec; None: this server does not have them.
         """
-        return self._spaces[name].spec if name in self._spaces else None
+
+        async def spec() -> Any:
+            return self._spaces[name].spec if name in self._spaces else None
+
+        return await self._loop.run(spec())
 
     async def describe_all(self) -> list[dict[str, Any]]:
         """Return numbers about this server for all tables, without joining them.
@@ -288,7 +302,11 @@ class TableServer:
         Returns:
             A dict for each `ServerShards`.
         """
-        return [self._numbers(name) for name in sorted(self._spaces)]
+
+        async def describe() -> list[dict[str, Any]]:
+            return [self._numbers(name) for name in sorted(self._spaces)]
+
+        return await self._loop.run(describe())
 
     def _numbers(self, name: str) -> dict[str, Any]:
         space = self._spaces[name]
@@ -328,9 +346,19 @@ class TableServer:
             )
         return self._spaces[name]
 
+    async def _guarded(self, call: Awaitable[Any]) -> Any:
+        """Run a call in the thread of the tables; return its error, if it is one of Megalith."""
 
-async def _guarded(call: Awaitable[Any]) -> Any:
-    try:
-        return await call
-    except (MegalithError, OSError) as error:
-        return Failure(error.with_traceback(None))
+        async def guarded() -> Any:
+            try:
+                return await call
+            except (MegalithError, OSError) as error:
+                return Failure(error.with_traceback(None))
+
+        return await self._loop.run(guarded())
+
+
+def _own_node() -> tuple[str, str]:
+    """Return the id of Ray's node of this process, and its address."""
+    ray: Any = import_module("ray")  # here, because only servers on Ray have a node
+    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()

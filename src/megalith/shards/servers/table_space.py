@@ -31,9 +31,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megalith.errors import (
+    InputError,
     MegalithError,
     RankFailedError,
     RankTimeoutError,
@@ -50,8 +49,6 @@ from megalith.shards.servers.server_messages import (
     Joined,
     ServerWrite,
     SpaceSpec,
-    array_of,
-    tensor_of,
 )
 from megalith.shards.servers.server_writes import OwnedTables, apply_pushes, apply_write
 from megalith.shards.servers.space_journal import SpaceJournal
@@ -74,12 +71,11 @@ class TableSpace:
         self.spec = spec
         shards = LocalShards(list(spec.configs), engine=spec.engine, seed=spec.seed, num_shards=num_servers)
         self.part = ShardsPart(shards, index, num_servers)
-        self.tables = OwnedTables(shards, make_wire(spec.wire[1]))
+        self.tables = OwnedTables(shards, make_wire(spec.wire[0]), make_wire(spec.wire[1]))
         self.members: dict[int, Member] = {}
         self.step = -1
         self.reads = self.writes = 0
         self.calls = CallCounts()
-        self._wire = make_wire(spec.wire[0])
         self._waiters = Waiters()
         self._round = Round()
         self.complete = False  # whether num_workers workers have joined
@@ -282,7 +278,14 @@ class TableSpace:
     # ---- reads
 
     async def read(
-        self, worker: int, session: str, after: int, ids: Array, counts: Sequence[int], step: int | None
+        self,
+        worker: int,
+        session: str,
+        after: int,
+        ids: Array,
+        counts: Sequence[int],
+        step: int | None,
+        out: Array | None = None,
     ) -> Array:
         """Read rows.
 
@@ -293,22 +296,20 @@ class TableSpace:
             ids: int64, the ids of all tables concatenated.
             counts: The number of ids of each table.
             step: See `Lookup.step`.
+            out: uint8, where to write the rows; None: new memory.
 
         Returns:
-            The rows in the precision of the wire, bytes.
+            The rows in the precision of the wire, uint8.
+
+        Raises:
+            InputError: `counts` or `out` do not have the right size.
         """
         if worker != READER:
             await self.wait_for(worker, session, after)
             if self.spec.staleness is not None and not self.members[worker].observer:
                 await self._wait_for_slowest(worker, session)
         self.reads += 1
-        own = torch.tensor([counts], dtype=torch.int64)
-        device = self.part.shards.device
-        flat = torch.empty(int(self.tables.rows.floats(own).sum()), device=device)
-        pieces = dict.fromkeys(self.tables.names, torch.empty(0, dtype=torch.int64, device=device))
-        pieces |= self.tables.by_table(tensor_of(ids), counts)
-        self.tables.rows.read(pieces, own, flat, step)
-        return array_of(self._wire.encode(flat, own, self.tables.dims))
+        return self.tables.read(ids, counts, step, out)
 
     async def wait_for(self, worker: int, session: str, after: int) -> None:
         """Wait until a write of a worker is done.
@@ -405,8 +406,10 @@ class TableSpace:
             self.writes += 1
             timed = self.with_time(write)
             try:
+                if timed.kind == "push":
+                    self.tables.check_push(timed)
                 self._record(worker, number, timed)
-            except OSError as error:  # it cannot be recovered, so it is not applied
+            except (OSError, InputError) as error:  # it cannot be applied, or not recovered
                 member.accepted = number
                 self._finish(member, number, error)
             else:
