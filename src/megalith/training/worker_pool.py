@@ -79,6 +79,7 @@ class WorkerPool:
         self.workers: dict[int, PoolWorker] = {}
         self.replaced = 0
         self.lost_writes = 0
+        self._last = 0  # the worker whose answer `wait` returned last
         self._starting: dict[int, tuple[Any, Any]] = {}
         self.start(count)
 
@@ -152,16 +153,19 @@ class WorkerPool:
         worker.calls.append(((name, args), getattr(worker.actor, name).remote(*args)))
 
     def wait(self) -> tuple[PoolWorker, Call, Any]:
-        """Wait until some worker has answered the oldest call of its queue.
+        """Wait until some worker has answered the oldest call of its queue; if several have, they take turns.
 
         Returns:
             The worker, the call and its result, which may be a Failure.
         """
         ray = ray_module()
         while True:
-            oldest = {w.calls[0][1]: w for w in self.workers.values() if w.calls}
-            done, _ = ray.wait(list(oldest), num_returns=1)
+            busy = [worker for worker in self.workers.values() if worker.calls]
+            turns = sorted(busy, key=lambda worker: (worker.number <= self._last, worker.number))
+            oldest = {worker.calls[0][1]: worker for worker in turns}
+            done, _ = ray.wait(list(oldest), num_returns=1)  # the first of those that are done
             worker = oldest[done[0]]
+            self._last = worker.number
             found = self._answer(worker)
             if found is not None:
                 return worker, *found
