@@ -408,3 +408,14 @@ def test_servers_without_ray_and_workers_of_no_run(tmp_path: Path, monkeypatch: 
     assert "does not train on parameter servers now: start it with --servers" in " ".join(
         result.output.split()
     )
+
+
+def test_settings_of_gpu_memory_need_a_gpu(tmp_path: Path) -> None:
+    run = ("train", "--data", "synthetic", "--run", tmp_path / "run")
+    limited = megalith(*run, "--device-bytes", 1 << 20)
+    assert limited.exit_code != 0
+    assert "train.device is cpu: add --device cuda, or set it to 0" in " ".join(limited.output.split())
+    fast = megalith(*run, "--fast")
+    assert fast.exit_code != 0
+    assert "add --device cuda, or --deterministic" in " ".join(fast.output.split())
+    assert not (tmp_path / "run").exists()

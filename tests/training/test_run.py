@@ -141,6 +141,34 @@ def test_a_table_that_is_not_trained_and_settings_of_the_optimizer(tmp_path: Pat
     assert (tables["user"].config.huge_pages, tables["item"].config.huge_pages) == (True, False)
 
 
+def test_the_hit_rate_of_gpu_memory_is_in_the_log_and_the_report(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    limited = config(
+        data_batch_size=24,
+        data_options={"num_batches": 3},
+        model_dim=2,
+        model_features=["user"],
+        model_options={"hidden": [2]},
+        train_engine="cuda",
+        train_device_bytes=64,
+        train_max_steps=2,
+        train_log_every=1,
+    )
+    run = Run(limited, tmp_path / "run")
+    run.train()
+
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    total = run.host_tier()
+    assert set(total) == set(run.model.embeddings.tables)
+    assert sum(use.misses for use in total.values()) > 0
+    for name, use in total.items():
+        assert sum(line["host_tier"][name]["hits"] for line in lines) == use.hits
+        last = lines[-1]["host_tier"][name]
+        assert (last["device_rows"], last["host_rows"]) == (use.device_rows, use.host_rows)
+        assert last["hit_rate"] == pytest.approx(last["hits"] / max(1, last["hits"] + last["misses"]))
+    assert "Hit rate of GPU memory" in write_report(run.directory).read_text()
+
+
 def test_rows_expire_in_a_run(tmp_path: Path) -> None:
     # Synthetic data has no times, so rows get the time of the clock; at the end of a pass of 25 steps
     # min_norm has visited every row.

@@ -13,6 +13,7 @@ from megalith.models import TableSettings
 from megalith.table.optimizers import OPTIMIZERS
 from megalith.training import RunConfig
 from megalith.training.run_config import TABLE_OPTIMIZERS
+from megalith.training.run_model import model_for
 
 TOML = """
 [data]
@@ -291,3 +292,37 @@ def test_wrong_policies_are_named(data: dict[str, Any], error: type[Exception], 
 def test_wrong_keys_of_servers_are_named(train: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         RunConfig.from_dict({"train": train})
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"train": {"device": "cuda", "device_bytes": -1}}, r"train\.device_bytes must be .* 0 for no limit"),
+        ({"train": {"device_bytes": 1 << 30}}, "train.device is cpu: add --device cuda, or set it to 0"),
+        ({"train": {"device_bytes": "1"}}, r"train\.device_bytes must be int"),
+        ({"train": {"deterministic": False}}, r"\(--fast\) is for tables on a GPU, .* or --deterministic"),
+        ({"tables": {"user": {"device_bytes": 5}}}, r"tables\.user\.device_bytes limits GPU memory"),
+        ({"tables": {"user": {"device_bytes": True}}}, r"tables\.user\.device_bytes must be an integer"),
+        ({"tables": {"user": {"deterministic": False}}}, r"tables\.user\.deterministic = false"),
+        ({"tables": {"user": {"deterministic": 1}}}, r"tables\.user\.deterministic must be true or false"),
+    ],
+)
+def test_wrong_settings_of_gpu_memory_are_named(data: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        RunConfig.from_dict(data)
+
+
+def test_settings_of_gpu_memory_reach_the_tables() -> None:
+    config = RunConfig.from_dict(
+        {
+            "train": {"device": "auto", "device_bytes": 4096, "deterministic": False},
+            "tables": {"user": {"device_bytes": 0, "deterministic": True}},
+        }
+    )
+    model = model_for(config, ["user", "item"], 0)
+    found = {
+        name: (own.device_bytes, own.deterministic) for name, own in model.embeddings.shards.configs.items()
+    }
+    assert found == {"user": (None, True), "item": (4096, False)}
+    changed = config.changed(train_device="cpu", train_device_bytes=0, train_deterministic=True)
+    assert config.changes_to(changed) == {"device": "cpu", "device_bytes": 0, "deterministic": True}

@@ -26,6 +26,7 @@ from megalith.cli.training_bar import TrainingBar
 from megalith.data import DataUnavailableError
 from megalith.errors import CheckpointError
 from megalith.reporting.report import write_report
+from megalith.table import HostTierUse
 from megalith.training import DataConfig, Evaluation, ModelConfig, Run, RunConfig, TrainConfig, Watcher
 from megalith.training.run_model import CHECKPOINT, config_of
 
@@ -61,6 +62,7 @@ class TrainCommand(TyperCommand):
     flags={
         "save_async": "--save-async/--no-save-async",
         "huge_pages": "--huge-pages/--no-huge-pages",
+        "deterministic": "--deterministic/--fast",
         "publish_name": "--model-name",
         "server_mode": "--mode",
         "server_log": "--log",
@@ -200,10 +202,10 @@ def _conclude(run: Run, comparison: Path | None, out: Console) -> None:
         for line in skipped_lines(result.skipped if result else {}, of="test data", first=first_skipped):
             out.print(line, markup=False)
     rows = sum(run.rows().values())
-    counters = run.counters()
+    counters, tiers = run.counters(), run.host_tier()
     if run.ranks.is_first:
         page = write_report(run.directory, comparison=comparison)
-        out.print(_summary(run, rows, counters, result, page))
+        out.print(_summary(run, rows, counters, tiers, result, page))
 
 
 def _resume_flags(run: Run) -> str:
@@ -250,7 +252,12 @@ def _stop_on_signal(run: Run) -> Iterator[None]:
 
 
 def _summary(
-    run: Run, rows: int, counters: dict[str, dict[str, int]], result: Evaluation | None, page: Path
+    run: Run,
+    rows: int,
+    counters: dict[str, dict[str, int]],
+    tiers: dict[str, HostTierUse],
+    result: Evaluation | None,
+    page: Path,
 ) -> Table:
     table = Table(show_header=False, box=None)
     if result is not None:
@@ -260,6 +267,10 @@ def _summary(
     for kind, unit in {"evicted": "rows", "refused": "ids, once per batch"}.items():
         if total := sum(counts[kind] for counts in counters.values()):
             table.add_row(kind, f"{total:,}", unit)
+    if tiers:
+        all_tiers = HostTierUse(*map(sum, zip(*tiers.values(), strict=True)))
+        hits = f"of the rows of updates were in GPU memory; {all_tiers.host_rows:,} rows are in host memory"
+        table.add_row("hit rate", f"{all_tiers.hit_rate:.1%}", hits)
     table.add_row("trained", f"{run.samples:,}", f"samples in {run.seconds:.1f} s")
     table.add_row("checkpoint", str(run.directory / "checkpoint"))
     table.add_row("report", str(page))

@@ -22,7 +22,8 @@ from megalith.training.publishing import Pushed
 
 
 class TrainingBar(Watcher):
-    """Shows samples, samples/s, loss, AUC, rows and memory, and the rows written by a slow save.
+    """Shows samples, samples/s, loss, AUC, rows and memory, the lowest hit rate of GPU memory of tables with
+    rows in host memory, and the rows written by a slow save.
 
     Args:
         run: The run to show.
@@ -67,7 +68,9 @@ class TrainingBar(Watcher):
         """See `Watcher.logged`."""
         auc = "" if record["auc"] is None else f"  AUC {record['auc']:.4f}"
         rows = sum(record["rows"].values())
-        self._more = f"{auc}  {rows:,} rows  {record['memory'] / 2**20:,.1f} MiB"
+        rates = [use["hit_rate"] for use in record.get("host_tier", {}).values()]
+        hits = f"  GPU hits {min(rates):.1%}" if rates else ""
+        self._more = f"{auc}  {rows:,} rows  {record['memory'] / 2**20:,.1f} MiB{hits}"
 
     def saving(self, rows: int) -> None:
         """See `Watcher.saving`."""

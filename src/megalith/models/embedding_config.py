@@ -55,6 +55,10 @@ class TableSettings:
     """With False, training does not change the table, as for TableConfig."""
     huge_pages: bool | None = None
     """Whether the table asks for pages of 2 MiB, as for TableConfig; None: as all tables."""
+    device_bytes: int | None = None
+    """Bytes of rows in GPU memory, as for TableConfig; 0: no limit; None: as all tables."""
+    deterministic: bool | None = None
+    """Whether updates on a GPU add in a fixed order, as for TableConfig; None: as all tables."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,10 @@ class EmbeddingConfig:
     """How servers store all embeddings, as for Segment."""
     huge_pages: bool = True
     """Whether the tables ask for pages of 2 MiB, as for TableConfig."""
+    device_bytes: int | None = None
+    """Bytes of rows of each table in GPU memory, as for TableConfig."""
+    deterministic: bool = True
+    """Whether updates on a GPU add in a fixed order, as for TableConfig."""
     tables: Mapping[str, str] = field(default_factory=dict)
     """Table name by feature. A feature that is not listed has its own table with the same name."""
     admission: Admission | None = None
@@ -223,7 +231,11 @@ class EmbeddingConfig:
 
     def _table_config(self, name: str, row: Sequence[Segment]) -> TableConfig:
         own = self.settings.get(name)
-        huge_pages = self.huge_pages if own is None or own.huge_pages is None else own.huge_pages
+
+        def chosen(key: str) -> Any:
+            value = None if own is None else getattr(own, key)
+            return getattr(self, key) if value is None else value
+
         return TableConfig(
             name,
             segments=row if own is None else self._own_segments(name, row, own),
@@ -231,7 +243,9 @@ class EmbeddingConfig:
             eviction=self.eviction if own is None else own.eviction,
             dist_type=self.dist_type,
             trainable=own is None or own.trainable,
-            huge_pages=huge_pages,
+            huge_pages=chosen("huge_pages"),
+            device_bytes=chosen("device_bytes") or None,
+            deterministic=chosen("deterministic"),
         )
 
     def _own_segments(self, name: str, row: Sequence[Segment], own: TableSettings) -> list[Segment]:

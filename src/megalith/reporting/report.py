@@ -249,7 +249,7 @@ def _growth(run: _Run) -> str:
     shown, left = _largest(tables, lambda points: points[-1][1])
     series = [Series(name, thin(sorted(points), MAX_POINTS)) for name, points in shown.items()]
     rows = line_chart("Rows of each table over steps", series, Axis("step"), Axis("rows", low=0))
-    cards = [_card("Rows", rows), *_memory_card(run), *_policy_cards(run)]
+    cards = [_card("Rows", rows), *_memory_card(run), *_policy_cards(run), *_tier_card(run)]
     return _plots(cards, f"Smaller tables not shown: {left}." if left else "")
 
 
@@ -284,6 +284,20 @@ def _policy_cards(run: _Run) -> list[str]:
     ]
     heads = ("table", *_COUNTERS)
     return [_card("Rows created, evicted and refused", chart), _card("By table", _table(heads, lines))]
+
+
+def _tier_card(run: _Run) -> list[str]:
+    """The part of the rows of updates that were in GPU memory, of tables with rows in host memory."""
+
+    def rates(tables: dict[str, Any]) -> dict[str, Any]:
+        return {name: use.get("hit_rate") for name, use in tables.items() if isinstance(use, dict)}
+
+    found = _totals(run, "host_tier", rates)
+    if not found:
+        return []
+    series = [Series(name, thin(points, MAX_POINTS)) for name, points in found.items()]
+    chart = line_chart("Hit rate of GPU memory", series, Axis("step"), Axis("hit rate", low=0))
+    return [_card("Rows of updates that were in GPU memory", chart)]
 
 
 def _sum_over_tables(counters: dict[str, Any]) -> dict[str, float]:

@@ -31,6 +31,7 @@ from megalith.models import Model
 from megalith.nn import MicroBatches
 from megalith.ops import checks
 from megalith.shards import CommMetrics, SyncShards
+from megalith.table import HostTierUse
 from megalith.training.data_source import DataSource, open_source
 from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.id_frequencies import FOLDER as FREQUENCIES
@@ -423,6 +424,15 @@ class Run:
         """
         return self._numbers.counters()
 
+    def host_tier(self) -> dict[str, HostTierUse]:
+        """Returns how often updates found rows in GPU memory since this process began. A collective call.
+
+        Returns:
+            By table with `TableConfig.device_bytes` on a GPU, on all ranks together; empty without such
+            tables.
+        """
+        return self._numbers.host_tier()
+
     def memory(self) -> dict[str, int]:
         """Returns the bytes of all tables on all ranks, by purpose; see `megalith.table.MemoryUse`."""
         return self._numbers.memory()
@@ -430,7 +440,7 @@ class Run:
     def _record(self, window: LogWindow) -> dict[str, Any]:
         self.ranks.sum_on_first(window.auc.sums)
         auc = window.auc.compute()
-        memory = self.memory()
+        memory, tiers = self.memory(), self._numbers.host_tier_since()
         return {
             "kind": "train",
             "step": self.step,
@@ -442,6 +452,7 @@ class Run:
             "counters": self.counters(),
             "memory": sum(memory.values()),
             "memory_parts": memory,
+            **({"host_tier": tiers} if tiers else {}),
         }
 
     # ---- saving, evaluating

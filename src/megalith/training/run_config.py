@@ -49,6 +49,8 @@ MAY_CHANGE = (
     "rounding",
     "serving",
     "huge_pages",
+    "device_bytes",
+    "deterministic",
     "epochs",
     "max_steps",
     "device",
@@ -97,10 +99,11 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     """Section [train]."""
     tables: dict[str, Any] = field(default_factory=dict)
-    """Sections [tables.NAME]: `admission`, `eviction`, `precision`, `rounding`, `serving`, `huge_pages` and
-    `trainable` (false: the table does not change) of single tables. Policies and `serving` are text as in
-    [train], or sections such as [tables.user.eviction.ttl]; `precision` and `serving` may be lists with one
-    value for each segment of a row. A key that is missing has the value of [train]."""
+    """Sections [tables.NAME]: `admission`, `eviction`, `precision`, `rounding`, `serving`, `huge_pages`,
+    `device_bytes`, `deterministic` and `trainable` (false: the table does not change) of single tables.
+    Policies and `serving` are text as in [train], or sections such as [tables.user.eviction.ttl];
+    `precision` and `serving` may be lists with one value for each segment of a row. A key that is missing has
+    the value of [train]."""
 
     def __post_init__(self) -> None:
         for name, kind in _SECTIONS.items():
@@ -132,6 +135,34 @@ class RunConfig:
         if not isinstance(self.tables, Mapping):
             raise InputError("config: [tables] must be a section")
         _ = self.shared_settings, self.table_settings, self.table_optimizer  # raises for wrong values
+        self._check_gpu_settings()
+
+    def _check_gpu_settings(self) -> None:
+        """Checks the settings that only tables on a GPU have."""
+        train = self.train
+        given = [("train", train.device_bytes, train.deterministic)]
+        given += [
+            (f"tables.{name}", own.device_bytes or 0, own.deterministic is not False)
+            for name, own in self.table_settings.items()
+        ]
+        for where, size, deterministic in given:
+            if size < 0:
+                raise InputError(
+                    f"config: {where}.device_bytes must be at least 1, or 0 for no limit; got {size}"
+                )
+            if train.device != "cpu" or train.engine == "cuda":
+                continue
+            if size:
+                raise InputError(
+                    f"config: {where}.device_bytes limits GPU memory, but train.device is cpu: add --device "
+                    "cuda, or set it to 0"
+                )
+            if not deterministic:
+                raise InputError(
+                    f"config: {where}.deterministic = false (--fast) is for tables on a GPU, but "
+                    "train.device is cpu, where sums always have a fixed order: add --device cuda, or "
+                    "--deterministic"
+                )
 
     def _check_ranks(self) -> None:
         """Checks the keys of multi-rank runs, on one rank too: the run may be resumed on several ranks."""

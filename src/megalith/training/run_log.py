@@ -95,7 +95,12 @@ class ScalarWriter:
             if kind != "removed"
         }
         parts = {f"memory/{part}": n for part, n in record["memory_parts"].items()}
-        self.add({**scalars, **rows, **counters, **parts}, record["step"])
+        tiers = {
+            f"{kind}/{table}": use[kind]
+            for table, use in record.get("host_tier", {}).items()
+            for kind in ("hit_rate", "device_rows", "host_rows")
+        }
+        self.add({**scalars, **rows, **counters, **parts, **tiers}, record["step"])
 
     def add(self, scalars: Mapping[str, float | None], step: int) -> None:
         """Adds numbers by name. None is left out.

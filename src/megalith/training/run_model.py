@@ -71,6 +71,8 @@ def model_for(
         serving=parse_serving(config.train.serving, "train.serving"),
         settings=config.table_settings,
         huge_pages=config.train.huge_pages,
+        device_bytes=config.train.device_bytes or None,
+        deterministic=config.train.deterministic,
         evict_every=config.evict_every if place is None else None,  # see `run_servers.py`
         update="step" if updates_in_step(config, servers=place is not None) else "backward",
         dist_type=config.train.dist_type,

@@ -101,6 +101,12 @@ class TrainConfig:
     huge_pages: bool = True
     """Ask for pages of 2 MiB for tables without their own value. They make random access in large tables
     faster and take more memory for small ones."""
+    device_bytes: int = 0
+    """On a GPU, largest number of bytes of a table's rows in GPU memory, in tables without their own value;
+    rows beyond it are in pinned host memory. 0: no limit."""
+    deterministic: bool = True
+    """On a GPU, add the gradients of a row in a fixed order, so that two runs give the same bits. --fast adds
+    with atomic operations instead; measure which one is faster for your data."""
     engine: str = "cpu"
     """Engine of the tables: cpu or reference. On a GPU, cpu means cuda."""
     device: str = "cpu"

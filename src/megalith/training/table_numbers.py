@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 
 from megalith.shards import Shards
-from megalith.table import MemoryUse
+from megalith.table import HostTierUse, MemoryUse
 from megalith.training.run_ranks import RunRanks
 
 _TOTALS = ("created", "removed", "evicted", "refused")
@@ -25,6 +25,7 @@ class TableNumbers:
         self._shards = shards
         self._ranks = ranks
         self._before: dict[str, dict[str, int]] = {}
+        self._logged: dict[str, HostTierUse] = {}
 
     def continue_from(self, saved: Mapping[str, Mapping[str, int]] | None) -> None:
         """Continue the counters of a saved run: rows that were loaded are not created again.
@@ -56,6 +57,34 @@ class TableNumbers:
             }
             for name, counts in own.items()
         }
+
+    def host_tier(self) -> dict[str, HostTierUse]:
+        """See `Run.host_tier`."""
+        own = {name: tuple(each.host_tier) for name, each in self._shards.stats().items() if each.host_tier}
+        everywhere = self._ranks.gather(own)
+        return {
+            name: HostTierUse(
+                *(sum(parts) for parts in zip(*(rank[name] for rank in everywhere), strict=True))
+            )
+            for name in own
+        }
+
+    def host_tier_since(self) -> dict[str, dict[str, float]]:
+        """Return the numbers of `host_tier` for a line of the log.
+
+        Returns:
+            By table: rows in both places now; hits, misses and moved rows, and the hit rate, of the updates
+            since the last call.
+        """
+        found = {}
+        for name, use in self.host_tier().items():
+            before = self._logged.get(name, HostTierUse(0, 0, 0, 0, 0))
+            since = HostTierUse(
+                *use[:2], *(now - then for now, then in zip(use[2:], before[2:], strict=True))
+            )
+            found[name] = {**since._asdict(), "hit_rate": since.hit_rate}
+            self._logged[name] = use
+        return found
 
     def memory(self) -> dict[str, int]:
         """See `Run.memory`."""

@@ -27,7 +27,17 @@ from megalith.table.policies import ADMISSIONS, EVICTIONS, Admission, Capacity, 
 from megalith.table.serving_precision import ServingPrecision
 from megalith.table.table_config import PRECISIONS, ROUNDINGS, SERVING_FLOATS, SERVING_PRECISIONS
 
-KEYS = ("admission", "eviction", "precision", "rounding", "serving", "trainable", "huge_pages")
+KEYS = (
+    "admission",
+    "eviction",
+    "precision",
+    "rounding",
+    "serving",
+    "trainable",
+    "huge_pages",
+    "device_bytes",
+    "deterministic",
+)
 
 
 def parse_admission(given: str | Mapping[str, Any] | None, where: str) -> Admission | None:
@@ -180,11 +190,23 @@ def _settings(given: Mapping[str, Any], shared: TableSettings, where: str) -> Ta
         serving = [parse_serving(each, f"{where}.serving") for each in given["serving"]]
     elif "serving" in given:
         serving = parse_serving(given["serving"], f"{where}.serving")
-    for key in ("trainable", "huge_pages"):
+    for key in ("trainable", "huge_pages", "deterministic"):
         if not isinstance(given.get(key, True), bool):
             raise InputError(f"config: {where}.{key} must be true or false, got {given[key]!r}")
-    trainable, huge_pages = given.get("trainable", True), given.get("huge_pages")
-    return TableSettings(admission, eviction, precision, rounding, serving, trainable, huge_pages)
+    size = given.get("device_bytes")
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+        raise InputError(f"config: {where}.device_bytes must be an integer, or 0 for no limit; got {size!r}")
+    return TableSettings(
+        admission,
+        eviction,
+        precision,
+        rounding,
+        serving,
+        given.get("trainable", True),
+        given.get("huge_pages"),
+        size,
+        given.get("deterministic"),
+    )
 
 
 def needs_passes(eviction: tuple[Eviction, ...]) -> bool:
