@@ -102,7 +102,7 @@ def call_everything(config: TableConfig, *, all_calls: bool) -> None:
     engine.table.rebuild_index(ids, rows)
     engine.table.reserve(100_000)
     tier = host_tier.HostTier(engine.table)
-    tier._stamps = torch.zeros(100, dtype=torch.int32)
+    tier._scores = torch.zeros(100)
     tier._swap(rows[:50], ids[:50], rows[50:])
 
 
