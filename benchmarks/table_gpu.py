@@ -398,6 +398,7 @@ def host(run: GpuRun) -> None:
             at_most=True,
         )
         run.bar(f"host tier{suffix}, step / time of its distinct rows over the bus", own["step_by_distinct"])
+        run.bar(f"host tier{suffix}, step / time of reading as many random rows", own["step_by_random"])
         run.bar(f"host tier{suffix}, hit rate", own["hit_rate"])
         progress(f"host tier{suffix}: {own}")
 
@@ -407,7 +408,9 @@ def host_tier(run: GpuRun, deterministic: bool) -> dict[str, float]:
 
     The bytes that travel in a step: the weights of each occurrence whose row is on the host are read by the
     lookup; each distinct such row is read and written by the update; rows that change places travel both
-    ways. `step_by_distinct` counts the weights once for each distinct row instead.
+    ways. `step_by_distinct` counts the weights once for each distinct row instead. `step_by_random` compares
+    with reading the headers of as many random rows: each is in another page of host memory, and the
+    translation of addresses limits their number per second.
     """
     dim, n, rows, rounds = 64, run.sizes.host_ids, run.sizes.host_rows, 2 * run.sizes.rounds
     optimizer = Adagrad(0.01)
@@ -441,6 +444,9 @@ def host_tier(run: GpuRun, deterministic: bool) -> dict[str, float]:
     occurrences = float((table.find(batches[-1]) >= engine.tier.boundary).sum())
     misses, moved = (after.misses - before.misses) / rounds, (after.moved - before.moved) / rounds
     hits = (after.hits - before.hits) / rounds
+    some = torch.randint(engine.tier.boundary, rows, (MI // 8,), device=DEVICE, dtype=torch.int32)
+    row_ns = median_ms(lambda: engine.table.headers(some)) / some.numel() * 1e6
+    random_ms = (occurrences + misses + 2 * moved) * row_ns / 1e6
     written = (misses + moved) * stride
     read, read_distinct = (number * 4 * dim + written for number in (occurrences, misses))
     to_gpu, to_host = run.bus["to_gpu_gb_per_s"] * 1e6, run.bus["to_host_gb_per_s"] * 1e6
@@ -458,6 +464,8 @@ def host_tier(run: GpuRun, deterministic: bool) -> dict[str, float]:
         "bus_ms": bus_ms,
         "step_by_bus": ms / bus_ms if bus_ms else float("inf"),
         "step_by_distinct": ms / distinct_ms if distinct_ms else float("inf"),
+        "random_row_ns": row_ns,
+        "step_by_random": ms / random_ms if random_ms else float("inf"),
     }
 
 
