@@ -149,6 +149,8 @@ def test_an_error_on_the_server_is_raised_with_its_class(server: Server, node: s
         rows(channel, [1], worker=7)
     with pytest.raises(InputError, match=r"2 ids with counts \[2, 0\] for 1 tables"):
         rows(channel, [1, 2], counts=[2, 0])
+    with pytest.raises(InputError, match="a request has 2 ids, but counts of 3"):
+        rows(channel, [1, 2], counts=[3])
     assert rows(channel, [1]).tolist() == [[0]]  # the connection continues
     channel.close()
 
@@ -433,6 +435,21 @@ def test_a_message_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(channel_frames, "MAX_PAYLOAD", 100)
     with pytest.raises(InputError, match="use smaller batches"):
         frame_bytes({}, [np.zeros(101, np.uint8)])
+
+
+def test_numbers_that_are_not_finite_are_not_sent() -> None:
+    with pytest.raises(InputError, match="infinite or NaN"):
+        frame_bytes({"scale": float("inf")}, [])
+
+
+def test_a_pool_that_is_freed_closes_its_files() -> None:
+    pool = SegmentPool()
+    kept = pool.new(20_000)
+    (file,) = [segment.file for segment in pool.segments.values()]
+    del pool
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+    assert kept.fill_(1).sum() == 20_000  # the memory stays
 
 
 def test_errors_keep_their_class_and_message() -> None:

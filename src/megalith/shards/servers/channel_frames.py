@@ -151,9 +151,12 @@ def frame_bytes(text: dict[str, Any], payload: list[Array]) -> list[memoryview]:
         The pieces; those of the payload are the memory of the arrays.
 
     Raises:
-        InputError: It is too large.
+        InputError: It is too large, or a number of the text is not finite.
     """
-    encoded = json.dumps(text, separators=(",", ":")).encode()
+    try:
+        encoded = json.dumps(text, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        raise InputError("a number for a server, such as a learning rate, is infinite or NaN") from None
     size = sum(piece.size for piece in payload)
     if len(encoded) > MAX_TEXT or size > MAX_PAYLOAD:
         raise InputError(

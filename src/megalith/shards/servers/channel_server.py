@@ -251,7 +251,14 @@ class ServerConnection:
             for number in forgotten(frame.text):
                 self._segments.pop(number, None)
         else:
-            self._start(self._answer(decode_request(frame, self._segments)))
+            try:
+                request = decode_request(frame, self._segments)
+            except InputError as error:
+                if "id" not in frame.text:
+                    raise
+                self._send(frame_bytes({"id": frame.text["id"], "error": error_text(error)}, []))
+            else:
+                self._start(self._answer(request))
 
     async def _answer(self, request: ReadRequest | PushRequest) -> None:
         text: dict[str, Any] = {"id": request.id}
@@ -293,6 +300,7 @@ class ServerConnection:
         self._loop.remove_writer(self._peer)
         self._peer.close()
         self._outgoing.clear()
+        self._segments.clear()
         while self._files:
             os.close(self._files.popleft())
 

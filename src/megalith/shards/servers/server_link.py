@@ -344,6 +344,11 @@ class ServerLink:
 
     def _connect_again(self, pending: PendingCall, deadline: float) -> None:
         """Open a new channel and send what the old one has not answered."""
+        if clock.monotonic() > deadline:
+            raise RankTimeoutError(
+                f"server {self._index} closes the connection at {pending.what} of worker {self._worker}: its "
+                "log has the reason"
+            )
         with self._lock:
             if self._channel is None or self._channel.lost:
                 try:

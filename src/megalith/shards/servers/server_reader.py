@@ -126,11 +126,11 @@ class ServerReader:
                 raise RankTimeoutError(f"a server did not answer within {self._timeout:g} s")
             if not call.lost:
                 break
+            if not left:
+                raise ServerLostError(f"a server has ended, or cannot be reached for {self._timeout:g} s")
             try:  # through another connection, if the server runs
                 call = self._read(server, ids, counts, out)
-            except ChannelLostError as error:
-                if not left:
-                    raise ServerLostError(f"a server has ended: {error}") from None
+            except ChannelLostError:
                 clock.sleep(_PAUSE)
         if call.result is not None:
             raise call.result.error

@@ -63,6 +63,7 @@ class SegmentPool:
         self._free: list[SharedSegment] = []
         self._returned: deque[SharedSegment] = deque()  # memory may be freed at any time, in any thread
         self._segments: dict[int, SharedSegment] = {}
+        weakref.finalize(self, _close_files, self._segments)
 
     @property
     def segments(self) -> Mapping[int, SharedSegment]:
@@ -129,6 +130,11 @@ class SegmentPool:
             gone = self._free.pop(0)
             del self._segments[gone.number]
             os.close(gone.file)
+
+
+def _close_files(segments: Mapping[int, SharedSegment]) -> None:
+    for segment in segments.values():  # the memory stays until the last tensor that shares it is freed
+        os.close(segment.file)
 
 
 def map_segment(file: int, size: int) -> Array:
