@@ -175,3 +175,19 @@ class LinkGroup:
         if errors:
             raise errors[0]
         return results
+
+
+def run_all(*calls: Callable[[], object]) -> None:
+    """Make all calls, then raise the first error.
+
+    Args:
+        calls: Functions without arguments.
+    """
+    errors: list[Exception] = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn
@@ -33,7 +33,7 @@ from megalith.shards.lookup import Lookup, PreparedIds, check_lookup_step
 from megalith.shards.lookup_series import LookupSeries
 from megalith.shards.preparer import RoutingPreparer, make_routers
 from megalith.shards.routed_gradients import checked_update
-from megalith.shards.servers.link_group import LinkGroup
+from megalith.shards.servers.link_group import LinkGroup, run_all
 from megalith.shards.servers.push_window import PushWindow
 from megalith.shards.servers.push_writes import push_writes
 from megalith.shards.servers.ray_servers import Servers, pass_ray
@@ -238,7 +238,7 @@ class ServerShards(ServerRows):
             worker: The number of a worker that has ended; None: this one, after its updates (see `flush`).
         """
         if worker is None:
-            _run_all(self.flush, self.links.leave)
+            run_all(self.flush, self.links.leave)
         else:
             self.links.remove(checks.integer(worker, "leave: worker", 0))
 
@@ -348,9 +348,9 @@ class ServerShards(ServerRows):
             return
         self._closed = True
         if self._owns_servers:
-            _run_all(self.flush, self.servers.close, self.links.disconnect)
+            run_all(self.flush, self.servers.close, self.links.disconnect)
         else:
-            _run_all(self.leave, *([self.links.close] if drop else []), self.links.disconnect)
+            run_all(self.leave, *([self.links.close] if drop else []), self.links.disconnect)
 
     def __enter__(self) -> ServerShards:
         return self
@@ -486,18 +486,6 @@ class ServerShards(ServerRows):
             many steps the fastest worker is ahead of the slowest), and when the last checkpoint was saved.
         """
         return self.links.everywhere(ServerLink.describe)
-
-
-def _run_all(*calls: Callable[[], object]) -> None:
-    """Make all calls, then raise the first error."""
-    errors: list[Exception] = []
-    for call in calls:
-        try:
-            call()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
 
 
 def _check_written(written: Sequence[int] | None, count: int) -> list[int] | None:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import time as clock
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +35,6 @@ from megalith.errors import (
     MegalithError,
     RankFailedError,
     RankTimeoutError,
-    ServerRestartedError,
     UsageError,
 )
 from megalith.shards.local import LocalShards
@@ -52,13 +50,13 @@ from megalith.shards.servers.server_messages import (
 )
 from megalith.shards.servers.server_writes import OwnedTables, apply_pushes, apply_write
 from megalith.shards.servers.space_journal import SpaceJournal
-from megalith.shards.servers.waiters import Waiters
+from megalith.shards.servers.space_members import SpaceMembers
 from megalith.shards.wire import make_wire
 
 _TIMED = {"push", "assign", "assign_add", "reinitialize", "evict", "evict_part"}
 
 
-class TableSpace:
+class TableSpace(SpaceMembers):
     """See the module.
 
     Args:
@@ -68,26 +66,14 @@ class TableSpace:
     """
 
     def __init__(self, spec: SpaceSpec, index: int, num_servers: int) -> None:
-        self.spec = spec
+        super().__init__(spec, index)
         shards = LocalShards(list(spec.configs), engine=spec.engine, seed=spec.seed, num_shards=num_servers)
         self.part = ShardsPart(shards, index, num_servers)
         self.tables = OwnedTables(shards, make_wire(spec.wire[0]), make_wire(spec.wire[1]))
-        self.members: dict[int, Member] = {}
-        self.step = -1
         self.reads = self.writes = 0
         self.calls = CallCounts()
-        self._waiters = Waiters()
-        self._round = Round()
-        self.complete = False  # whether num_workers workers have joined
-        self._index = index
-        self._incarnation = uuid.uuid4().hex
         self._journal: SpaceJournal | None = None
         self._kept_by: dict[str, int] = {}  # worker by the key of what its functions keep
-
-    @property
-    def waiting(self) -> int:
-        """The number of calls that wait for other workers."""
-        return len(self._waiters)
 
     # ---- recovery
 
@@ -127,50 +113,19 @@ class TableSpace:
             self._journal.close(delete=moved)
 
     def state(self) -> dict[str, Any]:
-        """Return the numbers of workers and steps as JSON data, without the pushes of a round in progress."""
-        pushed = self._round.pushes
-        members = {
-            str(worker): {
-                "session": member.session,
-                "accepted": member.accepted - (worker in pushed),
-                "pushes": member.pushes - (worker in pushed and pushed[worker].kind == "push"),
-                "present": member.present,
-                "observer": member.observer,
-            }
-            for worker, member in self.members.items()
-        }
+        """See `SpaceMembers.state`; with the consumers of touched rows."""
         consumers = [table.stats().consumers for table in self.part.shards.local.values()]
-        return {
-            "members": members,
-            "step": self.step,
-            "complete": self.complete,
-            "consumers": list(consumers[0]) if consumers else [],
-        }
+        return super().state() | {"consumers": list(consumers[0]) if consumers else []}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Set the numbers of workers and steps.
+        """See `SpaceMembers.set_state`.
 
         Args:
             state: What `state` returned.
         """
-        self.members = {
-            int(worker): Member(
-                session=known["session"],
-                accepted=known["accepted"],
-                done=known["accepted"],
-                pushes=known["pushes"],
-                present=known["present"],
-                observer=known["observer"],
-            )
-            for worker, known in state["members"].items()
-        }
-        self.step, self.complete = state["step"], state["complete"]
+        super().set_state(state)
         for consumer in state["consumers"]:
             self.part.shards.track(consumer)
-
-    def round_pushes(self) -> list[tuple[int, int, ServerWrite]]:
-        """Return worker, number and push of the round in progress."""
-        return [(w, self.members[w].accepted, push) for w, push in sorted(self._round.pushes.items())]
 
     def replay(self, worker: int, number: int, write: ServerWrite) -> None:
         """Apply a record of the log.
@@ -258,23 +213,6 @@ class TableSpace:
             self._end_round_if_complete()
             self._waiters.changed()
 
-    def _member(self, worker: int, session: str) -> Member:
-        """Return a worker. `session` is that of `join`, then "@" and the incarnation that it returned."""
-        session, _, incarnation = session.partition("@")
-        if incarnation and incarnation != self._incarnation:
-            raise ServerRestartedError(
-                f"server {self._index} was started again: worker {worker} must join it"
-            )
-        member = self.members.get(worker)
-        if member is None:
-            raise UsageError(f"worker {worker} has not joined server {self._index}")
-        if member.session != session:
-            raise UsageError(
-                f"another ServerShards has joined server {self._index} as worker {worker}: give each worker "
-                "its own number"
-            )
-        return member
-
     # ---- reads
 
     async def read(
@@ -310,42 +248,6 @@ class TableSpace:
                 await self._wait_for_slowest(worker, session)
         self.reads += 1
         return self.tables.read(ids, counts, step, out)
-
-    async def wait_for(self, worker: int, session: str, after: int) -> None:
-        """Wait until a write of a worker is done.
-
-        Args:
-            worker: The number of the worker.
-            session: See `join`.
-            after: The number of the write.
-        """
-        member = self._member(worker, session)
-        own = member.session
-        await self._waiters.until(
-            lambda: member.done >= after or member.session != own,
-            self.spec.timeout,
-            lambda: self._missing(f"server {self._index}: a call of worker {worker} waits for its push"),
-        )
-        self._member(worker, session)
-
-    async def _wait_for_slowest(self, worker: int, session: str) -> None:
-        member, bound = self._member(worker, session), self.spec.staleness
-        own = member.session
-        assert bound is not None
-
-        def slowest() -> int:
-            others = [x.pushes for w, x in self.members.items() if x.trains and w != worker]
-            return min(others, default=member.pushes)
-
-        await self._waiters.until(
-            lambda: member.pushes - slowest() <= bound or member.session != own,
-            self.spec.timeout,
-            lambda: (
-                f"server {self._index}: worker {worker} has made {member.pushes} steps and may be {bound} "
-                f"ahead, but another worker has made {slowest()}"
-            ),
-        )
-        self._member(worker, session)
 
     # ---- functions
 
@@ -573,9 +475,3 @@ class TableSpace:
         """End the round without applying it; its pushes raise the error."""
         self._round.error = error
         self._end_round(self._round)
-
-    def _missing(self, what: str) -> str:
-        absent = [w for w, x in self.members.items() if x.trains and w not in self._round.pushes]
-        count = sum(member.trains for member in self.members.values())
-        joined = "" if self.complete else f", and {count} of {self.spec.num_workers} workers have joined"
-        return f"{what}; no gradients from workers {absent}{joined}"
