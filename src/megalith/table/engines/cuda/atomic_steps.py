@@ -121,19 +121,7 @@ def _bound_step(
     }
     if segment is not None:
         number, place = segment
-        assert place.rule is not None
-        what = {
-            "OFFSET": place.offset,
-            "STATE": place.state,
-            "START": place.start,
-            "WIDTH": place.width,
-            "SEGMENT": number,
-            "PRECISION": place.precision,
-            "STOCHASTIC": place.stochastic,
-            "RULE": place.rule.rule,
-            "OPTIONS": place.rule.options,
-            "DELAY": place.rule.delay,
-        }
+        what = place.step_constants(number)
     columns = padded(int(what["WIDTH"]))
     group.bound[key] = atomic_kernels.step_sums.bind(
         FIELDS=group.fields,

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalith.table.engines.cuda import index_kernels, row_kernels
+from megalith.table.engines.cuda import index_kernels
 from megalith.table.engines.cuda.device_functions import LIVE
 from megalith.table.engines.cuda.device_table import BLOCK, WARPS, DeviceTable, grid
 from megalith.table.table_data import HostTierUse
@@ -122,18 +122,9 @@ class HostTier:
         return True
 
     def _swap(self, victims: Tensor, victim_ids: Tensor, wanted: Tensor) -> None:
-        table, layout, n = self._table, self._table.layout, victims.numel()
+        table, n = self._table, victims.numel()
         wanted_ids = table.headers(wanted)[0].contiguous()
-        row_kernels.swap_rows[grid(n, 8)](
-            table.chunk_table,
-            victims,
-            wanted,
-            n,
-            SHIFT=layout.shift,
-            STRIDE=layout.stride,
-            BLOCK=8,
-            WORDS=64,
-        )
+        table.move(wanted, victims, swap=True)
         for ids, rows in ((victim_ids, wanted), (wanted_ids, victims)):
             index_kernels.renumber_rows[grid(n, BLOCK)](
                 table.entries, table.slots - 1, ids, rows, n, BLOCK=BLOCK, num_warps=WARPS

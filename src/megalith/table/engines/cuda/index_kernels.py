@@ -309,17 +309,22 @@ def finish_keys(
         tl.store(keys + at, key.to(keys.dtype.element_ty), mask=inside)
 
 
-@launched
-@triton.jit(do_not_specialize=["n", "mask"])
-def remove_ids(entries, mask, ids, n, BLOCK: tl.constexpr):
-    """Mark the slots of ids as removed. Ids without a slot are skipped; equal ids may repeat."""
+@triton.jit
+def own_ids(ids, n, mask, BLOCK: tl.constexpr):
+    """The ids of this program: positions, which of them exist, the mask as int64, ids, which of them have a
+    slot of their own, and first slots."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     mask = mask.to(tl.int64)
     id = tl.load(ids + at, mask=inside, other=0)
-    own = (id == EMPTY) | (id == REMOVED)
-    slot = first_slot(id, mask)
-    active = inside
+    return at, inside, mask, id, (id == EMPTY) | (id == REMOVED), first_slot(id, mask)
+
+
+@launched
+@triton.jit(do_not_specialize=["n", "mask"])
+def remove_ids(entries, mask, ids, n, BLOCK: tl.constexpr):
+    """Mark the slots of ids as removed. Ids without a slot are skipped; equal ids may repeat."""
+    _, active, mask, id, own, slot = own_ids(ids, n, mask, BLOCK)
     while tl.max(active.to(tl.int32), 0) > 0:
         key = tl.load(entries + 2 * slot, mask=active, other=EMPTY)
         hit = active & ((key == id) | own)
@@ -333,14 +338,8 @@ def remove_ids(entries, mask, ids, n, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["n", "mask"])
 def renumber_rows(entries, mask, ids, rows, n, BLOCK: tl.constexpr):
     """Change the rows of distinct ids that have one."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    mask = mask.to(tl.int64)
-    id = tl.load(ids + at, mask=inside, other=0)
-    row = tl.load(rows + at, mask=inside, other=-1).to(tl.int64)
-    own = (id == EMPTY) | (id == REMOVED)
-    slot = first_slot(id, mask)
-    active = inside
+    at, active, mask, id, own, slot = own_ids(ids, n, mask, BLOCK)
+    row = tl.load(rows + at, mask=active, other=-1).to(tl.int64)
     while tl.max(active.to(tl.int32), 0) > 0:
         key = tl.load(entries + 2 * slot, mask=active, other=EMPTY)
         hit = active & ((key == id) | own)
@@ -353,14 +352,8 @@ def renumber_rows(entries, mask, ids, rows, n, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["n", "mask"])
 def insert_rows(entries, mask, ids, rows, n, BLOCK: tl.constexpr):
     """Insert distinct ids with known rows into an index that does not have them."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    mask = mask.to(tl.int64)
-    id = tl.load(ids + at, mask=inside, other=0)
-    row = tl.load(rows + at, mask=inside, other=-1).to(tl.int64)
-    own = (id == EMPTY) | (id == REMOVED)
-    slot = first_slot(id, mask)
-    active = inside
+    at, active, mask, id, own, slot = own_ids(ids, n, mask, BLOCK)
+    row = tl.load(rows + at, mask=active, other=-1).to(tl.int64)
     while tl.max(active.to(tl.int32), 0) > 0:
         try_claim = active & (own == 0)
         expected = tl.where(try_claim, EMPTY, REMOVED)

@@ -368,10 +368,11 @@ def move_rows(
     n,
     SHIFT: tl.constexpr,
     STRIDE: tl.constexpr,
+    SWAP: tl.constexpr,
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Copy whole rows, 8 bytes at a time."""
+    """Copy whole rows, 8 bytes at a time, or exchange them; all rows are distinct."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     source = row_address(chunks, tl.load(sources + at, mask=inside, other=0), SHIFT, STRIDE, inside)
@@ -379,32 +380,9 @@ def move_rows(
     for first in tl.static_range(0, STRIDE // 8, WORDS):
         word = (first + tl.arange(0, WORDS))[None, :]
         both = inside[:, None] & (word < STRIDE // 8)
-        value = tl.load(source[:, None].to(tl.pointer_type(tl.int64)) + word, mask=both, other=0)
-        tl.store(target[:, None].to(tl.pointer_type(tl.int64)) + word, value, mask=both)
-
-
-@launched
-@triton.jit(do_not_specialize=["n"])
-def swap_rows(
-    chunks,
-    ones,
-    others,
-    n,
-    SHIFT: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """Exchange whole rows, 8 bytes at a time; all rows are distinct."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    one = row_address(chunks, tl.load(ones + at, mask=inside, other=0), SHIFT, STRIDE, inside)
-    other = row_address(chunks, tl.load(others + at, mask=inside, other=0), SHIFT, STRIDE, inside)
-    for first in tl.static_range(0, STRIDE // 8, WORDS):
-        word = (first + tl.arange(0, WORDS))[None, :]
-        both = inside[:, None] & (word < STRIDE // 8)
-        near = one[:, None].to(tl.pointer_type(tl.int64)) + word
-        far = other[:, None].to(tl.pointer_type(tl.int64)) + word
-        value = tl.load(far, mask=both, other=0)
-        tl.store(far, tl.load(near, mask=both, other=0), mask=both)
-        tl.store(near, value, mask=both)
+        one = source[:, None].to(tl.pointer_type(tl.int64)) + word
+        other = target[:, None].to(tl.pointer_type(tl.int64)) + word
+        value = tl.load(one, mask=both, other=0)
+        if SWAP:
+            tl.store(one, tl.load(other, mask=both, other=0), mask=both)
+        tl.store(other, value, mask=both)

@@ -56,6 +56,29 @@ class SegmentPlace:
     """Bytes from the start of the row to the first state of the segment."""
     rule: StepRule | None
 
+    def step_constants(self, number: int) -> dict[str, float]:
+        """Return the constants of the kernels that make the step of the segment.
+
+        Args:
+            number: The number of the segment.
+
+        Returns:
+            Constants by name.
+        """
+        assert self.rule is not None
+        return {
+            "OFFSET": self.offset,
+            "STATE": self.state,
+            "START": self.start,
+            "WIDTH": self.width,
+            "SEGMENT": number,
+            "PRECISION": self.precision,
+            "STOCHASTIC": self.stochastic,
+            "RULE": self.rule.rule,
+            "OPTIONS": self.rule.options,
+            "DELAY": self.rule.delay,
+        }
+
 
 @dataclass(frozen=True)
 class RowLayout:

@@ -225,16 +225,7 @@ class _Walk:
         place = self.group.layout.segments[number]
         assert place.rule is not None
         what = {
-            "OFFSET": place.offset,
-            "STATE": place.state,
-            "START": place.start,
-            "WIDTH": place.width,
-            "SEGMENT": number,
-            "PRECISION": place.precision,
-            "STOCHASTIC": place.stochastic,
-            "RULE": place.rule.rule,
-            "OPTIONS": place.rule.options,
-            "DELAY": place.rule.delay,
+            **place.step_constants(number),
             "MEASURED": measured,
             "COUNTED": self.group.layout.counted,
         }
