@@ -115,9 +115,11 @@ def _update_in_kernels(
     else:
         launch()
     group.report(sizes)
-    for update, rows in zip(updates, found.rows.split(sizes), strict=True):
+    for update in updates:
         update.engine.wrote(update.step.step)
-        update.engine.used(rows)
+    if any(update.engine.tier is not None for update in updates):
+        for update, rows in zip(updates, found.rows.split(sizes), strict=True):
+            update.engine.used(rows)
 
 
 def _stage_one_in_torch(update: TableUpdate, gradients: Gradients) -> Callable[[], None]:
