@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from megalith import SGD, Adam, Constant, EmbeddingCollection, Feature, Table, TableConfig, Zeros
+from megalith.ops import Bags, OutputSlice, Pooling
+from megalith.shards import LocalShards
 from megalith.table import Chunk
 
 
@@ -75,6 +80,51 @@ def test_lookup_dense_part_and_update_on_different_streams() -> None:
         tables[1].apply_gradients(ids, tables[1].lookup(ids) * 0.5 + 1.0, step=step, time=1)
     every = torch.arange(400_000, device="cuda")
     assert torch.equal(tables[0].lookup(every), tables[1].lookup(every))
+
+
+def train_shards(
+    streams: Sequence[AbstractContextManager[object]], wait: Callable[[int], None]
+) -> list[Tensor]:
+    """Steps of equal shapes, which are recorded: lookup, dense part and update each in its own context."""
+    n, dim = 4000, 16
+    configs = [TableConfig(name, dim=dim, optimizer=SGD(1.0), initializer=Zeros()) for name in ("a", "b")]
+    shards = LocalShards(configs, engine="cuda")
+    device = shards.local["a"].engine_impl.device
+    offsets = torch.arange(n + 1, device=device)
+    bags = {c.name: (Bags(offsets, (OutputSlice(k, 0, 0, dim),), first=0),) for k, c in enumerate(configs)}
+    pooling = Pooling(((n, dim),) * 2, bags)
+    generator = torch.Generator(device=device).manual_seed(4)
+    batches = [torch.randint(0, 9000, (n,), device=device, generator=generator) for _ in range(25)]
+    wait(-1)
+    kept = []
+    for step, ids in enumerate(batches):
+        with streams[0]:  # the table itself waits for the update before
+            lookup = shards.lookup({"a": ids, "b": ids + 5})
+            outputs = lookup.pool(pooling)
+        with streams[1]:
+            wait(1)
+            grads = [out * 0.5 + 1.0 for out in outputs]
+        with streams[2]:
+            wait(2)
+            shards.apply_gradients(lookup, grads, step=step, time=1, pooling=pooling)
+        kept.append((outputs, grads))
+    wait(-1)
+    every = torch.arange(9005, device=device)
+    return [shards.local[name].lookup(every) for name in ("a", "b")]
+
+
+def test_recorded_steps_on_different_streams_train_as_on_one() -> None:
+    streams = [torch.cuda.Stream() for _ in range(3)]
+
+    def wait(number: int) -> None:
+        if number < 0:
+            torch.cuda.synchronize()
+        else:
+            streams[number].wait_stream(streams[number - 1])
+
+    several = train_shards([torch.cuda.stream(stream) for stream in streams], wait)
+    one = train_shards([nullcontext()] * 3, lambda number: None)
+    assert all(torch.equal(*pair) for pair in zip(several, one, strict=True))
 
 
 def test_an_update_in_a_steady_state_does_not_wait_for_the_gpu() -> None:
