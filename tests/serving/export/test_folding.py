@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +149,64 @@ def test_a_fold_that_fails_leaves_the_rows(
     assert (folder.folds, overlay.folded_rows) == (1, IDS.numel())
     assert torch.equal(overlay.read("t", IDS)[0], some(IDS, 1)[1])
     assert folding.FOLD_ROWS > 1
+
+
+def test_folds_that_fail_add_one_layer_at_most(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    overlay, folder = Overlay({"t": 9}), Folder(tmp_path / "absent", rows=1)
+    for seed in range(5):
+        overlay.apply({"t": some(IDS, seed)})  # the same ids: each layer would have a copy
+        folder.consider(overlay)
+        folder.join()
+        assert torch.equal(overlay.read("t", IDS)[0], some(IDS, seed)[1])
+
+    assert len(overlay) == 2 * IDS.numel()
+    assert caplog.text.count("pushed rows stay in memory") == 5
+
+
+def test_a_closed_servable_ends_its_fold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export_version(tmp_path / "model")
+    folds = tmp_path / "folds"
+    folds.mkdir()
+    folder = Folder(folds, rows=1)
+    servable = Servable(tmp_path / "model" / "1", folder=folder)
+    table = next(iter(servable.signature.tables))
+    writer = folding.FrozenWriter
+    files: list[int] = []
+
+    def close_then_write(path: Path, *rest: Any) -> Any:
+        made = writer(path, *rest)
+        files.append(len(list(folds.iterdir())))
+        servable.close()  # between the beginning of a file and its rows
+        return made
+
+    monkeypatch.setattr(folding, "FrozenWriter", close_then_write)
+    ids, values = some(torch.arange(5), 4, servable.signature.dims[table])
+    overlay = servable.overlay
+    servable.apply({table: (ids, values)})
+    folder.join()
+
+    assert files == [1]
+    assert list(folds.iterdir()) == []
+    assert folder.folds == 0
+    assert torch.equal(overlay.read(table, ids)[0], values)
+    folder.consider(overlay)
+    assert overlay.unfolded_rows == 0  # nothing is sealed, and nothing is folded any more
+
+
+def test_the_memory_of_folded_rows_is_freed_without_a_request(tmp_path: Path) -> None:
+    overlay, folder = Overlay({"t": 9}), Folder(tmp_path, rows=1)
+    frozen = {"t": write(tmp_path / "base", *some(torch.arange(50, 90), 9))}
+    overlay.apply({"t": some(IDS, 0)})
+    out = torch.empty(IDS.numel(), 9)
+    overlay.served(frozen).read(IDS, torch.tensor([IDS.numel()]), out)  # makes the native reader
+    table = weakref.ref(overlay._layers["t"][0])
+
+    folder.consider(overlay)
+    folder.join()
+    gc.collect()
+
+    assert folder.folds == 1
+    assert table() is None
 
 
 def test_a_folder_must_be_one(tmp_path: Path) -> None:

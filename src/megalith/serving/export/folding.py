@@ -9,10 +9,10 @@ and the system writes its page to disk and drops it from memory when nobody read
     replace   folding               the files replace the sealed rows and the earlier files, in one assignment
 
 Requests never wait: they read the sealed rows until the files replace them. The bits of a row do not change.
-Files lose their names as soon as they are mapped, so only a crash during a fold leaves one
-(megalith-fold-*). A server that crashed starts from its export, and parameter sync sends the rows again. A
-fold that fails, for example because the disk is full, leaves the rows
-where they are, and is tried again with a later push.
+Files lose their names as soon as they are mapped, and a fold ends when its servable is closed, so only a
+crash during a fold leaves a file (megalith-fold-*). A server that crashed starts from its export, and
+parameter sync sends the rows again. A fold that fails, for example because the disk is full, leaves the rows
+where they are; after a later push they are written again, and nothing else is sealed before.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ FOLD_ROWS = 1 << 18
 _SHARE = 4
 """A fold waits until the rows in memory are this share of the folded ones, because it writes all of them."""
 _CHUNK = 1 << 16
+
+
+class _FolderClosedError(Exception):
+    """Ends a fold whose rows nobody needs any more."""
 
 
 class FoldedRows:
@@ -103,6 +107,7 @@ class Folder:
         self._seconds = seconds
         self._earliest = time.monotonic() + seconds
         self._thread: threading.Thread | None = None
+        self._closed = False
         self.folds = 0
         """Folds that ended."""
 
@@ -112,21 +117,24 @@ class Folder:
         Args:
             overlay: The rows.
         """
-        if self._thread is not None and self._thread.is_alive():
+        if self._closed or (self._thread is not None and self._thread.is_alive()):
             return
         enough = max(self._least, overlay.folded_rows // _SHARE)
         if time.monotonic() < self._earliest or overlay.unfolded_rows < enough:
             return
         sealed = overlay.seal()
-        self._thread = threading.Thread(
-            target=self._fold, args=(overlay, sealed), name="megalith-folding", daemon=True
-        )
+        # Not a daemon: it removes its file before the process ends.
+        self._thread = threading.Thread(target=self._fold, args=(overlay, sealed), name="megalith-folding")
         self._thread.start()
 
     def join(self) -> None:
         """Wait for the fold in progress."""
         if self._thread is not None:
             self._thread.join()
+
+    def close(self) -> None:
+        """End the fold in progress, without waiting for it; no other one begins."""
+        self._closed = True
 
     def _fold(self, overlay: Overlay, sealed: Layers) -> None:
         try:
@@ -135,7 +143,9 @@ class Folder:
                 folded[name] = self._fold_table(layers, overlay.width_of(name), drops=overlay.hides_base)
             overlay.replace_sealed(folded)
             self.folds += 1
-        except (MegalithError, OSError, RuntimeError) as error:  # torch raises RuntimeError without memory
+        except _FolderClosedError:
+            logger.debug("a fold ended with its servable")
+        except (MegalithError, OSError, RuntimeError, MemoryError) as error:  # torch: RuntimeError
             logger.warning("pushed rows stay in memory: %s", error)
         finally:
             self._earliest = time.monotonic() + self._seconds
@@ -145,6 +155,8 @@ class Folder:
 
         def rows() -> Iterator[tuple[Tensor, Tensor]]:
             for ids, flagged in scan_layers(layers):
+                if self._closed:
+                    raise _FolderClosedError
                 wanted = flagged[:, -1] == PRESENT if drops else torch.ones(ids.numel(), dtype=torch.bool)
                 yield ids[wanted], flagged[wanted]
 

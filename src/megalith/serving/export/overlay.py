@@ -209,10 +209,15 @@ class Overlay:
     def seal(self) -> Layers:
         """Begin a fold: further writes go to new tables. Called by the thread that writes.
 
+        Nothing is sealed while the rows of a fold that failed are in memory: each failure would add a layer,
+        with another copy of rows that are written often.
+
         Returns:
             The layers to fold, which do not change any more.
         """
         sealed = self._layers
+        if any(isinstance(layer, Table) for layers in sealed.values() for layer in layers[1:]):
+            return {name: layers[1:] for name, layers in sealed.items()}
         self._layers = {name: (self._new_table(name), *layers) for name, layers in sealed.items()}
         return sealed
 
@@ -223,6 +228,7 @@ class Overlay:
             folded: The layer of each table.
         """
         self._layers = {name: (layers[0], folded[name]) for name, layers in self._layers.items()}
+        self._served = None  # it would keep the sealed rows in memory until the next request
 
     def scan(self, table: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield everything written.

@@ -573,6 +573,8 @@ class Servable:
     def close(self) -> None:
         """Close the servable; files and rows are released when calls in progress have ended."""
         self._closed = True
+        if self._folder is not None:
+            self._folder.close()
         self._frozen = {}
         self._plans = self._program = None
 
