@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,103 @@ def test_the_directory_must_be_private(tmp_path: Path) -> None:
 
 def test_a_library_belongs_to_one_program() -> None:
     assert library_name(b"a") == library_name(b"a") != library_name(b"b")
+
+
+def test_a_library_belongs_to_one_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has instructions that another CPU of the same capability may lack: the cache may be shared."""
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(compiled_program, "CPU_INFO", info)
+    names = []
+    for flags, speed in (("avx512f amx_tile", 2000), ("avx512f amx_tile", 2100), ("avx512f", 2000)):
+        info.write_text(f"processor\t: 0\nmodel name\t: x\ncpu MHz\t\t: {speed}\nflags\t\t: {flags}\n\nnext")
+        names.append(library_name(b"a"))
+    assert names[0] == names[1] != names[2]
+    info.unlink()
+    assert library_name(b"a") not in names
+
+
+def test_nobody_may_replace_the_directory(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(ExportError, match="anyone may replace it"):
+        open_cache(shared / "cache")
+    shared.chmod(0o1777)
+    assert open_cache(shared / "cache").is_dir()
+
+
+def executable(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(("#!/bin/sh", *lines)) + "\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_the_child_keeps_its_files_in_the_private_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened, cache = servable(tmp_path), tmp_path / "cache"
+    seen, left = tmp_path / "seen", cache / "work-of-a-killed-process"
+    left.mkdir(parents=True)
+    cache.chmod(0o700)
+    script = executable(
+        tmp_path / "python", f'echo "$TORCHINDUCTOR_CACHE_DIR" > {seen}', "echo bad >&2", "exit 3"
+    )
+    monkeypatch.setattr(compiled_program.sys, "executable", script)
+
+    assert find_library(program_of(opened), cache) is None
+
+    assert Path(seen.read_text().strip()).parent == cache
+    assert list(cache.iterdir()) == []
+    assert "is not compiled: bad" in caplog.text
+
+
+def test_a_server_that_stops_ends_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, cache = servable(tmp_path), tmp_path / "cache"
+    started = tmp_path / "started"
+    # The compiler is a child of the child.
+    script = executable(
+        tmp_path / "python", "sleep 3600 &", f"echo $! > {started}.new", f"mv {started}.new {started}", "wait"
+    )
+    monkeypatch.setattr(compiled_program.sys, "executable", script)
+    stopped = threading.Event()
+    found: list[Path | None] = []
+    thread = threading.Thread(
+        target=lambda: found.append(find_library(program_of(opened), cache, stopped=stopped))
+    )
+    thread.start()
+    wait_until(started.exists)
+    stopped.set()
+    thread.join(60.0)
+
+    assert found == [None]
+    assert list(cache.iterdir()) == []
+    wait_until(lambda: has_ended(int(started.read_text())))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def has_ended(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"  # nobody has asked for its status
+
+
+def test_a_program_that_changed_is_not_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its library would answer instead of the program that was loaded."""
+    opened = servable(tmp_path)
+    program = program_of(opened)
+    program.write_bytes(program.read_bytes() + b"x")
+    assert not compile_servable(opened, tmp_path / "cache")
+    assert "changed since it was loaded" in caplog.text
+    with pytest.raises(ExportError, match="changed meanwhile"):
+        compiled_program.compile_archive(program, tmp_path / "cache" / library_name(b"of before"))
 
 
 def test_a_program_that_cannot_be_compiled_answers_itself(

@@ -3,22 +3,31 @@
 A library is code, so none is ever loaded from an export. A server compiles the program of an export itself,
 in a child process with a low priority, and keeps the library in a private directory: it belongs to this user,
 and nobody else may write to it. The name of a library is a digest of the program, of torch's version and of
-the CPU. A library is used once its outputs have been compared with those of the program. Whatever fails, the
-program itself continues to answer.
+the CPU. The child runs the library first, and ends with the server. A library is used once its outputs have
+been compared with those of the program. Whatever fails, the program itself continues to answer.
 
 A compiled program has the bits of another order of operations: outputs may differ in the last digits.
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import hashlib
 import logging
 import os
 import platform
+import shutil
+import signal
+import stat
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +36,8 @@ from torch import Tensor
 
 from megalith.errors import ExportError
 from megalith.serving.export.archive import check_archive, load_archive
+from megalith.storage.checksums import crc32
+from megalith.storage.store import checksum as checksum_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +45,13 @@ COMPILE_SECONDS = 1800.0
 CHECKED_SIZES = (1, 2, 5, 33)
 RELATIVE, ABSOLUTE = 1e-4, 1e-4
 """Largest differences from the outputs of the program."""
+CPU_INFO = Path("/proc/cpuinfo")
+_CPU_FIELDS = {"vendor_id", "cpu family", "model", "model name", "flags"}
+_CPU_FIELDS |= {"CPU implementer", "CPU part", "Features", "isa"}
 _TRACED_SIZE = 3
+_WORK = "work-"
+_POLL_SECONDS = 0.25
+_PR_SET_PDEATHSIG = 1
 Runner = Callable[[list[Tensor]], Sequence[Tensor]]
 Inputs = Callable[[int], tuple[dict[str, Any], Tensor | None]]
 """Makes rows and dense values of a batch size."""
@@ -56,11 +73,12 @@ def open_cache(directory: Path) -> Path:
         It.
 
     Raises:
-        ExportError: It belongs to someone else, or others may write to it.
+        ExportError: It belongs to someone else, or others may write to it or replace it.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
+        above = [each for each in directory.resolve().parents if _is_open(each.stat())]
     except OSError as error:
         raise ExportError(f"{directory} cannot hold compiled programs: {error}") from None
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -68,7 +86,14 @@ def open_cache(directory: Path) -> Path:
             f"{directory} holds code that this server would run: it must belong to this user, and "
             "nobody else may write to it (chmod 700)"
         )
+    if above:
+        raise ExportError(f"{directory} cannot hold compiled programs: anyone may replace it in {above[0]}")
     return directory
+
+
+def _is_open(status: os.stat_result) -> bool:
+    """Return whether everyone may rename what is in a directory."""
+    return bool(status.st_mode & stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
 
 
 def library_name(program: bytes) -> str:
@@ -81,17 +106,30 @@ def library_name(program: bytes) -> str:
         A digest of the program, the version of torch and the CPU, with a suffix.
     """
     digest = hashlib.sha256(program)
-    for part in (torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability()):
+    for part in (torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), _cpu()):
         digest.update(b"\0" + part.encode())
     return f"{digest.hexdigest()}.pt2"
 
 
-def find_library(program: Path, cache: Path) -> Path | None:
+def _cpu() -> str:
+    """Return what the system reports about the CPU: the compiler uses all of its instructions."""
+    try:
+        first = CPU_INFO.read_text(errors="replace").partition("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in _CPU_FIELDS)
+
+
+def find_library(
+    program: Path, cache: Path, *, checksum: str | None = None, stopped: threading.Event | None = None
+) -> Path | None:
     """Return the library of a program; compile it first, in a child process, if there is none.
 
     Args:
         program: The archive of an export that is trusted.
         cache: The directory of libraries.
+        checksum: Checksum of the archive that is served; None: it is not compared.
+        stopped: Ends the child process once it is set.
 
     Returns:
         The library; None if it cannot be compiled, for example without a C++ compiler.
@@ -100,30 +138,89 @@ def find_library(program: Path, cache: Path) -> Path | None:
         ExportError: The directory is not private.
     """
     open_cache(cache)
-    path = cache / library_name(program.read_bytes())
-    if path.exists():
-        return path
-    command = [sys.executable, "-P", "-m", __name__, str(program), str(path)]
-    search = os.pathsep.join(each for each in sys.path if each)
-    environment = {**os.environ, "PYTHONPATH": search, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    stopped = threading.Event() if stopped is None else stopped
+    data = program.read_bytes()
+    if checksum is not None and checksum != checksum_of(crc32(data)):
+        logger.warning("%s is not compiled: it changed since it was loaded", program)
+        return None
+    path = cache / library_name(data)
     try:
-        ended = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=COMPILE_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        with _alone(cache, stopped):
+            if not path.exists():
+                _compile(program, path, stopped)
+    except InterruptedError:
+        return None
+    except (OSError, subprocess.SubprocessError) as error:
         logger.warning("%s is not compiled: %s", program, error)
         return None
-    if ended.returncode or not path.exists():
-        reason = ended.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no reason"]
-        logger.warning("%s is not compiled: %s", program, reason[0][:500])
-        return None
     return path
+
+
+@contextmanager
+def _alone(cache: Path, stopped: threading.Event) -> Iterator[None]:
+    """Compile one program at a time, of all processes; raise InterruptedError once `stopped` is set."""
+    descriptor = os.open(cache, os.O_RDONLY)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if stopped.wait(_POLL_SECONDS):
+                    raise InterruptedError from None
+        for left in cache.glob(f"{_WORK}*"):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compile(program: Path, path: Path, stopped: threading.Event) -> None:
+    """Compile a program in a child process; raise SubprocessError with the reason if that fails."""
+    with tempfile.TemporaryDirectory(prefix=_WORK, dir=path.parent, ignore_cleanup_errors=True) as work:
+        made = Path(work) / path.name
+        command = [sys.executable, "-P", "-m", __name__, str(program), str(made), str(os.getpid())]
+        search = os.pathsep.join(each for each in sys.path if each)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": search,
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            # Its default has a name that anyone can guess in /tmp, and it runs what it finds there.
+            "TORCHINDUCTOR_CACHE_DIR": work,
+            "TRITON_CACHE_DIR": work,
+        }
+        code, errors = _run(command, environment, stopped)
+        if code or not made.exists():
+            reason = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no reason"]
+            raise subprocess.SubprocessError(reason[0][:500])
+        made.replace(path)
+
+
+def _run(command: list[str], environment: dict[str, str], stopped: threading.Event) -> tuple[int, bytes]:
+    """Run a child process and its own children until they end; return its status and its errors."""
+    end = time.monotonic() + COMPILE_SECONDS
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        try:
+            while True:
+                try:
+                    _, errors = process.communicate(timeout=_POLL_SECONDS)
+                    return process.returncode, errors
+                except subprocess.TimeoutExpired:
+                    if stopped.is_set():
+                        raise InterruptedError from None
+                    if time.monotonic() > end:
+                        raise
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
 
 
 def load_library(path: Path, reference: Callable[..., Sequence[Tensor]], inputs: Inputs) -> Runner | None:
@@ -175,26 +272,41 @@ def flatten(rows: dict[str, Any], dense: Tensor | None) -> list[Tensor]:
 
 
 def compile_archive(program: Path, path: Path) -> None:
-    """Compile a program, and write the library in one step.
+    """Compile a program, and write the library once it has run.
 
     Args:
         program: The archive of torch.export.
-        path: The new library.
+        path: The new library, whose name is the `library_name` of the program.
 
     Raises:
-        ExportError: The archive is not valid.
+        ExportError: The archive is not valid, or it is another one than the name says.
     """
-    os.nice(10)
     data = program.read_bytes()
+    if library_name(data) != path.name:
+        raise ExportError(f"{program} changed meanwhile")
     check_archive(data, str(program))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exported = load_archive(data)
-        exported.example_inputs = (_example(exported), {})
-        part = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
+        example = _example(exported)
+        exported.example_inputs = (example, {})
+        part = path.with_name(f"part-{path.name}")
         torch._inductor.aoti_compile_and_package(exported, package_path=str(part))
+        flat, _ = torch.utils._pytree.tree_flatten(example)
+        loader: Any = torch._inductor.aoti_load_package(str(part)).loader
+        loader.run(
+            [each for each in flat if each is not None]
+        )  # if this ends a process, it is not the server
     part.chmod(0o600)
     part.replace(path)
+
+
+def _die_with(parent: int) -> None:
+    """End this process when its parent ends, even if that is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the server has ended")
 
 
 def _example(exported: Any) -> tuple[Any, ...]:
@@ -210,4 +322,6 @@ def _example(exported: Any) -> tuple[Any, ...]:
 
 
 if __name__ == "__main__":
+    _die_with(int(sys.argv[3]))
+    os.nice(10)
     compile_archive(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 from megalith.errors import UsageError
@@ -12,12 +13,13 @@ from megalith.serving.export.servable import Servable
 logger = logging.getLogger(__name__)
 
 
-def compile_servable(servable: Servable, cache: Path) -> bool:
+def compile_servable(servable: Servable, cache: Path, *, stopped: threading.Event | None = None) -> bool:
     """Compile the dense part of a trusted export, or load the library of an earlier time.
 
     Args:
         servable: The version; requests continue meanwhile.
         cache: The directory of libraries, which must be private.
+        stopped: Ends the compilation once it is set.
 
     Returns:
         Whether requests use it from now on, while the exported weights are in use. Not for models without a
@@ -29,7 +31,8 @@ def compile_servable(servable: Servable, cache: Path) -> bool:
     program, file = servable.dense_program, servable.signature.program
     if program is None or file is None:
         return False
-    library = find_library(servable.directory / file.path, cache)
+    path = servable.directory / file.path
+    library = find_library(path, cache, checksum=file.checksum, stopped=stopped)
     if library is None:
         return False
     try:

@@ -128,6 +128,8 @@ class ModelServer:
         self._rest: RestServer | None = None
         self._metrics_server: MetricsServer | None = None
         self._state = "new"
+        self._stopping = threading.Event()
+        self._compiling: list[threading.Thread] = []
 
     # ---- lifecycle
 
@@ -167,6 +169,7 @@ class ModelServer:
             return
         serving = self._state == "serving"
         self._state = "stopped"
+        self._stopping.set()
         self._dispatcher.leave()
         self._health.shut_down()
         self._unregister()
@@ -183,6 +186,8 @@ class ModelServer:
         if self._guard is not None:
             self._guard.close()
         self._repository.stop(max(0.0, end - time.monotonic()))
+        for thread in self._compiling:
+            thread.join(LAST_SECONDS)
         if self._metrics_server is not None:
             self._metrics_server.stop(LAST_SECONDS)
         if self._own_discovery is not None:
@@ -277,12 +282,14 @@ class ModelServer:
 
         def work() -> None:
             try:
-                used = compile_servable(servable, cache)
+                used = compile_servable(servable, cache, stopped=self._stopping)
                 logger.info("%s is %scompiled", servable.directory, "" if used else "not ")
             except MegalithError as error:
                 logger.error("%s is not compiled: %s", servable.directory, error)
 
-        threading.Thread(target=work, name="megalith-compile", daemon=True).start()
+        thread = threading.Thread(target=work, name="megalith-compile", daemon=True)
+        self._compiling = [each for each in self._compiling if each.is_alive()] + [thread]
+        thread.start()
 
     def _listen(self) -> None:
         config = self._config
