@@ -249,7 +249,7 @@ def test_gzip_both_ways(rest: Rest) -> None:
     assert answer.headers["Content-Encoding"] == "gzip"
     assert json.loads(gzip.decompress(received)) == plain
     assert len(gzip.decompress(received)) >= MIN_GZIP_BYTES
-    for accepts in ("gzip;q=0", "identity", "br"):
+    for accepts in ("gzip;q=0", "*, gzip;q=0", "identity", "br"):
         rest.connection.request("POST", PREDICT, json.dumps(body), {"Accept-Encoding": accepts})
         answer = rest.connection.getresponse()
         assert json.loads(answer.read()) == plain

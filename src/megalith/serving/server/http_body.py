@@ -89,8 +89,8 @@ def compress_body(headers: Message, body: bytes) -> tuple[bytes, dict[str, str]]
 
 
 def _accepts_gzip(headers: Message) -> bool:
-    for part in headers.get("accept-encoding", "").lower().split(","):
+    accepted: dict[str, bool] = {}
+    for part in ",".join(headers.get_all("accept-encoding", [])).lower().split(","):
         name, _, quality = part.partition(";")
-        if name.strip() in (GZIP, "*"):
-            return quality.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
-    return False
+        accepted[name.strip()] = quality.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    return accepted.get(GZIP, accepted.get("*", False))  # "*" stands for what is not named
