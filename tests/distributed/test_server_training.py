@@ -25,8 +25,9 @@ from megalith.shards.servers.ray_servers import ray_module, start_ray, stop_ray
 from megalith.shards.servers.server_messages import SpaceSpec
 from megalith.shards.servers.table_space import TableSpace
 from megalith.shards.servers.update_log import read_records
-from megalith.training import Run, RunConfig, load_trained
+from megalith.training import Run, RunConfig, load_trained, worker_pool
 from megalith.training.worker_batches import WorkerBatches
+from tests.distributed.ending_worker import EndingWorker
 from tests.serving.sync.test_training import PushWatcher, assert_served
 from tests.serving.zookeeper import free_port
 from tests.test_docs import ROOT, snippets
@@ -134,7 +135,7 @@ def replayed(run: Run, logs: Path) -> tuple[dict[str, list[Any]], list[tuple[int
     shards: Any = run.model.embeddings.shards
     spec = SpaceSpec(list(shards.configs.values()), "cpu", 0, ("float32",) * 2, False, None, 1, 60.0, "")
     space, pushes = TableSpace(spec, 0, 1), []
-    (folder,) = logs.iterdir()
+    (folder,) = logs.glob("server-*")
     for path in sorted(folder.glob("log-*.bin")):
         for worker, number, write in read_records(path, last=True):
             space.replay(worker, number, write)
@@ -189,6 +190,28 @@ def test_asynchronous_workers_that_join_and_leave_and_killed_processes(
     resumed.train()
     assert (resumed.step, resumed.samples) == (40, 40 * 32)
     assert not (tmp_path / "run" / "servers").exists()
+
+
+def test_synchronous_workers_that_end_within_a_step_leave_the_bits_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first step after all was applied, while the other waits, and in the last step."""
+    monkeypatch.setattr(worker_pool, "TrainingWorker", EndingWorker)
+    run_config = config(6, servers=1, workers=2, server_mode="sync", micro_batches=2, server_log="sync")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "ends").write_text("1 0 result\n2 2 push\n2 5 result")
+    with Run(run_config, tmp_path / "a") as run:
+        run.train()
+        assert workers(run).pool.replaced == 3
+    Run(config(6, micro_batches=2), tmp_path / "b").train()
+    assert_same(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_bound_of_staleness_and_a_limit_of_steps(tmp_path: Path) -> None:
+    """A worker that gets no step before a save is not waited for."""
+    with Run(config(7, servers=1, workers=2, staleness=0, save_every=3, max_steps=7), tmp_path / "r") as run:
+        run.train()
+        assert (run.step, run.samples) == (7, 7 * 32)
 
 
 class PushedScript(PushWatcher):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from megalith.shards.local import LocalShards
     from megalith.shards.servers.recovery import PartRecovery
+    from megalith.table.table_data import RowCounters
 
 
 class Kept(Protocol):
@@ -32,6 +33,8 @@ class ShardsPart:
         loads: Tables that are being loaded; the value identifies the load.
         recovery: Records saves, if a server can start again from them.
         saved_at: When the last complete save of this part ended, in seconds since 1970; None: not yet.
+        counted: What the counters of a table had before the rows came here from a checkpoint or another
+            server, less what restoring them has counted.
     """
 
     shards: LocalShards
@@ -41,3 +44,4 @@ class ShardsPart:
     loads: dict[str, object] = field(default_factory=dict)
     recovery: PartRecovery | None = None
     saved_at: float | None = None
+    counted: dict[str, RowCounters] = field(default_factory=dict)

@@ -4,6 +4,10 @@ It holds no state that could be lost: tables and dense weights are on the server
 position of its share. Every step ends when the servers have answered its updates. A worker that replaces one
 that has ended repeats the steps that were not reported; updates of those steps that a server has received
 already are not applied again.
+
+With mode "sync" the bits are those of a run without the failure, unless the worker ends between its first and
+its last update of a step: servers that have the first may have applied the step, so the repetition may read
+rows that are one step newer, and computes its missing updates of that one step from them.
 """
 
 from __future__ import annotations
@@ -143,7 +147,7 @@ class TrainingWorker:
             written: What is known of the worker that this one replaces; None: a new one.
 
         Returns:
-            The id of its process and the highest step that the servers have seen, or a Failure.
+            The id of its process and the numbers of its writes when it joined, or a Failure.
         """
         config, servers = self._setup.config, self._setup.servers
         self._reader = self._source = open_source(config).train
@@ -162,7 +166,11 @@ class TrainingWorker:
             config.train.lr,
             lambda tables: place(DENSE, tables, written=known.dense or None),
         )
-        return os.getpid(), self._tables.seen_step
+        return os.getpid(), self._written
+
+    @property
+    def _written(self) -> Written:
+        return Written(self._tables.written, self._dense.shards.written)
 
     @returning_failures
     def read(self, share: DataShare, rows: int) -> Any:
@@ -255,7 +263,7 @@ class TrainingWorker:
             scores,
             self._position,
             0 if self._ahead is None else len(self._ahead),
-            Written(self._tables.written, self._dense.shards.written),
+            self._written,
             lost=self._tables.lost_writes + self._dense.shards.lost_writes,
             time=None if batch is None else batch.time,
             batch=batch if order.sample else None,

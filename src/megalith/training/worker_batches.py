@@ -116,6 +116,7 @@ class WorkerBatches(ABC):
         self._split = shares
         self._step, self._limit, self._epoch = step, limit, epoch
         self._micro_batches = setup.config.train.micro_batches
+        self._bounded = setup.config.train.staleness is not None
         self._skipped: Counter[str] = Counter()
         self._held = False
         self.pool = WorkerPool(setup, self.wanted, self._calls_again)  # they start while the run prepares
@@ -239,6 +240,8 @@ class AsyncBatches(WorkerBatches):
             if not self._held:
                 self._change_workers()
                 self._dispatch()
+            if self._bounded:
+                self._rest_idle()
             if not self.in_progress:
                 if not self._held:
                     return
@@ -265,6 +268,13 @@ class AsyncBatches(WorkerBatches):
                 self._give_back(worker)
                 self.pool.remove(worker)
 
+    def _rest_idle(self) -> None:
+        """Let workers without a step leave those of the servers: the others would wait for them."""
+        for worker in self.pool.workers.values():
+            if not worker.calls and not worker.resting:
+                worker.resting = True
+                self.pool.call(worker, "rest")
+
     def _dispatch(self) -> None:
         """Give steps to workers. A worker without a share takes one; if there is none, it rests."""
         limit = self._limit()
@@ -286,6 +296,7 @@ class AsyncBatches(WorkerBatches):
                 pending = sum(map(self._steps_of, self.pool.workers.values()))
                 if limit is not None and pending >= limit:
                     return
+                worker.resting = False
                 sample = worker.number == 1
                 self.pool.call(worker, "step", StepOrder(self._step() + pending, sample=sample))
 
@@ -322,8 +333,9 @@ class SyncBatches(WorkerBatches):
             if isinstance(result, Failure):
                 return result.error
             if isinstance(result, StepResult):
-                self._recorded(worker, result)
                 found[worker.number] = result
+        for worker in workers:  # only now: one that is replaced reads the same batch as the others
+            self._recorded(worker, found[worker.number])
         results += [found[worker.number] for worker in workers]
         return None
 

@@ -36,7 +36,7 @@ class PoolWorker:
         actor: Its process.
         pid: The id of its process.
         calls: Calls in progress with Ray's reference to their result, the oldest first.
-        written: Its answered writes; None: none is known.
+        written: Its writes that belong to steps with a result; None: it has not joined.
         share: The number of the share that it reads; None: none.
         ahead: The rows of the batch that it has read ahead.
         resting: Whether it has left the workers of the servers for want of data.
@@ -137,7 +137,7 @@ class WorkerPool:
         for worker, call in zip(joined, calls, strict=True):
             self.workers[worker.number] = worker
             try:
-                worker.pid, _ = _result(ray.get(call))
+                worker.pid, worker.written = _result(ray.get(call))
             except ray.exceptions.RayActorError:
                 self._replace(worker)
         return joined
@@ -207,7 +207,8 @@ class WorkerPool:
             worker.actor = self._process()
             try:
                 call = worker.actor.connect.remote(worker.number, worker.written)
-                worker.pid, _ = _result(ray.get(call))
+                worker.pid, written = _result(ray.get(call))
+                worker.written = worker.written or written
                 break
             except ray.exceptions.RayActorError as error:
                 if attempt == _ATTEMPTS - 1:

@@ -7,6 +7,7 @@ in `test_server_shards.py`.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from megalith import Adagrad, TableConfig, checkpoint
 from megalith.errors import CheckpointError
+from megalith.shards.servers import update_log
 from megalith.shards.servers.recovery import Recovery
 from megalith.shards.servers.server_messages import ServerWrite, SpaceSpec
 from megalith.shards.servers.table_space import TableSpace
@@ -300,3 +302,27 @@ def test_old_segments_are_deleted_by_a_complete_save(tmp_path: Path) -> None:
         saves.save(made, f"s{number}")
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["log-00000003.bin", "point-s3.json"]
     assert checkpoint.recovery(tmp_path).folder("tables", 1, 2) == tmp_path / "tables" / "server-1-of-2"
+
+
+def test_an_asynchronous_log_that_cannot_be_written_raises_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = Saves()
+    made = space(tmp_path, saves, log="async")
+    write(made, (0, 1, push(1)))
+    with monkeypatch.context() as patch:
+        patch.setattr(update_log, "_write_all", no_room)
+        made.flush_log()
+        (error,) = write(made, (0, 2, push(2)))  # it is not applied, because it might be lost
+        assert isinstance(error, OSError)
+        made.flush_log()
+    with pytest.raises(OSError, match="No space left"):  # a read; it also writes what is left
+        asyncio.run(made.wait_for(0, "s", 2))
+    asyncio.run(made.wait_for(0, "s", 2))
+    assert write(made, (0, 3, push(3))) == [None]
+    made.flush_log()
+    assert rows(space(tmp_path, saves, log="async")) == rows(made)
+
+
+def no_room(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

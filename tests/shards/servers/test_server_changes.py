@@ -93,6 +93,7 @@ def test_tables_move_to_other_numbers_of_servers(servers: Servers, one: Servers,
                 shards.lookup(prepared)
             for name in ("a", "b"):
                 assert rows_of(shards, name) == rows_of(local, name)
+                assert shards.stats()[name].counters == local.stats()[name].counters
             assert shards.describe_servers()[0]["step"] == steps[-1]
             assert shards.stats()["b"].counters.pending == local.stats()["b"].counters.pending > number
             if number == 1:  # what was touched before both moves, and not drained
@@ -100,7 +101,8 @@ def test_tables_move_to_other_numbers_of_servers(servers: Servers, one: Servers,
                 for name in ("a", "b"):
                     for mine, theirs in zip(found[name], expected[name], strict=True):
                         assert sorted(mine.tolist()) == sorted(theirs.tolist())
-        assert [folder.name for folder in (tmp_path / "tables").iterdir()] == ["server-0-of-1"]
+        found = sorted(folder.name for folder in (tmp_path / "tables").iterdir())
+        assert found == ["layout.json", "server-0-of-1"]
 
 
 def test_the_other_workers_reconnect(make: Make, servers: Servers) -> None:
@@ -152,6 +154,28 @@ def test_ids_prepared_for_another_router_are_refused(make: Make, servers: Server
         shards.lookup(prepared)
 
 
+def test_a_move_that_ended_with_its_process_does_not_block_the_next_one(
+    make: Make, servers: Servers, one: Servers, tmp_path: Path
+) -> None:
+    recovery = checkpoint.recovery(tmp_path)
+    shards = make(table(), recovery=recovery)
+    push(shards, [1, 2], [[1.0], [2.0]])
+    shards.flush()
+    lost = shards._elsewhere(one, None, move="lost")  # what a process has done that ended in the midst of it
+    for chunk in shards.scan("t", 1):
+        lost.restore("t", chunk)
+        break
+    ray_module().get([actor.close.remote(shards.name) for actor in one.actors])  # and so did the new servers
+    with pytest.raises(UsageError, match="are on 2 servers, not on 1"):
+        ServerShards([table()], servers=one, name=shards.name, recovery=recovery)
+    shards.resize(one)
+    assert rows_of(shards).keys() == {1, 2}
+    with pytest.raises(
+        UsageError, match="are on 1 servers, not on 2: call reconnect"
+    ):  # old ones, started again
+        ServerShards([table()], servers=servers, name=shards.name, recovery=recovery)
+
+
 @pytest.mark.parametrize("log", ["none", "async"])
 def test_moved_rows_are_in_the_new_log_before_the_old_one_is_deleted(
     make: Make, one: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str
@@ -165,7 +189,7 @@ def test_moved_rows_are_in_the_new_log_before_the_old_one_is_deleted(
             shards.resize(one)
     shards.resize(one)  # what failed has left no log that would be read now
     folder = tmp_path / "logs" / shards.name
-    assert [each.name for each in folder.iterdir()] == ["server-0-of-1"]
+    assert sorted(each.name for each in folder.iterdir()) == ["layout.json", "server-0-of-1"]
     copy = tmp_path / "copy"
     shutil.copytree(folder / "server-0-of-1", copy)  # what a server finds that starts again at this moment
     again = TableSpace(shards.links[0]._spec, 0, 1)

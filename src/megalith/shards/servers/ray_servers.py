@@ -14,6 +14,7 @@ from typing import Any
 
 from megalith.errors import InputError, MissingDependencyError, UsageError
 from megalith.ops import checks
+from megalith.shards.servers.server_messages import Failure
 from megalith.shards.servers.table_server import TableServer
 
 _LEAST_STORE = 80 << 20
@@ -203,18 +204,26 @@ class Servers:
         return {"actors": self.actors, "address": self.address} | options | own
 
     def close(self) -> None:
-        """End the processes, and Ray if it was started for them. A second call has no effect."""
+        """End the processes, and Ray if it was started for them. A second call has no effect.
+
+        Raises:
+            OSError: The log of a server could not be written. The processes have ended all the same.
+        """
         ray = ray_module()
         actors, self.actors = self.actors, []
+        answers: list[Any] = []
         if self._owner and ray.is_initialized():
             with suppress(ray.exceptions.RayError):  # writes what logs have buffered; some may have ended
-                ray.get([actor.close.remote() for actor in actors], timeout=_CLOSE_SECONDS)
+                answers = ray.get([actor.close.remote() for actor in actors], timeout=_CLOSE_SECONDS)
             for actor in actors:
                 ray.kill(actor)
             ray.util.remove_placement_group(self._places)
             if self._owns_ray:
                 stop_ray()
         self._owner = False
+        for answer in answers:
+            if isinstance(answer, Failure):
+                raise answer.error
 
     def __enter__(self) -> Servers:
         return self

@@ -30,11 +30,13 @@ class Recovery:
         log: "sync": nothing that was answered is lost. "async": at most the updates of the last 0.2 seconds
             (after a power failure, of the last flush). "none": all updates since the last checkpoint.
         restore: Loads rows from a checkpoint.
+        move: The id of the move of tables to new servers that these are started for; None: no move.
     """
 
     directory: str
     log: str
     restore: RestoreRows
+    move: str | None = None
 
     def __post_init__(self) -> None:
         checks.one_of(self.log, LOGS, "Recovery: log")

@@ -19,6 +19,7 @@ import time as clock
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from torch import Tensor
 from megalith.errors import RankTimeoutError, ServerLostError, ServerRestartedError, UsageError
 from megalith.shards.servers.channel_client import ChannelLostError, ChannelReply, ServerChannel
 from megalith.shards.servers.ray_servers import ray_module
+from megalith.shards.servers.recovery import Recovery
 from megalith.shards.servers.server_messages import Array, Failure, Joined, ServerWrite, SpaceSpec
 from megalith.shards.servers.shared_segments import SegmentPool
 
@@ -155,6 +157,14 @@ class ServerLink:
             if self._channel is None or self._channel.lost:
                 self._open_channel(clock.monotonic() + self._timeout)
         return joined
+
+    def end_move(self, recovery: Recovery | None) -> None:
+        """Use another recovery from now on: the tables have moved, and the server holds them.
+
+        Args:
+            recovery: The same recovery without a move.
+        """
+        self._spec = replace(self._spec, recovery=recovery)
 
     def leave(self) -> PendingCall:
         """Remove this worker from those of the tables, after its writes.

@@ -1,7 +1,8 @@
 """move_tables: copies everything that servers hold to other servers, without a file.
 
-Rows with their optimizer state, counts of admission policies, touched ids, the number of pushes of each
-worker and the highest step are copied; the source keeps everything. No worker may write meanwhile.
+Rows with their optimizer state, counts of admission policies, touched ids, counters of rows, the number of
+pushes of each worker and the highest step are copied; the source keeps everything. No worker may write
+meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 
 from megalith.errors import UsageError
 from megalith.shards.part import ShardsPart
+from megalith.shards.servers.part_counters import part_stats
 from megalith.shards.servers.server_link import ServerLink
 from megalith.shards.servers.server_messages import Array, ServerWrite, array_of, tensor_of
 from megalith.shards.servers.server_rows import ServerRows
@@ -56,9 +58,32 @@ def move_tables(source: ServerRows, target: ServerRows) -> int:
         for worker, count in server["pushes"].items():
             pushes[str(worker)] = max(count, pushes.get(str(worker), 0))
     step = max(server["step"] for server in numbers)
-    complete = all(server["complete"] for server in numbers)
-    target.links.write_everywhere("adopt", {"pushes": pushes, "step": step, "complete": complete})
+    adopted = {"pushes": pushes, "step": step, "complete": all(server["complete"] for server in numbers)}
+    first, *others = target.links
+    target.links.results([(link, link.write(ServerWrite("adopt", adopted))) for link in others])
+    adopted["counters"] = _moved_counters(source, target)
+    target.links.results([(first, first.write(ServerWrite("adopt", adopted)))])  # it ends the move
     return int(step)
+
+
+def _moved_counters(source: ServerRows, target: ServerRows) -> dict[str, list[int]]:
+    """Return what server 0 counts, so that the counters of all servers together do not change."""
+    before, now, (first, *_) = source.stats(), target.stats(), target.each_part(_own_counters)
+    return {
+        name: [a - b + c for a, b, c in zip(stats.counters, now[name].counters, first[name], strict=True)]
+        for name, stats in before.items()
+    }
+
+
+def stay(source: ServerRows) -> None:
+    """Record that tables are still on their servers, after a move that failed.
+
+    Args:
+        source: The tables.
+    """
+    first, *_ = source.links
+    adopted = {"pushes": {}, "step": -1, "complete": False}
+    source.links.results([(first, first.write(ServerWrite("adopt", adopted)))])
 
 
 def _move_counts(source: ServerRows, target: ServerRows, table: str) -> None:
@@ -77,6 +102,10 @@ def _move_counts(source: ServerRows, target: ServerRows, table: str) -> None:
 
 
 # ---- what runs on servers
+
+
+def _own_counters(part: ShardsPart) -> dict[str, list[int]]:
+    return {name: list(stats.counters) for name, stats in part_stats(part).items()}
 
 
 def _counts(part: ShardsPart, table: str) -> tuple[Array, Array] | None:

@@ -17,6 +17,7 @@ from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import RoutingPreparer
 from megalith.shards.servers import touched_ids
 from megalith.shards.servers.link_group import LinkGroup
+from megalith.shards.servers.part_counters import part_stats
 from megalith.shards.servers.server_messages import (
     Array,
     ServerWrite,
@@ -203,7 +204,7 @@ def _reserve(part: ShardsPart, rows: Mapping[str, int]) -> None:
 
 
 def _stats(part: ShardsPart) -> dict[str, TableStats]:
-    return part.shards.stats()
+    return part_stats(part)
 
 
 def _memory(part: ShardsPart) -> dict[str, MemoryUse]:

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import logging
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn
 
@@ -41,7 +43,7 @@ from megalith.shards.servers.recovery import Recovery
 from megalith.shards.servers.server_link import ServerLink
 from megalith.shards.servers.server_lookup import ServerLookup
 from megalith.shards.servers.server_messages import ServerWrite, SpaceSpec
-from megalith.shards.servers.server_move import check_empty, move_tables
+from megalith.shards.servers.server_move import check_empty, move_tables, stay
 from megalith.shards.servers.server_rows import ServerRows
 from megalith.shards.servers.shared_segments import SegmentPool
 from megalith.shards.wire import check_wire, make_wire
@@ -247,9 +249,10 @@ class ServerShards(ServerRows):
     ) -> Servers:
         """Move all tables to another number of servers, without a file. No worker may train meanwhile.
 
-        Rows with their optimizer state, counts of admission policies, touched ids and steps stay the same,
-        bit for bit. The rows are copied, so both sets of servers need the memory until it returns; if it
-        fails, the tables are where they were. The other workers flush before and call `reconnect` afterwards.
+        Rows with their optimizer state, counts of admission policies, touched ids, counters and steps stay
+        the same, bit for bit. The rows are copied, so both sets of servers need the memory until it returns;
+        if it fails, or this process ends, the tables are where they were. The other workers flush before and
+        call `reconnect` afterwards.
         With a recovery, the new servers have logs of their own; save a checkpoint soon, so that these logs,
         which begin with all rows, become short.
 
@@ -266,7 +269,7 @@ class ServerShards(ServerRows):
             UsageError: The servers have tables of this name.
         """
         self.flush()
-        target = self._elsewhere(servers, router)
+        target = self._elsewhere(servers, router, move=uuid.uuid4().hex)
         empty = False
         try:
             check_empty(target)
@@ -277,7 +280,14 @@ class ServerShards(ServerRows):
                 target.links.close(moved=True) if empty else target.links.leave()
             if target._owns_servers:
                 target.servers.close()
+            if self._options["recovery"] is not None:
+                try:
+                    stay(self)
+                except Exception as error:
+                    logger.warning("resize: the old servers: %s", error)
             raise
+        for link in target.links:
+            link.end_move(self._options["recovery"])
         old, links, owned = self.servers, self.links, self._owns_servers
         self._take(target)
         try:
@@ -301,8 +311,10 @@ class ServerShards(ServerRows):
         self.flush()
         self._take(self._elsewhere(checks.instance(servers, Servers, "reconnect: servers"), router))
 
-    def _elsewhere(self, servers: int | Servers, router: Any) -> ServerShards:
-        """Return the same tables on other servers, joined as the same worker."""
+    def _elsewhere(self, servers: int | Servers, router: Any, move: str | None = None) -> ServerShards:
+        """Return the same tables on other servers, joined as the same worker; `move` is the id of a move."""
+        recovery: Recovery | None = self._options["recovery"]
+        options = self._options | {"recovery": None if recovery is None else replace(recovery, move=move)}
         owned = not isinstance(servers, Servers)
         if isinstance(servers, Servers):
             chosen = servers
@@ -318,7 +330,7 @@ class ServerShards(ServerRows):
         try:
             if chosen is self.servers or not len(chosen):
                 raise UsageError("resize: pass other servers, which are running")
-            made = ServerShards(list(self.configs.values()), servers=chosen, router=router, **self._options)
+            made = ServerShards(list(self.configs.values()), servers=chosen, router=router, **options)
         except BaseException:
             if owned:
                 chosen.close()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalith.errors import CheckpointError
+from megalith.shards.servers.log_layout import write_layout
 from megalith.shards.servers.recovery import Recovery
 from megalith.shards.servers.server_messages import READER, ServerWrite, array_of
 from megalith.shards.servers.touched_ids import pending_ids
@@ -54,12 +55,24 @@ class SpaceJournal:
             self._log.append(READER, 0, write)  # the numbers of writes are not known after a restart
 
     def flush(self) -> None:
-        """See `UpdateLog.flush`."""
-        self._log.flush()
+        """See `UpdateLog.flush_in_background`."""
+        self._log.flush_in_background()
 
     def sync(self) -> None:
         """See `UpdateLog.sync`."""
         self._log.sync()
+
+    def check(self) -> None:
+        """See `UpdateLog.check`."""
+        self._log.check()
+
+    def settle(self, count: int) -> None:
+        """Record that the tables are on these servers; see `log_layout.py`.
+
+        Args:
+            count: The number of servers.
+        """
+        write_layout(self._folder, count)
 
     def close(self, *, delete: bool = False) -> None:
         """See `UpdateLog.close`.
@@ -67,9 +80,11 @@ class SpaceJournal:
         Args:
             delete: Whether the log is deleted: the rows are on other servers now.
         """
-        self._log.close()
-        if delete:
-            rmtree(self._folder)
+        try:
+            self._log.close()
+        finally:
+            if delete:
+                rmtree(self._folder)
 
     def replay(self) -> int:
         """Restore the newest checkpoint that the log knows and apply the records after it; begin a segment.

@@ -19,6 +19,7 @@ from typing import Any
 from megalith.errors import InputError, MegalithError, ServerRestartedError, UsageError
 from megalith.shards.servers.channel_messages import PushRequest, ReadRequest
 from megalith.shards.servers.channel_server import ChannelServer
+from megalith.shards.servers.log_layout import claim_folder
 from megalith.shards.servers.server_loop import ServerLoop
 from megalith.shards.servers.server_messages import Array, Failure, ServerWrite, SpaceSpec
 from megalith.shards.servers.table_space import TableSpace
@@ -69,8 +70,8 @@ class TableServer:
         if name not in self._spaces:
             space = TableSpace(spec, self._index, self._count)
             if spec.recovery is not None:
-                space.recover(spec.recovery.folder(name, self._index, self._count))
-                if spec.recovery.log == "async":
+                space.recover(claim_folder(spec.recovery, name, self._index, self._count))
+                if spec.recovery.log != "sync":
                     self._flush_logs()
             self._spaces[name] = space
             if self._ray_metrics is not None and self._reporter is None:

@@ -41,6 +41,7 @@ from megalith.shards.local import LocalShards
 from megalith.shards.part import ShardsPart
 from megalith.shards.servers.call_counts import CallCounts
 from megalith.shards.servers.members import Member, Round
+from megalith.shards.servers.part_counters import count_from, part_stats
 from megalith.shards.servers.server_messages import (
     READER,
     Array,
@@ -97,7 +98,7 @@ class TableSpace(SpaceMembers):
         return applied
 
     def flush_log(self) -> None:
-        """Write what the log has buffered."""
+        """Write what the log has buffered. The next call of a worker raises the error."""
         if self._journal is not None:
             self._journal.flush()
 
@@ -115,7 +116,9 @@ class TableSpace(SpaceMembers):
     def state(self) -> dict[str, Any]:
         """See `SpaceMembers.state`; with the consumers of touched rows."""
         consumers = [table.stats().consumers for table in self.part.shards.local.values()]
-        return super().state() | {"consumers": list(consumers[0]) if consumers else []}
+        counters = {name: list(stats.counters) for name, stats in part_stats(self.part).items()}
+        own = {"consumers": list(consumers[0]) if consumers else [], "counters": counters}
+        return super().state() | own
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """See `SpaceMembers.set_state`.
@@ -126,6 +129,7 @@ class TableSpace(SpaceMembers):
         super().set_state(state)
         for consumer in state["consumers"]:
             self.part.shards.track(consumer)
+        count_from(self.part, state["counters"])
 
     def replay(self, worker: int, number: int, write: ServerWrite) -> None:
         """Apply a record of the log.
@@ -248,6 +252,18 @@ class TableSpace(SpaceMembers):
                 await self._wait_for_slowest(worker, session)
         self.reads += 1
         return self.tables.read(ids, counts, step, out)
+
+    async def wait_for(self, worker: int, session: str, after: int) -> None:
+        """See `SpaceMembers.wait_for`; it raises the error of a log that cannot be written.
+
+        Args:
+            worker: See there.
+            session: See there.
+            after: See there.
+        """
+        await super().wait_for(worker, session, after)
+        if self._journal is not None:
+            self._journal.check()
 
     # ---- functions
 
@@ -420,8 +436,11 @@ class TableSpace(SpaceMembers):
         for worker, pushes in header["pushes"].items():
             member = self.members.setdefault(int(worker), Member())
             member.pushes = pushes
+        count_from(self.part, header.get("counters", {}))
         if self._journal is not None:
             self._journal.sync()  # before the logs of the other servers are deleted
+            if self._index == 0:  # the others have adopted their part before
+                self._journal.settle(self.part.count)
 
     def _finish(self, member: Member, number: int, error: Exception | None) -> None:
         if error is not None:

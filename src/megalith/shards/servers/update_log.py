@@ -17,11 +17,15 @@ it from the file.
     async    written after at most FLUSH_SECONDS or FLUSH_BYTES,        updates of that time; after a power
              then flushed to the disk in another thread                 failure also what was not yet flushed
     sync     flushed to the disk before the update is applied           nothing that was answered
+
+If the disk is full, records of mode "async" stay in the buffer and are written again later. The next call of
+a worker raises the error, and no update is accepted as long as it lasts, so not more than the buffer is lost.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import struct
@@ -37,6 +41,8 @@ from megalith.shards.servers.server_messages import ServerWrite
 from megalith.storage.atomic import sync_path, write_atomically
 from megalith.storage.checksums import crc32
 from megalith.storage.strict_json import parse_json
+
+logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.2
 FLUSH_BYTES = 4 << 20
@@ -67,6 +73,8 @@ class UpdateLog:
         self._file: int | None = None
         self._thread = ThreadPoolExecutor(1, "megalith log") if not flushed else None
         self._flush: Future[None] | None = None
+        self._unflushed = False
+        self._failure: OSError | None = None
         self.segment = max(self.segments(), default=-1)
 
     def segments(self) -> list[int]:
@@ -106,19 +114,51 @@ class UpdateLog:
             _write_all(self._file, record)
             os.fdatasync(self._file)
             return
-        self._buffer += record
-        self._size += sum(map(len, record))
+        self.check()
         if self._size >= FLUSH_BYTES:
             self.flush()
+        self._buffer += record
+        self._size += sum(map(len, record))
 
     def flush(self) -> None:
-        """Write what is buffered, and start to flush it to the disk. Call it every FLUSH_SECONDS."""
-        if not self._buffer or self._file is None:
+        """Write what is buffered, and start to flush it to the disk.
+
+        Raises:
+            OSError: It cannot be written; it stays in the buffer.
+        """
+        if self._file is None:
             return
-        buffer, self._buffer, self._size = self._buffer, [], 0
-        _write_all(self._file, buffer)
-        if self._thread is not None and (self._flush is None or self._flush.done()):
+        if self._buffer:
+            _write_all(self._file, self._buffer)
+            self._buffer, self._size, self._unflushed = [], 0, True
+        if self._thread is None or (self._flush is not None and not self._flush.done()):
+            return
+        failed = None if self._flush is None else self._flush.exception()
+        if isinstance(failed, OSError):
+            self._failure, self._unflushed = failed, True
+        if self._unflushed:
+            self._unflushed = False
             self._flush = self._thread.submit(_flush_file, os.dup(self._file))
+
+    def flush_in_background(self) -> None:
+        """Flush as `flush` does, every FLUSH_SECONDS. An error is raised by `check`."""
+        try:
+            self.flush()
+        except OSError as error:
+            if self._failure is None:
+                logger.warning("%s: updates cannot be written and stay in memory: %s", self._folder, error)
+            self._failure = error
+
+    def check(self) -> None:
+        """Raise the error of a flush in the background once, and write what has stayed in the buffer.
+
+        Raises:
+            OSError: A flush failed, or fails again.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self.flush_in_background()
+            raise self._failure or failure
 
     def sync(self) -> None:
         """Write what is buffered, and flush it to the disk."""
@@ -127,13 +167,21 @@ class UpdateLog:
             os.fdatasync(self._file)
 
     def close(self) -> None:
-        """Write what is buffered and close the file."""
-        self.flush()
-        if self._thread is not None:
-            self._thread.shutdown()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        """Write what is buffered and close the file.
+
+        Raises:
+            OSError: Something could not be written.
+        """
+        try:
+            self.flush()
+            if self._flush is not None:
+                self._flush.result()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
 
     # ---- points
 
