@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-SHARES = 12
+SHARES = 24
 """Parts into which the tests of the engine are divided."""
 MONOLITH = [
     f"tests/compat/monolith/test_{name}.py"

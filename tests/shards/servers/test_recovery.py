@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megalith import Adagrad, TableConfig, checkpoint
@@ -115,6 +115,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert found[1][2].arrays["a"].shape == (0, 2)
 
 
+@example(cut=0, flip=281)  # the size of the first record, which then seems to be incomplete
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(0, 400), flip=st.integers(0, 10_000))
 def test_a_damaged_log_raises_or_loses_its_last_record_only(tmp_path: Path, cut: int, flip: int) -> None:

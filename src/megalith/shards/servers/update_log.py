@@ -8,10 +8,11 @@ begins a new one, so the rows of the save and the segments from that one on are 
     point-ID.json          written when save ID freezes the rows: its segment, the numbers of all workers, and
                            where the checkpoint will be; it counts if the checkpoint there is save ID
 
-A record is "MLOG", the CRC-32 of its body (uint32), the size of the body (uint64), and the body: the size of
-the JSON text (uint64), the text, then the arrays, each padded to 8 bytes. Numbers are little-endian. The last
-record may be incomplete if the server ended while writing it: it was not applied, and reading the log removes
-it from the file.
+A record is "MLOG", the CRC-32 of its body (uint32), the size of the body (uint64), the CRC-32 of these 16
+bytes (uint32), 4 zero bytes, and the body: the size of the JSON text (uint64), the text, then the arrays,
+each padded to 8 bytes. Numbers are little-endian. The last record may be incomplete if the server ended while
+writing it: it was not applied, and reading the log removes it from the file. With a wrong size, complete
+records after it would look like a part of it; so the size has a checksum of its own.
 
     mode     a record is                                                lost if the process or machine ends
     async    written after at most FLUSH_SECONDS or FLUSH_BYTES,        updates of that time; after a power
@@ -48,6 +49,8 @@ FLUSH_SECONDS = 0.2
 FLUSH_BYTES = 4 << 20
 MAX_TEXT = 64 << 20
 _HEAD = struct.Struct("<4sIQ")
+_CHECK = struct.Struct("<I4x")  # of the head
+_HEAD_BYTES = _HEAD.size + _CHECK.size
 _MAGIC = b"MLOG"
 _SEGMENT = re.compile(r"log-(\d{8})\.bin")
 _DTYPES = {name: np.dtype(name) for name in ("int64", "int32", "float32", "uint8")}
@@ -279,7 +282,8 @@ def encode_record(worker: int, number: int, write: ServerWrite) -> list[bytes]:
     crc = 0
     for piece in body:
         crc = crc32(piece, crc)
-    return [_HEAD.pack(_MAGIC, crc, sum(map(len, body))), *body]
+    head = _HEAD.pack(_MAGIC, crc, sum(map(len, body)))
+    return [head + _CHECK.pack(crc32(head)), *body]
 
 
 def read_records(path: Path, *, last: bool) -> Iterator[tuple[int, int, ServerWrite]]:
@@ -298,23 +302,26 @@ def read_records(path: Path, *, last: bool) -> Iterator[tuple[int, int, ServerWr
     size, at = path.stat().st_size, 0
     with path.open("rb") as file:
         while at < size:
-            head = file.read(_HEAD.size)
-            magic, crc, length = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0)
-            complete = len(head) == _HEAD.size and at + _HEAD.size + length <= size
-            if not complete and last and _MAGIC.startswith(head[:4]):
-                os.truncate(path, at)
-                return
-            body = file.read(length) if complete and magic == _MAGIC else b""
-            if not complete or magic != _MAGIC or crc32(body) != crc:
-                if last and complete and magic == _MAGIC and at + _HEAD.size + length == size:
+            head = file.read(_HEAD_BYTES)
+            if len(head) < _HEAD_BYTES:
+                crc = length = 0
+                valid = head[:4] == _MAGIC[: len(head)]
+            else:
+                magic, crc, length = _HEAD.unpack_from(head)
+                valid = magic == _MAGIC and head[_HEAD.size :] == _CHECK.pack(crc32(head[: _HEAD.size]))
+            end = at + _HEAD_BYTES + length
+            body = file.read(length) if valid and end <= size else b""
+            if not valid or end > size or crc32(body) != crc:
+                # Of the last record, blocks may be missing, or they reached the disk in another order.
+                if valid and last and end >= size:
                     os.truncate(path, at)
-                    return  # the blocks of the last record reached the disk in another order
+                    return
                 raise CheckpointError(f"{path}: the record at byte {at} is damaged")
             try:
                 yield _decode(body)
             except (KeyError, TypeError, ValueError, struct.error) as error:
                 raise CheckpointError(f"{path}: the record at byte {at} is damaged: {error!r}") from None
-            at += _HEAD.size + length
+            at = end
 
 
 def _decode(body: bytes) -> tuple[int, int, ServerWrite]:
