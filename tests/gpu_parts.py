@@ -25,7 +25,14 @@ SHARES = 24
 """Parts into which the tests of the engine are divided."""
 MONOLITH = [
     f"tests/compat/monolith/test_{name}.py"
-    for name in ("buffer_ops", "distribution_ops", "layout_ops", "layout_versions", "reduce_ops")
+    for name in (
+        "buffer_ops",
+        "cuda_partitioned_tables",
+        "distribution_ops",
+        "layout_ops",
+        "layout_versions",
+        "reduce_ops",
+    )
 ]
 TESTS: dict[str, list[str]] = {
     "stress": ["tests/table/engines/gpu_stress.py"],
@@ -124,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory", action="store_true", help="run kernels under compute-sanitizer instead")
     parser.add_argument("--parts", default="", help="names of parts, separated by commas; default all")
     parser.add_argument("--at-once", type=int, default=16, help="processes at a time")
-    parser.add_argument("--seconds", type=float, default=240.0, help="limit of each part")
+    parser.add_argument("--seconds", type=float, default=300.0, help="limit of each part")
     chosen = parser.parse_args(arguments)
     known = memory_parts() if chosen.memory else test_parts()
     names = [name for name in chosen.parts.split(",") if name]
