@@ -29,6 +29,7 @@ from megalith.storage.atomic import write_atomically
 from megalith.table import TableConfig
 from megalith.training.dense_weights import DenseWeights
 from megalith.training.run_config import RunConfig
+from megalith.training.run_device import has_gpu
 from megalith.training.training_worker import DENSE, TABLES, server_shards
 from megalith.training.worker_batches import AsyncBatches, DoneStep, DoneSteps, SyncBatches, WorkerBatches
 from megalith.training.worker_messages import WorkerSetup
@@ -59,7 +60,10 @@ class RunServers:
         train = config.train
         self._folder = directory.absolute() / FOLDER / f"{clock.time_ns():019}"
         self._config = config
-        self.servers = Servers(train.servers, restart=True, address=train.ray_address, timeout=train.timeout)
+        gpus = 1 if train.engine == "cuda" and has_gpu() else 0
+        self.servers = Servers(
+            train.servers, gpus=gpus, restart=True, address=train.ray_address, timeout=train.timeout
+        )
         self._eviction = None if config.evict_every is None else EvictionSchedule(config.evict_every)
         self._dense: DenseWeights | None = None
         self._batches: WorkerBatches | None = None

@@ -40,7 +40,7 @@ def find_device() -> torch.device:
     if not torch.cuda.is_available():
         raise UsageError(
             'engine="cuda" needs an NVIDIA GPU and a torch build with CUDA, and torch finds none: '
-            'use engine="cpu"'
+            'use engine="cpu", and for tables on parameter servers Servers(..., gpus=1)'
         )
     return torch.device("cuda", torch.cuda.current_device())
 
