@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from megalith.shards.servers.table_space import TableSpace
 from megalith.shards.servers.update_log import read_records
 from megalith.training import Run, RunConfig, load_trained, worker_pool
 from megalith.training.worker_batches import WorkerBatches
+from tests.cli.test_train import megalith, write_clicks
 from tests.distributed.ending_worker import EndingWorker
 from tests.serving.sync.test_training import PushWatcher, assert_served
 from tests.serving.zookeeper import free_port
@@ -212,6 +214,68 @@ def test_a_bound_of_staleness_and_a_limit_of_steps(tmp_path: Path) -> None:
     with Run(config(7, servers=1, workers=2, staleness=0, save_every=3, max_steps=7), tmp_path / "r") as run:
         run.train()
         assert (run.step, run.samples) == (7, 7 * 32)
+
+
+def processes(run: Run) -> list[int]:
+    """The ids of the processes of servers and workers."""
+    shards: Any = run.model.embeddings.shards
+    servers = [numbers["pid"] for numbers in shards.describe_servers()]
+    return servers + [worker.pid for worker in workers(run).pool.workers.values()]
+
+
+def wait_for_end(process: int) -> None:
+    """Waits until a process has ended."""
+    deadline = time.monotonic() + 120
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(process, 0)
+            time.sleep(0.02)
+        pytest.fail(f"process {process} has not ended")
+
+
+def test_a_stopped_run_on_a_file_continues_on_another_number_of_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the midst, saves in the background: the bits of one process that trains without a stop."""
+    write_clicks(tmp_path / "train.parquet", 0, 4)
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f"""
+[data]
+kind = "parquet"
+path = "{tmp_path}/train.parquet"
+batch_size = 32
+schema = {{ label = "click", features = {{ user = "user", item = "item", tags = "tags" }} }}
+[model]
+dim = 4
+options = {{ hidden = [8] }}
+[train]
+threads = 1
+micro_batches = 2
+"""
+    )
+    flags = ("--servers", 1, "--mode", "sync", "--log", "sync", "--save-async", "--save-every", 2)
+    found: list[int] = []
+
+    def script(run: Run) -> Script:
+        work = {4: lambda: found.extend(processes(run)), 5: lambda: signal.raise_signal(signal.SIGINT)}
+        return Script(run, work)
+
+    monkeypatch.setattr(cli, "TrainingBar", script)
+    stopped = megalith("train", "--config", path, "--run", tmp_path / "a", *flags)
+    assert stopped.exit_code == 130, stopped.output
+    assert "stopped after step 5" in stopped.output
+    assert not (tmp_path / "a" / "servers").exists()
+    assert len(found) == 2
+    for process in found:
+        wait_for_end(process)
+    monkeypatch.undo()
+    resumed = megalith("train", "--run", tmp_path / "a", "--resume", "--servers", 2)
+    assert resumed.exit_code == 0, resumed.output
+    assert checkpoint.read_manifest(tmp_path / "a" / "checkpoint").progress["step"] == 8
+    alone = megalith("train", "--config", path, "--run", tmp_path / "b")
+    assert alone.exit_code == 0, alone.output
+    assert_same(tmp_path / "a", tmp_path / "b")
 
 
 class PushedScript(PushWatcher):

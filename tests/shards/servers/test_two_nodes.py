@@ -1,5 +1,7 @@
 """Servers on two Ray nodes with separate object stores, on loopback: arrays travel without shared memory.
 
+Engines and policies on these servers.
+
 Each node reports a GPU to Ray, where there is none: the cuda engine then runs in Triton's interpreter.
 """
 
@@ -14,7 +16,9 @@ import torch
 
 from megalith import (
     SGD,
+    TTL,
     Adagrad,
+    Capacity,
     EmbeddingCollection,
     Feature,
     LocalShards,
@@ -136,3 +140,45 @@ def test_tables_on_the_gpus_of_servers(servers: Servers, tmp_path: Path) -> None
     assert half.lookup({"a": torch.tensor([90])}).rows["a"].tolist() == [[0.5] * 4]
     shards.close()
     half.close()
+
+
+POLICIES = [
+    TableConfig("lru", dim=2, optimizer=SGD(0.5), eviction=Capacity(8)),
+    TableConfig("lfu", dim=2, optimizer=Adagrad(0.5), eviction=Capacity(8, score="lfu")),
+    TableConfig("counted", dim=2, optimizer=SGD(0.5), admission=MinCount(2), eviction=TTL(3)),
+]
+
+
+def update(shards: Shards, ids: torch.Tensor, step: int) -> None:
+    grads = torch.stack([ids, ids + step], 1) / 8  # sums of eighths are exact in any order
+    names = list(shards.configs)
+    shards.apply_gradients(dict.fromkeys(names, ids), dict.fromkeys(names, grads), step=step, time=step)
+
+
+def test_policies_with_two_synchronous_workers(servers: Servers) -> None:
+    """Each server does what a table with its ids in one process does; occurrences of both workers count."""
+    options: dict[str, Any] = {"name": "policies", "mode": "sync", "num_workers": 2, "timeout": 60.0}
+    workers = [ServerShards(POLICIES, servers=servers, worker=worker, **options) for worker in (0, 1)]
+    parts = [LocalShards(POLICIES, num_shards=2) for _ in range(2)]
+    for step, ids in enumerate(torch.randint(0, 20, (8, 4), generator=torch.Generator().manual_seed(1))):
+        for worker, own in zip(workers, ids.chunk(2), strict=True):
+            update(worker, own, step)
+        owners = workers[0].router("lru").owner(ids)
+        for server, part in enumerate(parts):
+            update(part, ids[owners == server], step)
+    for worker in workers:
+        worker.flush()
+    for name in ("lru", "lfu", "counted"):
+        expected = [sorted_rows(part, name) for part in parts]
+        order = torch.cat([ids for ids, *_ in expected]).argsort()
+        found = sorted_rows(workers[0], name)
+        assert found[0].numel() > 0
+        for i, values in enumerate(found):
+            assert torch.equal(values, torch.cat([each[i] for each in expected])[order])
+    evicted = [part.evict(9.0)["counted"].tolist() for part in parts]
+    assert sorted(workers[0].evict(9.0)["counted"].tolist()) == sorted(evicted[0] + evicted[1]) != []
+    stats = workers[0].stats()
+    for name, counters in ((name, stats[name].counters) for name in stats):
+        assert counters.evicted == sum(part.stats()[name].counters.evicted for part in parts)
+    for worker in workers:
+        worker.close()
