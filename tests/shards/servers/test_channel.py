@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import threading
+import time as clock
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from megalith import errors
 from megalith.errors import InputError, MegalithError, UnknownNameError, UsageError
 from megalith.shards.servers import channel_frames, shared_segments
-from megalith.shards.servers.channel_client import ChannelLostError, ServerChannel
+from megalith.shards.servers.channel_client import ChannelLostError, ServerChannel, open_channel
 from megalith.shards.servers.channel_frames import MAGIC, FrameReader, WireFrame, frame_bytes
 from megalith.shards.servers.channel_messages import (
     PushRequest,
@@ -50,20 +51,26 @@ NOTHING = np.empty(0, np.uint8)
 class Server:
     """The tables of one server in a thread, without Ray; reads of id BLOCKED wait until `go` is set."""
 
-    def __init__(self, dim: int = 1) -> None:
-        self.space = TableSpace(
-            SpaceSpec([table(dim=dim)], "cpu", 0, ("float32",) * 2, False, None, 1, LIMIT, ""), 0, 1
-        )
-        self.space.join(0, "s")
+    def __init__(self, dim: int = 1, *, workers: int = 1) -> None:
+        wire = ("float32", "float32")
+        spec = SpaceSpec([table(dim=dim)], "cpu", 0, wire, workers > 1, None, workers, LIMIT, "")
+        self.space = TableSpace(spec, 0, 1)
+        for worker in range(workers):
+            self.space.join(worker, "s")
         self.loop = ServerLoop()
         self.channel = ChannelServer(self._serve, "here", "127.0.0.1")
         self.go = threading.Event()
+        self.blocked = 0
 
     async def _serve(self, request: ReadRequest | PushRequest) -> Any:
         if isinstance(request, PushRequest):
             return await self.space.write(request.worker, request.session, request.number, request.write)
-        while BLOCKED in request.ids and not self.go.is_set():
-            await asyncio.sleep(0.001)
+        self.blocked += 1
+        try:
+            while BLOCKED in request.ids and not self.go.is_set():
+                await asyncio.sleep(0.001)
+        finally:
+            self.blocked -= 1
         own = request.worker, request.session, request.after
         rows = await self.space.read(*own, request.ids, request.counts, request.step, request.out)
         return rows if request.out is None else None
@@ -73,6 +80,12 @@ class Server:
             return work()
 
         return asyncio.run(self.loop.run(call()))
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        deadline = clock.monotonic() + LIMIT
+        while not self.run(condition):
+            assert clock.monotonic() < deadline
+            clock.sleep(0.001)
 
     def address(self, node: str = "here") -> ChannelAddress:
         found: ChannelAddress = self.run(lambda: self.channel.address(node))
@@ -109,7 +122,7 @@ def rows(channel: ServerChannel, ids: list[int], dim: int = 1, **fields: Any) ->
     return out.view(-1, dim)
 
 
-def push(channel: ServerChannel, number: int, ids: list[int], grads: torch.Tensor) -> Any:
+def push(channel: ServerChannel, number: int, ids: list[int], grads: torch.Tensor, worker: int = 0) -> Any:
     header = {
         "counts": [len(ids)],
         "step": 0,
@@ -118,7 +131,7 @@ def push(channel: ServerChannel, number: int, ids: list[int], grads: torch.Tenso
         "clip_norm": 0.0,
         "rates": {"t": [1.0]},
     }
-    text = {"name": "t", "worker": 0, "session": "s", "number": number, "header": header}
+    text = {"name": "t", "worker": worker, "session": "s", "number": number, "header": header}
     return channel.push(text, {"ids": np.array(ids), "grads": grads.numpy().reshape(-1).view(np.uint8)})
 
 
@@ -212,6 +225,59 @@ def test_a_connection_that_ends_loses_what_was_not_answered(server: Server, node
     assert late.lost
     server.go.set()
     assert rows(connect(server, node), [1]).tolist() == [[0]]
+
+
+def test_a_push_that_waits_is_applied_as_it_was_sent_though_its_channel_is_lost() -> None:
+    server, ids = Server(workers=2), list(range(5000))
+    channel, other = connect(server), connect(server)
+    reply = push(channel, 1, ids, torch.ones(5000))
+    server.wait(lambda: server.space.waiting == 1)  # for the gradients of worker 1
+    channel.close()
+    assert reply.lost
+    pool = channel._pool
+    for _ in range(8):
+        pool.new(20_000).view(torch.float32).fill_(1000.0)
+    kept = [pool.new(20_000).view(torch.float32).fill_(1000.0) for _ in range(8)]
+    again = ServerChannel(server.address(), pool, LIMIT)
+    replies = [push(again, 1, ids, torch.ones(5000)), push(other, 1, ids, torch.ones(5000), worker=1)]
+    assert again.wait(replies[0], LIMIT)
+    assert other.wait(replies[1], LIMIT)
+    assert rows(again, ids).unique().tolist() == [-2]
+    del kept
+    pool.new(20_000)
+    assert not any(segment.retired for segment in pool.segments.values())  # they are gone
+
+
+def test_a_read_that_waits_writes_nothing_once_its_channel_is_lost(node: str) -> None:
+    server = Server()
+    channel = connect(server, node)
+    reply, out = ask(channel, [BLOCKED] * 5000)
+    out.fill_(7)
+    server.wait(lambda: server.blocked == 1)
+    channel.close()
+    assert reply.lost
+    server.wait(lambda: not server.blocked)  # it was cancelled
+    server.go.set()
+    assert rows(connect(server, node), [BLOCKED]).tolist() == [[0]]
+    assert out.unique().tolist() == [7]
+    assert channel._pool.find(out.numpy()) is None
+    lost = set(channel._pool.segments)
+    del out
+    channel._pool.new(20_000)
+    assert lost.isdisjoint(channel._pool.segments)
+
+
+def test_a_worker_that_does_not_reach_the_unix_socket_uses_tcp(server: Server) -> None:
+    nobody = replace(server.address(), unix="megalith-nobody")
+    channel = open_channel(
+        lambda node: nobody if node == "here" else server.address(node), "here", SegmentPool(), LIMIT
+    )
+    assert not channel.shared
+    assert rows(channel, [1]).tolist() == [[0]]
+    channel.close()
+    ended = iter([nobody, server.address()])  # the server was started again in between
+    with pytest.raises(ChannelLostError):
+        open_channel(lambda node: next(ended), "here", SegmentPool(), LIMIT)
 
 
 def test_a_worker_with_another_secret_is_refused(server: Server, node: str) -> None:

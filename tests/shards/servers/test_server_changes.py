@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from torch import Tensor
 from typer.testing import CliRunner
 
 from megalith import (
@@ -31,6 +32,7 @@ from megalith.errors import InputError, RankTimeoutError, UnknownNameError, Usag
 from megalith.serving import Publisher, Servable, ServerPublisher, Subscriber, export_model
 from megalith.shards.servers import server_move, server_shards
 from megalith.shards.servers.call_counts import CallCounts, quantile
+from megalith.shards.servers.channel_client import ChannelReply
 from megalith.shards.servers.link_group import LinkGroup
 from megalith.shards.servers.members import Member
 from megalith.shards.servers.ray_servers import ray_module
@@ -469,6 +471,27 @@ def test_an_entry_reads_live_rows(make: Make, tmp_path: Path) -> None:
     for wrong in ({"name": 3}, {"name": "live", "timeout": -1.0}, {"name": "live", "address": 3}):
         with pytest.raises(InputError):
             ServerReader(**wrong)  # type: ignore[arg-type]
+    reader.close()
+
+
+class LosingReader(ServerReader):
+    """Its first connection to each server is lost before it has received an answer."""
+
+    def _read(self, server: int, ids: Tensor, counts: list[int], out: Tensor) -> ChannelReply:
+        new = server not in self._channels
+        call = super()._read(server, ids, counts, out)
+        if new:
+            self._channels[server].close()
+            assert call.lost
+        return call
+
+
+def test_rows_whose_connection_is_lost_are_read_again(make: Make) -> None:
+    shards, ids = make(table(), name="lost"), torch.arange(10_000)
+    shards.assign_add({"t": (ids, ids[:, None].float())})
+    reader = LosingReader("lost")
+    for _ in range(2):
+        assert torch.equal(reader.lookup({"t": ids})["t"], ids[:, None].float())
     reader.close()
 
 

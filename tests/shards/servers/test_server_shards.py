@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ from megalith.shards.gradient_sums import GradientSum, total
 from megalith.shards.servers import server_link
 from megalith.shards.servers.ray_servers import ray_module
 from megalith.shards.servers.server_link import ServerLink
+from megalith.shards.servers.server_lookup import ServerLookup
 from tests.shards.servers.support import (
     NAMES,
     Make,
@@ -430,6 +432,27 @@ def test_a_worker_waits_for_the_slowest(make: Make) -> None:
     slow.flush()
     assert read(fast, "t", 1) == [[-2]]
     assert {server["staleness"] for server in fast.describe_servers()} == {1}
+
+
+def test_a_lookup_that_waits_when_its_channel_is_lost_is_made_again_in_other_memory(make: Make) -> None:
+    options: dict[str, Any] = {"staleness": 0, "num_workers": 2, "name": next(NAMES)}
+    fast, slow = (make(table(), worker=worker, **options) for worker in (0, 1))
+    ids = list(range(10_000))
+    push(fast, ids, [[1.0]] * len(ids))
+    lookup = fast.lookup({"t": torch.tensor(ids)})
+    lookup.fetch()
+    deadline = time.monotonic() + 60
+    while not all(server["waiting"] for server in fast.describe_servers()):  # for worker 1
+        assert time.monotonic() < deadline
+    assert isinstance(lookup, ServerLookup)
+    first = lookup._received
+    assert first is not None
+    fast.links[0].disconnect()
+    push(slow, ids, [[2.0]] * len(ids))
+    slow.flush()
+    assert lookup.rows["t"].unique().tolist() == [-3]
+    assert lookup.source.data_ptr() != first.data_ptr()
+    assert fast.links.pool.find(first.numpy()) is None  # it is not used again
 
 
 def test_workers_in_other_processes(make: Make, servers: Servers) -> None:

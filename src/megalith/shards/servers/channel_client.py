@@ -2,6 +2,9 @@
 
 There is no thread: a thread that waits for an answer receives whatever arrives, also answers of others. A
 channel that is lost stays lost: answers that are missing are marked so, and `ServerLink` opens a new channel.
+
+Memory of a request belongs to the server until it has answered. Without an answer the server may use it at
+any later time: its segments are never used again, and a read that is sent again has its rows elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import threading
 import time as clock
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -49,15 +52,16 @@ class ChannelReply:
         out: uint8, where the payload goes; None: the answer has none.
 
     Attributes:
+        held: See above; empty once it is done.
         done: Whether it has arrived, or never will.
         lost: Whether it never will.
         result: A Failure, or None.
     """
 
-    def __init__(self, channel: ServerChannel, held: list[Any], out: Array | None) -> None:
+    def __init__(self, channel: ServerChannel, held: list[Array], out: Array | None) -> None:
         self.channel = channel
         self.out = out
-        self._held = held
+        self.held = held
         self.done = self.lost = False
         self.result: Failure | None = None
 
@@ -69,7 +73,7 @@ class ChannelReply:
             lost: See the class.
         """
         self.result, self.lost, self.done = result, lost, True
-        self._held, self.out = [], None
+        self.held, self.out = [], None
 
 
 class ServerChannel:
@@ -95,7 +99,7 @@ class ServerChannel:
         try:
             self._socket = _connect(address)
         except (OSError, EOFError) as error:
-            raise ChannelLostError(str(error)) from None
+            raise ChannelLostError(str(error)) from error
         weakref.finalize(self, self._socket.close)
         self._known: set[int] = set()  # segments that the server has
         self._number = 0
@@ -145,7 +149,8 @@ class ServerChannel:
     ) -> ChannelReply:
         shared = {name: self._in_segment(array) for name, array in arrays.items()}
         described, payload = place_arrays(shared, {name: self._find(each) for name, each in shared.items()})
-        reply = ChannelReply(self, [shared, out], out if inline else None)
+        held = [*shared.values()] if out is None else [*shared.values(), out]
+        reply = ChannelReply(self, held, out if inline else None)
         with self._sending:
             with self._state:
                 self._number += 1
@@ -314,6 +319,8 @@ class ServerChannel:
             with suppress(OSError):  # closed when it is freed: another thread may be using it now
                 self._socket.shutdown(socket.SHUT_RDWR)
             for reply in self._replies.values():
+                for array in reply.held:  # before they are freed
+                    self._pool.retire(array)
                 reply.end(lost=True)
             self._replies.clear()
 
@@ -321,6 +328,35 @@ class ServerChannel:
         """Close the connection; answers that are missing are lost."""
         if not self.lost:
             self._lose()
+
+
+def open_channel(
+    ask: Callable[[str], ChannelAddress], node: str, pool: SegmentPool, timeout: float
+) -> ServerChannel:
+    """Connect to a server; over TCP if its Unix socket is not one of this host.
+
+    Ray's node of a process that is connected through `ray://` is not its own.
+
+    Args:
+        ask: Asks the server where a worker of a node connects to.
+        node: The node of this process.
+        pool: See `ServerChannel`.
+        timeout: See `ServerChannel`.
+
+    Returns:
+        The channel.
+
+    Raises:
+        ChannelLostError: It cannot be reached, or has just been started again.
+    """
+    address = ask(node)
+    try:
+        return ServerChannel(address, pool, timeout)
+    except ChannelLostError as error:
+        refused = isinstance(error.__cause__, ConnectionRefusedError)
+        if not address.unix or not refused or ask(node) != address:
+            raise
+    return ServerChannel(ask(""), pool, timeout)
 
 
 def _connect(address: ChannelAddress) -> socket.socket:

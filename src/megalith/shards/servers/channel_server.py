@@ -5,7 +5,9 @@
     on another node     TCP, on the address of the node             over the socket
 
 The TCP socket is opened when the first worker of another node asks for it. Everything runs in the event loop
-of the server; a connection that breaks the protocol is closed and logged, and the others continue.
+of the server; a connection that breaks the protocol is closed and logged, and the others continue. When a
+connection ends, its reads are cancelled; pushes that have arrived are applied from memory that nobody changes
+(see `channel_client.py`).
 """
 
 from __future__ import annotations
@@ -118,10 +120,11 @@ class ChannelServer:
         self._start(self._accept(listener))
         return listener
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -185,11 +188,14 @@ class ServerConnection:
     Args:
         peer: The socket.
         serve: See `ChannelServer`.
-        start: Starts a coroutine.
+        start: Starts a coroutine and returns its task.
     """
 
     def __init__(
-        self, peer: socket.socket, serve: Serve, start: Callable[[Coroutine[Any, Any, None]], None]
+        self,
+        peer: socket.socket,
+        serve: Serve,
+        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._peer = peer
         self._serve = serve
@@ -201,6 +207,7 @@ class ServerConnection:
         self._files: deque[int] = deque()
         self._shared = peer.family == socket.AF_UNIX
         self._closed = False
+        self._reads: set[asyncio.Task[None]] = set()
         self._loop.add_reader(peer, self._readable)
 
     def _readable(self) -> None:
@@ -258,7 +265,10 @@ class ServerConnection:
                     raise
                 self._send(frame_bytes({"id": frame.text["id"], "error": error_text(error)}, []))
             else:
-                self._start(self._answer(request))
+                task = self._start(self._answer(request))
+                if isinstance(request, ReadRequest):
+                    self._reads.add(task)
+                    task.add_done_callback(self._reads.discard)
 
     async def _answer(self, request: ReadRequest | PushRequest) -> None:
         text: dict[str, Any] = {"id": request.id}
@@ -296,6 +306,8 @@ class ServerConnection:
 
     def _close(self) -> None:
         self._closed = True
+        for read in self._reads:
+            read.cancel()
         self._loop.remove_reader(self._peer)
         self._loop.remove_writer(self._peer)
         self._peer.close()

@@ -7,6 +7,7 @@ without usage statistics. With an address, an existing cluster is used.
 from __future__ import annotations
 
 import os
+import socket
 import uuid
 from contextlib import suppress
 from types import TracebackType
@@ -20,6 +21,7 @@ from megalith.shards.servers.table_server import TableServer
 _LEAST_STORE = 80 << 20
 """Ray refuses less."""
 _CLOSE_SECONDS = 10.0
+_REACH_SECONDS = 10.0
 NAMESPACE = "megalith"
 """The namespace of Ray in which servers are named actors."""
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -64,12 +66,11 @@ def start_ray(address: str | None = None, *, object_store_bytes: int | None = No
     Returns:
         Whether this call connected it; then `stop_ray` ends it.
     """
-    ray = loopback_ray() if address is None else ray_module()
+    if address is not None:
+        return connect_ray(address)
+    ray = loopback_ray()
     if ray.is_initialized():
         return False
-    if address is not None:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        return True
     ray.init(
         address="local",  # otherwise Ray joins a cluster that another process has started on this machine
         num_cpus=os.cpu_count() or 1,
@@ -98,6 +99,7 @@ def connect_ray(address: str | None = None) -> bool:
         Whether this call connected it.
 
     Raises:
+        InputError: It is no address.
         UsageError: None runs there.
     """
     if address is not None and (not isinstance(address, str) or not address):
@@ -105,12 +107,31 @@ def connect_ray(address: str | None = None) -> bool:
     ray = loopback_ray() if address is None else ray_module()
     if ray.is_initialized():
         return False
+    if address is not None:
+        _check_reachable(address)
     try:
         ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, OSError, RuntimeError) as error:
         where = "on this machine" if address is None else f"at {address}"
         raise UsageError(f"no Ray runs {where}: {str(error).strip().splitlines()[0]}") from None
     return True
+
+
+def _check_reachable(address: str) -> None:
+    """Raise if nothing listens at an address: Ray itself would try for minutes."""
+    scheme, _, place = address.rpartition("://")
+    if scheme not in ("", "ray") or place in ("auto", "local"):
+        return  # Ray knows what they are
+    host, _, port = place.partition("/")[0].rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InputError(f"the address of a Ray cluster is HOST:PORT or ray://HOST:PORT, got {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
+    except (OSError, UnicodeError) as error:
+        raise UsageError(
+            f"no Ray runs at {address} ({error}): give the address that `ray start` has printed, or none to "
+            "start Ray on this machine"
+        ) from None
 
 
 def stop_ray() -> None:

@@ -6,7 +6,7 @@ answered. If the server ends and is started again, it opens the tables there and
 before that:
 
     unanswered    on the new server
-    read          sent again; also if the server was only out of reach for a while
+    read          sent again, for rows in other memory; also if the server was only out of reach for a while
     write         sent again; a write that the server has in its log is not applied twice
     function      raises ServerLostError: what it kept on the server is lost
 """
@@ -20,12 +20,14 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from megalith.errors import RankTimeoutError, ServerLostError, ServerRestartedError, UsageError
-from megalith.shards.servers.channel_client import ChannelLostError, ChannelReply, ServerChannel
+from megalith.shards.servers.channel_client import ChannelLostError, ChannelReply, ServerChannel, open_channel
+from megalith.shards.servers.channel_server import ChannelAddress
 from megalith.shards.servers.ray_servers import ray_module
 from megalith.shards.servers.recovery import Recovery
 from megalith.shards.servers.server_messages import Array, Failure, Joined, ServerWrite, SpaceSpec
@@ -78,6 +80,37 @@ class PendingCall:
         """
         self.generation = generation
         self.reference = self._send()
+
+
+class PendingRead(PendingCall):
+    """A read in progress.
+
+    Args:
+        send: Makes the call, given where the rows go.
+        out: uint8, where they go.
+        pool: Memory that is shared with servers of this node.
+
+    Attributes:
+        out: Where the rows are when the call has ended.
+        moved: Whether that is another place than the first.
+    """
+
+    def __init__(self, send: Callable[[Tensor], Any], out: Tensor, pool: SegmentPool) -> None:
+        self.out = out
+        self.moved = False
+        self._pool = pool
+        self._send_to = send
+        super().__init__(partial(send, out), "read")
+
+    def send_again(self, generation: int) -> None:
+        """Make the call again; the rows go to other memory, because a server may still write to the first.
+
+        Args:
+            generation: See `PendingCall`.
+        """
+        self.out, self.moved = self._pool.new(self.out.numel()), True
+        self._send = partial(self._send_to, self.out)
+        super().send_again(generation)
 
 
 class ServerLink:
@@ -242,20 +275,22 @@ class ServerLink:
         pending.generation = self.restarts
         return pending
 
-    def read(self, ids: Array, counts: Sequence[int], step: int | None, out: Tensor) -> PendingCall:
+    def read(self, ids: Array, counts: Sequence[int], step: int | None, out: Tensor) -> PendingRead:
         """Read rows; see `TableSpace.read`.
 
         Args:
             ids: int64, the ids of all tables concatenated.
             counts: The number of ids of each table.
             step: See `Lookup.step`.
-            out: uint8, where the rows go; it has them when the call has ended.
+            out: uint8, where the rows go, unless the call has to be made again.
 
         Returns:
             The call in progress.
         """
         text = {"after": self._number, "counts": list(counts), "step": step}
-        return self._started(PendingCall(lambda: self._open.read(self._signed(text), ids, out), "read"))
+        pending = PendingRead(lambda place: self._open.read(self._signed(text), ids, place), out, self._pool)
+        self._started(pending)
+        return pending
 
     def write(self, write: ServerWrite) -> PendingCall:
         """Send a write.
@@ -371,12 +406,17 @@ class ServerLink:
 
     def _open_channel(self, deadline: float) -> None:
         """Connect to the server, which runs as far as Ray knows; raise RayActorError if it has ended."""
+        self.disconnect()  # what it has not answered is lost
         ray = ray_module()
         node = ray.get_runtime_context().get_node_id()
+
+        def ask(node: str) -> ChannelAddress:
+            address: ChannelAddress = self._answer(self._actor.channel.remote(node), deadline)
+            return address
+
         while True:
             try:
-                address = self._answer(self._actor.channel.remote(node), deadline)
-                self._channel = ServerChannel(address, self._pool, self._timeout)
+                self._channel = open_channel(ask, node, self._pool, self._timeout)
                 return
             except (
                 ChannelLostError,

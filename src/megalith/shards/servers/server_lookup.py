@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
+import torch
 from torch import Tensor
 
 from megalith.shards.preparer import RoutedIds
 from megalith.shards.routed_lookup import RoutedLookup
 from megalith.shards.servers.link_group import LinkGroup
-from megalith.shards.servers.server_link import PendingCall
+from megalith.shards.servers.server_link import PendingRead
 from megalith.shards.servers.server_messages import array_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class ServerLookup(RoutedLookup):
         super().__init__(shards.configs, routed, step)
         self.shards = shards
         self.links = links
-        self._reads: list[PendingCall | None] | None = None
+        self._reads: list[PendingRead | None] | None = None
         self._received: Tensor | None = None
         self._source: Tensor | None = None
 
@@ -63,6 +64,9 @@ class ServerLookup(RoutedLookup):
             for link, read in zip(self.links, self._reads, strict=True):
                 if read is not None:
                     link.result(read)
+            reads = [read for read in self._reads if read is not None]
+            if any(read.moved for read in reads):
+                self._received = torch.cat([read.out for read in reads])
             counts, dims = self.routed.deduped.counts, list(self._dims.values())
             self._source = self.shards.rows_wire.decode(self._received, counts, dims)
         return self._source

@@ -16,7 +16,7 @@ from torch import Tensor
 from megalith.errors import MegalithError, RankTimeoutError, ServerLostError, UsageError
 from megalith.ops import checks
 from megalith.shards.preparer import RoutingPreparer
-from megalith.shards.servers.channel_client import ChannelLostError, ChannelReply, ServerChannel
+from megalith.shards.servers.channel_client import ChannelLostError, ChannelReply, ServerChannel, open_channel
 from megalith.shards.servers.ray_servers import NAMESPACE, connect_ray, ray_module
 from megalith.shards.servers.server_messages import READER, Failure, SpaceSpec, array_of
 from megalith.shards.servers.shared_segments import SegmentPool
@@ -100,8 +100,9 @@ class ServerReader:
             )
         )
         calls = {server: self._read(server, *part) for server, part in enumerate(parts) if part[0].numel()}
-        for server, call in calls.items():
-            self._wait(server, call, *parts[server])
+        found_at = [self._wait(server, call, *parts[server]) for server, call in calls.items()]
+        if any(out is not parts[server][2] for server, out in zip(calls, found_at, strict=True)):
+            received = torch.cat(found_at)
         flat = self._wire.decode(received, deduped.counts, self._dims)
         found = {}
         for name in routed.ids:
@@ -113,12 +114,15 @@ class ServerReader:
         channel = self._channels.get(server)
         if channel is None or channel.lost:
             node = ray_module().get_runtime_context().get_node_id()
-            address = self._result(self._actors[server].channel.remote(node))
-            channel = self._channels[server] = ServerChannel(address, self._pool, self._timeout)
+            ask = self._actors[server].channel
+            channel = self._channels[server] = open_channel(
+                lambda node: self._result(ask.remote(node)), node, self._pool, self._timeout
+            )
         text = {"name": self._name, "worker": READER, "session": "", "after": 0}
         return channel.read(text | {"counts": counts, "step": None}, array_of(ids), out)
 
-    def _wait(self, server: int, call: ChannelReply, ids: Tensor, counts: list[int], out: Tensor) -> None:
+    def _wait(self, server: int, call: ChannelReply, ids: Tensor, counts: list[int], out: Tensor) -> Tensor:
+        """Wait for rows, and return where they are."""
         deadline = clock.monotonic() + self._timeout
         while True:
             left = max(0.0, deadline - clock.monotonic())
@@ -129,11 +133,13 @@ class ServerReader:
             if not left:
                 raise ServerLostError(f"a server has ended, or cannot be reached for {self._timeout:g} s")
             try:  # through another connection, if the server runs
+                out = self._pool.new(out.numel())  # the server may still write to the first
                 call = self._read(server, ids, counts, out)
             except ChannelLostError:
                 clock.sleep(_PAUSE)
         if call.result is not None:
             raise call.result.error
+        return out
 
     def _result(self, call: Any) -> Any:
         ray = ray_module()

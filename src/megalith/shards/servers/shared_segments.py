@@ -2,8 +2,9 @@
 
 A segment is an anonymous file of Linux (memfd) that both processes map. The worker makes it, sends its file
 descriptor over the socket once, and later messages name parts of it: (segment, offset, size). The worker does
-not use such a part for anything else before the server has answered. The file cannot shrink (it is sealed),
-so a worker cannot make a server fail by truncating it, and nothing is left behind when processes are killed.
+not use such a part for anything else before the server has answered; if the answer is lost, it never does
+(`retire`). The file cannot shrink (it is sealed), so a worker cannot make a server fail by truncating it, and
+nothing is left behind when processes are killed.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class SharedSegment:
         file: The file descriptor.
         memory: The mapping.
         address: Where it begins in this process.
+        retired: Whether a server may use it at any time from now on.
     """
 
     number: int
@@ -52,6 +54,7 @@ class SharedSegment:
     file: int
     memory: mmap.mmap
     address: int
+    retired: bool = False
 
 
 class SegmentPool:
@@ -100,14 +103,24 @@ class SegmentPool:
             array: A contiguous array.
 
         Returns:
-            Its segment and the offset there; None: it is elsewhere.
+            Its segment and the offset there; None: it is elsewhere, or in a segment that is retired.
         """
         address: int = array.__array_interface__["data"][0]
         with self._lock:
             for segment in self._segments.values():
                 if segment.address <= address < segment.address + segment.size:
-                    return segment, address - segment.address
+                    return None if segment.retired else (segment, address - segment.address)
         return None
+
+    def retire(self, array: Array) -> None:
+        """Never use the segment of an array again; it is unmapped when its last tensor is freed.
+
+        Args:
+            array: A contiguous array; outside of segments: nothing is done.
+        """
+        found = self.find(array)
+        if found is not None:
+            found[0].retired = True
 
     def _make(self, size: int) -> SharedSegment:
         file = os.memfd_create("megalith", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -125,11 +138,17 @@ class SegmentPool:
 
     def _take_back(self) -> None:
         while self._returned:
-            self._free.append(self._returned.popleft())
+            segment = self._returned.popleft()
+            if segment.retired:
+                self._drop(segment)
+            else:
+                self._free.append(segment)
         while len(self._free) > _KEPT:
-            gone = self._free.pop(0)
-            del self._segments[gone.number]
-            os.close(gone.file)
+            self._drop(self._free.pop(0))
+
+    def _drop(self, segment: SharedSegment) -> None:
+        del self._segments[segment.number]
+        os.close(segment.file)
 
 
 def _close_files(segments: Mapping[int, SharedSegment]) -> None:
