@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from megalith.shards.preparer import RoutedIds
-from megalith.shards.servers.server_link import PendingCall, ServerLink
+from megalith.shards.servers.pending_calls import PendingCall
+from megalith.shards.servers.server_link import ServerLink
 from megalith.shards.servers.server_messages import ServerWrite, array_of
 from megalith.shards.servers.shared_segments import SegmentPool
 

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from megalith.shards.servers.link_group import LinkGroup
-from megalith.shards.servers.server_link import PendingCall, ServerLink
+from megalith.shards.servers.pending_calls import PendingCall
+from megalith.shards.servers.server_link import ServerLink
 from megalith.shards.servers.server_messages import ServerWrite
 
 logger = logging.getLogger(__name__)

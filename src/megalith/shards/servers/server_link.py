@@ -20,7 +20,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +27,7 @@ from torch import Tensor
 from megalith.errors import RankTimeoutError, ServerLostError, ServerRestartedError, UsageError
 from megalith.shards.servers.channel_client import ChannelLostError, ChannelReply, ServerChannel, open_channel
 from megalith.shards.servers.channel_server import ChannelAddress
+from megalith.shards.servers.pending_calls import PendingCall, PendingRead
 from megalith.shards.servers.ray_servers import ray_module
 from megalith.shards.servers.recovery import Recovery
 from megalith.shards.servers.server_messages import Array, Failure, Joined, ServerWrite, SpaceSpec
@@ -38,79 +38,6 @@ logger = logging.getLogger(__name__)
 GRACE = 30.0
 """Seconds that an answer may take beyond the time for which a server waits for other workers."""
 _PAUSE = 0.1
-
-
-class PendingCall:
-    """A call in progress.
-
-    Args:
-        send: Makes the call and returns Ray's reference to its result, or a ChannelReply.
-        what: The call, for messages.
-        number: The number of a write; 0: another call.
-        repeatable: Whether it can be made again on a server that was started again.
-        limited: Whether it may take only as long as the link waits for an answer.
-
-    Attributes:
-        reference: What `send` has returned.
-        generation: How often the server had been started again when the call was made.
-    """
-
-    def __init__(
-        self,
-        send: Callable[[], Any],
-        what: str,
-        number: int = 0,
-        *,
-        repeatable: bool = True,
-        limited: bool = True,
-    ) -> None:
-        self._send = send
-        self.what = what
-        self.number = number
-        self.repeatable = repeatable
-        self.limited = limited
-        self.generation = 0
-        self.reference = send()
-
-    def send_again(self, generation: int) -> None:
-        """Make the call again, after the connection was lost.
-
-        Args:
-            generation: See the class.
-        """
-        self.generation = generation
-        self.reference = self._send()
-
-
-class PendingRead(PendingCall):
-    """A read in progress.
-
-    Args:
-        send: Makes the call, given where the rows go.
-        out: uint8, where they go.
-        pool: Memory that is shared with servers of this node.
-
-    Attributes:
-        out: Where the rows are when the call has ended.
-        moved: Whether that is another place than the first.
-    """
-
-    def __init__(self, send: Callable[[Tensor], Any], out: Tensor, pool: SegmentPool) -> None:
-        self.out = out
-        self.moved = False
-        self._pool = pool
-        self._send_to = send
-        super().__init__(partial(send, out), "read")
-
-    def send_again(self, generation: int) -> None:
-        """Make the call again; the rows go to other memory, because a server may still write to the first.
-
-        Args:
-            generation: See `PendingCall`.
-        """
-        self.out, self.moved = self._pool.new(self.out.numel()), True
-        self._send = partial(self._send_to, self.out)
-        super().send_again(generation)
 
 
 class ServerLink:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megalith.shards.preparer import RoutedIds
 from megalith.shards.routed_lookup import RoutedLookup
 from megalith.shards.servers.link_group import LinkGroup
-from megalith.shards.servers.server_link import PendingRead
+from megalith.shards.servers.pending_calls import PendingRead
 from megalith.shards.servers.server_messages import array_of
 
 if TYPE_CHECKING:
