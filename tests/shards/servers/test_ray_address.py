@@ -8,7 +8,7 @@ import pytest
 
 from megalith import Servers
 from megalith.errors import InputError, UsageError
-from megalith.shards.servers.ray_servers import connect_ray, ray_module
+from megalith.shards.servers.ray_servers import connect_ray, loopback_ray
 
 
 @pytest.mark.parametrize(
@@ -30,4 +30,4 @@ def test_an_address_at_which_nothing_listens_is_refused_with_the_remedy(form: st
             Servers(1, address=address)
         with pytest.raises(UsageError, match="no Ray runs at"):
             connect_ray(address)
-    assert not ray_module().is_initialized()
+    assert not loopback_ray().is_initialized()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import uuid
 from contextlib import suppress
 from types import TracebackType
@@ -104,11 +105,12 @@ def connect_ray(address: str | None = None) -> bool:
     """
     if address is not None and (not isinstance(address, str) or not address):
         raise InputError(f"address must be that of a Ray cluster, got {address!r}")
-    ray = loopback_ray() if address is None else ray_module()
-    if ray.is_initialized():
+    loaded = sys.modules.get("ray")
+    if loaded is not None and loaded.is_initialized():
         return False
     if address is not None:
-        _check_reachable(address)
+        _check_reachable(address)  # before the import, which would decide where a Ray of this process listens
+    ray = loopback_ray() if address is None else ray_module()
     try:
         ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, OSError, RuntimeError) as error:
