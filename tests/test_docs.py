@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,3 +33,11 @@ def test_pages_link_to_files_that_exist() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_numbers_of_the_sizing_example_are_those_of_its_snippet() -> None:
+    page = ROOT / "docs" / "guides" / "server-sizing.md"
+    scope: dict[str, Any] = {}
+    exec(compile(snippets(page)[0], page.name, "exec"), scope)
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("|")]
+    assert {name: value for name, _, value in rows[2:]} == scope["example"]

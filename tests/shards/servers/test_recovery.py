@@ -115,6 +115,13 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert found[1][2].arrays["a"].shape == (0, 2)
 
 
+def test_a_push_takes_8_bytes_per_id_and_4_per_number_in_the_log() -> None:
+    """As the guide on sizes says, besides a header."""
+    ids, grads = np.zeros(10_000, np.int64), np.zeros(10_000 * 16 * 4, np.uint8)
+    record = encode_record(1, 1, ServerWrite("push", {}, {"ids": ids, "grads": grads}))
+    assert sum(map(len, record)) == pytest.approx(10_000 * (8 + 4 * 16), rel=0.001)
+
+
 @example(cut=0, flip=281)  # the size of the first record, which then seems to be incomplete
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(0, 400), flip=st.integers(0, 10_000))
