@@ -90,7 +90,7 @@ class Script(TrainingBar):
 
     def saving(self, rows: int) -> None:
         super().saving(rows)
-        if self.logs is not None:
+        if self.logs is not None and not self.logs.exists():  # a save during which a server ends is repeated
             (found,) = self.run.directory.glob("servers/*/log/tables")
             shutil.copytree(found, self.logs)
 
