@@ -403,8 +403,12 @@ def test_servers_without_ray_and_workers_of_no_run(tmp_path: Path, monkeypatch: 
     assert "parameter servers need ray" in result.output
     assert ".[servers]" in result.output
     assert not (tmp_path / "run" / "checkpoint").exists()
+    killed = tmp_path / "run" / "servers" / "1" / "log"  # what a run that was killed leaves
+    killed.mkdir(parents=True)
+    (tmp_path / "run" / ".lock").write_text("1\n")
     result = megalith("workers", tmp_path / "run", 2)
     assert result.exit_code == 1
+    assert list(killed.parents[1].iterdir()) == [killed.parent]
     assert "does not train on parameter servers now: start it with --servers" in " ".join(
         result.output.split()
     )

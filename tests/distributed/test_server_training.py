@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,13 @@ from megalith import checkpoint
 from megalith.cli import train as cli
 from megalith.cli.training_bar import TrainingBar
 from megalith.cli.workers import workers as workers_command
-from megalith.errors import InputError
+from megalith.errors import InputError, RankTimeoutError, UsageError
 from megalith.shards.servers.ray_servers import ray_module, start_ray, stop_ray
-from megalith.shards.servers.server_messages import SpaceSpec
+from megalith.shards.servers.server_messages import Failure, SpaceSpec
 from megalith.shards.servers.table_space import TableSpace
 from megalith.shards.servers.update_log import read_records
 from megalith.training import Run, RunConfig, load_trained, worker_pool
+from megalith.training.training_worker import TrainingWorker
 from megalith.training.worker_batches import WorkerBatches
 from tests.cli.test_train import megalith, write_clicks
 from tests.distributed.ending_worker import EndingWorker
@@ -162,7 +164,13 @@ def test_asynchronous_workers_that_join_and_leave_and_killed_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kills happen while workers compute: two steps of each are in progress."""
+
+    def save() -> None:
+        with pytest.raises(UsageError, match="in the midst of steps"):
+            run.save()
+
     events: dict[int, Callable[[], object]] = {
+        2: save,
         3: lambda: workers_command(run.directory, 2),
         5: lambda: wait_for_started(run),
         9: lambda: kill_worker(run, 1),
@@ -276,6 +284,18 @@ micro_batches = 2
     alone = megalith("train", "--config", path, "--run", tmp_path / "b")
     assert alone.exit_code == 0, alone.output
     assert_same(tmp_path / "a", tmp_path / "b")
+
+
+def test_an_error_of_leaving_is_returned() -> None:
+    def fail() -> None:
+        raise RankTimeoutError("server 0 does not answer")
+
+    worker = TrainingWorker.__new__(TrainingWorker)
+    worker._resting = False
+    worker._tables = SimpleNamespace(leave=fail)  # type: ignore[assignment]
+    found = worker.leave()
+    assert isinstance(found, Failure)
+    assert "does not answer" in str(found.error)
 
 
 class PushedScript(PushWatcher):

@@ -463,8 +463,16 @@ class Run:
         Args:
             watcher: Receives the events of the save.
             wait: Whether to wait until it is complete. False: training continues while it is written.
+
+        Raises:
+            UsageError: Asynchronous workers compute steps that the run does not know of yet.
         """
         checks.flag(wait, "run: wait")
+        if isinstance(self.batches, WorkerBatches) and self.batches.steps_in_progress:
+            raise UsageError(
+                "run: asynchronous workers are in the midst of steps, so a save would not be of one moment: "
+                "use train.save_every or train.save_interval, which wait for them"
+            )
         watcher = _watcher(watcher)
         if self._servers is None:
             self._save_once(watcher, wait)

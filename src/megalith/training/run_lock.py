@@ -75,6 +75,28 @@ class RunLock:
             self._file = None
 
 
+def is_training(directory: Path) -> bool:
+    """Return whether a process trains in the directory of a run, as far as its file system has locks.
+
+    Args:
+        directory: The directory of the run.
+
+    Returns:
+        Whether a process holds its lock; True if that cannot be known.
+    """
+    try:
+        file = os.open(directory / NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
 def _close_in_children(lock: weakref.ref[RunLock]) -> None:
     """Close the file of a lock in every process that is forked, which would keep it if this one is killed."""
 

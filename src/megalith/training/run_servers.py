@@ -30,6 +30,7 @@ from megalith.table import TableConfig
 from megalith.training.dense_weights import DenseWeights
 from megalith.training.run_config import RunConfig
 from megalith.training.run_device import has_gpu
+from megalith.training.run_lock import is_training
 from megalith.training.training_worker import DENSE, TABLES, server_shards
 from megalith.training.worker_batches import AsyncBatches, DoneStep, DoneSteps, SyncBatches, WorkerBatches
 from megalith.training.worker_messages import WorkerSetup
@@ -212,7 +213,14 @@ class RunServers:
         """End workers and servers. A second call has no effect."""
         if self._batches is not None:
             self._batches.close()
-        self.servers.close()
+        self._remove_folder()  # first, because Ray may end this process if it has ended itself
+        try:
+            with suppress(OSError):  # of a log, which nobody needs now
+                self.servers.close()
+        finally:
+            self._remove_folder()
+
+    def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):  # another session uses it
             self._folder.parent.rmdir()
@@ -229,8 +237,9 @@ def ask_for_workers(run: Path, count: int) -> None:
         InputError: The number is below 1.
         UsageError: The run does not train on parameter servers now.
     """
-    folder = checks.path(run, "workers: run") / FOLDER
+    directory = checks.path(run, "workers: run")
     checks.integer(count, "workers: count")
-    if not folder.is_dir() or not any(path.is_dir() for path in folder.iterdir()):
+    folder = directory / FOLDER  # a run that was killed leaves it
+    if not is_training(directory) or not folder.is_dir() or not any(x.is_dir() for x in folder.iterdir()):
         raise UsageError(f"{run} does not train on parameter servers now: start it with --servers")
     write_atomically(folder / WANTED, [str(count).encode()])

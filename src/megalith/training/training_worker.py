@@ -291,4 +291,4 @@ class TrainingWorker:
         Returns:
             None, or a Failure.
         """
-        self.rest()
+        return self.rest()

@@ -148,9 +148,14 @@ class WorkerBatches(ABC):
         Returns:
             Whether none is in progress. If False, take further steps and call it again.
         """
-        steps = (call for worker in self.pool.workers.values() for call, _ in worker.calls)
-        self._held = any(name == "step" for name, _ in steps)
+        self._held = self.steps_in_progress
         return not self._held
+
+    @property
+    def steps_in_progress(self) -> bool:
+        """Whether a worker computes a step, or has computed one that the run has not taken."""
+        calls = (call for worker in self.pool.workers.values() for call, _ in worker.calls)
+        return any(name == "step" for name, _ in calls)
 
     def position(self) -> Position:
         """Return where the next step starts; call it when the workers have settled."""

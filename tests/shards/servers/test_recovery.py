@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from megalith import Adagrad, TableConfig, checkpoint
 from megalith.errors import CheckpointError
 from megalith.shards.servers import update_log
+from megalith.shards.servers.ray_servers import _within
 from megalith.shards.servers.recovery import Recovery
 from megalith.shards.servers.server_messages import ServerWrite, SpaceSpec
 from megalith.shards.servers.table_space import TableSpace
@@ -334,3 +336,17 @@ def test_an_asynchronous_log_that_cannot_be_written_raises_and_loses_nothing(
 
 def no_room(*args: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_calls_that_do_not_return_are_left_behind() -> None:
+    """As those of a Ray that has ended."""
+    never = threading.Event()
+    assert not _within(0.01, never.wait)
+    never.set()
+    assert _within(60.0, never.wait)
+    with pytest.raises(OSError, match="disk is full"):
+        _within(60.0, lambda: _raise(OSError("disk is full")))
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -6,10 +6,13 @@ without usage statistics. With an address, an existing cluster is used.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
+import threading
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -18,6 +21,8 @@ from megalith.errors import InputError, MissingDependencyError, UsageError
 from megalith.ops import checks
 from megalith.shards.servers.server_messages import Failure
 from megalith.shards.servers.table_server import TableServer
+
+logger = logging.getLogger(__name__)
 
 _LEAST_STORE = 80 << 20
 """Ray refuses less."""
@@ -232,21 +237,31 @@ class Servers:
         Raises:
             OSError: The log of a server could not be written. The processes have ended all the same.
         """
-        ray = ray_module()
         actors, self.actors = self.actors, []
+        owner, self._owner = self._owner, False
+        if not owner or not ray_module().is_initialized():
+            return
         answers: list[Any] = []
-        if self._owner and ray.is_initialized():
-            with suppress(ray.exceptions.RayError):  # writes what logs have buffered; some may have ended
-                answers = ray.get([actor.close.remote() for actor in actors], timeout=_CLOSE_SECONDS)
-            for actor in actors:
-                ray.kill(actor)
-            ray.util.remove_placement_group(self._places)
-            if self._owns_ray:
-                stop_ray()
-        self._owner = False
+        # A Ray that has ended, for instance by a signal to all processes, lets calls wait, and ends this
+        # process after a minute.
+        if not _within(_CLOSE_SECONDS, lambda: answers.extend(self._end(actors))):
+            logger.warning("Ray does not answer, so servers may not have ended")
+        if self._owns_ray:
+            stop_ray()
         for answer in answers:
             if isinstance(answer, Failure):
                 raise answer.error
+
+    def _end(self, actors: list[Any]) -> list[Any]:
+        """End the processes; return the answers of those that have closed their logs."""
+        ray = ray_module()
+        answers: list[Any] = []
+        with suppress(ray.exceptions.RayError):  # writes what logs have buffered; some may have ended
+            answers = ray.get([actor.close.remote() for actor in actors], timeout=_CLOSE_SECONDS / 2)
+        for actor in actors:
+            ray.kill(actor)
+        ray.util.remove_placement_group(self._places)
+        return answers
 
     def __enter__(self) -> Servers:
         return self
@@ -255,6 +270,24 @@ class Servers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _within(seconds: float, work: Callable[[], object]) -> bool:
+    """Call a function in a thread that may be left behind; return whether it has ended in time."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="close servers", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()
 
 
 def _spread(count: int, gpus: float) -> tuple[Any, list[Any]]:
