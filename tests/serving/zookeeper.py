@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import random
 import shutil
 import signal
 import socket
@@ -39,10 +40,14 @@ minSessionTimeout=1000
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that stays free: the system and Ray give others, so no socket of another process takes it."""
+    choose = random.SystemRandom()
+    for _ in range(100):
+        port = choose.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port between 20000 and 32000")
 
 
 class ZooKeeper:
