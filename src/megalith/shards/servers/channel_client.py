@@ -1,6 +1,6 @@
 """ServerChannel: the socket of a worker to one server, for lookups and pushes.
 
-There is no thread: a thread that waits for an answer receives whatever arrives, also answers of others. A
+It starts no thread: one that waits for an answer receives whatever arrives, answers of others too. A
 channel that is lost stays lost: answers that are missing are marked so, and `ServerLink` opens a new channel.
 
 Memory of a request belongs to the server until it has answered. Without an answer the server may use it at

@@ -105,7 +105,7 @@ def connect_ray(address: str | None = None) -> bool:
         Whether this call connected it.
 
     Raises:
-        InputError: It is no address.
+        InputError: The address cannot be that of a Ray cluster.
         UsageError: None runs there.
     """
     if address is not None and (not isinstance(address, str) or not address):

@@ -107,7 +107,7 @@ class HostCopies:
             columns: Tensors on the device.
 
         Returns:
-            The columns on their way; their memory is free again when they are no longer referred to.
+            The columns on their way; their memory is free again once nothing refers to them.
         """
         targets = self._pinned_like(columns)
         if self._stream is None:
