@@ -43,7 +43,7 @@ from torch import Tensor
 
 from megalith import Adagrad, Router, Servers, ServerShards, Shards, SyncShards, TableConfig
 from megalith.shards.preparer import RoutingPreparer
-from megalith.shards.servers.ray_servers import ray_module, start_ray, stop_ray
+from megalith.shards.servers.ray.ray_servers import ray_module, start_ray, stop_ray
 
 PACKAGES = ("megalith", "torch", "ray", "numpy")
 TABLES = 4

@@ -27,8 +27,8 @@ from megalith.checkpoint.part_load import TableLoad, load_on_server
 from megalith.checkpoint.part_save import SavedTable, close_on_server, freeze_on_server, write_on_server
 from megalith.errors import RankTimeoutError, UsageError
 from megalith.shards.preparer import make_routers
+from megalith.shards.servers.server.table_space import TableSpace
 from megalith.shards.servers.server_messages import ServerWrite, SpaceSpec
-from megalith.shards.servers.table_space import TableSpace
 from megalith.storage.store import Store, open_store
 from tests.table.support import ints
 

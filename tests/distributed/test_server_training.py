@@ -23,10 +23,10 @@ from megalith.cli import train as cli
 from megalith.cli.training_bar import TrainingBar
 from megalith.cli.workers import workers as workers_command
 from megalith.errors import InputError, RankTimeoutError, UsageError
-from megalith.shards.servers.ray_servers import ray_module, start_ray, stop_ray
+from megalith.shards.servers.log.update_log import read_records
+from megalith.shards.servers.ray.ray_servers import ray_module, start_ray, stop_ray
+from megalith.shards.servers.server.table_space import TableSpace
 from megalith.shards.servers.server_messages import Failure, SpaceSpec
-from megalith.shards.servers.table_space import TableSpace
-from megalith.shards.servers.update_log import read_records
 from megalith.training import Run, RunConfig, load_trained, worker_pool
 from megalith.training.training_worker import TrainingWorker
 from megalith.training.worker_batches import WorkerBatches

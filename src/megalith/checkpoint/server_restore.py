@@ -13,7 +13,7 @@ from megalith.errors import CheckpointError
 from megalith.ops import checks
 from megalith.routing import Router
 from megalith.shards import Shards, ShardsPart
-from megalith.shards.servers.recovery import Recovery
+from megalith.shards.servers.log.recovery import Recovery
 from megalith.storage.store import Store, open_store
 
 

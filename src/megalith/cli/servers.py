@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megalith.cli.console import exit_on_error
 from megalith.cli.output import console, print_json, print_line
-from megalith.shards.servers.call_counts import quantile
+from megalith.shards.servers.server.call_counts import quantile
 from megalith.shards.servers.server_status import prometheus_text, server_status
 from megalith.units import show_bytes
 

@@ -8,9 +8,9 @@ from megalith.shards.contract import Shards
 from megalith.shards.local import LocalLookup, LocalShards
 from megalith.shards.lookup import Lookup, PreparedIds
 from megalith.shards.part import ShardsPart
-from megalith.shards.servers.ray_servers import Servers
-from megalith.shards.servers.server_lookup import ServerLookup
-from megalith.shards.servers.server_shards import ServerShards
+from megalith.shards.servers.ray.ray_servers import Servers
+from megalith.shards.servers.worker.server_lookup import ServerLookup
+from megalith.shards.servers.worker.server_shards import ServerShards
 from megalith.shards.sync import SyncShards
 from megalith.shards.sync_lookup import SyncLookup
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from megalith.shards.local import LocalShards
-    from megalith.shards.servers.recovery import PartRecovery
+    from megalith.shards.servers.log.recovery import PartRecovery
     from megalith.table.table_data import RowCounters
 
 

@@ -19,8 +19,8 @@ from megalith.errors import InputError, UnknownNameError
 from megalith.models import TableSettings
 from megalith.ops import checks
 from megalith.routing import MODES
-from megalith.shards.servers.recovery import LOGS
-from megalith.shards.servers.server_shards import MODES as SERVER_MODES
+from megalith.shards.servers.log.recovery import LOGS
+from megalith.shards.servers.worker.server_options import MODES as SERVER_MODES
 from megalith.shards.wire import check_wire
 from megalith.table.optimizers import OPTIMIZERS, Optimizer
 from megalith.training.optimizer_settings import build_optimizer

@@ -3,7 +3,7 @@
 The process of the run computes nothing: workers do (`training_worker.py`). It starts the processes, deals
 the data, writes the files of the run, saves and evaluates. It joins the servers as an observer, number 0.
 
-    RUN/servers/SESSION/log/     logs of the servers while the run trains; see `shards/servers/update_log.py`
+    RUN/servers/SESSION/log/     logs of the servers while the run trains; see `update_log.py`
     RUN/servers/SESSION/dense/   the dense weights of the last save, from which servers start again
 """
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalith.errors import UsageError
-from megalith.shards.servers.ray_servers import ray_module
+from megalith.shards.servers.ray.ray_servers import ray_module
 from megalith.shards.servers.server_messages import Failure
 from megalith.training.training_worker import TrainingWorker
 from megalith.training.worker_messages import Call, WorkerSetup, Written

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalith import Servers, ServerShards, TableConfig
-from megalith.shards.servers.ray_servers import ray_module, stop_ray
+from megalith.shards.servers.ray.ray_servers import ray_module, stop_ray
 from tests.shards.servers.support import NAMES, Make
 
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from megalith.routing import Router
-from megalith.shards.servers.recovery import Recovery
+from megalith.shards.servers.log.recovery import Recovery
 from megalith.table import Chunk, TableConfig
 
 Array = np.ndarray[Any, Any]

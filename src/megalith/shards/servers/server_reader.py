@@ -16,10 +16,15 @@ from torch import Tensor
 from megalith.errors import MegalithError, RankTimeoutError, ServerLostError, UsageError
 from megalith.ops import checks
 from megalith.shards.preparer import RoutingPreparer
-from megalith.shards.servers.channel_client import ChannelLostError, ChannelReply, ServerChannel, open_channel
-from megalith.shards.servers.ray_servers import NAMESPACE, connect_ray, ray_module
+from megalith.shards.servers.channel.channel_client import (
+    ChannelLostError,
+    ChannelReply,
+    ServerChannel,
+    open_channel,
+)
+from megalith.shards.servers.channel.shared_segments import SegmentPool
+from megalith.shards.servers.ray.ray_servers import NAMESPACE, connect_ray, ray_module
 from megalith.shards.servers.server_messages import READER, Failure, SpaceSpec, array_of
-from megalith.shards.servers.shared_segments import SegmentPool
 from megalith.shards.wire import make_wire
 
 _PAUSE = 0.1

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megalith.errors import UsageError
-from megalith.shards.servers.ray_servers import NAMESPACE, connect_ray, ray_module
+from megalith.shards.servers.ray.ray_servers import NAMESPACE, connect_ray, ray_module
 
 _GAUGES = {
     "rows": "Rows by table.",

@@ -1,0 +1,1 @@
+"""What Ray is used for: starting, placing and connecting processes, and its metrics."""

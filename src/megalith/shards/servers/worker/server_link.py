@@ -1,0 +1,454 @@
+"""ServerLink: the connection of one worker to one server.
+
+Lookups and pushes go over a socket (`ServerChannel`), all other calls through Ray. It numbers writes and
+keeps them until they are answered. If the connection is lost, it opens a new one and sends again what was not
+answered. If the server ends and is started again, it opens the tables there and joins under the same number
+before that:
+
+    unanswered    on the new server
+    read          sent again, for rows in other memory; also if the server was only out of reach for a while
+    write         sent again; a write that the server has in its log is not applied twice
+    function      raises ServerLostError: what it kept on the server is lost
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time as clock
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from megalith.errors import RankTimeoutError, ServerLostError, ServerRestartedError, UsageError
+from megalith.shards.servers.channel.channel_client import (
+    ChannelLostError,
+    ChannelReply,
+    ServerChannel,
+    open_channel,
+)
+from megalith.shards.servers.channel.channel_server import ChannelAddress
+from megalith.shards.servers.channel.shared_segments import SegmentPool
+from megalith.shards.servers.log.recovery import Recovery
+from megalith.shards.servers.ray.ray_servers import ray_module
+from megalith.shards.servers.server_messages import Array, Failure, Joined, ServerWrite, SpaceSpec
+from megalith.shards.servers.worker.pending_calls import PendingCall, PendingRead
+
+logger = logging.getLogger(__name__)
+
+GRACE = 30.0
+"""Seconds that an answer may take beyond the time for which a server waits for other workers."""
+_PAUSE = 0.1
+
+
+class ServerLink:
+    """See the module.
+
+    Args:
+        actor: The server.
+        index: Its number.
+        name: The name of the tables.
+        worker: The number of this worker.
+        spec: The tables.
+        pool: Memory that is shared with servers of this node.
+        observer: See `TableSpace.join`.
+
+    Attributes:
+        lost: Number of answered writes that were lost with a server.
+        restarts: How often the server was started again.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        index: int,
+        name: str,
+        worker: int,
+        spec: SpaceSpec,
+        pool: SegmentPool,
+        *,
+        observer: bool = False,
+    ) -> None:
+        self._actor = actor
+        self._pool = pool
+        self._channel: ServerChannel | None = None
+        self._observer = observer
+        self._index = index
+        self._name = name
+        self._worker = worker
+        self._spec = spec
+        self._timeout = spec.timeout + GRACE
+        self._session = self._token = uuid.uuid4().hex
+        self._number = 0
+        self._pending: deque[PendingCall] = deque()
+        self._lock = threading.RLock()  # a save runs in another thread
+        self.lost = 0
+        self.restarts = 0
+
+    def open(self) -> PendingCall:
+        """Create the tables, or check that they are those of the server.
+
+        Returns:
+            The call in progress.
+        """
+        return self._call("open", self._spec)
+
+    @property
+    def written(self) -> int:
+        """The number of the last write."""
+        return self._number
+
+    def join(self, written: int | None = None) -> Joined:
+        """Join the workers of the tables.
+
+        Args:
+            written: The number of the last answered write of a process that this one replaces. Writes that
+                the server has after it are not applied again. None: numbers continue where the server is.
+
+        Returns:
+            What the server knows of this worker.
+        """
+        first = None if written is None else written + 1
+        joined: Joined = self.result(self._call("join", self._worker, self._session, first, self._observer))
+        self._number = joined.accepted if written is None else written
+        if self._number > joined.accepted:
+            self._count_lost(self._number - joined.accepted)
+        self._token = f"{self._session}@{joined.incarnation}"
+        with self._lock:
+            if self._channel is None or self._channel.lost:
+                self._open_channel(clock.monotonic() + self._timeout)
+        return joined
+
+    def end_move(self, recovery: Recovery | None) -> None:
+        """Use another recovery from now on: the tables have moved, and the server holds them.
+
+        Args:
+            recovery: The same recovery without a move.
+        """
+        self._spec = replace(self._spec, recovery=recovery)
+
+    def leave(self) -> PendingCall:
+        """Remove this worker from those of the tables, after its writes.
+
+        Returns:
+            The call in progress.
+        """
+        remote, number = self._actor.leave, self._number
+        return self._started(
+            PendingCall(lambda: remote.remote(self._name, self._worker, self._token, number), "leave")
+        )
+
+    def remove(self, worker: int) -> PendingCall:
+        """Remove a worker from those of the tables, whatever it does.
+
+        Args:
+            worker: Its number.
+
+        Returns:
+            The call in progress.
+        """
+        return self._call("remove", worker)
+
+    def close(self, *, moved: bool) -> PendingCall:
+        """Drop the tables.
+
+        Args:
+            moved: See `TableServer.close`.
+
+        Returns:
+            The call in progress.
+        """
+        remote, name = self._actor.close, self._name
+        return self._started(PendingCall(lambda: remote.remote(name, moved=moved), "close"))
+
+    def describe(self) -> PendingCall:
+        """Ask for numbers about the server.
+
+        Returns:
+            The call in progress.
+        """
+        return self._call("describe")
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, background: bool, repeatable: bool = False
+    ) -> PendingCall:
+        """Run a function on the server; see `Shards.each_part`.
+
+        Args:
+            function: See there.
+            args: See there.
+            background: See there.
+            repeatable: Whether it runs once more on a server that was started again.
+
+        Returns:
+            The call in progress.
+        """
+        remote, name, number = self._actor.run, self._name, self._number
+
+        def send() -> Any:
+            return remote.remote(
+                name, self._worker, self._token, number, function, *args, background=background
+            )
+
+        # A save or load in the background takes as long as it takes; Ray notices if the server ends.
+        return self._started(
+            PendingCall(send, function.__name__, repeatable=repeatable, limited=not background)
+        )
+
+    def _call(self, method: str, *args: Any) -> PendingCall:
+        remote = getattr(self._actor, method)
+        return self._started(PendingCall(lambda: remote.remote(self._name, *args), method))
+
+    def _started(self, pending: PendingCall) -> PendingCall:
+        pending.generation = self.restarts
+        return pending
+
+    def read(self, ids: Array, counts: Sequence[int], step: int | None, out: Tensor) -> PendingRead:
+        """Read rows; see `TableSpace.read`.
+
+        Args:
+            ids: int64, the ids of all tables concatenated.
+            counts: The number of ids of each table.
+            step: See `Lookup.step`.
+            out: uint8, where the rows go, unless the call has to be made again.
+
+        Returns:
+            The call in progress.
+        """
+        text = {"after": self._number, "counts": list(counts), "step": step}
+        pending = PendingRead(lambda place: self._open.read(self._signed(text), ids, place), out, self._pool)
+        self._started(pending)
+        return pending
+
+    def write(self, write: ServerWrite) -> PendingCall:
+        """Send a write.
+
+        Args:
+            write: The write.
+
+        Returns:
+            The call in progress.
+        """
+        with self._lock:
+            number = self._number + 1
+            pending = PendingCall(lambda: self._send_write(number, write), write.kind, number)
+            self._number = number  # only now: the server waits for each number
+            self._pending.append(self._started(pending))
+        return pending
+
+    def _send_write(self, number: int, write: ServerWrite) -> Any:
+        if write.kind == "push":
+            return self._open.push(self._signed({"number": number, "header": write.header}), write.arrays)
+        return self._actor.write.remote(self._name, self._worker, self._token, number, write)
+
+    def _signed(self, text: dict[str, Any]) -> dict[str, Any]:
+        return {"name": self._name, "worker": self._worker, "session": self._token, **text}
+
+    @property
+    def _open(self) -> ServerChannel:
+        if self._channel is None:
+            raise UsageError(f"worker {self._worker} has not joined server {self._index}: call join")
+        return self._channel
+
+    def is_done(self, pending: PendingCall) -> bool:
+        """Return whether a call has ended, without waiting.
+
+        Args:
+            pending: The call.
+
+        Returns:
+            Whether `result` returns at once.
+        """
+        if isinstance(pending.reference, ChannelReply):
+            return pending.reference.channel.poll(pending.reference)
+        done, _ = ray_module().wait([pending.reference], timeout=0)
+        return bool(done)
+
+    def result(self, pending: PendingCall) -> Any:
+        """Wait for the result of a call; if the server is started again, for the result there.
+
+        Args:
+            pending: The call.
+
+        Returns:
+            What the server returned.
+
+        Raises:
+            MegalithError: The error of the call.
+            RankTimeoutError: There was no answer in time.
+            ServerLostError: The server has ended and is not started again, or the call cannot be repeated.
+        """
+        ray = ray_module()
+        deadline = clock.monotonic() + self._timeout
+        while True:
+            try:
+                left = max(0.0, deadline - clock.monotonic()) if pending.limited else None
+                result = self._wait(pending.reference, left)
+                if not isinstance(result, Failure) or not isinstance(result.error, ServerRestartedError):
+                    break
+                self._reconnect(pending, deadline, result.error)
+            except ray.exceptions.GetTimeoutError:
+                raise RankTimeoutError(
+                    f"server {self._index} did not answer {pending.what} of worker {self._worker} within "
+                    f"{self._timeout:g} s"
+                ) from None
+            except ChannelLostError:
+                self._connect_again(pending, deadline)
+            except ray.exceptions.ActorUnavailableError as error:
+                self._repeat(pending, deadline, error)
+            except ray.exceptions.RayActorError as error:
+                self._reconnect(pending, deadline, error)
+        with self._lock:
+            while self._pending and self._pending[0].number <= pending.number:
+                self._pending.popleft()
+        if isinstance(result, Failure):
+            raise result.error
+        return result
+
+    def _wait(self, reference: Any, timeout: float | None) -> Any:
+        ray = ray_module()
+        if not isinstance(reference, ChannelReply):
+            return ray.get(reference, timeout=timeout)
+        if not reference.channel.wait(reference, timeout):
+            raise ray.exceptions.GetTimeoutError
+        if reference.lost:
+            raise ChannelLostError
+        return reference.result
+
+    def _connect_again(self, pending: PendingCall, deadline: float) -> None:
+        """Open a new channel and send what the old one has not answered."""
+        if clock.monotonic() > deadline:
+            raise RankTimeoutError(
+                f"server {self._index} closes the connection at {pending.what} of worker {self._worker}: its "
+                "log has the reason"
+            )
+        with self._lock:
+            if self._channel is None or self._channel.lost:
+                try:
+                    self._open_channel(deadline)
+                except ray_module().exceptions.RayActorError as error:
+                    return self._reconnect(pending, deadline, error)
+            for call in (*self._pending, pending):
+                if isinstance(call.reference, ChannelReply) and call.reference.lost:
+                    call.send_again(self.restarts)
+
+    def _open_channel(self, deadline: float) -> None:
+        """Connect to the server, which runs as far as Ray knows; raise RayActorError if it has ended."""
+        self.disconnect()  # what it has not answered is lost
+        ray = ray_module()
+        node = ray.get_runtime_context().get_node_id()
+
+        def ask(node: str) -> ChannelAddress:
+            address: ChannelAddress = self._answer(self._actor.channel.remote(node), deadline)
+            return address
+
+        while True:
+            try:
+                self._channel = open_channel(ask, node, self._pool, self._timeout)
+                return
+            except (
+                ChannelLostError,
+                ray.exceptions.ActorUnavailableError,
+                ray.exceptions.GetTimeoutError,
+            ) as error:
+                if clock.monotonic() > deadline:
+                    raise RankTimeoutError(
+                        f"server {self._index} cannot be reached by worker {self._worker}; its rows are not "
+                        f"lost: make the call again ({_first_line(error)})"
+                    ) from None
+                clock.sleep(_PAUSE)
+
+    def disconnect(self) -> None:
+        """Close the socket; `join` opens another one."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def _repeat(self, pending: PendingCall, deadline: float, error: Exception) -> None:
+        """Make a call again after the connection was interrupted: the server has not ended.
+
+        Ray reports a server that is being started again in the same way. What it kept is lost then, so a call
+        that depends on it is not made again.
+        """
+        if not pending.repeatable and self._spec.recovery is not None:
+            self._reconnect(pending, deadline, error)
+        late = clock.monotonic() > deadline and pending.limited
+        if late or not pending.repeatable:
+            raise RankTimeoutError(
+                f"server {self._index} cannot be reached during {pending.what} of worker {self._worker}; its "
+                f"rows are not lost: make the call again ({_first_line(error)})"
+            ) from None
+        clock.sleep(_PAUSE)
+        with self._lock:
+            pending.send_again(self.restarts)
+
+    def _reconnect(self, pending: PendingCall, deadline: float, error: Exception) -> None:
+        """Wait until the server runs again, and send what was not answered."""
+        if self._spec.recovery is None:
+            raise ServerLostError(
+                f"server {self._index} has ended before it answered {pending.what} of worker {self._worker}, "
+                f"and its rows are lost: load the last checkpoint into new servers ({_first_line(error)})"
+            ) from None
+        if not pending.limited:
+            deadline = clock.monotonic() + self._timeout
+        with self._lock:
+            if pending.generation == self.restarts:
+                self._join_again(deadline)
+            if not pending.repeatable:
+                raise ServerLostError(
+                    f"server {self._index} has ended during {pending.what} and was started again, or was out "
+                    "of reach: make the call again"
+                ) from None
+            if pending.generation != self.restarts:
+                pending.send_again(self.restarts)
+
+    def _answer(self, reference: Any, deadline: float) -> Any:
+        answer = ray_module().get(reference, timeout=max(0.1, deadline - clock.monotonic()))
+        if isinstance(answer, Failure):
+            raise answer.error
+        return answer
+
+    def _join_again(self, deadline: float) -> None:
+        unanswered = self._pending[0].number if self._pending else self._number + 1
+        ray = ray_module()
+        while True:
+            try:
+                self._answer(self._actor.open.remote(self._name, self._spec), deadline)
+                found = self._answer(
+                    self._actor.join.remote(
+                        self._name, self._worker, self._session, unanswered, self._observer
+                    ),
+                    deadline,
+                )
+                self._open_channel(deadline)
+                break
+            except (
+                ray.exceptions.RayActorError,
+                ray.exceptions.GetTimeoutError,
+                ServerLostError,
+                RankTimeoutError,
+            ) as error:
+                if clock.monotonic() > deadline:
+                    raise ServerLostError(
+                        f"server {self._index} has ended and does not run again after {self._timeout:g} s: "
+                        f"{_first_line(error)}"
+                    ) from None
+                clock.sleep(_PAUSE)
+        assert isinstance(found, Joined)
+        self.restarts += 1
+        self._token = f"{self._session}@{found.incarnation}"
+        if found.accepted < unanswered - 1:
+            self._count_lost(unanswered - 1 - found.accepted)
+        for call in self._pending:
+            call.send_again(self.restarts)
+
+    def _count_lost(self, writes: int) -> None:
+        self.lost += writes
+        logger.warning("server %d has lost %d writes of this worker", self._index, writes)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
