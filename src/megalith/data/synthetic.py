@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,10 +19,14 @@ from megalith.bits import shift_right, signed
 from megalith.data.batch import Batch, Position
 from megalith.data.reader import Reader, position_integer
 from megalith.errors import InputError
+from megalith.library import native_module
 from megalith.ops import checks
 from megalith.ragged import Ragged
 from megalith.routing import mix
-from megalith.table.initializers import Normal, initial_rows, table_key
+from megalith.table.initializers import Normal, table_key
+from megalith.table.optimizers import SGD
+from megalith.table.table import Table
+from megalith.table.table_config import TableConfig
 
 VECTOR_DIM = 4
 _KEY = "teacher"
@@ -246,8 +251,8 @@ class SyntheticReader(Reader):
             total += rows[:, 2:]
             squares += rows[:, 2:] ** 2
         if dense is not None:
-            key = table_key(self.seed, f"{_KEY}/dense")
-            linear += dense.double() @ _normal(key, torch.arange(self.num_dense), 1)[:, 0]
+            weights = _normal(self.seed, f"{_KEY}/dense", torch.arange(self.num_dense), 1)
+            linear += dense.double() @ weights[:, 0]
         count = len(columns)
         pairs = ((total**2 - squares) / 2).sum(1) / math.sqrt(VECTOR_DIM * max(count * (count - 1) / 2, 1))
         linear /= math.sqrt(count + self.num_dense)
@@ -256,7 +261,7 @@ class SyntheticReader(Reader):
 
     def _pooled(self, name: str, column: Ragged) -> Tensor:
         """The mean of the ids' true rows (weight, weight a quarter period later, vector); zeros if empty."""
-        rows = _normal(table_key(self.seed, name), column.values, 2 + VECTOR_DIM)
+        rows = _normal(self.seed, name, column.values, 2 + VECTOR_DIM)
         sums = torch.zeros(len(column), rows.shape[1], dtype=torch.float64)
         sums.index_add_(0, column.row_ids(), rows)
         return sums / column.lengths().clamp(min=1)[:, None]
@@ -278,5 +283,12 @@ def _zipf(uniform: Tensor, num_ids: int, exponent: float) -> Tensor:
     return (rank.long() - 1).clamp(0, num_ids - 1)
 
 
-def _normal(key: int, ids: Tensor, dim: int) -> Tensor:
-    return initial_rows(key, ids, [(dim, Normal(0.0, 1.0))]).double()
+def _normal(seed: int, name: str, ids: Tensor, dim: int) -> Tensor:
+    return _empty_table(seed, name, dim).lookup(ids).double()
+
+
+@lru_cache(maxsize=256)
+def _empty_table(seed: int, name: str, dim: int) -> Table:
+    """A table without rows: every id reads as its initial row."""
+    config = TableConfig(name, dim=dim, optimizer=SGD(), initializer=Normal(0.0, 1.0))
+    return Table(config, engine="reference" if native_module() is None else "cpu", seed=seed)

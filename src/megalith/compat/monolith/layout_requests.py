@@ -124,6 +124,9 @@ def layout_requests(
             wanted = f"expected {tables * servers}: tables times servers"
             raise InputError(f"embeddings_list has {len(given)} tensors, {wanted}")
         lists = _flat(given)
+    # The rows may be on a GPU while the batch was read on the CPU. The host reads nfl_offset.
+    fid_offset, feature_offset = fid_offset.to(lists[0].device), feature_offset.to(lists[0].device)
+    nfl_offset = nfl_offset.cpu()
     features = len(configs.feature_names)
     if sizes.nfl_size is None:
         checks.int64(nfl_offset, "nfl_offset", (features + 1,))
