@@ -7,7 +7,8 @@ All parts run as separate processes (serving_roles.py) on loopback, with one thr
 each. 1, 8 and 32 clients (grpc_load.py) query a DeepFM with 26 features, 13 dense values and dim 16; each
 sends a request when it has the response to the last one. `ModelServer`, without and with pushed rows in every
 table, is compared with the same model in a plain gRPC handler, and with a handler written by hand that has
-all rows in one tensor; both with their best number of threads. Servers are pinned to the first core, clients
+all rows in one tensor; both with their best number of threads. Requests are those of TF Serving, and for
+the variants with "infer" those of Triton with raw contents. Servers are pinned to the first core, clients
 to the last one; two server processes have both. Variants take turns in every round; a ratio is the median of
 the paired ratios of the rounds. --before adds the server of another checkout whose `src` has its native
 module. A full run saves results/serving-DATE.json.
@@ -43,6 +44,7 @@ from harness import (
 )
 from serving_roles import (
     DIM,
+    INFER,
     MAX_STEPS,
     NAME,
     PREDICT,
@@ -66,6 +68,8 @@ from megalith.serving.sync.push_messages import MAX_PUSH_BYTES
 
 OURS, PLAIN, LEAN = "megalith", "plain", "lean"
 COMPILED, PUSHED, TWO, BEFORE = "compiled", "pushed", "two processes", "before"
+INFERS = {"infer": OURS, "infer before": BEFORE}
+"""Variant that gets requests of Triton -> variant whose server it uses."""
 BASE = "a-save"
 
 
@@ -149,9 +153,10 @@ def measure_requests(
         addresses = {name: server.wait()["address"] for name, server in zip(roles, servers, strict=True)}
         offered = handlers.wait()["addresses"]
         clients.wait()
+        addresses |= {name: addresses[own] for name, own in INFERS.items() if own in addresses}
         threads = {}
         for name in (PLAIN, LEAN):
-            found = {each: _load(clients, each, 32, 1, sizes.seconds / 2) for each in offered[name]}
+            found = {each: _load(clients, each, PREDICT, 32, 1, sizes.seconds / 2) for each in offered[name]}
             addresses[name] = max(found, key=lambda each: found[each]["per_second"])
             threads[name] = WORKERS[offered[name].index(addresses[name])]
         _compare_scores(clients, addresses)
@@ -164,7 +169,10 @@ def measure_requests(
 
 def _compare_scores(clients: Process, addresses: dict[str, str]) -> None:
     """Checks that all variants return the same scores."""
-    scores = {name: clients.ask(scores=address, count=32)["scores"] for name, address in addresses.items()}
+    scores = {
+        name: clients.ask(scores=address, method=_method(name), count=32)["scores"]
+        for name, address in addresses.items()
+    }
     for name, found in scores.items():
         assert np.allclose(found, scores[PLAIN], rtol=1e-4, atol=1e-5), f"{name} gives other scores"
     assert len(set(scores[PLAIN])) > 1, "all scores are alike"
@@ -176,7 +184,7 @@ def _compare(clients: Process, addresses: dict[str, str], count: int, batch: int
     for r in range(sizes.rounds):
         for v in range(len(names)):
             name = names[(r + v) % len(names)]
-            found[name].append(_load(clients, addresses[name], count, batch, sizes.seconds))
+            found[name].append(_load(clients, addresses[name], _method(name), count, batch, sizes.seconds))
 
     def spread(field: str, name: str) -> Spread:
         pairs = zip(found[OURS], found[name], strict=True)
@@ -201,8 +209,14 @@ def _compare(clients: Process, addresses: dict[str, str], count: int, batch: int
     ]
 
 
-def _load(clients: Process, address: str, count: int, batch: int, seconds: float) -> dict[str, Any]:
-    return clients.ask(address=address, clients=count, batch=batch, seconds=seconds)
+def _load(
+    clients: Process, address: str, method: str, count: int, batch: int, seconds: float
+) -> dict[str, Any]:
+    return clients.ask(address=address, method=method, clients=count, batch=batch, seconds=seconds)
+
+
+def _method(variant: str) -> str:
+    return INFER if variant in INFERS else PREDICT
 
 
 # ---- parameter sync
@@ -403,6 +417,7 @@ def requests(sizes: Sizes, folder: Path, before: Path | None) -> tuple[dict[str,
             1.15,
             at_most=True,
         ),
+        Bar("requests/s, 32 clients: infer / ours", 1 / by[32, 1, "infer"].ratio.median),
         Bar("p99 / p50, 32 clients", busy.p99_ms / busy.p50_ms, 3.0, at_most=True),
     ]
     if before is not None:

@@ -32,9 +32,12 @@ from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.serving.export.compiling import compile_servable
 from megalith.serving.proto import (
     DataType,
+    ModelInferResponse,
     PredictRequest,
     PredictResponse,
     from_tensor_proto,
+    from_tensor_protos,
+    to_infer_request,
     to_tensor_proto,
 )
 from megalith.serving.server.model_server import ModelServer
@@ -43,6 +46,7 @@ from megalith.serving.server.server_processes import ServerProcesses
 
 NAME = "scores"
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
+INFER = "/inference.GRPCInferenceService/ModelInfer"
 FEATURES = [f"f{number}" for number in range(26)]
 DENSE, DIM, HIDDEN = 13, 16, (64, 32)
 WORKERS = (1, 4, 32)
@@ -94,6 +98,13 @@ def requests_of(batch: int, count: int, rows: int) -> list[bytes]:
             request.inputs[name].CopyFrom(to_tensor_proto(chosen))
         request.inputs["dense"].CopyFrom(to_tensor_proto(torch.randn(batch, DENSE, generator=generator)))
         made.append(request.SerializeToString())
+    return made
+
+
+def infer_request_of(data: bytes) -> bytes:
+    """Returns the ModelInferRequest with the inputs of a PredictRequest."""
+    inputs = from_tensor_protos(PredictRequest.FromString(data).inputs)
+    made: bytes = to_infer_request(inputs, model_name=NAME).SerializeToString()
     return made
 
 
@@ -252,23 +263,33 @@ def _servers(predict: Any, threads: tuple[int, ...]) -> Iterator[list[str]]:
 
 def clients(rows: str, count: str) -> None:
     """Runs closed-loop clients; see grpc_load.py."""
-    requests = {batch: requests_of(batch, max(64, int(count) // batch), int(rows)) for batch in (1, 32)}
+    requests = {
+        (PREDICT, batch): requests_of(batch, max(64, int(count) // batch), int(rows)) for batch in (1, 32)
+    }
+    requests |= {(INFER, batch): [*map(infer_request_of, each)] for (_, batch), each in requests.items()}
 
     def load(order: dict[str, Any]) -> dict[str, Any]:
+        method = order["method"]
         if "scores" in order:
-            return {"scores": _scores(order["scores"], requests[1][: order["count"]])}
-        return load_of(
-            order["address"], PREDICT, requests[order["batch"]], order["clients"], order["seconds"]
-        )
+            return {"scores": _scores(order["scores"], method, requests[method, 1][: order["count"]])}
+        messages = requests[method, order["batch"]]
+        return load_of(order["address"], method, messages, order["clients"], order["seconds"])
 
     answer({}, load)
 
 
-def _scores(address: str, requests: list[bytes]) -> list[float]:
+def _scores(address: str, method: str, requests: list[bytes]) -> list[float]:
     with grpc.insecure_channel(address) as channel:
-        call = channel.unary_unary(PREDICT, response_deserializer=PredictResponse.FromString)
-        outputs = [call(request, timeout=30.0).outputs["logits"] for request in requests]
-    return [float(from_tensor_proto(proto)[0]) for proto in outputs]
+        call = channel.unary_unary(method)
+        return [_first_logit(method, call(request, timeout=30.0)) for request in requests]
+
+
+def _first_logit(method: str, response: bytes) -> float:
+    if method == PREDICT:
+        return float(from_tensor_proto(PredictResponse.FromString(response).outputs["logits"])[0])
+    message = ModelInferResponse.FromString(response)
+    number = [output.name for output in message.outputs].index("logits")
+    return float(np.frombuffer(message.raw_output_contents[number], np.float32)[0])
 
 
 def prober() -> None:

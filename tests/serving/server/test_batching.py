@@ -262,14 +262,14 @@ def test_whatever_one_request_breaks_the_others_are_answered(tmp_path: Path) -> 
     with ModelServer(tmp_path) as server:
         version = server.models[0].newest
         assert version is not None
-        compute = version.servable.predict
+        compute = version.servable.predict_plain
 
-        def predict(features: Any, dense: Any) -> Any:
+        def predict(batch: Any, size: int, dense: Any) -> Any:
             if (dense == 7.0).any():
                 raise MemoryError("too much")
-            return compute(features, dense)
+            return compute(batch, size, dense)
 
-        version.servable.predict = predict  # type: ignore[method-assign]
+        version.servable.predict_plain = predict  # type: ignore[method-assign]
         features, dense = rows(1)
         good, bad = (version.reader.read({**features, "dense": each}) for each in (dense, dense * 0 + 7))
         before, failed, after = version._compute([good, bad, good])
@@ -285,11 +285,11 @@ def test_a_part_that_does_not_answer_is_not_asked_again_for_each_request(tmp_pat
         assert version is not None
         calls: list[int] = []
 
-        def predict(features: Any, dense: Any) -> Any:
-            calls.append(len(dense))
+        def predict(batch: Any, size: int, dense: Any) -> Any:
+            calls.append(size)
             raise RemoteError("movies:ps_0 does not answer", code="UNAVAILABLE")
 
-        version.servable.predict = predict  # type: ignore[method-assign]
+        version.servable.predict_plain = predict  # type: ignore[method-assign]
         features, dense = rows(1)
         one = version.reader.read({**features, "dense": dense})
         results = version._compute([one, one])

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 from megalith.errors import RemoteError
 from megalith.serving.proto import PredictRequest, to_infer_request
+from megalith.serving.server import oip_service
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import NUM_IDS, ServerClient, export_version, logits, request_of, rows
+from tests.serving.score_requests import INFER_CHANGES, damaged_messages, typed_infer_request
 
 FEATURES, DENSE = rows(2)
 INPUTS = {**FEATURES, "dense": DENSE}
@@ -113,6 +115,43 @@ def test_damaged_requests(call: Callable[[str, bytes], str], method: str) -> Non
         data = damaged(dice.choice(METHODS[method]), dice)
         status = call(method, data)
         assert status in ANSWERS, (status, data.hex())
+
+
+def test_infer_requests_read_from_bytes_and_by_protobuf_get_equal_answers(
+    server: ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[Callable[[Any], object]] = [
+        lambda request: setattr(request, "model_name", "none"),
+        lambda request: setattr(request, "model_version", "x"),
+        lambda request: setattr(request, "model_version", "8"),
+        lambda request: request.outputs.add(name="none"),
+        lambda request: request.outputs.add(name="logits"),
+        lambda request: request.outputs.add(),
+    ]
+    usual = to_infer_request(INPUTS, model_name="movies", id="r").SerializeToString()
+    typed = typed_infer_request(INPUTS)
+    typed.model_version = "3"
+    del typed.outputs[1]
+    sent = [usual, typed.SerializeToString()]
+    for change in (*INFER_CHANGES.values(), *names):
+        request = to_infer_request(INPUTS, model_name="movies")
+        change(request)
+        sent.append(request.SerializeToString())
+    sent += [data for each in sent[:2] for data in damaged_messages(each, 60)]
+    with grpc.insecure_channel(server.address) as channel:
+        ask = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+
+        def answer(data: bytes) -> tuple[str, Any]:
+            try:
+                return "OK", ask(data, timeout=60)
+            except grpc.RpcError as error:
+                return error.code().name, error.details()
+
+        read = [answer(data) for data in sent]
+        monkeypatch.setattr(oip_service, "read_infer_message", lambda data: None)
+        assert read == [answer(data) for data in sent]
+    assert [code for code, _ in read[:2]] == ["OK", "OK"]
+    assert len({details for code, details in read if code != "OK"}) > 15
 
 
 def test_damaged_writes(tmp_path: Path) -> None:

@@ -4,15 +4,15 @@ A feature is sent as `name` [B] with one id per row; or as [B, L], padded with t
 [n] with `name:row_splits` [B + 1]. Weights are sent as `name:weights`, shaped like the values. Ids are
 integers, or strings, which are hashed. Dense values are floats [B, k].
 
-Columns stay the bytes that were received, so most requests are read without creating a tensor, and a batch is
-a concatenation of bytes. Input is untrusted until validated: an InputError names the input.
+Columns are bytes, so most requests are read without creating a tensor (score_messages.py), and a batch is a
+concatenation of bytes. Input is untrusted until validated: an InputError names the input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +26,9 @@ from megalith.ragged import Ragged
 from megalith.serving.export.signature import FeatureSpec, Signature
 from megalith.serving.proto.infer_tensors import from_infer_request
 from megalith.serving.proto.limits import MAX_BYTES
-from megalith.serving.proto.message_types import DataType, Message
+from megalith.serving.proto.message_types import Message
 from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos
-from megalith.serving.wire_names import PREDICT
+from megalith.serving.server.score_messages import ScoreMessage
 
 SPLITS, WEIGHTS = ":row_splits", ":weights"
 Inputs = Mapping[str, Tensor | Strings]
@@ -37,10 +37,6 @@ _EXPECTED = {
     "fid": "integers, not strings: the results of megalith.fid(slot, id), as in training",
     "xxhash64": "strings, not numbers: the ids were hashes of text in training; send integers as text",
 }
-_INT64, _FLOAT = int(DataType.DT_INT64), int(DataType.DT_FLOAT)
-_Raw = tuple[int | str, list[int], bytes]
-"""dtype, shape and little-endian bytes of a tensor."""
-_NONE: _Raw = ("", [], b"")
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8}
 _INTEGERS |= {torch.uint64, torch.uint32, torch.uint16, torch.uint8}
 
@@ -73,33 +69,6 @@ class Column:
             first, last = int(every[:begin].sum()), int(every[:end].sum())
         weights = None if self.weights is None else self.weights[4 * first : 4 * last]
         return Column(self.ids[8 * first : 8 * last], lengths, weights)
-
-
-class ScoreHead(NamedTuple):
-    """What a request for scores asks for, without its inputs."""
-
-    model: str
-    signature: str
-    version: int | None
-    outputs: list[str]
-
-
-def score_head(data: bytes) -> ScoreHead | None:
-    """Read everything but the inputs of a PredictRequest.
-
-    Args:
-        data: The serialized PredictRequest.
-
-    Returns:
-        The head, with the signature that an empty name stands for; None for a request in another form, such
-        as one with a version label, which may be malformed.
-    """
-    native: Any = native_module()
-    found = None if native is None else native.score_head(data)
-    if found is None:
-        return None
-    model, signature, version, outputs = found
-    return ScoreHead(model, signature or PREDICT, version, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,26 +114,27 @@ class InputReader:
         """The features in the order of the tables, as `Servable.plain_features`."""
         self._place = {name: k for k, name in enumerate(self.plain_features)}
         self._takes_plain = bool(self.plain_features) and not any(
-            feature.shared or feature.ids == "xxhash64" for feature in signature.features
+            feature.shared for feature in signature.features
         )
         native: Any = native_module()
+        hashes = any(feature.ids == "xxhash64" for feature in signature.features)
         self._native: Any = None
-        if native is not None and self._takes_plain:
+        if native is not None and self._takes_plain and not hashes:
             self._native = native.ScoreReader(list(self.plain_features), self.dense_name, self.num_dense)
 
-    def read_bytes(self, data: bytes) -> Rows | None:
-        """Read the inputs of the most common PredictRequest in one native pass.
+    def read_message(self, message: ScoreMessage) -> Rows | None:
+        """Read the inputs of a request in the usual form in one native pass.
 
         Args:
-            data: The serialized PredictRequest.
+            message: The request.
 
         Returns:
-            The rows to score; None for a request in another form, which may be malformed.
+            The rows to score; None for a request with other inputs, which may be wrong.
 
         Raises:
             InputError: The inputs are too large, or dense values are refused.
         """
-        found = None if self._native is None else self._native.read(data)
+        found = None if self._native is None else self._native.read(message)
         if found is None:
             return None
         count, ids, dense = found
@@ -184,7 +154,7 @@ class InputReader:
         Raises:
             InputError: An input is unknown, missing, malformed or too large; the message names it.
         """
-        return self._read_plain(protos) or self.read(from_tensor_protos(protos, max_bytes=self.max_bytes))
+        return self.read(from_tensor_protos(protos, max_bytes=self.max_bytes))
 
     def read_infer(self, request: Message) -> Rows:
         """Read the inputs of a ModelInferRequest.
@@ -198,15 +168,6 @@ class InputReader:
         Raises:
             InputError: An input is unknown, missing, malformed or too large; the message names it.
         """
-        raw = request.raw_input_contents
-        if len(raw) == len(request.inputs) and self._takes_plain:
-            given = {}
-            for tensor, data in zip(request.inputs, raw, strict=True):
-                if tensor.HasField("contents"):
-                    break
-                given[tensor.name] = (tensor.datatype, list(tensor.shape), data)
-            if len(given) == len(raw) and (rows := self._plain(given, "INT64", "FP32")):
-                return rows
         return self.read(from_infer_request(request, max_bytes=self.max_bytes))
 
     def read(self, inputs: Inputs) -> Rows:
@@ -248,7 +209,7 @@ class InputReader:
             if other != count:
                 first = next(iter(counts))
                 raise InputError(f"input {name!r} has {other} rows, but {first!r} has {count}")
-        return self._check_cost(self._rows(count, tuple(columns), dense))
+        return self._check_cost(self._rows_of(count, tuple(columns), dense))
 
     def pieces(self, rows: Rows, size: int) -> list[Rows]:
         """Split a request.
@@ -318,39 +279,17 @@ class InputReader:
             return []
         return [name for name, column in zip(self.names, rows.columns, strict=True) if column is None]
 
-    def _read_plain(self, protos: Mapping[str, Message]) -> Rows | None:
-        """Read a plain PredictRequest, whose tensors all are in tensor_content; None for others."""
-        if not self._takes_plain or len(protos) > len(self.names) + 1:
-            return None
-        given = {}
-        for name in protos:
-            proto = protos[name]
-            if proto.int64_val or proto.float_val:
-                return None
-            given[name] = (proto.dtype, [dim.size for dim in proto.tensor_shape.dim], proto.tensor_content)
-        return self._plain(given, _INT64, _FLOAT)
-
-    def _plain(self, given: Mapping[str, _Raw], int64: int | str, float32: int | str) -> Rows | None:
-        """Read the common request: int64 [B] for every feature, float32 dense values; None for others."""
-        if not self._takes_plain or len(given) != len(self.names) + (self.num_dense > 0):
-            return None
+    def _rows_of(self, count: int, columns: tuple[Column | None, ...], dense: bytes | None) -> Rows:
+        """Return rows, plain ones if every feature has one id for each row."""
         ids = []
-        count = 0
-        for name in self.plain_features:
-            dtype, shape, data = given.get(name, _NONE)
-            count = count or len(data) // 8
-            if dtype != int64 or shape != [count] or len(data) != 8 * count or not count:
-                return None
-            ids.append(data)
-        dense = None
-        if self.num_dense:
-            dtype, shape, dense = given.get(self.dense_name, _NONE)
-            fits = shape == [count, self.num_dense] and len(dense) == 4 * count * self.num_dense
-            if dtype != float32 or not fits:
-                return None
-        if 8 * count * len(ids) + len(dense or b"") > self.max_bytes:
-            return None
-        return self._check_cost(self._plain_rows(count, b"".join(ids), dense))
+        if self._takes_plain and count:
+            for name in self.plain_features:
+                column = columns[self._position[name]]
+                if column is None or column.lengths is not None or column.weights is not None:
+                    return self._rows(count, columns, dense)
+                ids.append(column.ids)
+            return self._plain_rows(count, b"".join(ids), dense)
+        return self._rows(count, columns, dense)
 
     def _rows(self, count: int, columns: tuple[Column | None, ...], dense: bytes | None) -> Rows:
         given = zip(columns, self._dims, strict=True)

@@ -20,7 +20,6 @@ from megalith.serving.export.output_specs import OUTPUT_DTYPES
 from megalith.serving.export.signature import Signature
 from megalith.serving.proto import (
     ModelInferRequest,
-    ModelInferResponse,
     ModelMetadataRequest,
     ModelMetadataResponse,
     ModelReadyRequest,
@@ -31,7 +30,9 @@ from megalith.serving.proto import (
     datatype_of,
 )
 from megalith.serving.proto.infer_tensors import BYTES, DATATYPES
+from megalith.serving.proto.score_responses import encode_infer_response
 from megalith.serving.server.dispatcher import Dispatcher
+from megalith.serving.server.inputs import InputReader, Rows
 from megalith.serving.server.methods import (
     GrpcScoreRequest,
     parse,
@@ -41,6 +42,7 @@ from megalith.serving.server.methods import (
     serialize,
 )
 from megalith.serving.server.request_errors import RequestError
+from megalith.serving.server.score_messages import read_infer_message
 from megalith.serving.server.security import Permission, authorization_of
 from megalith.serving.server.tf_metadata import inputs_of
 
@@ -156,26 +158,33 @@ class OIPService:
         """
         self._dispatcher.permit(authorization_of(context.invocation_metadata()), Permission.READ)
         self._dispatcher.check_size(len(data))
-        request = parse(self._dispatcher, ModelInferRequest, data)
+        message = read_infer_message(data)
+        if message is None:
+            request = parse(self._dispatcher, ModelInferRequest, data)
+            asked = request.model_name, request.model_version, [each.name for each in request.outputs]
+            request_id: str = request.id
+        else:
+            asked, request_id = (message.model, message.version_text, message.outputs), message.id
+
+        def read(reader: InputReader) -> Rows:
+            if message is None:
+                return reader.read_infer(request)
+            return reader.read_message(message) or reader.read_infer(ModelInferRequest.FromString(data))
+
+        model, version, outputs = asked
         scored = self._dispatcher.predict(
             GrpcScoreRequest(
-                request.model_name,
-                self._version(request.model_version),
-                [output.name for output in request.outputs],
+                model,
+                self._version(version),
+                outputs,
                 remaining(context),
                 context.is_active,
-                lambda reader: reader.read_infer(request),
+                read,
                 *request_options(context),
             )
         )
         report_missing(context, scored.missing_ids)
-        response = ModelInferResponse(
-            model_name=request.model_name, model_version=str(scored.version), id=request.id
-        )
-        for name, array in scored.outputs.items():
-            response.outputs.add(name=name, datatype=datatype_of_output(array.dtype.name), shape=array.shape)
-            response.raw_output_contents.append(array.tobytes())
-        return serialize(response)
+        return encode_infer_response(model, scored.version, request_id, scored.outputs)
 
     def _version(self, text: str) -> int | None:
         try:

@@ -32,9 +32,9 @@ from megalith.serving.proto import (
     to_tensor_proto,
 )
 from megalith.serving.proto.contents import LARGE, cut_contents
-from megalith.serving.proto.score_responses import encode_scores
+from megalith.serving.proto.score_responses import encode_predict_response
 from megalith.serving.server.dispatcher import Dispatcher, unknown_signature
-from megalith.serving.server.inputs import InputReader, Rows, ScoreHead, score_head
+from megalith.serving.server.inputs import InputReader, Rows
 from megalith.serving.server.methods import (
     GrpcScoreRequest,
     grpc_handler,
@@ -45,6 +45,7 @@ from megalith.serving.server.methods import (
     serialize,
 )
 from megalith.serving.server.request_errors import Code, RequestError
+from megalith.serving.server.score_messages import ScoreMessage, read_predict_message
 from megalith.serving.server.security import Permission, authorization_of
 from megalith.serving.server.tf_metadata import model_metadata, model_status
 from megalith.serving.wire_names import (
@@ -103,9 +104,9 @@ class TFService:
         Raises:
             RequestError: The request cannot be answered.
         """
-        head = score_head(data) if len(data) < LARGE else None
-        if head is not None and head.signature == PREDICT:
-            return self._predict_bytes(data, head, context)
+        message = read_predict_message(data)
+        if message is not None and (message.signature or PREDICT) == PREDICT:
+            return self._predict_message(data, message, context)
         small, contents = cut_contents(data, _is_large) if len(data) >= LARGE else (data, {})
         if len(small) >= LARGE:  # a parsed message takes up to twenty times its bytes
             self._dispatcher.check_size(len(small))
@@ -193,15 +194,16 @@ class TFService:
             permission = Permission.WRITE
         self._dispatcher.permit(authorization_of(context.invocation_metadata()), permission)
 
-    def _predict_bytes(self, data: bytes, head: ScoreHead, context: Any) -> bytes:
+    def _predict_message(self, data: bytes, message: ScoreMessage, context: Any) -> bytes:
         """Return scores; inputs in the usual form are read from the bytes, others by protobuf."""
         self._permit(PREDICT, context)
         self._dispatcher.check_size(len(data))
 
         def read(reader: InputReader) -> Rows:
-            return reader.read_bytes(data) or reader.read_protos(PredictRequest.FromString(data).inputs)
+            return reader.read_message(message) or reader.read_protos(PredictRequest.FromString(data).inputs)
 
-        return self._respond(head.model, head.version, head.outputs, read, remaining(context), context)
+        version = message.version_text or message.version
+        return self._respond(message.model, version, message.outputs, read, remaining(context), context)
 
     def _scores(self, request: Message, timeout: float | None, context: Any) -> bytes:
         spec = request.model_spec
@@ -227,7 +229,7 @@ class TFService:
         )
         report_missing(context, scored.missing_ids)
         typed = self._dispatcher.typed_outputs
-        data = encode_scores(model, PREDICT, scored.version, scored.outputs, typed=typed)
+        data = encode_predict_response(model, PREDICT, scored.version, scored.outputs, typed=typed)
         if data is not None:
             return data
         response = PredictResponse()
