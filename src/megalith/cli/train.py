@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +29,7 @@ from megalith.errors import CheckpointError
 from megalith.reporting.report import write_report
 from megalith.table import HostTierUse
 from megalith.training import DataConfig, Evaluation, ModelConfig, Run, RunConfig, TrainConfig, Watcher
+from megalith.training.run_device import device_of
 from megalith.training.run_model import CHECKPOINT, config_of
 
 INTERRUPTED = 130
@@ -171,6 +173,9 @@ def _train(run: Run, out: Console) -> bool:
     out.print(f"[bold]{run.config.model.name}[/] on {run.source.title}{ranks}")
     for note in run.notes:
         out.print(Text(note))
+    if device_of(train).type == "cuda":
+        device = torch.cuda.get_device_name()
+        out.print(f"on {device}; the first run on a machine compiles kernels for about 20 seconds")
     if run.config.train.comm_metrics is not None and run.ranks.size == 1:
         out.print(
             "--comm-metrics has no effect: one process has no exchange to measure; start it with torchrun"

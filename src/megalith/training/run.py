@@ -41,7 +41,7 @@ from megalith.training.run_batches import RunBatches, StepBatch
 from megalith.training.run_checkpoints import FOLDER as KEPT
 from megalith.training.run_checkpoints import RunCheckpoints
 from megalith.training.run_config import RunConfig
-from megalith.training.run_device import use_device
+from megalith.training.run_device import device_of, use_device
 from megalith.training.run_lock import RunLock
 from megalith.training.run_log import LogWindow, MetricsLog, ScalarWriter
 from megalith.training.run_model import CHECKPOINT, config_of, model_for, updates_in_step
@@ -225,7 +225,8 @@ class Run:
 
     def _make_batches(self) -> RunBatches | WorkerBatches:
         if self._servers is None:
-            return RunBatches(self.source.train, self.ranks, shards=self._reads_shards)
+            ahead = device_of(self.config.train).type == "cuda"
+            return RunBatches(self.source.train, self.ranks, shards=self._reads_shards, ahead=ahead)
         return self._servers.batches(
             self.config,
             self.source.train,

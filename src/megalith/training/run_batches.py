@@ -23,6 +23,7 @@ from typing import NamedTuple
 from megalith.data import Batch, Reader
 from megalith.data.batch import Position
 from megalith.data.equal_batches import EqualBatchLoader
+from megalith.data.read_ahead import read_ahead
 from megalith.errors import InputError
 from megalith.training.run_ranks import RunRanks, bounds, part_of
 
@@ -79,16 +80,20 @@ class RunBatches:
         reader: The reader of all rows.
         ranks: The ranks of the run.
         shards: Whether each rank reads its own shard.
+        ahead: Whether a thread reads the next batches while this one is trained on, for runs on a GPU.
 
     Attributes:
         list_features: Features of which a row with several ids was seen, in the first batches.
     """
 
-    def __init__(self, reader: Reader, ranks: RunRanks, *, shards: bool = False) -> None:
+    def __init__(self, reader: Reader, ranks: RunRanks, *, shards: bool = False, ahead: bool = False) -> None:
         self.reader = reader
+        self._ahead = ahead
+        self._at: Position | None = None
+        """Where the step after the last one starts, while the reader is ahead of it."""
         self.shards = shards and 1 < ranks.size <= reader.batch_size
         self.ranks = ranks
-        self._sharded = _RankShards(reader, ranks)
+        self._sharded = _RankShards(reader, ranks, ahead)
         self._equal: EqualBatchLoader | None = None
         self._skipped: Counter[str] = Counter()
         self.list_features: set[str] = set()
@@ -106,13 +111,23 @@ class RunBatches:
         if self._sharded.begun or (self.shards and not self._in_stream):
             yield from self._from_shards()
         else:
-            for batch in self.reader:
-                yield StepBatch(batch, None)
+            yield from self._from_stream()
 
     @property
     def _in_stream(self) -> bool:
         """Whether the position is in the midst of an epoch that is read as a stream."""
-        return self.reader.position != self.reader.shard(0, 1).position
+        return self._at is not None or self.reader.position != self.reader.shard(0, 1).position
+
+    def _from_stream(self) -> Iterator[StepBatch]:
+        if not self._ahead:
+            yield from (StepBatch(batch, None) for batch in self.reader)
+            return
+        if self._at is not None:  # the last loop was left early
+            self.reader.seek(self._at)
+        for batch in read_ahead(self.reader):
+            self._at = batch.position
+            yield StepBatch(batch, None)
+        self._at = None
 
     def _from_shards(self) -> Iterator[StepBatch]:
         if self._equal is None:
@@ -135,7 +150,7 @@ class RunBatches:
     def position(self) -> Position:
         """Returns where the next batch starts, as a JSON-compatible dict. A collective call."""
         if not self._sharded.begun:
-            return self.reader.position
+            return self.reader.position if self._at is None else self._at
         everywhere = self.ranks.gather(self._sharded.positions())
         merged = {index: position for each in everywhere for index, position in each.items()}
         return {"shards": [merged[index] for index in range(len(merged))]}
@@ -153,11 +168,12 @@ class RunBatches:
             self._sharded.resume(position["shards"])
         else:
             self.reader.seek(position)
+            self._at = None
 
     def skipped(self) -> Counter[str]:
         """Returns the number of bad rows skipped by all ranks, by reason. A collective call."""
         own = self._skipped + self._sharded.skipped()
-        return self.reader.skipped + sum(self.ranks.gather(own), Counter())
+        return Counter(self.reader.skipped) + sum(self.ranks.gather(own), Counter())
 
 
 def features_with_lists(batch: Batch) -> frozenset[str]:
@@ -175,8 +191,9 @@ def features_with_lists(batch: Batch) -> frozenset[str]:
 class _RankShards:
     """The shards of this rank in one epoch, one after the other."""
 
-    def __init__(self, reader: Reader, ranks: RunRanks) -> None:
+    def __init__(self, reader: Reader, ranks: RunRanks, ahead: bool) -> None:
         self._reader = reader
+        self._ahead = ahead
         self._ranks = ranks
         self._readers: dict[int, Reader] = {}
         """Index of a shard -> its reader."""
@@ -208,7 +225,7 @@ class _RankShards:
             self._begin(self._ranks.size)
         for index, reader in self._readers.items():
             reader.seek(self._at[index])
-            for batch in reader:
+            for batch in read_ahead(reader) if self._ahead else reader:
                 self._at[index] = batch.position
                 yield batch
 
@@ -216,7 +233,7 @@ class _RankShards:
         return dict(self._at)
 
     def skipped(self) -> Counter[str]:
-        return sum((reader.skipped for reader in self._readers.values()), Counter())
+        return sum((Counter(reader.skipped) for reader in self._readers.values()), Counter())
 
     def end(self) -> Counter[str]:
         """Ends the epoch, and returns the skipped rows of the shards."""

@@ -127,7 +127,8 @@ class SharedLaunches:
         torch.cat(columns, out=slot.ids)
         addresses = plan.output_addresses(bags, outputs)
         aligned = [plan.is_aligned(cut, addresses) for cut in plan.launches]
-        fields = [plan.fill(cut, bags, addresses) for cut in plan.launches]
+        # Each launch reads aligned descriptors: Triton compiles a kernel once more for those that are not.
+        fields = [_even(plan.fill(cut, bags, addresses)) for cut in plan.launches]
         written = slot.write_fields([x for own in fields for x in own])
 
         def launch() -> None:
@@ -405,3 +406,7 @@ def _moved(tensors: Mapping[str, Tensor], device: torch.device) -> Mapping[str, 
     if all(tensor.device == device for tensor in tensors.values()):
         return tensors
     return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+def _even(fields: list[int]) -> list[int]:
+    return fields + [0] * (len(fields) % 2)

@@ -9,6 +9,7 @@ then on, in one call of the driver.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +21,8 @@ CALLS_BEFORE = 3
 """Plain calls before the launches are recorded; they also compile the kernels."""
 MAX_GRAPHS = 8
 MAX_SLOTS = 4
+RECENT = 16
+"""Lookups among which sizes must repeat to get memory of their own. Sizes of ragged batches come and go."""
 
 
 class RecordedCalls:
@@ -140,7 +143,7 @@ class SearchSlots:
     def __init__(self, group: LaunchGroup) -> None:
         self._group = group
         self._slots: dict[tuple[int, ...], list[SearchSlot]] = {}
-        self._seen: dict[tuple[int, ...], int] = {}
+        self._recent: deque[tuple[int, ...]] = deque(maxlen=RECENT)
 
     def find(self, sizes: Sequence[int]) -> SearchSlot | None:
         """Return a free slot for lookups of these sizes.
@@ -149,15 +152,13 @@ class SearchSlots:
             sizes: Number of ids of each table.
 
         Returns:
-            None if sizes are new or too many lookups are in progress.
+            None if sizes have not been repeated or too many lookups are in progress.
         """
         key = tuple(sizes)
         slots = self._slots.get(key)
         if slots is None:
-            if len(self._seen) > 256:
-                self._seen.clear()
-            self._seen[key] = self._seen.get(key, 0) + 1
-            if self._seen[key] < CALLS_BEFORE:
+            self._recent.append(key)
+            if self._recent.count(key) < CALLS_BEFORE:
                 return None
             if len(self._slots) >= MAX_SLOTS:
                 self._slots.pop(next(iter(self._slots)))

@@ -1,0 +1,75 @@
+"""Batches that a thread reads ahead: the same, in order, and with the positions and errors of the reader."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+import torch
+
+from megalith import Ragged
+from megalith.data import Batch, MemoryReader, Reader, Samples, SyntheticReader
+from megalith.data.read_ahead import BATCHES, read_ahead
+from megalith.training.run_batches import RunBatches
+from megalith.training.run_ranks import RunRanks
+from tests.data.support import Row, rows_of
+
+
+def threads() -> int:
+    return sum(thread.name == "read-ahead" for thread in threading.enumerate())
+
+
+def test_batches_are_those_of_the_reader() -> None:
+    reader = SyntheticReader(batch_size=4, num_batches=7)
+    expected = rows_of(reader)
+    assert rows_of(read_ahead(reader)) == expected
+    assert threads() == 0
+
+
+def test_an_error_comes_after_the_batches_before_it() -> None:
+    def broken() -> Iterator[Batch]:
+        yield from SyntheticReader(batch_size=4, num_batches=BATCHES + 2)
+        raise OSError("the disk is gone")
+
+    found: list[Batch] = []
+    with pytest.raises(OSError, match="disk"):
+        found.extend(read_ahead(broken()))
+    assert len(found) == BATCHES + 2
+    assert threads() == 0
+
+
+def test_a_loop_that_is_left_ends_the_thread() -> None:
+    batches = read_ahead(SyntheticReader(batch_size=4))  # endless
+    for _ in range(3):
+        next(batches)
+    assert threads() == 1
+    batches.close()
+    assert threads() == 0
+
+
+@pytest.mark.parametrize("kind", ["memory", "synthetic"])
+def test_a_run_continues_after_the_last_batch_it_has_seen(kind: str) -> None:
+    def batches(ahead: bool) -> RunBatches:
+        reader: Reader
+        if kind == "memory":
+            ids = Ragged.from_lists([[k] for k in range(23)])
+            reader = MemoryReader(Samples({"item": ids}, torch.zeros(23)), batch_size=3, shuffle=5)
+        else:
+            reader = SyntheticReader(batch_size=3, num_batches=8)
+        return RunBatches(reader, RunRanks(10.0), ahead=ahead)
+
+    def some(run: RunBatches, n: int) -> list[Row]:
+        return rows_of(step.batch for step in islice(run, n))
+
+    plain, ahead, resumed = batches(False), batches(True), batches(True)
+    for n in (3, 2, 99, 4, 99, 99):  # within an epoch, to its end, into the next ones
+        expected = some(plain, n)
+        assert some(ahead, n) == expected
+        assert ahead.position() == plain.position()
+        assert some(resumed, n) == expected
+        position = resumed.position()
+        resumed = batches(True)
+        resumed.seek(position)
+    assert threads() == 0
