@@ -210,6 +210,8 @@ PARTS: dict[str, tuple[Callable[..., Tensor], list[nn.Module]]] = {
     "transposed": (lambda x: x @ x.mT, []),
     "a table": (lambda x, m: m((x[..., 0] > 0).long()), [nn.Embedding(2, 4)]),
     "in place": (written_in_place, []),
+    "masks": (lambda x: x * (((x > 0) & (x < 1)) | (x < -1) ^ (x > 2)), []),
+    "integers": (lambda x: ((x * 8).long() << 2 >> 1).div(3, rounding_mode="trunc").float(), []),
 }
 
 
@@ -337,6 +339,8 @@ MALICIOUS: dict[str, Change] = {
         for name in (
             "save.default",
             "_print.default",
+            "__class__.default",
+            "__and__.__call__",
             "warn.default",
             "manual_seed.default",
             "set_.source_Tensor",

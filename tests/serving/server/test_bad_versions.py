@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ExportError
-from megalith.serving.export import program_export
 from megalith.serving.export.archive import check_archive
 from megalith.serving.export.exporter import export_model
-from megalith.serving.export.output_specs import OutputSpec
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.trial import try_version
 from megalith.serving.server.model_server import ModelServer
@@ -30,7 +28,7 @@ INPUTS = {"f": torch.tensor([1, 2])}
 
 
 class Dividing(Wide):
-    """Divides the smallest integer by a buffer, which raises SIGFPE if that is -1."""
+    """Divides the smallest integer by a buffer, which raises SIGFPE if that is -1 and nothing guards it."""
 
     smallest: Tensor
     divisor: Tensor
@@ -50,12 +48,8 @@ class Dividing(Wide):
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Version 1 divides by 1, version 2 by -1."""
     out = tmp_path_factory.mktemp("exports")
-    with pytest.MonkeyPatch.context() as patch:
-        # The exporter would run the program itself, and end this process.
-        outputs = (OutputSpec("logits"), OutputSpec("probabilities"))
-        patch.setattr(program_export, "_run", lambda *_: (outputs, False))
-        for version, divisor in ((1, 1), (2, -1)):
-            export_model(Dividing(divisor), out, name="movies", version=version)
+    for version, divisor in ((1, 1), (2, -1)):
+        export_model(Dividing(divisor), out, name="movies", version=version)
     return out
 
 
@@ -66,7 +60,15 @@ def served(exports: Path, tmp_path: Path) -> Path:
     return tmp_path / "served"
 
 
-def test_a_version_that_ends_a_process_does_not_end_the_server(exports: Path, served: Path) -> None:
+def test_a_version_that_ends_a_process_does_not_end_the_server(
+    exports: Path, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given child processes in which divisions are not guarded: version 2 ends them.
+    module = "megalith.serving.export.integer_division"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import {module} as it\nit.guard_divisions = lambda module: None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
     with (
         ModelServer(served, ServerConfig(poll_seconds=3600)) as server,
         ServerClient(server.address) as ask,
@@ -77,6 +79,15 @@ def test_a_version_that_ends_a_process_does_not_end_the_server(exports: Path, se
         (model,) = server.models
         assert "ends a process with SIGFPE" in model.statuses[2].error
         assert 'megalith_failed_versions_total{model="movies"} 1.0' in server.metrics.text().decode()
+
+
+def test_a_division_ends_no_server(exports: Path, served: Path) -> None:
+    """A request, or a weight that training pushes, may be what divides the smallest integer by -1."""
+    servable = Servable(served / "1")
+    servable.apply({}, dense={"divisor": torch.tensor([-1])})
+    smallest = float(-(2**63))
+    assert servable.predict(INPUTS)["logits"].tolist() == [smallest, smallest]
+    assert Servable(exports / "2").predict(INPUTS)["logits"].tolist() == [smallest, smallest]
 
 
 def test_a_trial_stops_with_the_server(exports: Path) -> None:

@@ -198,6 +198,17 @@ def test_bodies_that_are_not_read(made: Made, head: str, status: int) -> None:
         assert sock.recv(100).startswith(f"HTTP/1.1 {status} ".encode())
 
 
+def test_a_client_may_wait_before_it_sends_the_body(made: Made) -> None:
+    """As curl does for a large body: it would wait for a second without the interim response."""
+    host, _, port = str(made[1].http_address).partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        head = "POST /v2/models/movies/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: 100-continue"
+        sock.sendall(f"{head}\r\n\r\n".encode())
+        assert sock.recv(100).startswith(b"HTTP/1.1 100 ")
+        sock.sendall(b"{}")
+        assert sock.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
 @pytest.mark.parametrize(
     "sent", [b"", b"GET /v2", b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 9\r\n\r\n"]
 )

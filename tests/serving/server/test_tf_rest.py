@@ -135,6 +135,14 @@ def test_unsigned_ids_and_ids_without_a_row(rest: Rest) -> None:
         (b'{"instances": [{"user": true}]}', "numbers or strings"),
         (b'{"instances": [{"user": [1, [2]]}]}', "mixes lists and values"),
         (b'{"instances": [{"user": [[1], [2, 3]]}]}', "different lengths within a row"),
+        (
+            b'{"instances": [{"user": 1, "dense": [1, 2, 3]}, {"user": 2, "dense": [4]}]}',
+            "'dense' has lists of different lengths in its rows",
+        ),
+        (
+            b'{"inputs": {"tags": [[1, 2], [3]], "tags:weights": [[0.5], [1, 2]]}}',
+            "row 0 has 1 weights for 2 ids",
+        ),
         (b'{"instances": [{"user": {"b64": "?"}}]}', "base64"),
         ('{"instances": [{"user": {"b64": "\u00e9"}}]}'.encode(), "base64"),
         (b'{"instances": [{"user": {"a": 1}}]}', "base64"),

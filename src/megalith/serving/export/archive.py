@@ -36,8 +36,10 @@ _CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_cons
 _STORED = re.compile(r"(weight|tensor)_\d+")
 _NAME = re.compile(r"[A-Za-z0-9_.]*")
 _PLAIN = re.compile(r"[\w .,:;=<>+*/()-]*")  # no character that ends a string in source code
+_BITWISE = re.compile(r"__i?(and|or|xor|lshift|rshift)__")  # the operators & | ^ << >>
 _TARGET = re.compile(
-    r"torch\.ops\.aten\.(?P<op>[a-z0-9][a-z0-9_]*|mT|mH|_assert_scalar|_assert_tensor_metadata)"
+    r"torch\.ops\.aten\.(?P<op>[a-z0-9][a-z0-9_]*|mT|mH|_assert_scalar|_assert_tensor_metadata"
+    rf"|{_BITWISE.pattern})"
     r"\.[A-Za-z0-9][A-Za-z0-9_]*|torch\.sym_[a-z]+"
     r"|_operator\.(getitem|add|sub|mul|floordiv|truediv|mod|neg|eq|ne|lt|le|gt|ge)"
 )
@@ -192,12 +194,17 @@ def _check_inside(data: Any, key: str) -> None:
         for each in data:
             _check_inside(each, key)
     elif isinstance(data, str) and not _RULES.get(key, _NAME.fullmatch)(data):
+        if key in ("target", "as_operator"):
+            raise ValueError(f"it uses {data[:200]!r}, which is not one of the ops that a server runs")
         raise ValueError(f"{key} is {data[:200]!r}")
 
 
 def _is_target(text: str) -> bool:
     found = _TARGET.fullmatch(text)
-    return found is not None and not _DENIED.fullmatch(found["op"] or "") and "__" not in text
+    op = found["op"] or "" if found else ""
+    if found is None or _DENIED.fullmatch(op):
+        return False
+    return "__" not in (text.replace(op, "", 1) if _BITWISE.fullmatch(op) else text)
 
 
 def _is_expression(text: str) -> bool:

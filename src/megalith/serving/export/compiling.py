@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megalith.errors import UsageError
 from megalith.serving.export.compiled_program import find_library, load_library
+from megalith.serving.export.integer_division import divides_integers
 from megalith.serving.export.servable import Servable
 
 logger = logging.getLogger(__name__)
@@ -23,13 +24,16 @@ def compile_servable(servable: Servable, cache: Path, *, stopped: threading.Even
 
     Returns:
         Whether requests use it from now on, while the exported weights are in use. Not for models without a
-        program, or with features that a batch shares.
+        program, with features that a batch shares, or that divide integers.
 
     Raises:
         ExportError: The directory is not private.
     """
     program, file = servable.dense_program, servable.signature.program
     if program is None or file is None:
+        return False
+    if divides_integers(program.front.module):
+        logger.warning("%s is not compiled: compiled divisions of integers can end the process", file.path)
         return False
     path = servable.directory / file.path
     library = find_library(path, cache, checksum=file.checksum, stopped=stopped)

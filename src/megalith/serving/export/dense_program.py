@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from megalith.errors import ExportError, InputError
 from megalith.serving.export.archive import check_archive, load_archive
 from megalith.serving.export.compiled_program import Runner, flatten
+from megalith.serving.export.integer_division import guard_divisions
 
 PREFIX = "model."
 """Prefix that torch.export adds to the names of the model's weights."""
@@ -161,6 +162,7 @@ class ProgramCopy:
     def __init__(self, program: ExportedProgram) -> None:
         # Guards would be source code from the archive; the batches of a Servable have one size.
         self.module = program.module(check_guards=False)
+        guard_divisions(self.module)
         constant = set(program.graph_signature.non_persistent_buffers)
         self.weights: dict[str, Tensor] = {}
         self.same: dict[str, str] = {}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megalith.errors import InputError, MegalithError
 from megalith.serving.export.archive import write_archive
+from megalith.serving.export.integer_division import guard_divisions
 from megalith.serving.export.model_parts import ModelParts
 from megalith.serving.export.output_specs import (
     LOGITS,
@@ -83,7 +84,9 @@ def export_program(
             }
             dynamic = (sizes, None if dense is None else any_size)
             program = torch.export.export(dense_part, (rows, dense), dynamic_shapes=dynamic, strict=False)
-            outputs, found_joint = _run(parts, program.module(check_guards=False), dense_part.names)
+            traced = program.module(check_guards=False)
+            guard_divisions(traced)
+            outputs, found_joint = _run(parts, traced, dense_part.names)
             data = write_archive(program)
     except MegalithError:
         raise

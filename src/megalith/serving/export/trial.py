@@ -1,8 +1,8 @@
 """Trial: opens an exported version and computes its examples in a child process, before a server opens it.
 
-The checks of an archive allow only ops that compute. Some of them can still end a process: the integer
-division of the smallest number by -1 raises SIGFPE, and a program may need more memory than there is. In a
-child process that costs nothing but the version.
+The checks of an archive allow only ops that compute. A program can still end a process: it may need more
+memory than there is, and torch does not check everything (integer_division.py). In a child process that costs
+nothing but the version.
 """
 
 from __future__ import annotations

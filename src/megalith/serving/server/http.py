@@ -183,6 +183,12 @@ class Handler(BaseHTTPRequestHandler):
         self._reader = _DeadlineReader(self.connection)
         self.rfile = io.BufferedReader(self._reader)
 
+    def handle_expect_100(self) -> bool:
+        """Answer `Expect: 100-continue`, which clients such as curl await before a large body."""
+        answered = super().handle_expect_100()
+        self.wfile.flush()
+        return answered
+
     def log_message(self, format: str, *args: Any) -> None:
         """Log for debugging only: requests are counted instead.
 

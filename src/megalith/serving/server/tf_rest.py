@@ -253,7 +253,10 @@ def _inputs(columns: Mapping[str, Any], reader: InputReader) -> dict[str, Tensor
     for key, column in columns.items():
         name = f"input {key[:100]!r}"
         is_float = key.endswith(WEIGHTS) or (key == reader.dense_name and reader.num_dense > 0)
-        values, shape = _flatten(column, 0.0 if is_float else pads.get(key, 0), left, name)
+        if key.endswith(WEIGHTS):
+            _check_lengths(column, columns.get(key.removesuffix(WEIGHTS)), name)
+        pad = None if key == reader.dense_name else 0.0 if is_float else pads.get(key, 0)
+        values, shape = _flatten(column, pad, left, name)
         datatype = _datatype(values, is_float, name) if values or key not in texts else BYTES
         value = from_values(datatype, shape, values, name=name, max_bytes=left)
         read[key] = value
@@ -261,7 +264,16 @@ def _inputs(columns: Mapping[str, Any], reader: InputReader) -> dict[str, Tensor
     return read
 
 
-def _flatten(column: Any, pad: float, max_bytes: int, name: str) -> tuple[list[Any], list[int]]:
+def _check_lengths(weights: Any, ids: Any, name: str) -> None:
+    """Raise InputError if rows have another number of weights than of ids: padding would hide it."""
+    if not isinstance(weights, list) or not isinstance(ids, list):
+        return
+    for row, (own, other) in enumerate(zip(weights, ids, strict=False)):
+        if isinstance(own, list) and isinstance(other, list) and len(own) != len(other):
+            raise InputError(f"{name}: row {row} has {len(own)} weights for {len(other)} ids")
+
+
+def _flatten(column: Any, pad: float | None, max_bytes: int, name: str) -> tuple[list[Any], list[int]]:
     """Return values in row-major order and their shape; lists of the rows are padded to one length."""
     if not isinstance(column, list):
         raise InputError(f"{name} must be a list with a value for each row")
@@ -274,8 +286,9 @@ def _flatten(column: Any, pad: float, max_bytes: int, name: str) -> tuple[list[A
             raise InputError(f"{name} is nested too deeply")
         length = max(map(len, values))
         if any(len(each) != length for each in values):
-            if len(shape) > 1:
-                raise InputError(f"{name} has lists of different lengths within a row")
+            if len(shape) > 1 or pad is None:
+                within = "within a row" if len(shape) > 1 else "in its rows"
+                raise InputError(f"{name} has lists of different lengths {within}")
             if len(values) * length * POINTER_BYTES > max_bytes:
                 raise InputError(
                     f"{name}: the longest list has {length} values, too many for {len(values)} rows; send "
