@@ -19,6 +19,8 @@ from megalith.checkpoint.manifest import full_name
 from megalith.errors import MegalithError
 from megalith.reporting import charts, inspection
 from megalith.reporting.charts import Axis, Series, bar_chart, line_chart, scatter_chart, thin
+from megalith.reporting.report_html import STYLE, card, facts_table, html_table, plots, section
+from megalith.reporting.run_files import Absent, RunFiles, finite_number, read_object
 from megalith.units import byte_unit, show_bytes, show_number, show_span, show_time
 
 MAX_POINTS, MEAN_POINTS = 300, 60
@@ -26,32 +28,6 @@ MAX_SERIES = 6
 MAX_AGE_CHARTS = 4
 DASH = "\N{EN DASH}"
 _COUNTERS = ("created", "evicted", "removed", "refused", "pending")
-_MAX_BYTES = 1 << 28
-
-_STYLE = """
-:root { color-scheme:light dark;
-  --page:#f5f6f8; --card:#ffffff; --text:#1d232b; --muted:#5c6570; --edge:#dfe3e8; }
-@media (prefers-color-scheme: dark) {
-  :root { --page:#14181d; --card:#1d2229; --text:#e4e8ed; --muted:#9aa4b0; --edge:#2e353e; } }
-* { box-sizing:border-box; }
-body { margin:0; background:var(--page); color:var(--text);
-  font:15px/1.5 system-ui, "DejaVu Sans", sans-serif; }
-main { max-width:1180px; margin:0 auto; padding:28px 20px 60px; }
-h1 { font-size:26px; margin:0 0 4px; overflow-wrap:anywhere; }
-h2 { font-size:18px; margin:36px 0 10px; }
-h3 { font-size:14px; margin:0 0 8px; font-weight:600; overflow-wrap:anywhere; }
-p { margin:6px 0; } .muted { color:var(--muted); }
-.numbers { display:flex; flex-wrap:wrap; gap:12px; margin-top:18px; } .number { flex:1 1 190px; }
-.plots { display:grid; grid-template-columns:repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap:14px; }
-.card { background:var(--card); border:1px solid var(--edge); border-radius:8px; padding:14px 16px;
-  min-width:0; }
-.number b { display:block; font-size:21px; line-height:1.3; overflow-wrap:anywhere; }
-table { border-collapse:collapse; width:100%; } .scroll { overflow-x:auto; }
-th, td { text-align:left; padding:6px 14px 6px 0; border-bottom:1px solid var(--edge);
-  overflow-wrap:anywhere; }
-td.value, th.value { text-align:right; font-variant-numeric:tabular-nums; }
-tr.best td { font-weight:600; } details summary { cursor:pointer; }
-"""
 
 
 def write_report(run_dir: Path, out: Path | None = None, *, comparison: Path | None = None) -> Path:
@@ -66,18 +42,18 @@ def write_report(run_dir: Path, out: Path | None = None, *, comparison: Path | N
     Returns:
         The file.
     """
-    run = _Run(run_dir)
+    run = RunFiles(run_dir)
     target = run_dir / "report.html" if out is None else out
     sections = [
-        _section("Learning", lambda: _learning(run)),
-        _section("Calibration", lambda: _calibration(run)),
-        _section("Table growth", lambda: _growth(run)),
-        _section("Id frequency", lambda: _frequency(run)),
-        _section("Age of rows", lambda: _ages(run)),
+        section("Learning", lambda: _learning(run)),
+        section("Calibration", lambda: _calibration(run)),
+        section("Table growth", lambda: _growth(run)),
+        section("Id frequency", lambda: _frequency(run)),
+        section("Age of rows", lambda: _ages(run)),
     ]
     if comparison is not None:
-        sections.append(_section("Comparison", lambda: _comparison(comparison)))
-    sections.append(_section("Configuration", lambda: _configuration(run)))
+        sections.append(section("Comparison", lambda: _comparison(comparison)))
+    sections.append(section("Configuration", lambda: _configuration(run)))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".tmp")
     temporary.write_text(_page(run, sections), encoding="utf-8")
@@ -85,110 +61,19 @@ def write_report(run_dir: Path, out: Path | None = None, *, comparison: Path | N
     return target
 
 
-class _Absent(Exception):
-    """The input of a section is missing; the message names it."""
-
-
-# ---- input
-
-
-class _Run:
-    """The files of a run."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.config = _optional(lambda: _object(directory / "config.json"))
-        self.evaluation = _optional(lambda: _object(directory / "evaluation.json"))
-        self.records, self.unread = _records(directory / "metrics.jsonl")
-
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        return [r for r in self.records if r.get("kind") == kind]
-
-    def points(self, kind: str, field: str) -> list[tuple[float, float]]:
-        """(step, value) of the records of a kind in which both are numbers."""
-        pairs = [(_number(r.get("step")), _number(r.get(field))) for r in self.of_kind(kind)]
-        return [(step, value) for step, value in pairs if step is not None and value is not None]
-
-    @property
-    def evaluated_before(self) -> str:
-        """Which step the evaluation is of, if the run has continued since then. Otherwise empty."""
-        step, newest = _number((self.evaluation or {}).get("step")), self.last("step")
-        if step is None or newest is None or step == newest:
-            return ""
-        return f"step {show_number(step)} of {show_number(newest)}"
-
-    def last(self, field: str) -> float | None:
-        """The newest value of a field."""
-        found = [_number(r.get(field)) for r in self.of_kind("train") or self.records]
-        return next((value for value in reversed(found) if value is not None), None)
-
-
-def _text(path: Path) -> str:
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise _Absent(f"{path.name} is too large to show")
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise _Absent(f"{path.name} is missing") from None
-    except (OSError, UnicodeDecodeError):
-        raise _Absent(f"{path.name} cannot be read") from None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(_text(path))
-    except (ValueError, RecursionError):
-        raise _Absent(f"{path.name} is not valid JSON") from None
-    if not isinstance(data, dict):
-        raise _Absent(f"{path.name} is not a JSON object")
-    return data
-
-
-def _records(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines that are JSON objects, and the number of other lines."""
-    try:
-        lines = [line for line in _text(path).splitlines() if line.strip()]
-    except _Absent:
-        return [], 0
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records, len(lines) - len(records)
-
-
-def _optional(read: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    try:
-        return read()
-    except _Absent:
-        return None
-
-
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    try:
-        return float(value) if is_number and math.isfinite(value) else None
-    except OverflowError:
-        return None
-
-
 # ---- sections
 
 
-def _learning(run: _Run) -> str:
+def _learning(run: RunFiles) -> str:
     if not run.records:
-        raise _Absent("metrics.jsonl is missing or has no records")
-    return _plots(
+        raise Absent("metrics.jsonl is missing or has no records")
+    return plots(
         [_curves(run, "Loss", "loss", "loss"), _curves(run, "AUC", "auc", "AUC")],
         f"Lines of metrics.jsonl that could not be read: {run.unread}." if run.unread else "",
     )
 
 
-def _curves(run: _Run, title: str, field: str, label: str) -> str:
+def _curves(run: RunFiles, title: str, field: str, label: str) -> str:
     raw = run.points("train", field)
     if len(raw) > MEAN_POINTS:
         series = [Series("", thin(raw, MAX_POINTS), "faint", colour=0)]
@@ -199,18 +84,18 @@ def _curves(run: _Run, title: str, field: str, label: str) -> str:
     if held_out:
         series.append(Series("evaluation", thin(held_out, MAX_POINTS), "line and points", colour=1))
     if not raw and not held_out:
-        return _card(title, f'<p class="muted">No record has {escape(field)}.</p>')
-    return _card(title, line_chart(f"{title} over steps", series, Axis("step"), Axis(label)))
+        return card(title, f'<p class="muted">No record has {escape(field)}.</p>')
+    return card(title, line_chart(f"{title} over steps", series, Axis("step"), Axis(label)))
 
 
-def _calibration(run: _Run) -> str:
+def _calibration(run: RunFiles) -> str:
     given = (run.evaluation or {}).get("calibration")
     bins = [b for b in given if isinstance(b, dict)] if isinstance(given, list) else []
-    values = [[_number(b.get(key)) for key in ("predicted", "observed", "count")] for b in bins]
+    values = [[finite_number(b.get(key)) for key in ("predicted", "observed", "count")] for b in bins]
     full = [(p, o, c) for p, o, c in values if p is not None and o is not None and c is not None]
     full = [(p, o, c) for p, o, c in full if 0 <= p <= 1 and 0 <= o <= 1 and c > 0]
     if not full:
-        raise _Absent("evaluation.json is missing or has no calibration")
+        raise Absent("evaluation.json is missing or has no calibration")
     points = Series("bins of predictions", [(p, o) for p, o, _ in full], sizes=[c for _, _, c in full])
     high = max(max(p, o) for p, o, _ in full)
     chart = scatter_chart(
@@ -231,29 +116,29 @@ def _calibration(run: _Run) -> str:
         "weighted mean error": f"{error:.4f}",
     }
     hint = "Points on the dashed line are calibrated. Below it, predictions are too high. Area: samples."
-    numbers = f'{_facts(facts)}<p class="muted">{hint}</p>'
+    numbers = f'{facts_table(facts)}<p class="muted">{hint}</p>'
     note = f"Evaluated at {run.evaluated_before}." if run.evaluated_before else ""
-    return _plots([_card("Observed against predicted", chart), _card("Statistics", numbers)], note)
+    return plots([card("Observed against predicted", chart), card("Statistics", numbers)], note)
 
 
-def _growth(run: _Run) -> str:
+def _growth(run: RunFiles) -> str:
     tables: dict[str, list[tuple[float, float]]] = {}
     for record in run.records:
-        step, rows = _number(record.get("step")), record.get("rows")
+        step, rows = finite_number(record.get("step")), record.get("rows")
         if step is not None and isinstance(rows, dict):
             for name, value in rows.items():
-                if (number := _number(value)) is not None:
+                if (number := finite_number(value)) is not None:
                     tables.setdefault(name, []).append((step, number))
     if not tables:
-        raise _Absent("metrics.jsonl is missing or has no row counts")
+        raise Absent("metrics.jsonl is missing or has no row counts")
     shown, left = _largest(tables, lambda points: points[-1][1])
     series = [Series(name, thin(sorted(points), MAX_POINTS)) for name, points in shown.items()]
     rows = line_chart("Rows of each table over steps", series, Axis("step"), Axis("rows", low=0))
-    cards = [_card("Rows", rows), *_memory_card(run), *_policy_cards(run), *_tier_card(run)]
-    return _plots(cards, f"Smaller tables not shown: {left}." if left else "")
+    cards = [card("Rows", rows), *_memory_card(run), *_policy_cards(run), *_tier_card(run)]
+    return plots(cards, f"Smaller tables not shown: {left}." if left else "")
 
 
-def _memory_card(run: _Run) -> list[str]:
+def _memory_card(run: RunFiles) -> list[str]:
     memory = run.points("train", "memory") or run.points("eval", "memory")
     if not memory:
         return []
@@ -266,10 +151,10 @@ def _memory_card(run: _Run) -> list[str]:
     shown = {name: points for name, points in parts.items() if any(value for _, value in points)}
     series = [line("memory", memory), *(line(name, points) for name, points in shown.items())]
     chart = line_chart("Memory over steps", series, Axis("step"), Axis(f"memory, {unit}", low=0))
-    return [_card("Memory of all tables", chart)]
+    return [card("Memory of all tables", chart)]
 
 
-def _policy_cards(run: _Run) -> list[str]:
+def _policy_cards(run: RunFiles) -> list[str]:
     """Rows created, evicted and removed and ids refused: over steps, and by table at the end."""
     totals = _totals(run, "counters", _sum_over_tables)
     if not totals:
@@ -278,15 +163,15 @@ def _policy_cards(run: _Run) -> list[str]:
     chart = line_chart("Rows created, evicted and refused", series, Axis("step"), Axis("rows or ids", low=0))
     tables = [r["counters"] for r in run.records if isinstance(r.get("counters"), dict)][-1]
     lines = [
-        [name, *(_or_dash(_number(counts.get(key)), show_number) for key in _COUNTERS)]
+        [name, *(_or_dash(finite_number(counts.get(key)), show_number) for key in _COUNTERS)]
         for name, counts in tables.items()
         if isinstance(counts, dict)
     ]
     heads = ("table", *_COUNTERS)
-    return [_card("Rows created, evicted and refused", chart), _card("By table", _table(heads, lines))]
+    return [card("Rows created, evicted and refused", chart), card("By table", html_table(heads, lines))]
 
 
-def _tier_card(run: _Run) -> list[str]:
+def _tier_card(run: RunFiles) -> list[str]:
     """The part of the rows of updates that were in GPU memory, of tables with rows in host memory."""
 
     def rates(tables: dict[str, Any]) -> dict[str, Any]:
@@ -297,34 +182,34 @@ def _tier_card(run: _Run) -> list[str]:
         return []
     series = [Series(name, thin(points, MAX_POINTS)) for name, points in found.items()]
     chart = line_chart("Hit rate of GPU memory", series, Axis("step"), Axis("hit rate", low=0))
-    return [_card("Rows of updates that were in GPU memory", chart)]
+    return [card("Rows of updates that were in GPU memory", chart)]
 
 
 def _sum_over_tables(counters: dict[str, Any]) -> dict[str, float]:
     sums: dict[str, float] = {}
     for counts in counters.values():
         for key, value in counts.items() if isinstance(counts, dict) else ():
-            sums[key] = sums.get(key, 0.0) + (_number(value) or 0.0)
+            sums[key] = sums.get(key, 0.0) + (finite_number(value) or 0.0)
     return sums
 
 
 def _totals(
-    run: _Run, field: str, numbers: Callable[[dict[str, Any]], Mapping[str, Any]]
+    run: RunFiles, field: str, numbers: Callable[[dict[str, Any]], Mapping[str, Any]]
 ) -> dict[str, list[tuple[float, float]]]:
     """(step, value) of each number that a field of the records holds."""
     found: dict[str, list[tuple[float, float]]] = {}
     for record in run.of_kind("train"):
-        step, given = _number(record.get("step")), record.get(field)
+        step, given = finite_number(record.get("step")), record.get(field)
         if step is None or not isinstance(given, dict):
             continue
         for name, value in numbers(given).items():
-            if (number := _number(value)) is not None:
+            if (number := finite_number(value)) is not None:
                 found.setdefault(name, []).append((step, number))
     return found
 
 
-def _frequency(run: _Run) -> str:
-    data = _object(run.directory / "frequencies.json")
+def _frequency(run: RunFiles) -> str:
+    data = read_object(run.directory / "frequencies.json")
     given = data.get("features")
     features, shares = {}, {}
     for name, feature in given.items() if isinstance(given, dict) else ():
@@ -332,7 +217,7 @@ def _frequency(run: _Run) -> str:
         if pairs:
             features[name], shares[name] = pairs, share
     if not features:
-        raise _Absent("frequencies.json has no features")
+        raise Absent("frequencies.json has no features")
     shown, left = _largest(features, lambda points: sum(ids for _, ids in points))
     series = [Series(name, _log_thin(points)) for name, points in shown.items()]
     chart = scatter_chart(
@@ -342,17 +227,17 @@ def _frequency(run: _Run) -> str:
         Axis("number of ids", log=True),
     )
     rows = [_concentration(name, points, shares[name]) for name, points in shown.items()]
-    table = _table(("feature", "ids", "seen once", "most frequent id"), rows)
+    table = html_table(("feature", "ids", "seen once", "most frequent id"), rows)
     notes = [_counted(data, min(shares[name] for name in shown))]
     notes += [f"Features with fewer ids not shown: {left}."] if left else []
-    return _plots([_card("Ids by frequency", chart), _card("Statistics", table)], " ".join(notes).strip())
+    return plots([card("Ids by frequency", chart), card("Statistics", table)], " ".join(notes).strip())
 
 
 def _histogram(feature: Any) -> tuple[list[tuple[float, float]], float]:
     """(occurrences, number of ids), scaled to all ids, and the share of ids that were counted."""
     if not isinstance(feature, dict):
         return [], 1.0
-    share = _number(feature.get("share"))
+    share = finite_number(feature.get("share"))
     share = share if share is not None and 0 < share <= 1 else 1.0
     given = feature.get("counts")
     points = [_pair(pair) for pair in given] if isinstance(given, list) else []
@@ -362,7 +247,7 @@ def _histogram(feature: Any) -> tuple[list[tuple[float, float]], float]:
 
 def _counted(data: Mapping[str, Any], share: float) -> str:
     """Which ids were counted."""
-    samples, total = _number(data.get("samples")), _number(data.get("samples_of_run"))
+    samples, total = finite_number(data.get("samples")), finite_number(data.get("samples_of_run"))
     texts = []
     if samples is not None and total is not None:
         part = f"{show_number(samples)} of {show_number(total)} samples" if samples < total else "all samples"
@@ -384,10 +269,10 @@ def _concentration(name: str, points: Sequence[tuple[float, float]], share: floa
     return [name + mark, show_number(ids), f"{once / ids:.1%}", f"{top / total:.2%} of all"]
 
 
-def _ages(run: _Run) -> str:
+def _ages(run: RunFiles) -> str:
     root = run.directory / "checkpoint"
     if not root.exists():
-        raise _Absent("checkpoint/ is missing")
+        raise Absent("checkpoint/ is missing")
     try:
         manifest = read_manifest(root)
         found = []
@@ -397,7 +282,7 @@ def _ages(run: _Run) -> str:
             if newest is not None:
                 found.append((summary, newest, entries))
         if not found:
-            raise _Absent("the checkpoint has no rows")
+            raise Absent("the checkpoint has no rows")
         found.sort(key=lambda item: -item[0].rows)
         now = max(newest for _, newest, _ in found)
         cards = [
@@ -405,30 +290,30 @@ def _ages(run: _Run) -> str:
             for summary, _, entries in found[:MAX_AGE_CHARTS]
         ]
     except MegalithError as error:
-        raise _Absent(f"the checkpoint cannot be read: {error}") from None
+        raise Absent(f"the checkpoint cannot be read: {error}") from None
     left = len(found) - len(cards)
     note = f"Ages are relative to the newest update, {show_time(now)}."
-    return _plots(cards, f"{note} Smaller tables not shown: {left}." if left else note)
+    return plots(cards, f"{note} Smaller tables not shown: {left}." if left else note)
 
 
 def _age_card(name: str, ages: inspection.Ages) -> str:
     bars = [(label, float(count)) for label, count in ages.bins]
     chart = bar_chart(f"Age of rows of {name}", bars, Axis("rows"), label="time since the last update")
     median = show_span(ages.median or 0)
-    return _card(f"{name}: {ages.rows:,} rows, median age {median}", chart)
+    return card(f"{name}: {ages.rows:,} rows, median age {median}", chart)
 
 
 def _comparison(path: Path) -> str:
-    data = _object(path)
+    data = read_object(path)
     given = data.get("rows")
     rows = [row for row in given if isinstance(row, dict)] if isinstance(given, list) else []
     if not rows:
-        raise _Absent(f"{path.name} has no rows")
-    aucs = [_number(row.get("auc")) for row in rows]
+        raise Absent(f"{path.name} has no rows")
+    aucs = [finite_number(row.get("auc")) for row in rows]
     best = max((a for a in aucs if a is not None), default=None)
     lines = []
     for row, auc in zip(rows, aucs, strict=True):
-        loss, size = _number(row.get("log_loss")), _number(row.get("bytes"))
+        loss, size = finite_number(row.get("log_loss")), finite_number(row.get("bytes"))
         cells = [
             str(row.get("name", "")),
             _or_dash(auc, lambda x: f"{x:.4f}"),
@@ -436,7 +321,7 @@ def _comparison(path: Path) -> str:
             _or_dash(size, show_bytes),
         ]
         lines.append((cells, auc is not None and auc == best))
-    body = _table(
+    body = html_table(
         ("model", "AUC", "log loss", "memory of embeddings"),
         [cells for cells, _ in lines],
         best={i for i, (_, is_best) in enumerate(lines) if is_best},
@@ -446,21 +331,21 @@ def _comparison(path: Path) -> str:
     return f'<div class="card"><h3>{escape(about)}</h3>{body}{note}</div>'
 
 
-def _configuration(run: _Run) -> str:
-    config = _object(run.directory / "config.json")
+def _configuration(run: RunFiles) -> str:
+    config = read_object(run.directory / "config.json")
     rows = [[key, value] for key, value in _flat(config, "")]
-    table = _table(None, rows, plain=True)
+    table = html_table(None, rows, plain=True)
     return f'<details class="card"><summary>{len(rows)} settings</summary>{table}</details>'
 
 
 # ---- the summary
 
 
-def _numbers(run: _Run) -> str:
+def _numbers(run: RunFiles) -> str:
     evaluation = run.evaluation or {}
     samples, seconds = run.last("samples"), run.last("seconds")
     rows = [r["rows"] for r in run.records if r.get("rows") and isinstance(r["rows"], dict)]
-    counts = [_number(value) for value in rows[-1].values()] if rows else []
+    counts = [finite_number(value) for value in rows[-1].values()] if rows else []
     speed = samples / seconds if samples is not None and seconds else None
     at = f", {run.evaluated_before}" if run.evaluated_before else ""
     shown = {
@@ -469,8 +354,8 @@ def _numbers(run: _Run) -> str:
         "samples trained": _or_dash(samples, show_number),
         "time": _or_dash(seconds, show_span),
         "samples / s": _or_dash(speed, lambda x: f"{x:,.0f}"),
-        f"held-out AUC{at}": _or_dash(_number(evaluation.get("auc")), lambda x: f"{x:.4f}"),
-        f"held-out log loss{at}": _or_dash(_number(evaluation.get("log_loss")), lambda x: f"{x:.4f}"),
+        f"held-out AUC{at}": _or_dash(finite_number(evaluation.get("auc")), lambda x: f"{x:.4f}"),
+        f"held-out log loss{at}": _or_dash(finite_number(evaluation.get("log_loss")), lambda x: f"{x:.4f}"),
         "rows": _or_dash(sum(c for c in counts if c is not None) if counts else None, show_number),
         "memory": _or_dash(run.last("memory"), show_bytes),
     }
@@ -487,13 +372,13 @@ def _data_name(config: Mapping[str, Any] | None) -> str:
     return kind if path == DASH else path if kind == DASH else f"{kind}: {path}"
 
 
-def _held_out_name(run: _Run) -> str:
+def _held_out_name(run: RunFiles) -> str:
     """A line of HTML that names the data of the evaluation."""
     if run.evaluation is None:
         return ""
     path = _named(run.config, "data", ("test_path",))
     name = path if path != DASH else f"the held-out part of {_named(run.config, 'data', ('kind', 'name'))}"
-    samples = _or_dash(_number(run.evaluation.get("samples")), show_number)
+    samples = _or_dash(finite_number(run.evaluation.get("samples")), show_number)
     return f'<p class="muted">{escape(f"Held-out data: {samples} samples of {name}.")}</p>'
 
 
@@ -508,60 +393,19 @@ def _named(config: Mapping[str, Any] | None, key: str, names: Sequence[str]) -> 
 # ---- HTML
 
 
-def _page(run: _Run, sections: Sequence[str]) -> str:
+def _page(run: RunFiles, sections: Sequence[str]) -> str:
     name = escape(run.directory.resolve().name)
-    steps = [step for r in run.records if (step := _number(r.get("step"))) is not None]
+    steps = [step for r in run.records if (step := finite_number(r.get("step"))) is not None]
     about = f"{show_number(max(steps))} steps" if steps else "no steps recorded"
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Megalith run {name}</title><style>{_STYLE}{charts.STYLE}</style></head>"
+        f"<title>Megalith run {name}</title><style>{STYLE}{charts.STYLE}</style></head>"
         f'<body><main><h1>Run {name}</h1><p class="muted">Megalith · {about}</p>'
         f"{_numbers(run)}{''.join(sections)}</main></body></html>\n"
     )
-
-
-def _section(title: str, body: Callable[[], str]) -> str:
-    try:
-        content = body()
-    except _Absent as absent:
-        content = f'<p class="muted">Not shown: {escape(str(absent))}.</p>'
-    return f"<section><h2>{escape(title)}</h2>{content}</section>"
-
-
-def _plots(cards: Sequence[str], note: str = "") -> str:
-    below = f'<p class="muted">{escape(note)}</p>' if note else ""
-    return f'<div class="plots">{"".join(cards)}</div>{below}'
-
-
-def _card(title: str, body: str) -> str:
-    return f'<div class="card"><h3>{escape(title)}</h3>{body}</div>'
-
-
-def _table(
-    head: Sequence[str] | None,
-    rows: Sequence[Sequence[str]],
-    *,
-    best: set[int] | None = None,
-    plain: bool = False,
-) -> str:
-    """A table of text. All columns but the first are right-aligned numbers unless `plain`."""
-    value = "" if plain else ' class="value"'
-    parts = []
-    if head:
-        names = [f"<th{value if i else ''}>{escape(name)}</th>" for i, name in enumerate(head)]
-        parts.append(f"<thead><tr>{''.join(names)}</tr></thead>")
-    for i, row in enumerate(rows):
-        cells = [f"<td{value if j else ''}>{escape(cell)}</td>" for j, cell in enumerate(row)]
-        mark = ' class="best"' if best and i in best else ""
-        parts.append(f"<tr{mark}>{''.join(cells)}</tr>")
-    return f'<div class="scroll"><table>{"".join(parts)}</table></div>'
-
-
-def _facts(facts: Mapping[str, str]) -> str:
-    return _table(None, [list(item) for item in facts.items()])
 
 
 # ---- helpers
@@ -574,7 +418,7 @@ def _or_dash(value: float | None, show: Callable[[float], str]) -> str:
 def _pair(pair: Any) -> tuple[float, float] | None:
     if not isinstance(pair, list) or len(pair) != 2:
         return None
-    a, b = _number(pair[0]), _number(pair[1])
+    a, b = finite_number(pair[0]), finite_number(pair[1])
     return None if a is None or b is None else (a, b)
 
 
