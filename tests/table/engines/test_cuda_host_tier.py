@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalith import SGD, TTL, Adagrad, EmbeddingCollection, Feature, Table, TableConfig, Zeros
+from megalith import SGD, TTL, Adagrad, Capacity, EmbeddingCollection, Feature, Table, TableConfig, Zeros
 from megalith.errors import InputError
+from megalith.table.engines import score_search
 from megalith.table.engines.cuda.engine import CudaEngine
 from tests.table.engines.programs import Program, everything
 
@@ -56,6 +57,28 @@ def test_rows_in_use_move_to_the_gpu_and_the_hit_rate_shows_it() -> None:
     assert torch.equal(table.lookup(torch.arange(100))[50:58].cpu(), torch.full((8, 2), -4.0))
     assert table.lookup(torch.arange(100)).cpu().abs().sum() == 8 * 2 * 4
     assert table.find(torch.arange(100)).unique().numel() == 100
+
+
+def test_no_id_shares_a_row_if_rows_move_while_a_search_for_low_scores_visits_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(score_search, "MIN_PART", 4)
+    capacity = Capacity(rows=64, score=lambda chunk: (chunk.ids * 7919 % 101).double())
+    table = Table(limited(TableConfig("t", dim=2, optimizer=SGD(0.1), eviction=capacity), 32), engine="cuda")
+    table.assign(torch.arange(64), torch.zeros(64, 2), time=0)
+    for step in range(5):
+        ids = next(iter(table.scan(100))).ids
+        on_host = ids[table.find(ids) >= 32]
+        some = on_host[torch.randperm(on_host.numel(), generator=torch.Generator().manual_seed(step))[:12]]
+        called = torch.cat([some, torch.arange(2) + 1000 + 2 * step])
+        for _ in range(2):  # the second one moves rows to the GPU, while the search is in the midst of a pass
+            table.apply_gradients(called, torch.ones(14, 2), step=step, time=step)
+        assert table.find(called).unique().numel() == 14
+    ids = everything(table).ids
+    assert ids.unique().numel() == table.find(ids).unique().numel() == len(table) == 64
+    use = table.stats().host_tier
+    assert use is not None
+    assert use.moved > 20
 
 
 def test_no_row_moves_during_a_scan() -> None:

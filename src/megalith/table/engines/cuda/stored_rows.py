@@ -230,7 +230,8 @@ class StoredRows(StreamedRows):
         """See `Engine.evict`."""
         self.wait_for_reader()
         with self.order:
-            ids = ids.to(self.device)
+            # A search for low scores visits a row twice if it changes its place on the way.
+            ids, _ = first_occurrences(ids.to(self.device))
             rows = self.group.find(ids, [ids.numel()]).rows
             exists = (rows >= 0).nonzero()[:, 0]
             flags = self.table.headers(rows[exists].contiguous())[2]
