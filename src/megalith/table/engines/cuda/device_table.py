@@ -160,14 +160,13 @@ class DeviceTable:
             free: Free rows among them.
             requested: Value of `requested` at that time.
         """
-        self._used, self._live, self.known_at = used, used - free, requested
+        self._live, self.known_at = used - free, requested
         self._count_room()
 
     def _count_room(self) -> None:
-        """Find how many more rows calls may ask for."""
-        rows = self.row_capacity - self._used
-        slots = self.slot_limit - self._live - self._removed_slots
-        self.room = min(rows, slots) - (self.requested - self.known_at)
+        """Find how many more rows calls may ask for. New rows take the places of removed ones first."""
+        most = min(self.row_capacity, self.slot_limit - self._removed_slots)
+        self.room = most - self._live - (self.requested - self.known_at)
 
     def changed(self) -> None:
         """Note that the descriptor changed."""
@@ -189,7 +188,7 @@ class DeviceTable:
             if used - free + self._removed_slots + ahead > self.slot_limit:
                 self._rehash(used - free + ahead)
             if used + max(0, ahead - free) > self.row_capacity:
-                self._add_chunks(used + max(0, ahead - free))
+                self._add_chunks(used + max(0, ahead - free), used + max(0, n - free))
         self.requested += n
         self.room -= n
 
@@ -283,36 +282,45 @@ class DeviceTable:
 
     # ---- rows
 
-    def _add_chunks(self, rows: int) -> None:
-        words = (self.layout.stride << self.layout.shift) // 8
-        while self.row_capacity < rows:
-            if len(self._chunks) < self._device_chunks:
-                chunk = torch.zeros(words, dtype=torch.int64, device=self.device)
-            else:
-                chunk = self._host_chunk(words)
-            self._chunks.append(chunk)
-        self._chunks_changed()
+    def _add_chunks(self, rows: int, least: int = MAX_ROWS) -> None:
+        """Allocate chunks for `rows` rows; fewer if memory is short and `least` rows fit without them.
 
-    def _host_chunk(self, words: int) -> Tensor:
+        Nothing is changed if memory does not suffice.
+        """
+        chunks, shift = list(self._chunks), self.layout.shift
+        words = (self.layout.stride << shift) // 8
+        try:
+            while len(chunks) << shift < rows:
+                if len(chunks) < self._device_chunks:
+                    chunks.append(torch.zeros(words, dtype=torch.int64, device=self.device))
+                else:
+                    chunks.append(self._host_chunk(words, len(chunks) - self._device_chunks))
+        except torch.OutOfMemoryError:
+            if len(chunks) << shift < least:
+                raise
+        self._set_chunks(chunks)
+
+    def _host_chunk(self, words: int, known: int) -> Tensor:
         """Return a chunk of pinned memory, which kernels access under its address.
 
         Several are allocated together, because torch rounds pinned memory up to a power of two.
         """
         if not self._spare:
-            known = len(self._chunks) - self._device_chunks
             count = max(1, min(known, HOST_BLOCK // (8 * words)))
             pinned = self.device.type == "cuda"
             self._spare = list(torch.zeros(count * words, dtype=torch.int64, pin_memory=pinned).split(words))
         return self._spare.pop()
 
-    def _chunks_changed(self) -> None:
-        retire(self.chunk_table, self.free)
-        pointers = [chunk.data_ptr() for chunk in self._chunks] or [0]
-        self.chunk_table = torch.tensor(pointers, dtype=torch.int64, device=self.device)
-        free = torch.empty(max(1, self.row_capacity), dtype=torch.int32, device=self.device)
+    def _set_chunks(self, chunks: list[Tensor]) -> None:
+        """Replace the chunks; what is allocated for that is allocated first."""
+        pointers = [chunk.data_ptr() for chunk in chunks] or [0]
+        table = torch.tensor(pointers, dtype=torch.int64, device=self.device)
+        rows = len(chunks) << self.layout.shift
+        free = torch.empty(max(1, rows), dtype=torch.int32, device=self.device)
         kept = min(free.numel(), self.free.numel())
         free[:kept] = self.free[:kept]
-        self.free = free
+        retire(self.chunk_table, self.free, *self._chunks[len(chunks) :])
+        self._chunks, self.chunk_table, self.free = chunks, table, free
         self.changed()
         self._count_room()
 
@@ -324,9 +332,7 @@ class DeviceTable:
             free: The free rows below it, int32.
         """
         kept = -(-used >> self.layout.shift)
-        retire(*self._chunks[kept:])
-        del self._chunks[kept:]
-        self._chunks_changed()
+        self._set_chunks(self._chunks[:kept])
         self.free[: free.numel()] = free
         self.counters[0] = used
         self.counters[1] = free.numel()

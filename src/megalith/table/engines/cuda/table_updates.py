@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megalith.table.engines.cuda.device_table import FLAGS
+from megalith.table.engines.cuda.device_table import FLAGS, DeviceTable
 from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
 from megalith.table.engines.cuda.recorded_calls import RecordedCalls
 from megalith.table.engines.cuda.row_steps import Gradients, call_fields, step_rows, sum_rows
@@ -45,7 +45,7 @@ def stage_updates(
     known: tuple[Tensor, RowSearch] | None,
     recorded: RecordedCalls | None = None,
 ) -> Callable[[], None]:
-    """Do the part of an update that may raise because of the user's optimizers.
+    """Do the part of an update that may raise: memory for new rows, and the user's optimizers.
 
     Args:
         group: The group; its tables are those of the engines, in this order.
@@ -61,6 +61,8 @@ def stage_updates(
     if not sum(sizes):
         return lambda: None
     if group.layout.has_rules:
+        if not any(update.engine.policies.active for update in updates):
+            group.make_room(sizes)
         return lambda: _update_in_kernels(group, updates, sizes, gradients, known, recorded)
     staged = [
         _stage_one_in_torch(update, gradients.part(number, sizes))
@@ -73,6 +75,11 @@ def stage_updates(
             each()
 
     return write
+
+
+def _was_counted(table: DeviceTable, size: int) -> bool:
+    """Whether the rows of a table were counted after room was made, so that the bound has no new ones."""
+    return size > 0 and table.known_at == table.requested
 
 
 @torch.no_grad()
@@ -92,6 +99,8 @@ def _update_in_kernels(
             pieces.append(update.engine.policies.admit(update.ids, own, update.occurrences, update.step.step))
         wanted = torch.cat(pieces)
         known = None  # policies may have removed rows
+    if wanted is not gradients.wanted or any(map(_was_counted, group.tables, sizes)):
+        group.make_room(sizes)
     if known is None:
         ids = updates[0].ids if len(updates) == 1 else torch.cat([update.ids for update in updates])
         known = ids, group.find(ids, sizes)
@@ -99,7 +108,6 @@ def _update_in_kernels(
     if any(update.engine.open_snapshot is not None for update in updates):
         for update, rows in zip(updates, found.rows.split(sizes), strict=True):
             update.engine.save_rows(rows)
-    group.make_room(sizes)
     fields = call_fields(group, gradients, [update.step for update in updates])
     repeats = recorded is not None and found.slot is not None and wanted is None
     calls = group.overwrite("calls", fields) if repeats else group.upload(fields)
