@@ -41,15 +41,15 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     Returns:
         The same tensors where they are on the CPU.
     """
-    copies, device = [], None
+    copies, devices = [], set()
     for tensor in tensors:
         if not tensor.is_cuda:
             copies.append(tensor.cpu())
             continue
-        device = tensor.device
+        devices.add(tensor.device)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copies.append(copy.copy_(tensor.detach(), non_blocking=True))
-    if device is not None:
+    for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return copies
 

@@ -21,6 +21,7 @@ from megalith.table.engines.cuda.launch_group import RowSearch
 from megalith.table.engines.cuda.pooling_parts import PoolingPlan, PoolingPlans, on_device
 from megalith.table.engines.cuda.row_steps import Gradients
 from megalith.table.engines.cuda.stored_rows import StoredRows
+from megalith.table.engines.cuda.stream_order import hold
 from megalith.table.engines.cuda.table_updates import TableUpdate, stage_updates
 from megalith.table.engines.room import check_room
 from megalith.table.table_data import FoundRows, Step
@@ -158,6 +159,7 @@ class CudaEngine(StoredRows):
             by = self.known(found, self.group)
             search = None
             if by is not None:  # a copy, because rows of new ids are filled in
+                hold([by.search.rows])
                 search = ids, RowSearch(by.search.rows.clone(), by.search.missing, by.search.absent)
             yield stage_updates(self.group, [TableUpdate(self, ids, step, occurrences)], gradients, search)
 

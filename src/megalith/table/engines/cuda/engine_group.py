@@ -30,7 +30,7 @@ from megalith.table.engines.cuda.pooling_parts import (
 from megalith.table.engines.cuda.recorded_calls import RecordedCalls, SearchSlots
 from megalith.table.engines.cuda.row_layout import RowLayout
 from megalith.table.engines.cuda.row_steps import Gradients
-from megalith.table.engines.cuda.stream_order import JointOrder
+from megalith.table.engines.cuda.stream_order import JointOrder, hold
 from megalith.table.engines.cuda.table_updates import TableUpdate, stage_updates
 from megalith.table.engines.group import EngineGroup
 from megalith.table.engines.room import check_room
@@ -76,7 +76,9 @@ class SharedLaunches:
         Returns:
             int64 [n] of each table, none for a table that does not occur.
         """
-        return [ids.get(name, self._none) for name in self.names]
+        found = [ids.get(name, self._none) for name in self.names]
+        hold(found)
+        return found
 
     def search(self, columns: list[Tensor], sizes: list[int]) -> JoinedRows:
         """Find the rows of ids.

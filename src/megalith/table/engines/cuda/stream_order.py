@@ -2,6 +2,9 @@
 
 torch gives freed memory back to the stream that it was allocated on, although another stream may still use
 it. So once calls come from several streams, tensors are marked with the streams that use them.
+
+Kernels are launched on the current device of the thread. So a call of a table on another device makes that
+device the current one until it ends.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-_SEEN: dict[int, torch.cuda.Stream] = {}
-"""The streams of all calls so far, by handle."""
+_SEEN: dict[tuple[int | None, int], torch.cuda.Stream] = {}
+"""The streams of all calls so far, by device and handle; all default streams have the same handle."""
 
 
 def hold(tensors: Iterable[Tensor]) -> None:
@@ -35,9 +38,10 @@ def retire(*tensors: Tensor) -> None:
         tensors: Tensors on the device.
     """
     if len(_SEEN) > 1:
+        streams = list(_SEEN.values())  # another thread may add one
         for tensor in tensors:
-            for stream in _SEEN.values():
-                if tensor.is_cuda:
+            for stream in streams:
+                if tensor.is_cuda and stream.device == tensor.device:
                     tensor.record_stream(stream)
 
 
@@ -56,12 +60,15 @@ class StreamOrder:
         self.lock = threading.RLock()
         self._last: torch.cuda.Stream | None = None
         self.last_handle = -1
+        self._before: list[int] = []  # the current device before each call in progress
 
     def __enter__(self) -> None:
         self.lock.acquire()
+        self._before.append(enter_device(self.device))
         self.follow(current_handle(self.device))
 
     def __exit__(self, *_: object) -> None:
+        leave_device(self._before.pop())
         self.lock.release()
 
     def follow(self, handle: int) -> None:
@@ -73,7 +80,7 @@ class StreamOrder:
         if handle == self.last_handle:
             return
         current = torch.cuda.current_stream(self.device)
-        _SEEN[handle] = current
+        _SEEN[self.device.index, handle] = current
         if self._last is not None:
             current.wait_stream(self._last)
         self._last, self.last_handle = current, handle
@@ -88,15 +95,20 @@ class JointOrder:
 
     def __init__(self, orders: Sequence[StreamOrder]) -> None:
         self._orders = list(orders)
+        self._before: list[int] = []
 
     def __enter__(self) -> None:
-        handle = current_handle(self._orders[0].device)
+        device = self._orders[0].device
+        handle = current_handle(device)
         for order in self._orders:
             order.lock.acquire()
+        self._before.append(enter_device(device))
+        for order in self._orders:
             if order.last_handle != handle:
                 order.follow(handle)
 
     def __exit__(self, *_: object) -> None:
+        leave_device(self._before.pop())
         for order in reversed(self._orders):
             order.lock.release()
 
@@ -113,3 +125,27 @@ def current_handle(device: torch.device) -> int:
     if device.type != "cuda":
         return -1
     return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
+def enter_device(device: torch.device) -> int:
+    """Make a device the current one of this thread.
+
+    Args:
+        device: The device of a table.
+
+    Returns:
+        The current device before, for `leave_device`; -1 if nothing was changed.
+    """
+    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+        return -1
+    return int(torch.cuda._exchange_device(device.index))
+
+
+def leave_device(before: int) -> None:
+    """Return to the device before a call.
+
+    Args:
+        before: What `enter_device` returned.
+    """
+    if before >= 0:
+        torch.cuda._exchange_device(before)
