@@ -13,7 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from megalith.errors import InputError, RemoteError
 from megalith.serving.proto import GetModelStatusRequest
-from megalith.serving.server.guard import MAX_REFLECTIONS, REQUESTS
+from megalith.serving.server import read_deadlines
+from megalith.serving.server.guard import MAX_CONTROLS, MAX_REFLECTIONS, REQUESTS
 from megalith.serving.server.model_server import SPARE_REQUESTS, ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import ServerClient, export_version, request_of, rows
@@ -86,6 +87,33 @@ def test_half_open_calls_of_other_methods_leave_requests_alone(server: ModelServ
         codes = [call.code() for call in calls]
         assert set(codes) <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
         assert codes.count(grpc.StatusCode.CANCELLED) >= MAX_REFLECTIONS
+
+
+@pytest.mark.parametrize("method", [REQUESTS[0], STATUS, "/grpc.health.v1.Health/Check"])
+def test_half_open_calls_give_way_to_others(
+    server: ModelServer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Otherwise a few of them, begun again and again, would keep everyone out."""
+    guard = server._guard
+    assert guard is not None
+    monkeypatch.setattr(guard._deadlines, "_seconds", 3600.0)
+    monkeypatch.setattr(read_deadlines, "PATIENCE_SECONDS", 0.0)
+    groups = {REQUESTS[0]: guard._requests, STATUS: guard._control}
+    places = groups.get(method, guard._checks).places
+    every = MAX_CONCURRENT + SPARE_REQUESTS if method == REQUESTS[0] else MAX_CONTROLS
+    wait_until(lambda: places._value == every)
+    with silent(server, method, every) as calls:
+        wait_until(lambda: places._value == 0)
+        with ServerClient(server.address) as ask:
+            for _ in range(3):
+                assert ask(INPUTS)["logits"].shape == (2,)
+                assert is_healthy(server)
+                assert has_status(server)
+        wait_until(lambda: any(call.done() for call in calls))
+        ended = [call for call in calls if call.done()]
+        assert 1 <= len(ended) < every  # a place that is free again takes nobody else's
+        assert {call.code() for call in ended} == {grpc.StatusCode.CANCELLED}
+    wait_until(lambda: places._value == every)
 
 
 def test_a_call_without_a_message_is_refused(server: ModelServer) -> None:

@@ -8,10 +8,11 @@ Each group of methods has threads and places of its own, so that one cannot star
     reflection  ServerReflectionInfo, a stream                       MAX_REFLECTIONS
     health      Check and Watch of grpc.health.v1.Health             MAX_CHECKS, MAX_STREAMS
 
-A call without a place is refused at once with RESOURCE_EXHAUSTED. The place of a call with one response is
-that of its thread: if the client cancels the call, both are free when the method returns. A call without the
-token is refused before its message is read; health needs no token, because probes send none. A call whose
-message does not arrive in time is cancelled (read_deadlines.py).
+A call without a place is refused at once with RESOURCE_EXHAUSTED, unless a call with one response waits for
+its message, which then gives way: calls that send nothing keep nobody out. The place of a call with one
+response is that of its thread: if the client cancels the call, both are free when the method returns. A call
+without the token is refused before its message is read; health needs no token, because probes send none. A
+call whose message does not arrive in time is cancelled (read_deadlines.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ MAX_STREAMS = MAX_CHECKS = MAX_CONTROLS = 16
 MAX_REFLECTIONS = 4
 REQUESTS = ("/tensorflow.serving.PredictionService/Predict", "/inference.GRPCInferenceService/ModelInfer")
 """Methods of the group `requests`."""
+
+
+class PlacePassedOnError(Exception):
+    """A call was ended, and its place was given to another one."""
 
 
 class _CallGroup:
@@ -110,7 +115,7 @@ class Guard:
             group = self._streams if is_health else self._reflection
         else:
             group = self._checks if is_health else self._control
-        if not group.places.acquire(blocking=False):
+        if not group.places.acquire(blocking=False) and not self._deadlines.give_way(group):
             return self._full
         guarded = self._handlers.get(handler)
         if guarded is None:
@@ -123,24 +128,30 @@ class Guard:
         if handler.request_streaming:
             behavior = self._every_message(handler.stream_stream or handler.stream_unary)
         else:
-            behavior = self._first_message(handler.unary_stream or handler.unary_unary)
+            behavior = self._first_message(
+                handler.unary_stream or handler.unary_unary, None if handler.response_streaming else group
+            )
         # A handler of a stream starts before a message arrives, so that it can be cancelled without one.
         make, placed = grpc.stream_unary_rpc_method_handler, _placed_call
         if handler.response_streaming:
             make, placed = grpc.stream_stream_rpc_method_handler, _placed_stream
         return make(placed(behavior, group), handler.request_deserializer, handler.response_serializer)
 
-    def _first_message(self, behavior: Callable[..., Any]) -> Callable[..., Any]:
+    def _first_message(self, behavior: Callable[..., Any], group: _CallGroup | None) -> Callable[..., Any]:
         """Wrap a unary method as a streaming method whose first message must arrive in time."""
         deadlines = self._deadlines
 
         @functools.wraps(behavior)
         def call(requests: Iterator[Any], context: Any, *more: Any) -> Any:
-            wait = deadlines.begin(context)
+            wait = deadlines.begin(context, group)
             try:
                 request = next(requests, None)
-            finally:
-                deadlines.end(wait)
+            except Exception:
+                if deadlines.end(wait):
+                    raise PlacePassedOnError from None
+                raise
+            if deadlines.end(wait):
+                raise PlacePassedOnError
             if request is None:
                 context.abort(Code.INVALID_ARGUMENT, "the call has no message")
             return behavior(request, context, *more)
@@ -181,12 +192,17 @@ def _placed_call(behavior: Callable[..., Any], group: _CallGroup) -> Callable[..
 
     @functools.wraps(behavior)
     def call(request: Any, context: Any) -> Any:
+        has_place = True
         try:
             if not context.is_active():
                 context.abort(Code.CANCELLED, "the client no longer waits")
             return behavior(request, context)
+        except PlacePassedOnError:
+            has_place = False
+            context.abort(Code.CANCELLED, "another call needed the place of this one, which sent no message")
         finally:
-            group.places.release()
+            if has_place:
+                group.places.release()
 
     call.experimental_thread_pool = group.pool  # type: ignore[attr-defined]
     return call

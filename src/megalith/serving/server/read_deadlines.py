@@ -1,7 +1,8 @@
 """Read deadlines: ends gRPC calls whose message does not arrive.
 
 A call that sends its headers and then nothing would occupy a thread forever. All calls have the same number
-of seconds, so they expire in the order in which they began: one thread looks at the oldest.
+of seconds, so they expire in the order in which they began: one thread looks at the oldest. A call that has
+waited for PATIENCE_SECONDS is ended before that if another one needs its place.
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ import time
 from collections import deque
 from typing import Any
 
+PATIENCE_SECONDS = 0.1
+"""Seconds for which a call without its message keeps its place from others; messages follow the headers."""
+
 
 class _Wait:
     """A call that waits for its message; `context` is None once it has arrived."""
 
-    __slots__ = ("context", "deadline")
+    __slots__ = ("began", "context", "gave_way", "group")
 
-    def __init__(self, context: Any, deadline: float) -> None:
+    def __init__(self, context: Any, group: object) -> None:
         self.context: Any = context
-        self.deadline = deadline
+        self.group = group
+        self.began = time.monotonic()
+        self.gave_way = False
 
 
 class ReadDeadlines:
@@ -32,31 +38,60 @@ class ReadDeadlines:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._waiting: deque[_Wait] = deque()
+        self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="megalith-read-deadlines", daemon=True)
         self._thread.start()
 
-    def begin(self, context: Any) -> _Wait:
+    def begin(self, context: Any, group: object = None) -> _Wait:
         """Start the deadline of a call.
 
         Args:
             context: The `grpc.ServicerContext` of the call.
+            group: The calls for which it gives way; None: for none.
 
         Returns:
             What `end` takes.
         """
-        wait = _Wait(context, time.monotonic() + self._seconds)
+        wait = _Wait(context, group)
         self._waiting.append(wait)
         return wait
 
-    @staticmethod
-    def end(wait: _Wait) -> None:
-        """End the deadline of a call whose message has arrived.
+    def end(self, wait: _Wait) -> bool:
+        """End the deadline of a call whose message has arrived, or which was cancelled.
 
         Args:
             wait: The result of `begin`.
+
+        Returns:
+            Whether the call gave way to another one, which has its place now.
         """
-        wait.context = None
+        with self._lock:
+            wait.context = None
+            return wait.gave_way
+
+    def give_way(self, group: object) -> bool:
+        """End the call of a group that has waited longest for its message.
+
+        Args:
+            group: What `begin` was given.
+
+        Returns:
+            False if no call has waited for PATIENCE_SECONDS.
+        """
+        latest = time.monotonic() - PATIENCE_SECONDS
+        with self._lock:
+            for wait in list(self._waiting):  # a copy: calls begin meanwhile
+                if wait.began > latest:
+                    return False
+                context = wait.context
+                if wait.group is group and context is not None and not wait.gave_way:
+                    wait.gave_way = True
+                    break
+            else:
+                return False
+        context.cancel()
+        return True
 
     def close(self) -> None:
         """End the thread."""
@@ -66,7 +101,8 @@ class ReadDeadlines:
     def _watch(self) -> None:
         while not self._closed.wait(min(0.5, self._seconds / 2)):
             now = time.monotonic()
-            while self._waiting and (self._waiting[0].context is None or self._waiting[0].deadline <= now):
+            oldest = now - self._seconds
+            while self._waiting and (self._waiting[0].context is None or self._waiting[0].began <= oldest):
                 context = self._waiting.popleft().context
                 if context is not None:
                     context.cancel()
