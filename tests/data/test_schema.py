@@ -91,7 +91,9 @@ def test_fitting_parts_is_fitting_the_whole() -> None:
     [
         (lambda: Schema(label="y", features={}), "neither features nor dense columns"),
         (lambda: Schema(label="", features={"a": "a"}), "label must name a column, got ''"),
-        (lambda: Schema(label="y", features=["a"]), "features must map names to columns"),
+        (lambda: Schema(label="y", features="a"), r"features must map names to columns, such as .*, got 'a'"),
+        (lambda: Schema(label="y", features=["a", "b", "a"]), "lists column 'a' twice; name the features"),
+        (lambda: Schema(label="y", features=["a", 3]), "a column is a name or a section"),
         (lambda: Schema(label="y", features={"a": 3}), "feature must name a column, got 3"),
         (lambda: Schema(label="y", features={}, dense="abc"), "dense must be a list of columns"),
         (lambda: FeatureColumn("c", slot=32768), r"slot of column 'c' must be 0 to 32767, got 32768"),
@@ -101,16 +103,26 @@ def test_fitting_parts_is_fitting_the_whole() -> None:
         (lambda: DenseColumn("c", "standard", mean=1.0), "needs both mean and std"),
         (lambda: DenseColumn("c", "standard", mean=1.0, std=0.0), "a std above 0"),
         (lambda: DenseColumn("c", "log1p", mean=1.0, std=1.0), 'need normalise="standard"'),
-        (lambda: Schema.from_dict({"features": {"a": "a"}}), "not the JSON form of a schema: 'label'"),
+        (lambda: Schema.from_dict({"features": {"a": "a"}}), "label is missing; a schema has the keys"),
         (lambda: Schema.from_dict({"label": "y", "features": {"a": {"x": 1}}}), "with the key column, got"),
         (
             lambda: Schema.from_dict({"label": "y", "features": {"a": {"column": "a", "seperator": "|"}}}),
             r"column 'a' has no key 'seperator' \(known: column, slot, hash, separator, ids\)",
         ),
         (lambda: Schema.from_dict({"label": "y", "features": {"a": "a"}, "more": 1}), "no key 'more' .*time"),
-        (lambda: Schema.from_dict([]), "not the JSON form"),
+        (lambda: Schema.from_dict([]), "features is missing; a schema has the keys"),
+        (lambda: Schema.from_dict({"label": "y", "features": 3}), "features must map names .* got 3"),
     ],
 )
 def test_what_is_refused(make: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()
+
+
+def test_features_may_have_the_names_of_their_columns() -> None:
+    tags = FeatureColumn("tags", slot=3)
+    schema = Schema(label="y", features=["user", tags])
+    assert schema.feature_columns == {"user": FeatureColumn("user"), "tags": tags}
+    assert Schema.from_dict(schema.to_dict()).feature_columns == schema.feature_columns
+    listed = {"label": "y", "features": ["user", {"column": "tags", "slot": 3}]}
+    assert Schema.from_dict(listed).feature_columns == schema.feature_columns

@@ -115,8 +115,8 @@ class Schema:
         InputError: A field has the wrong type, or there are neither features nor dense columns.
     """
 
-    features: Mapping[str, str | FeatureColumn]
-    """Feature name -> column of ids."""
+    features: Mapping[str, str | FeatureColumn] | Sequence[str | FeatureColumn]
+    """Feature name -> column of ids. A list of columns: the features have the names of their columns."""
     label: str | None
     """Label column. None: the data has no labels, and they are NaN."""
     dense: Sequence[str | DenseColumn] = ()
@@ -131,8 +131,12 @@ class Schema:
     """`dense` with a DenseColumn for every name."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.features, Mapping) or not all(isinstance(x, str) for x in self.features):
-            raise InputError("schema: features must map names to columns")
+        given = _by_own_name(self.features) if isinstance(self.features, list | tuple) else self.features
+        if not isinstance(given, Mapping) or not all(isinstance(x, str) for x in given):
+            raise InputError(
+                'schema: features must map names to columns, such as {"user": "user_id"}, or be a list of '
+                f'columns, such as ["user", "item"], got {self.features!r}'
+            )
         if not isinstance(self.dense, list | tuple):
             raise InputError(f"schema: dense must be a list of columns, got {self.dense!r}")
         for what in ("label", "weight", "time"):
@@ -140,7 +144,7 @@ class Schema:
                 _name(what, getattr(self, what))
         features = {
             name: column if isinstance(column, FeatureColumn) else FeatureColumn(column)
-            for name, column in self.features.items()
+            for name, column in given.items()
         }
         dense = tuple(x if isinstance(x, DenseColumn) else DenseColumn(x) for x in self.dense)
         object.__setattr__(self, "feature_columns", features)
@@ -286,7 +290,7 @@ class Schema:
         """Creates a schema from the form that `to_dict` returns.
 
         Args:
-            data: That form; columns may also be plain names.
+            data: That form; columns may also be plain names, and features a list of columns.
 
         Returns:
             The schema.
@@ -296,7 +300,15 @@ class Schema:
         """
         try:
             rest = dict(data) if isinstance(data, Mapping) else {}
-            features = {name: _column(FeatureColumn, x) for name, x in rest.pop("features").items()}
+            for key in ("features", "label"):
+                if key not in rest:
+                    raise InputError(
+                        f"schema: {key} is missing; a schema has the keys label, features, dense, weight and "
+                        'time, such as {"label": "clicked", "features": {"user": "user_id"}}'
+                    )
+            features = rest.pop("features")
+            if isinstance(features, Mapping):
+                features = {name: _column(FeatureColumn, x) for name, x in features.items()}
             dense = [_column(DenseColumn, x) for x in rest.pop("dense", ())]
             label = rest.pop("label")
             _known("a schema", rest, ("weight", "time"), ("label", "features", "dense", "weight", "time"))
@@ -350,6 +362,20 @@ def _name(what: str, name: Any) -> None:
 def _slim(column: FeatureColumn | DenseColumn) -> Any:
     given = {x.name: getattr(column, x.name) for x in fields(column) if getattr(column, x.name) != x.default}
     return given if len(given) > 1 else column.column
+
+
+def _by_own_name(columns: Sequence[Any]) -> dict[str, FeatureColumn]:
+    """Features with the names of their columns."""
+    found = {}
+    for each in columns:
+        column = _column(FeatureColumn, each) if not isinstance(each, FeatureColumn) else each
+        if column.column in found:
+            raise InputError(
+                f"schema: features lists column {column.column!r} twice; name the features: "
+                f'{{"a": "{column.column}", "b": "{column.column}"}}'
+            )
+        found[column.column] = column
+    return found
 
 
 def _column(kind: Any, data: Any) -> Any:

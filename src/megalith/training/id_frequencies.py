@@ -20,6 +20,7 @@ from torch import Tensor
 from megalith.bits import mix64
 from megalith.data import Batch
 from megalith.errors import CheckpointError
+from megalith.ops import dedup
 from megalith.storage.atomic import write_atomically
 from megalith.storage.tensor_files import decode, encode
 
@@ -161,11 +162,11 @@ class _IdCounts:
         """Counts the pending ids."""
         if not self._pending:
             return
-        new, times = torch.unique(torch.cat(self._pending), return_counts=True)
+        distinct = dedup(torch.cat([self.ids, *self._pending]))
         self._pending, self._num_pending = [], 0
-        self.ids, places = torch.unique(torch.cat([self.ids, new]), return_inverse=True)
-        every = torch.cat([self.counts, times])
-        self.counts = torch.zeros_like(self.ids).index_add_(0, places, every)
+        times = torch.bincount(distinct.inverse, minlength=distinct.ids.numel())
+        times[: self.ids.numel()] += self.counts - 1  # the known ids are distinct and come first
+        self.ids, self.counts = distinct.ids, times
         while self.ids.numel() > MAX_IDS:
             self.level += 1
             kept = _in_sample(self.ids, self.level)
