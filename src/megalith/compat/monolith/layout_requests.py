@@ -125,8 +125,8 @@ def layout_requests(
             raise InputError(f"embeddings_list has {len(given)} tensors, {wanted}")
         lists = _flat(given)
     # The rows may be on a GPU while the batch was read on the CPU. The host reads nfl_offset.
-    fid_offset, feature_offset = fid_offset.to(lists[0].device), feature_offset.to(lists[0].device)
-    nfl_offset = nfl_offset.cpu()
+    fid_offset, feature_offset = (_moved(each, lists[0].device) for each in (fid_offset, feature_offset))
+    nfl_offset = _moved(nfl_offset, torch.device("cpu"))
     features = len(configs.feature_names)
     if sizes.nfl_size is None:
         checks.int64(nfl_offset, "nfl_offset", (features + 1,))
@@ -245,6 +245,10 @@ def _flat(tensors: list[Tensor]) -> list[Tensor]:
     checks.same_floats(tensors, "embeddings_list")
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     return [rows.reshape(-1).to(dtype) for rows in tensors]
+
+
+def _moved(offsets: Tensor, device: torch.device) -> Tensor:
+    return offsets if "meta" in (offsets.device.type, device.type) else offsets.to(device)
 
 
 def _unsigned(tensor: Tensor, name: str) -> Tensor:
