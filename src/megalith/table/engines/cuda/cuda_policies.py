@@ -1,7 +1,8 @@
 """The policies of the cuda engine: which new ids get a row, and which rows make room for them.
 
-Decisions are those of the other engines. They are made on the host, by the classes of reference_policies.py:
-an update of a table with an admission policy or a `Capacity` waits for the device.
+Decisions are those of the other engines. Ids without a row are counted on the host, by the classes of
+reference_policies.py; rows that make room are found on the device. An update of a table with an admission
+policy or a `Capacity` waits for the device.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 from megalith.errors import TableFullError
 from megalith.table.engines.cuda.device_functions import LIVE
 from megalith.table.engines.cuda.occurrences import first_occurrences
-from megalith.table.engines.reference_policies import AdmissionState, IdLog, VictimSearch
+from megalith.table.engines.cuda.victim_search import DeviceVictimSearch, ordered
+from megalith.table.engines.reference_policies import AdmissionState, IdLog
 from megalith.table.engines.room import make_room
 from megalith.table.table_data import RowCounters
 
@@ -63,7 +65,7 @@ class CudaPolicies:
         self.evicted_log = IdLog(limits.log_ids)
         self.removed = 0
         self.evicted = 0
-        self._search = VictimSearch()
+        self._search = DeviceVictimSearch()
 
     def set_key(self, key: int) -> None:
         """Change the key of the random numbers.
@@ -76,7 +78,7 @@ class CudaPolicies:
     def forget(self) -> None:
         """Drop the counts of ids without a row, after `clear`."""
         self.admission.counts.clear()
-        self._search = VictimSearch()
+        self._search = DeviceVictimSearch()
 
     def count(self, ids: list[int], counts: list[int]) -> None:
         """Add occurrences of ids without a row.
@@ -183,20 +185,22 @@ class CudaPolicies:
         if need <= 0:
             return engine.epoch != epoch
         found = engine.group.find(call, [call.numel()]).rows
-        kept = set(found[found >= 0].tolist())
-        if capacity.score is None or callable(capacity.score) or len(engine) - len(kept) < need:
+        kept = torch.unique(found[found >= 0]).long()
+        if capacity.score is None or callable(capacity.score) or len(engine) - kept.numel() < need:
             raise TableFullError(
                 f"table {engine.name!r} holds {len(engine)} rows and needs {new} more, but its Capacity is "
                 f"{limit} rows"
             )
+        score = capacity.score
+
+        def scored(rows: Tensor) -> tuple[Tensor, Tensor]:
+            _, times, flags, counts, steps = engine.table.headers(rows)
+            scores = {"lru": times, "lfu": (counts << 32) | times, "step": steps}[score]
+            return (flags & LIVE.value) != 0, ordered(scores)
+
         used = engine.table.read_counters()[0]
-        rows = torch.arange(used, dtype=torch.int32, device=engine.device)
-        ids, times, flags, counts, steps = engine.table.headers(rows)
-        scores = {"lru": times, "lfu": (counts << 32) | times, "step": steps}[str(capacity.score)]
-        live = (flags & LIVE.value) != 0
-        unsigned = [score % 2**64 for score in scores.tolist()]
-        victims = self._search.choose(need, live.tolist(), unsigned, kept, len(engine))
-        engine.evict_ids(ids[torch.tensor(victims, device=engine.device)])
+        victims = self._search.choose(need, used, scored, kept, len(engine))
+        engine.evict_ids(engine.table.headers(victims)[0].contiguous())
         return True
 
     def counters(self, created: int) -> RowCounters:
