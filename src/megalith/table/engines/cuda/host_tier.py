@@ -110,14 +110,14 @@ class HostTier:
         places = torch.arange(min(self.boundary, max(WINDOW, 8 * count)), device=wanted.device)
         places = (places + self._hand) % self.boundary
         self._hand = (self._hand + places.numel()) % self.boundary
-        lowest, order = self._scores[places].sort(stable=True)
-        victims = places[order[:count]].to(torch.int32)
-        headers = self._table.headers(victims)
-        good = (lowest[:count] + MARGIN < scores) & ((headers[2] & LIVE.value) != 0)
-        victims, wanted = victims[good].contiguous(), wanted[good].contiguous()
-        if not victims.numel():
+        headers = self._table.headers(places.to(torch.int32))
+        live = (headers[2] & LIVE.value) != 0
+        lowest, order = self._scores[places].masked_fill(~live, torch.inf).sort(stable=True)
+        good = (lowest[:count] + MARGIN < scores).nonzero()[:, 0]
+        if not good.numel():
             return False
-        self._swap(victims, headers[0][good].contiguous(), wanted)
+        chosen, wanted = order[good], wanted[good].contiguous()
+        self._swap(places[chosen].to(torch.int32), headers[0][chosen].contiguous(), wanted)
         self.moved += wanted.numel()
         return True
 
