@@ -143,17 +143,33 @@ def find(run: GpuRun) -> None:
             "find": (lambda g=group, w=wanted: g.find(w, [n]), 8 + 32 + 4),
             "gather": (lambda g=group, w=wanted, f=found, o=out: g.read(w, f, [n], o), 4 + 8 * dim),
         }
+        some = with_new({"t": wanted}, 0.01, 1)["t"]  # a lookup does not insert them; it reads initial rows
+        calls["find + gather, 1 % new"] = (
+            lambda g=group, w=some, o=out: g.read(w, None, [n], o),
+            8 + 32 + 8 * dim,
+        )
         for name, (call, row_bytes) in calls.items():
             results[f"{name}, dim {dim}"] = speed(n, median_ms(call), run.floor_ms(n * row_bytes))
         rate = results[f"find + gather, dim {dim}"]["billion_per_s"]
         run.bar(f"find + gather, dim {dim}, billion rows/s", rate, bar)
+        with_some = results[f"find + gather, 1 % new, dim {dim}"]["billion_per_s"]
+        run.bar(f"find + gather, 1 % new, dim {dim}, billion rows/s", with_some)
         if dim == 16:
             own = results["find or insert, half new"] = find_or_insert(engine, wanted)
             own["slots"] = engine.table.slots
             run.bar("find or insert, half new, billion/s", own["billion_per_s"], 2.5)
         progress(f"find and gather, dim {dim}: {rate:.2f} billion rows/s")
-        del table, engine, ids, wanted, out, group, found, calls, call
+        del table, engine, ids, wanted, some, out, group, found, calls, call
         release_memory()
+
+
+def with_new(ids: dict[str, Tensor], part: float, count: int) -> dict[str, Tensor]:
+    """Ids of which a part is replaced by ids that no other count has."""
+    found = {}
+    for name, own in ids.items():
+        fresh = math.ceil(own.numel() * part)
+        found[name] = torch.cat([own[fresh:], torch.arange(fresh, device=DEVICE) + (count << 32)])
+    return found
 
 
 def speed(n: int, ms: float, floor: float) -> dict[str, float]:
@@ -200,10 +216,8 @@ class SparseStep:
     def step(self, new: float = 0.0) -> None:
         self.count += 1
         ids = self.batches[self.count % 4]
-        fresh = math.ceil(self.grads[0].shape[0] * new)
-        if fresh:
-            extra = torch.arange(fresh, device=DEVICE) + (self.count << 32)
-            ids = {name: torch.cat([own[fresh:], extra]) for name, own in ids.items()}
+        if new:
+            ids = with_new(ids, new, self.count)
         lookup = self.shards.lookup(ids)
         lookup.pool(self.pooling)
         self.shards.apply_gradients(lookup, self.grads, step=self.count, pooling=self.pooling)
@@ -289,9 +303,12 @@ class PooledModel:
         self.dense.step()
         self.dense.zero_grad()
 
-    def step(self) -> None:
+    def step(self, new: float = 0.0) -> None:
         self.count += 1
-        self.train(self.collection(self.batches[self.count % 4])["x"])
+        columns = self.batches[self.count % 4]
+        if new:
+            columns = with_new(columns, new, self.count)
+        self.train(self.collection(columns)["x"])
 
     def mlp_alone(self) -> None:
         self.given.grad = None
@@ -366,6 +383,15 @@ def pooled(run: GpuRun) -> None:
             part,
             1.5 if deterministic else None,
             at_most=True,
+        )
+        wall_ms(lambda work=work: work.step(0.01), run.sizes.warmup)
+        pairs = [
+            (wall_ms(lambda work=work: work.step(0.01), steps), wall_ms(work.mlp_alone, steps))
+            for _ in range(rounds)
+        ]
+        own["embedding_ms, 1 % new"] = statistics.median(step - alone for step, alone in pairs)
+        run.bar(
+            f"pooled model{suffix}, embedding part, 1 % new, ms", own["embedding_ms, 1 % new"], at_most=True
         )
         work.free_tables()
         if deterministic:

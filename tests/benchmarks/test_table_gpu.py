@@ -74,6 +74,10 @@ def test_a_section_measures_its_targets(benchmark: Any, run: Any, section: str) 
     names = {bar.name for bar in run.bars}
     if section == "step":
         assert {f"10 tables, {o}{c}, 1 % new, ms" for o in ("Adam", "SGD") for c in ("", ", fast")} <= names
+    if section == "find":
+        assert {f"find + gather, 1 % new, dim {dim}, billion rows/s" for dim in (16, 64, 128)} <= names
+    if section == "pooled":
+        assert {f"pooled model{c}, embedding part, 1 % new, ms" for c in ("", ", fast")} <= names
     if section == "scan":
         for way in ("scan", "snapshot", "restore"):
             assert f"{way}, part of the speed of a pinned copy" in names
