@@ -30,7 +30,7 @@ def test_a_quick_run_measures_requests_sync_and_staleness(tmp_path: Path) -> Non
     assert loads == {
         (n, 1, name)
         for n in (1, 32)
-        for name in ("megalith", "compiled", "pushed", "two processes", "plain", "lean")
+        for name in ("megalith", "compiled", "infer", "pushed", "two processes", "plain", "lean")
     }
     assert all(load["per_second"] > 0 for load in result["requests"])
     assert min(result["sync"][name] for name in ("first", "one", "two", "raw")) > 0
