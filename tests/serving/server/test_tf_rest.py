@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import base64
 import gzip
+import io
 import json
 import math
+import random
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +22,10 @@ from megalith import Ragged, hash_strings
 from megalith.errors import InputError
 from megalith.models import Model
 from megalith.serving.proto import PredictResponse, TensorProto, fill_tensor_proto, from_tensor_proto
-from megalith.serving.server.http_body import MIN_GZIP_BYTES
+from megalith.serving.server.http_body import MIN_GZIP_BYTES, read_body
 from megalith.serving.server.inputs import InputReader
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.request_errors import RequestError
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.tf_rest import TFPath, TFRequest
 from megalith.serving.server.version_rules import VersionRules
@@ -278,6 +283,36 @@ def test_compressed_bodies_are_bounded(made: Made, body: bytes, encoding: str, s
     client = Rest(made[1])
     assert client("POST", PREDICT, body, {"Content-Encoding": encoding})[0] == status
     client.connection.close()
+
+
+def body_of(data: bytes, limit: int) -> bytes:
+    headers = Message()
+    headers["Content-Encoding"], headers["Content-Length"] = "gzip", str(len(data))
+    return read_body(headers, io.BytesIO(data).read, limit, accept_compressed=True)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**14, 2**18, 2**18 + 1, 10**6])
+def test_bodies_of_any_size_are_decompressed(size: int) -> None:
+    for data in (b" " * size, random.Random(size).randbytes(size)):
+        compressed = gzip.compress(data, mtime=0)
+        assert body_of(compressed, max(size, len(compressed))) == data
+        for wrong in (compressed[:-1], compressed + b"x", compressed + bytes(40_000)):
+            with pytest.raises(RequestError, match="not one complete gzip stream"):
+                body_of(wrong, 2 * 10**6)
+        if size > len(compressed):
+            with pytest.raises(RequestError, match="once decompressed"):
+                body_of(compressed, size - 1)
+
+
+def test_a_body_that_becomes_too_large_takes_no_memory() -> None:
+    bomb = gzip.compress(bytes(64 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="once decompressed"):
+            body_of(bomb, 32 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_compressed_bodies_are_refused_by_default(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ MIN_GZIP_BYTES = 1024
 """Smaller responses are not compressed."""
 _LEVEL = 1
 _GZIP_FORMAT = 16 + zlib.MAX_WBITS
+_READ_BYTES, _PIECE_BYTES = 1 << 14, 1 << 18
+"""Bytes that are decompressed at a time, and the most that become of them."""
 
 
 def read_body(
@@ -61,16 +63,30 @@ def read_body(
 
 
 def _decompress(body: bytes, limit: int) -> bytes:
-    stream = zlib.decompressobj(_GZIP_FORMAT)
+    """Decompress a body; its size is found first, so that one that becomes too large takes no memory."""
     try:
-        data = stream.decompress(body, limit + 1)
+        size = _decompressed_size(body, limit)
+        return zlib.decompress(body, _GZIP_FORMAT, bufsize=max(1, size))
     except zlib.error:
         raise RequestError(Code.INVALID_ARGUMENT, "the body is not valid gzip") from None
-    if len(data) > limit:
-        raise RequestError(Code.OUT_OF_RANGE, f"the body has more than {limit} bytes once decompressed")
-    if not stream.eof or stream.unused_data:
+
+
+def _decompressed_size(body: bytes, limit: int) -> int:
+    stream = zlib.decompressobj(_GZIP_FORMAT)
+    size = end = 0
+    while not stream.eof:
+        data = stream.unconsumed_tail
+        if not data:
+            data, end = body[end : end + _READ_BYTES], end + _READ_BYTES
+        piece = stream.decompress(data, _PIECE_BYTES)
+        size += len(piece)
+        if size > limit:
+            raise RequestError(Code.OUT_OF_RANGE, f"the body has more than {limit} bytes once decompressed")
+        if not piece and end >= len(body) and not stream.unconsumed_tail:
+            break
+    if not stream.eof or stream.unused_data or end < len(body):
         raise RequestError(Code.INVALID_ARGUMENT, "the body is not one complete gzip stream")
-    return data
+    return size
 
 
 def compress_body(headers: Message, body: bytes) -> tuple[bytes, dict[str, str]]:
