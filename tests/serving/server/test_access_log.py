@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +13,38 @@ import grpc
 import pytest
 
 from megalith.errors import InputError
+from megalith.serving.server import read_deadlines
 from megalith.serving.server.access_log import AccessLog, trace_of
+from megalith.serving.server.guard import MAX_CONTROLS, MAX_REFLECTIONS
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.security import Security
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import export_version, request_of, rows
 from tests.serving.server.test_rest import Rest
+from tests.serving.server.test_security import silent
 
 FEATURES, DENSE = rows(2)
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{SPAN}-01"
+STATUS = "/tensorflow.serving.ModelService/GetModelStatus"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+TOKEN = "0123456789abcdef0123456789abcdef"
+PASSED_ON = "another call needed the place of this one, which sent no message"
+LIMIT = 60.0
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ModelServer, Path]]:
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("exports")
     export_version(out, version=3)
+    return out
+
+
+@pytest.fixture(scope="module")
+def served(exports: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ModelServer, Path]]:
     path = tmp_path_factory.mktemp("log") / "access.jsonl"
-    with ModelServer(out, ServerConfig(http_port=0, access_log=str(path))) as server:
+    with ModelServer(exports, ServerConfig(http_port=0, access_log=str(path), read_seconds=LIMIT)) as server:
         yield server, path
 
 
@@ -67,6 +83,83 @@ def test_calls_over_grpc(served: tuple[ModelServer, Path]) -> None:
         assert "trace_id" not in last(path)
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def refused(path: Path, **wanted: Any) -> dict[str, Any]:
+    """The line of a call that was refused, which may be written after the client has its status."""
+    found: list[dict[str, Any]] = []
+
+    def is_found() -> bool:
+        lines = map(json.loads, path.read_text().splitlines())
+        found.extend(line for line in lines if line | wanted == line)
+        return bool(found)
+
+    wait_until(is_found)
+    assert found[0]["peer"].startswith("ipv4:127.0.0.1:")
+    assert (found[0]["protocol"], found[0]["request_bytes"]) == ("grpc", 0)
+    return found[0]
+
+
+def test_calls_that_are_refused_before_their_message_is_read(
+    served: tuple[ModelServer, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, path = served
+    metadata = [("traceparent", TRACEPARENT)]
+    with grpc.insecure_channel(server.address) as channel:
+        for method in ("/tensorflow.serving.PredictionService/Regress", "/" + "x" * 300):
+            with pytest.raises(grpc.RpcError) as raised:
+                channel.unary_unary(method)(b"", metadata=metadata, timeout=LIMIT)
+            assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
+            assert raised.value.details() == "Method not found!"
+            line = refused(path, method=method[:200], code="UNIMPLEMENTED", reason="Method not found!")
+            assert (line["trace_id"], line["span_id"]) == (TRACE, SPAN)
+        with pytest.raises(grpc.RpcError):
+            channel.stream_unary(PREDICT)(iter(()), metadata=metadata, timeout=LIMIT)
+        refused(
+            path, method=PREDICT, code="INVALID_ARGUMENT", reason="the call has no message", trace_id=TRACE
+        )
+    with silent(server, REFLECTION, MAX_REFLECTIONS + 1) as calls:
+        refused(path, method=REFLECTION, code="RESOURCE_EXHAUSTED")
+        assert len(calls) > MAX_REFLECTIONS  # a call that is not referred to is cancelled
+    assert server._guard is not None
+    with silent(server, STATUS) as (call,):
+        wait_until(lambda: any(wait.context is not None for wait in [*server._guard._deadlines._waiting]))  # type: ignore[union-attr]
+        call.cancel()
+    refused(path, method=STATUS)
+    monkeypatch.setattr(read_deadlines, "PATIENCE_SECONDS", 0.0)
+    control = server._guard._control.places
+    wait_until(lambda: control._value == MAX_CONTROLS)
+    with silent(server, STATUS, MAX_CONTROLS) as calls:
+        wait_until(lambda: control._value == 0)
+        with grpc.insecure_channel(server.address) as channel:
+            channel.unary_unary(STATUS).future(b"", timeout=LIMIT).exception()
+        refused(path, method=STATUS, code="CANCELLED", reason=PASSED_ON)
+        assert len(calls) == MAX_CONTROLS
+    monkeypatch.setattr(server._guard._deadlines, "_seconds", 0.1)
+    with silent(server, PREDICT) as (call,):
+        assert call.code() == grpc.StatusCode.CANCELLED
+        line = refused(path, method=PREDICT, code="CANCELLED", reason="no message arrived in 0.1 s")
+        assert line["seconds"] >= 0.1
+    assert "version" not in line
+
+
+def test_calls_without_a_token(exports: Path, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    config = ServerConfig(security=Security(TOKEN), access_log=str(path))
+    with ModelServer(exports, config) as server, grpc.insecure_channel(server.address) as channel:
+        for method in (PREDICT, "/none"):
+            with pytest.raises(grpc.RpcError):
+                channel.unary_unary(method)(b"", metadata=[("traceparent", TRACEPARENT)], timeout=LIMIT)
+            line = refused(path, method=method, code="UNAUTHENTICATED", trace_id=TRACE)
+            assert line["reason"].startswith("this server requires a token")
+    assert TOKEN not in path.read_text()
+
+
 def test_calls_over_http(served: tuple[ModelServer, Path]) -> None:
     server, path = served
     client = Rest(server)
@@ -83,6 +176,24 @@ def test_calls_over_http(served: tuple[ModelServer, Path]) -> None:
         assert line["request_bytes"] == len(data)
         assert line["response_bytes"] > 0
     client.connection.close()
+
+
+def test_http_that_is_not_understood(served: tuple[ModelServer, Path]) -> None:
+    server, path = served
+    assert server.http_address is not None
+    host, _, port = server.http_address.rpartition(":")
+    for sent, method, status, trace in (
+        (f"PUT /v2 HTTP/1.1\r\ntraceparent: {TRACEPARENT}\r\n\r\n", "PUT /v2", 501, TRACE),
+        ("nonsense\r\n\r\n", "", 400, None),
+        ("GET /v2 HTTP/9.9\r\n\r\n", "", 505, None),
+    ):
+        with socket.create_connection((host, int(port)), timeout=LIMIT) as connection:
+            connection.sendall(sent.encode())
+            assert connection.recv(65536)
+        line = last(path)
+        assert (line["method"], line["status"], line.get("trace_id")) == (method, status, trace)
+        assert line["reason"]
+        assert line["peer"].startswith("127.0.0.1:")
 
 
 @pytest.mark.parametrize(

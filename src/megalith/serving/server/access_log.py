@@ -8,9 +8,13 @@
     seconds                        from the arrival of its message to its response
     request_bytes, response_bytes  sizes of its message and of the response
     trace_id, span_id              of the caller, if it sent a W3C `traceparent`, as OpenTelemetry does
+    reason                         why a call ended before its message was read: over gRPC no token, no place,
+                                   an unknown method, no message in time or before another call needed the
+                                   place, or the client cancelled it; over HTTP an unknown verb or malformed
+                                   headers
 
-Calls that are refused before their message is read, and health checks over gRPC, are not logged. The file is
-opened again if it was renamed, so that tools may rotate it.
+Health checks and reflection over gRPC are logged only if they are refused. The file is opened again if it was
+renamed, so that tools may rotate it.
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
 from megalith.errors import InputError
 
+Metadata = Iterable[tuple[str, str | bytes]]
 STDOUT = "-"
 TRACEPARENT = "traceparent"
 _TRACEPARENT = re.compile(
@@ -77,21 +82,35 @@ class AccessLog:
         Yields:
             The fields of the line, to be completed.
         """
-        fields: dict[str, Any] = {
-            "protocol": protocol,
-            "method": method[:_MAX_TEXT],
-            "peer": peer[:_MAX_TEXT],
-        }
-        fields |= trace_of(traceparent)
+        fields = _first_fields(protocol, method, peer, traceparent)
         self._own.fields = fields
         started = time.perf_counter()
         try:
             yield fields
         finally:
             self._own.fields = None
-            fields["seconds"] = round(time.perf_counter() - started, 6)
-            line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields}
-            self._handler.handle(logging.makeLogRecord({"msg": json.dumps(line)}))
+            self._write(fields, started)
+
+    def refused(
+        self, method: str, peer: str, metadata: Metadata, *, code: str, reason: str, started: float
+    ) -> None:
+        """Log a call over gRPC that ends before its message is read.
+
+        Args:
+            method: Path of the method.
+            peer: Address of the client.
+            metadata: The metadata of the call.
+            code: Its status.
+            reason: Why it ends.
+            started: When it arrived, of `time.perf_counter`.
+        """
+        fields = _first_fields("grpc", method, peer, traceparent_of(metadata))
+        self._write(fields | {"code": code, "reason": reason, "request_bytes": 0}, started)
+
+    def _write(self, fields: dict[str, Any], started: float) -> None:
+        fields["seconds"] = round(time.perf_counter() - started, 6)
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields}
+        self._handler.handle(logging.makeLogRecord({"msg": json.dumps(line)}))
 
     def note(self, **fields: Any) -> None:
         """Add fields to the line of the call that this thread answers.
@@ -102,6 +121,24 @@ class AccessLog:
         found = getattr(self._own, "fields", None)
         if found is not None:
             found.update(fields)
+
+
+def _first_fields(protocol: str, method: str, peer: str, traceparent: str | None) -> dict[str, Any]:
+    fields = {"protocol": protocol, "method": method[:_MAX_TEXT], "peer": peer[:_MAX_TEXT]}
+    return fields | trace_of(traceparent)
+
+
+def traceparent_of(metadata: Metadata) -> str | None:
+    """Return the `traceparent` of a call over gRPC.
+
+    Args:
+        metadata: The metadata of the call.
+
+    Returns:
+        Its text; None: the client sent none.
+    """
+    sent = [value for key, value in metadata if key == TRACEPARENT]
+    return sent[0] if sent and isinstance(sent[0], str) else None
 
 
 def trace_of(traceparent: str | None) -> dict[str, str]:

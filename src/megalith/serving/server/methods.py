@@ -13,7 +13,7 @@ from typing import Any
 
 from megalith.serving.client.credentials import grpc_module
 from megalith.serving.proto import Message
-from megalith.serving.server.access_log import TRACEPARENT, AccessLog
+from megalith.serving.server.access_log import AccessLog, traceparent_of
 from megalith.serving.server.batching import Alive
 from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.inputs import InputReader, Rows
@@ -78,8 +78,7 @@ def _abort_on_error(method: Method) -> Method:
 
 def _logged(method: Method, name: str, log: AccessLog) -> Method:
     def call(data: bytes, context: Any) -> bytes:
-        sent = [value for key, value in context.invocation_metadata() if key == TRACEPARENT]
-        traceparent = sent[0] if sent and isinstance(sent[0], str) else None
+        traceparent = traceparent_of(context.invocation_metadata())
         with log.call("grpc", name, context.peer(), traceparent) as fields:
             fields["request_bytes"], fields["code"] = len(data), "UNKNOWN"
             try:

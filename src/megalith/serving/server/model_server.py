@@ -295,7 +295,12 @@ class ModelServer:
         config = self._config
         if config.allow_writes:
             keep_freed_memory(KEPT_BYTES)
-        self._guard = Guard(config.security, config.max_concurrent + SPARE_REQUESTS, config.read_seconds)
+        self._guard = Guard(
+            config.security,
+            config.max_concurrent + SPARE_REQUESTS,
+            config.read_seconds,
+            self._dispatcher.access_log,
+        )
         self._port = self._add_port(self._port, writes=True)
         if self._shared_port is not None:
             self._add_port(self._shared_port, writes=False)

@@ -19,13 +19,15 @@ PATIENCE_SECONDS = 0.1
 class _Wait:
     """A call that waits for its message; `context` is None once it has arrived."""
 
-    __slots__ = ("began", "context", "gave_way", "group")
+    __slots__ = ("began", "context", "expired", "gave_way", "group")
 
     def __init__(self, context: Any, group: object) -> None:
         self.context: Any = context
         self.group = group
         self.began = time.monotonic()
         self.gave_way = False
+        self.expired = False
+        """Whether the call was cancelled because its message did not arrive."""
 
 
 class ReadDeadlines:
@@ -42,6 +44,11 @@ class ReadDeadlines:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="megalith-read-deadlines", daemon=True)
         self._thread.start()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in which the message of a call must arrive."""
+        return self._seconds
 
     def begin(self, context: Any, group: object = None) -> _Wait:
         """Start the deadline of a call.
@@ -103,6 +110,8 @@ class ReadDeadlines:
             now = time.monotonic()
             oldest = now - self._seconds
             while self._waiting and (self._waiting[0].context is None or self._waiting[0].began <= oldest):
-                context = self._waiting.popleft().context
+                wait = self._waiting.popleft()
+                context = wait.context
                 if context is not None:
+                    wait.expired = True
                     context.cancel()

@@ -95,6 +95,18 @@ class _RestHandler(Handler):
     def do_POST(self) -> None:
         self._answer(self._post)
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what is not a GET, HEAD or POST of HTTP; called by the base class."""
+        log = self.server.dispatcher.access_log
+        if log is not None:
+            host, port = self.client_address[:2]
+            name = f"{self.command or ''} {getattr(self, 'path', '')}".strip()
+            trace = self.headers.get(TRACEPARENT) if hasattr(self, "headers") else None
+            with log.call("http", name, f"{host}:{port}", trace) as fields:
+                grpc_code = Code.UNIMPLEMENTED if code == 501 else Code.INVALID_ARGUMENT
+                fields |= {"status": code, "code": grpc_code.name, "reason": message or ""}
+        super().send_error(code, message, explain)
+
     def _answer(self, method: Callable[[list[str], bytes], HttpReply]) -> None:
         refused: RequestError | None = None
         parts, body = [], b""
