@@ -14,6 +14,8 @@ from torch import Tensor
 from megalith.nn.batch_preparer import column_of
 from megalith.nn.feature_plan import FeaturePlan
 from megalith.ragged import Ragged
+from megalith.serving.export.frozen_rows import FrozenRows
+from megalith.serving.export.overlay import PRESENT, Overlay
 
 HasRows = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """{table: ids int64 [n]} -> {table: bool [n]}, whether an id has a row."""
@@ -48,3 +50,24 @@ def count_missing(
             if count:
                 missing[feature.name] = count
     return missing
+
+
+def find_rows(
+    asked: Mapping[str, Tensor], overlay: Overlay, frozen: Mapping[str, FrozenRows]
+) -> dict[str, Tensor]:
+    """Look up ids in the rows of a version.
+
+    Args:
+        asked: Table -> ids int64 [n].
+        overlay: The rows written since the export.
+        frozen: Table -> exported rows.
+
+    Returns:
+        Table -> bool [n], whether an id has a row.
+    """
+    found = {}
+    for table, ids in asked.items():
+        flags = overlay.read(table, ids)[1]
+        exported = torch.zeros_like(ids) if overlay.hides_base else frozen[table].find(ids) + 1
+        found[table] = (flags == PRESENT) | ((flags == 0) & (exported > 0))
+    return found

@@ -6,16 +6,17 @@ dense program, in one native call from the bytes of the ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalith.nn.batch_preparer import column_of
+from megalith.library import span
+from megalith.nn.batch_preparer import column_of, real_places
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
-from megalith.serving.export.row_gathering import Gathering, RowPlan
+from megalith.serving.export.row_gathering import Gathered, Gathering, RowPlan
 
 _MAX_COMPILED = 256
 """Maximum number of batch sizes for which a compiled request is cached."""
@@ -47,11 +48,13 @@ class RequestPlans:
     Args:
         plan: The features of the model.
         dims: Table -> width of a row.
+        masks: Name -> FirstN feature; see `Signature.masks`.
     """
 
-    def __init__(self, plan: FeaturePlan, dims: Mapping[str, int]) -> None:
+    def __init__(self, plan: FeaturePlan, dims: Mapping[str, int], masks: Mapping[str, str]) -> None:
         self.plan = plan
         self._dims = dims
+        self._masks = masks
         self._compiled: dict[int, PlainPlan] = {}
         self._features = [len(own) for own in plan.tables.values()]
         shared = any(feature.shared for feature in plan.features.values())
@@ -128,3 +131,32 @@ class RequestPlans:
                 return None
             columns.append(ids)
         return torch.cat(columns) if columns else None
+
+    def pooled(self, request: RequestPlan, gathered: Gathered) -> dict[str, Any]:
+        """Return the inputs of the dense program.
+
+        Args:
+            request: The compiled request.
+            gathered: The rows of its ids.
+
+        Returns:
+            Pooled rows by name, and masks.
+        """
+        with span("megalith.pool"):
+            return self.program_inputs(request.batch, request.gathering.pool(gathered))
+
+    def program_inputs(self, batch: CompiledBatch, outputs: Sequence[Tensor]) -> dict[str, Any]:
+        """Give pooled rows their names.
+
+        Args:
+            batch: The compiled batch.
+            outputs: The outputs of its pooling.
+
+        Returns:
+            The inputs of the dense program: rows by name, and masks.
+        """
+        rows = self.plan.assemble(batch, outputs)
+        for name, of in self._masks.items():
+            places = real_places(self.plan.features[of], batch.columns[of])
+            rows[name] = places.expand(batch.size, -1)  # a shared feature has one row
+        return rows

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,36 +19,31 @@ import torch
 from torch import Tensor
 
 from megalith.errors import (
-    ExportError,
     InputError,
     RemoteError,
-    UnknownNameError,
     UsageError,
 )
 from megalith.library import span
-from megalith.nn.batch_preparer import real_places
-from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
-from megalith.ops.checks import callback, flag, instance, integer, kind, mapping
+from megalith.ops.checks import callback, flag, instance, integer, mapping
 from megalith.ops.checks import path as check_path
 from megalith.serving.export.dense_program import DenseProgram, ProgramCopy
 from megalith.serving.export.folding import Folder
 from megalith.serving.export.frozen_rows import FrozenRows
-from megalith.serving.export.missing_ids import count_missing
-from megalith.serving.export.output_specs import OUTPUT_DTYPES
-from megalith.serving.export.overlay import PRESENT, Overlay, RowsByTable
+from megalith.serving.export.inherited_rows import inherit_rows
+from megalith.serving.export.missing_ids import count_missing, find_rows
+from megalith.serving.export.opened_files import check_files, open_rows
+from megalith.serving.export.overlay import Overlay, RowsByTable
+from megalith.serving.export.request_checks import check_dense, check_features, check_outputs, check_plain
 from megalith.serving.export.request_plans import RequestPlan, RequestPlans
 from megalith.serving.export.row_checks import check_ids, check_rows
 from megalith.serving.export.row_gathering import Gathered
 from megalith.serving.export.signature import ENTRY, Signature
 from megalith.serving.export.warmup_examples import read_examples
-from megalith.storage.store import LocalStore
 
 Fetch = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 Tensors = Mapping[str, Tensor]
 _NOTHING: Tensors = MappingProxyType({})
 _MAX_RANDOM = 4096
-_PIECE = 1 << 16
-"""Rows compared at once when a version inherits those of another."""
 
 
 @dataclass
@@ -99,7 +93,7 @@ class Servable:
         self._folder = None if folder is None else instance(folder, Folder, "folder")
         callback(fetch, "fetch")
         flag(verify_files, "verify_files")
-        self._in_memory = flag(in_memory, "in_memory")
+        flag(in_memory, "in_memory")
         self.signature = Signature.read(self.directory)
         self.counters = ServingCounters()
         self._closed = False
@@ -111,50 +105,21 @@ class Servable:
                 else f"{self.directory} holds its own rows: only an entry takes `fetch`"
             )
         self._fetch = fetch
-        self._verify(verify_files)
-        self._frozen = {} if fetch is not None else self._map_rows()
+        check_files(self.directory, self.signature, checksums=verify_files)
         self._plans: RequestPlans | None = None
         self._program: DenseProgram | None = None
+        self._frozen: dict[str, FrozenRows] = {}
         self._output_names = tuple(spec.name for spec in self.signature.outputs)
         self._outputs_checked = False
         if self.signature.program is not None:
-            self._plans = RequestPlans(self.signature.plan(), self.signature.dims)
-            self._read_order(list(self._plans.plan.tables))
+            self._plans = RequestPlans(self.signature.plan(), self.signature.dims, self.signature.masks)
+        if fetch is None:
+            # Requests read their tables in the order of the plan; see `Overlay.served`.
+            first = () if self._plans is None else tuple(self._plans.plan.tables)
+            self._frozen = open_rows(self.directory, self.signature, first=first, in_memory=in_memory)
+        if self.signature.program is not None:
             self._program = DenseProgram(self.directory / self.signature.program.path)
         self._snapshot = self._with(self._new_overlay())
-
-    def _verify(self, checksums: bool) -> None:
-        store = LocalStore(self.directory)
-        tables = (table.file for table in self.signature.tables.values())
-        for entry in (*tables, self.signature.program, self.signature.examples):
-            if entry is None:
-                continue
-            try:
-                if checksums:
-                    store.verify(entry, ExportError)
-                elif store.size(entry.path) != entry.bytes:
-                    raise ExportError(f"{self.directory / entry.path} does not have {entry.bytes} bytes")
-            except OSError as error:
-                raise ExportError(str(error)) from None
-
-    def _map_rows(self) -> dict[str, FrozenRows]:
-        frozen = {}
-        for name, table in self.signature.tables.items():
-            assert table.file is not None  # the signature was checked
-            format = table.format(self.signature.precision)
-            path = self.directory / table.file.path
-            frozen[name] = FrozenRows(path, format, in_memory=self._in_memory)
-            if len(frozen[name]) != table.rows:
-                raise ExportError(
-                    f"{self.directory / table.file.path} holds {len(frozen[name])} rows, not {table.rows}"
-                )
-        return frozen
-
-    def _read_order(self, tables: Sequence[str]) -> None:
-        """Put the tables that requests read first, in their order: `Overlay.served` reads them so."""
-        frozen = self._frozen
-        first = {name: frozen[name] for name in tables if name in frozen}
-        self._frozen = first | {name: rows for name, rows in frozen.items() if name not in first}
 
     # ---- reading
 
@@ -183,16 +148,16 @@ class Servable:
         self._check_open()  # after the reads above, which `close` clears
         if plans is None or not self.plain_features:
             raise UsageError(f"{self.signature.name}: predict_plain needs a model and its rows; use predict")
-        _check_plain(batch, size, 8 * len(plans.plain_features))
+        check_plain(batch, size, 8 * len(plans.plain_features))
         with torch.inference_mode():
             with span("megalith.ids"):
                 plan = plans.plain(size)
-            values = self._dense(dense, size)
+            values = check_dense(self.signature, dense, size)
             rows = plan.rows.outputs()
             with self._hold_snapshot() as (overlay, copy):
                 with span("megalith.rows"):
                     missing = overlay.served(frozen).pool(list(batch), plan.rows.native, rows)
-                outputs = copy(self._named_rows(plans.plan, plan.batch, rows), values)
+                outputs = copy(plans.program_inputs(plan.batch, rows), values)
         self._count(size * len(plans.plain_features), missing)
         return self._named(outputs, size)
 
@@ -222,7 +187,7 @@ class Servable:
             raise UsageError(
                 f"{self.signature.name} holds rows without a model: request scores from the entry"
             )
-        _check_features(plans.plan, features)
+        check_features(plans.plan, features)
         ids = plans.plain_ids(features)
         if fetch is None and ids is not None:
             return self.predict_plain(
@@ -231,38 +196,26 @@ class Servable:
         with torch.inference_mode():
             with span("megalith.ids"):
                 request = plans.columns(features) if ids is None else plans.singles(ids)
-            values = self._dense(dense, request.batch.size)
+            values = check_dense(self.signature, dense, request.batch.size)
             gathered = request.gathering.rows()
             if fetch is not None:
                 with span("megalith.rows"):
                     self._fill(gathered, request, fetch)
                 # The dense weights are not held during the fetch, which may take long.
-                outputs = program(self._rows(plans.plan, request, gathered), values)
+                outputs = program(plans.pooled(request, gathered), values)
             else:
                 with self._hold_snapshot() as (overlay, copy):
                     with span("megalith.rows"):
                         self._read(overlay, frozen, request.ids, gathered.buffer)
-                    outputs = copy(self._rows(plans.plan, request, gathered), values)
+                    outputs = copy(plans.pooled(request, gathered), values)
             return self._named(outputs, request.batch.size)
 
     def _named(self, outputs: Sequence[Tensor], size: int) -> dict[str, Tensor]:
         """Give the outputs their names; raise ExportError unless they are what the signature describes."""
-        if self._outputs_checked:
-            return dict(zip(self._output_names, outputs, strict=True))
-        named = {}
-        for spec, tensor in zip_longest(self.signature.outputs, outputs):
-            if (
-                spec is None
-                or not isinstance(tensor, Tensor)
-                or tensor.dtype != OUTPUT_DTYPES[spec.dtype]
-                or tuple(tensor.shape) != (size, *spec.shape)
-            ):
-                raise ExportError(
-                    f"{self.directory}: the program does not return the outputs that the signature describes"
-                )
-            named[spec.name] = tensor
-        self._outputs_checked = True  # the graph computes the same shapes for every request
-        return named
+        if not self._outputs_checked:
+            check_outputs(self.directory, self.signature, outputs, size)
+            self._outputs_checked = True  # the graph computes the same shapes for every request
+        return dict(zip(self._output_names, outputs, strict=True))
 
     @contextmanager
     def _hold_snapshot(self) -> Iterator[tuple[Overlay, ProgramCopy]]:
@@ -274,20 +227,6 @@ class Servable:
                 if snapshot.copy is self._snapshot.copy:  # otherwise it was replaced and may change
                     yield snapshot.overlay, snapshot.copy
                     return
-
-    def _rows(self, plan: FeaturePlan, request: RequestPlan, gathered: Gathered) -> dict[str, Any]:
-        """Return the inputs of the dense program."""
-        with span("megalith.pool"):
-            return self._named_rows(plan, request.batch, request.gathering.pool(gathered))
-
-    def _named_rows(
-        self, plan: FeaturePlan, batch: CompiledBatch, outputs: Sequence[Tensor]
-    ) -> dict[str, Any]:
-        rows = plan.assemble(batch, outputs)
-        for name, of in self.signature.masks.items():
-            places = real_places(plan.features[of], batch.columns[of])
-            rows[name] = places.expand(batch.size, -1)  # a shared feature has one row
-        return rows
 
     def _fill(self, gathered: Gathered, request: RequestPlan, fetch: Fetch) -> None:
         """Fetch the rows of an entry's request."""
@@ -303,18 +242,6 @@ class Servable:
             out.copy_(fetched[name])
             if fetch is self._fetch:  # parts do not report missing ids: their rows are zeros
                 self._count(out.shape[0], int((out == 0).all(1).sum()))
-
-    def _dense(self, dense: Tensor | None, size: int) -> Tensor | None:
-        width = self.signature.num_dense
-        if width == 0:
-            if dense is not None:
-                raise InputError("this model takes no dense values")
-            return None
-        fits = isinstance(dense, Tensor) and tuple(dense.shape) == (size, width)
-        if dense is None or not fits or not dense.is_floating_point() or not dense.is_cpu:
-            got = f"{dense.dtype} {list(dense.shape)}" if isinstance(dense, Tensor) else kind(dense)
-            raise InputError(f"{self.signature.dense_name} must be float32 {[size, width]}, got {got}")
-        return dense.to(torch.float32)
 
     def count_missing(self, features: Mapping[str, Any]) -> dict[str, int]:
         """Count the ids of a request that have no row.
@@ -336,19 +263,13 @@ class Servable:
         self._check_open()
         if plans is None:
             raise UsageError(f"{self.signature.name} holds rows without a model")
-        _check_features(plans.plan, features)
+        check_features(plans.plan, features)
 
         def has_rows(asked: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if fetch is not None:
                 fetched = fetch(dict(asked))
                 return {table: (fetched[table] != 0).any(1) for table in asked}
-            overlay = self.overlay
-            found = {}
-            for table, ids in asked.items():
-                flags = overlay.read(table, ids)[1]
-                exported = torch.zeros_like(ids) if overlay.hides_base else frozen[table].find(ids) + 1
-                found[table] = (flags == PRESENT) | ((flags == 0) & (exported > 0))
-            return found
+            return find_rows(asked, self.overlay, frozen)
 
         return count_missing(plans.plan, features, has_rows)
 
@@ -426,7 +347,7 @@ class Servable:
             raise InputError(f"size must be at most {_MAX_RANDOM}, got {size}")
         plan = plans.plain(size)
         rows = [torch.randn(output.shape) for output in plan.rows.outputs()]
-        return self._named_rows(plans.plan, plan.batch, rows), torch.randn(size, width) if width else None
+        return plans.program_inputs(plan.batch, rows), torch.randn(size, width) if width else None
 
     def _zeros(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: torch.zeros(each.numel(), self.signature.dims[name]) for name, each in ids.items()}
@@ -543,16 +464,7 @@ class Servable:
         if dense is not None:
             self.check({}, {}, dense)
         own = self._new_overlay()
-        for table, frozen in self._frozen.items():
-            for ids, rows, flags in overlay.scan(table):
-                there = flags == PRESENT
-                known = frozen.find(ids) >= 0
-                exported = torch.empty_like(rows, memory_format=torch.contiguous_format)
-                frozen.read(ids, exported)
-                new = there & ~(known & (exported == rows).all(1))
-                own.apply({table: (ids[new], rows[new])}, {table: ids[~there & known]})
-            for ids in frozen.ids.split(_PIECE) if overlay.hides_base else ():
-                own.apply({}, {table: ids[overlay.read(table, ids)[1] != PRESENT]})
+        inherit_rows(own, overlay, self._frozen)
         self._snapshot = self._with(own, dense)
 
     def _with(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> _Snapshot:
@@ -577,20 +489,3 @@ class Servable:
             self._folder.close()
         self._frozen = {}
         self._plans = self._program = None
-
-
-def _check_plain(batch: Any, size: Any, row_bytes: int) -> None:
-    if not isinstance(batch, list | tuple) or not all(isinstance(ids, bytes) for ids in batch):
-        raise InputError(f"batch must be a list of bytes, got {kind(batch)}")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise InputError(f"size must be a positive integer, got {kind(size)}")
-    if sum(map(len, batch)) != row_bytes * size:
-        raise InputError(f"batch must have {row_bytes} bytes of ids for each of {size} rows")
-
-
-def _check_features(plan: FeaturePlan, features: Any) -> None:
-    if not isinstance(features, Mapping):
-        raise InputError(f"features must be a dict of columns by name, got {kind(features)}")
-    missing = plan.features.keys() - features.keys()
-    if missing:
-        raise UnknownNameError(f"feature {min(missing)!r} is missing from the request")

@@ -48,7 +48,6 @@ import threading
 import time as clock
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,14 +62,14 @@ from megalith.serving.sync.message_header import (
     NEWER_SESSION,
     WINDOW,
     MessageHeader,
-    ModelLayout,
     Position,
-    TableLayout,
     read_string,
     string,
 )
 from megalith.serving.sync.push_messages import PushMessage, is_assign, read_push, result_of
 from megalith.serving.sync.reload import latest_save, read_newer
+from megalith.serving.sync.sync_counters import SyncCounters
+from megalith.serving.sync.version_layouts import continues, have_equal_layouts, layout_of
 from megalith.serving.wire_names import CONTROLS, SYNC_BEGIN, SYNC_POSITION, SYNC_RELOAD
 
 if TYPE_CHECKING:
@@ -82,32 +81,6 @@ EARLY_SECONDS = 1.0
 """How long a message waits for the one before it."""
 Tensors = Mapping[str, Tensor | Strings]
 Outputs = dict[str, Tensor | Strings]
-
-
-@dataclass
-class SyncCounters:
-    """Counts the actions of a subscriber."""
-
-    messages: int = 0
-    """Messages applied, including empty ones."""
-    rows: int = 0
-    removed: int = 0
-    duplicates: int = 0
-    """Messages acknowledged again without being applied."""
-    refused: int = 0
-    """Messages out of order or malformed."""
-    begun: int = 0
-    """How often a publisher began or started over."""
-    reloads: int = 0
-    replacements: int = 0
-    dropped: int = 0
-    """How often pushed rows were dropped because no message followed a new version."""
-    sessions: int = 0
-    """Sessions that were followed."""
-    replaced_sessions: int = 0
-    """Sessions that were followed when another one began."""
-    old_sessions: int = 0
-    """Messages refused because a newer session had begun."""
 
 
 class Subscriber:
@@ -305,7 +278,7 @@ class Subscriber:
             base="" if same and self._stage is not None else self._base,
             sequence=self._positions.get(header.index, 0) if header is not None and same else 0,
             step=self.servable.signature.step,
-            layout=_layout_of(self.servable),
+            layout=layout_of(self.servable),
             rows_id=self._rows_id,
         ).outputs()
 
@@ -441,7 +414,7 @@ class Subscriber:
         with self._lock:
             before, self.servable = self.servable, servable
             self._base = servable.signature.base
-            if not self._session or not self._dirty or not _continues(servable, before):
+            if not self._session or not self._dirty or not continues(servable, before):
                 self._leave()  # publishers get an error and ask for the position
                 return
             try:
@@ -471,9 +444,8 @@ class Subscriber:
         """
         given = [_checked(each) for each in checks.as_list(servables, "subscriber: servables")]
         with self._lock:
-            layout = _layout_of(self.servable).to_json()
             older = [each for each in given if each is not self.servable]
-            self._older = [each for each in older if _layout_of(each).to_json() == layout]
+            self._older = [each for each in older if have_equal_layouts(each, self.servable)]
 
     def _drop(self, timer: threading.Timer) -> None:
         with self._lock:
@@ -524,23 +496,3 @@ def _checked(servable: Any) -> Servable:
     if not hasattr(servable, "signature"):  # importing Servable here would be a cycle
         raise InputError(f"subscriber: servable must be a Servable, got {type(servable).__name__}")
     return servable  # type: ignore[no-any-return]
-
-
-def _layout_of(servable: Servable) -> ModelLayout:
-    spec = servable.signature
-    tables = {
-        name: TableLayout(table.dim, table.router(), spec.codes.get(name))
-        for name, table in spec.tables.items()
-    }
-    return ModelLayout(spec.part, spec.sub_graph_num, tables, frozenset(servable.dense_names))
-
-
-def _continues(servable: Servable, before: Servable) -> bool:
-    """Return whether rows pushed to one version are valid on top of another.
-
-    They are not on an older version, and not if its layout differs: publishers would continue to send the ids
-    of the old layout.
-    """
-    old, new = before.signature, servable.signature
-    newer = new.version > old.version and new.step >= old.step
-    return newer and _layout_of(servable).to_json() == _layout_of(before).to_json()
