@@ -362,7 +362,9 @@ def _weights(columns: Sequence[Ragged]) -> Tensor | None:
     if all(column.weights is None for column in columns):
         return None
     pieces = [
-        torch.ones(c.values.shape[0], device=c.device) if c.weights is None else c.weights.to(torch.float32)
+        torch.ones(c.values.shape[0], dtype=torch.float32, device=c.device)
+        if c.weights is None
+        else c.weights.to(torch.float32)
         for c in columns
     ]
     return torch.cat(pieces)

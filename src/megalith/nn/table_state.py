@@ -219,11 +219,12 @@ def _pending(table: Table) -> dict[str, Tensor]:
 def _no_rows(config: TableConfig) -> dict[str, Tensor]:
     """Return what `_rows_of` returns for a table without rows."""
     state = {
-        f"state/{column.key}": torch.empty(0, column.end - column.start) for column in config.state_columns
+        f"state/{column.key}": torch.empty(0, column.end - column.start, dtype=torch.float32)
+        for column in config.state_columns
     }
     return {
         "ids": torch.empty(0, dtype=torch.int64),
-        "rows": torch.empty(0, config.dim),
+        "rows": torch.empty(0, config.dim, dtype=torch.float32),
         **state,
         "time": torch.empty(0, dtype=torch.int64),
         **{name: torch.empty(0, dtype=torch.int64) for name in _extra_names(config)},

@@ -213,7 +213,9 @@ class Pooling:
             raise InputError(f"coverage must be a Coverage, got {type(self.coverage).__name__}")
         covered = self.coverage.of(self, tuple(self.bags if tables is None else tables))
         return [
-            torch.empty(shape, device=device) if whole else torch.zeros(shape, device=device)
+            torch.empty(shape, dtype=torch.float32, device=device)
+            if whole
+            else torch.zeros(shape, dtype=torch.float32, device=device)
             for shape, whole in zip(self.outputs, covered, strict=True)
         ]
 

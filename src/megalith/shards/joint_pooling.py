@@ -108,7 +108,7 @@ class JointPooling:
             float32 [size], in the order of the distinct ids.
         """
         if not self._bags:
-            return torch.zeros(size, device=self._device)
+            return torch.zeros(size, dtype=torch.float32, device=self._device)
         try:
             return unpool_flat(grads, self._index, self._bags, size, self._dim, self._stride)
         except InputError:
@@ -235,5 +235,5 @@ def joint_weights(
     pieces = []
     for name, size in zip(tables, sizes, strict=True):
         own = next((bags.weights for bags in pooling.of(name) if bags.weights is not None), None)
-        pieces.append(torch.ones(size, device=device) if own is None else own)
+        pieces.append(torch.ones(size, dtype=torch.float32, device=device) if own is None else own)
     return torch.cat(pieces)

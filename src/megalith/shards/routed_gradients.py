@@ -141,7 +141,7 @@ def sum_routed(
             pieces += checks[name].grads(lookup.ids[name], grad, None)
         names = list(grads)
         offsets = [routed.offsets(name) for name in names]
-        flat = torch.zeros(lookup.size, device=routed.deduped.ids.device)
+        flat = torch.zeros(lookup.size, dtype=torch.float32, device=routed.deduped.ids.device)
         if names:
             flat = scatter_pieces([p.contiguous() for p in pieces], offsets, lookup.size)
         used = [(routed.occurrences(name).start, routed.occurrences(name).stop) for name in names]

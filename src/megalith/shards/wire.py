@@ -181,7 +181,7 @@ class _Int8(Wire):
             (codes.to(torch.float32) / 127 * scales[:, None]).view(-1)
             for scales, codes, _, _ in self._blocks(data, counts, dims)
         ]
-        return torch.cat(pieces) if pieces else torch.empty(0, device=data.device)
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32, device=data.device)
 
     def _blocks(
         self, data: Tensor, counts: Tensor, dims: Sequence[int]

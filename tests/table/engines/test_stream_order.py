@@ -27,6 +27,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     found = Devices()
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: found.current, raising=False)
     monkeypatch.setattr(torch.cuda, "_exchange_device", found.exchange)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", found.exchange)
     monkeypatch.setattr(stream_order, "current_handle", lambda device: -1)  # the stream of the last call
     return found
 

@@ -252,7 +252,7 @@ class CpuEngine(Engine):
 
     def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
         """See `Engine.read`."""
-        out = torch.empty(ids.numel(), self.dim) if out is None else out
+        out = torch.empty(ids.numel(), self.dim, dtype=torch.float32) if out is None else out
         self._native.read(*_native_rows(found), ids, out, torch.get_num_threads())
         return out
 

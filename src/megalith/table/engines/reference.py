@@ -64,7 +64,7 @@ class ReferenceEngine(CopyingEngine):
 
     def _empty(self) -> None:
         self._row_of: dict[int, int] = {}
-        self._data = torch.empty(0, self.config.row_floats)
+        self._data = torch.empty(0, self.config.row_floats, dtype=torch.float32)
         self._ids_of = torch.empty(0, dtype=torch.int64)
         self._time = torch.empty(0, dtype=torch.int64)
         self._count = torch.empty(0, dtype=torch.int64)
@@ -126,7 +126,7 @@ class ReferenceEngine(CopyingEngine):
         if capacity <= have:
             return
         more = max(capacity, 2 * have) - have
-        self._data = torch.cat([self._data, torch.zeros(more, self.config.row_floats)])
+        self._data = torch.cat([self._data, torch.zeros(more, self.config.row_floats, dtype=torch.float32)])
         self._ids_of = torch.cat([self._ids_of, torch.zeros(more, dtype=torch.int64)])
         for name in ("_time", "_count", "_step"):
             setattr(self, name, torch.cat([getattr(self, name), torch.zeros(more, dtype=torch.int64)]))
@@ -199,7 +199,7 @@ class ReferenceEngine(CopyingEngine):
         with self._lock:
             rows = self._current(found, ids)
             exists = rows >= 0
-            out = torch.zeros(ids.numel(), self.dim) if out is None else out.zero_()
+            out = torch.zeros(ids.numel(), self.dim, dtype=torch.float32) if out is None else out.zero_()
             out[exists] = self._data[rows[exists], : self.dim]
             if self.config.missing == "initial":
                 out[~exists] = self._initial(ids[~exists])
@@ -246,7 +246,7 @@ class ReferenceEngine(CopyingEngine):
         assert flat is not None
         with torch.no_grad(), self._lock:
             distinct, where = _first_occurrences(ids)
-            sums = torch.zeros(distinct.numel(), self.dim)
+            sums = torch.zeros(distinct.numel(), self.dim, dtype=torch.float32)
             for occurrence, row in enumerate(where.tolist()):  # in input order
                 sums[row] += flat[occurrence]
             seen = torch.zeros_like(distinct).index_add_(0, where, occurrences)
@@ -360,7 +360,7 @@ class ReferenceEngine(CopyingEngine):
 
     def _complete(self, ids: Tensor) -> Chunk:
         """Return complete rows; an id without a row reads as the row that would be created."""
-        raw = torch.empty(ids.numel(), self.config.row_floats)
+        raw = torch.empty(ids.numel(), self.config.row_floats, dtype=torch.float32)
         raw[:, : self.dim] = self._initial(ids)
         for column in self.config.state_columns:
             raw[:, column.start : column.end] = column.initial

@@ -55,7 +55,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
     """
     columns = -(-x.shape[1] // 8) * 8
     padded = torch.nn.functional.pad(x, (0, columns - x.shape[1]))
-    lanes = torch.zeros(x.shape[0], 8, device=x.device)
+    lanes = torch.zeros(x.shape[0], 8, dtype=x.dtype, device=x.device)
     for block in padded.view(x.shape[0], columns // 8, 8).unbind(1):
         lanes = lanes + block * block
     a, b, c, d = ((lanes[:, k] + lanes[:, k + 4]) for k in range(4))

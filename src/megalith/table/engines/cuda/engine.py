@@ -97,7 +97,8 @@ class CudaEngine(StoredRows):
             ids = ids.to(self.device)
             by = self.known(found, self.group)
             direct = out is not None and out.device == self.device
-            result = out if direct else torch.empty(ids.numel(), self.dim, device=self.device)
+            shape = ids.numel(), self.dim
+            result = out if direct else torch.empty(shape, dtype=torch.float32, device=self.device)
             assert result is not None
             self.group.read(ids, None if by is None else by.search, [ids.numel()], result)
             if out is not None and not direct:

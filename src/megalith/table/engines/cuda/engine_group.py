@@ -238,7 +238,8 @@ class CudaEngineGroup(EngineGroup):
                 own = {name: ids[name] for name in shared.names if ids[name].numel()}
                 if own:
                     joined = shared.joined(own, found)
-                    rows = torch.empty(joined.ids.numel(), shared.group.layout.dim, device=device)
+                    shape = joined.ids.numel(), shared.group.layout.dim
+                    rows = torch.empty(shape, dtype=torch.float32, device=device)
                     shared.group.read(joined.ids, joined.search, joined.sizes, rows)
                     tables |= zip(shared.names, rows.split(joined.sizes), strict=True)
             parts = [
@@ -385,7 +386,7 @@ class CudaEngineGroup(EngineGroup):
                     rows = shared.joined(own, found)
                     known = rows.ids, rows.search
                 if pooling is None:
-                    empty = torch.empty(0, shared.group.layout.dim, device=device)
+                    empty = torch.empty(0, shared.group.layout.dim, dtype=torch.float32, device=device)
                     matrices = [moved[id(grads[n])][0] if n in grads else empty for n in shared.names]
                     gradients = Gradients.of(matrices)
                 else:

@@ -49,7 +49,7 @@ class HostTier:
 
     def __init__(self, table: DeviceTable) -> None:
         self._table = table
-        self._scores = torch.empty(0, device=table.device)
+        self._scores = torch.empty(0, dtype=torch.float32, device=table.device)
         self._clock = 0
         self._hand = 0
         self.hits = self.misses = self.moved = 0

@@ -299,7 +299,7 @@ class PoolingPlan:
         wanted = torch.zeros(n, dtype=torch.int8, device=group.device)
         if self._is_direct():
             return self._addresses(bags, grads, addresses, wanted)
-        matrix = torch.zeros(n, group.layout.dim, device=group.device)
+        matrix = torch.zeros(n, group.layout.dim, dtype=torch.float32, device=group.device)
         for number in range(max((each.number for each in self._used), default=-1) + 1):
             columns: dict[tuple[int, int], list[TablePart]] = {}
             for each in (each for each in self._used if each.number == number):
@@ -360,7 +360,7 @@ class PoolingPlan:
         group, n = self._group, wanted.numel()
         places = torch.zeros(n, dtype=torch.int64, device=group.device)  # 0: in no bag
         weighted = any(b.weights is not None or b.divisor is not None for b in bags)
-        factors = torch.empty(n if weighted else 0, device=group.device)
+        factors = torch.empty(n if weighted else 0, dtype=torch.float32, device=group.device)
         aligned = True
         if self._expanding is not None:
             cut = self._expanding

@@ -233,13 +233,14 @@ class _Walk:
 
     def measure(self) -> None:
         """Compute the factor of each row's gradient, which depends on all columns."""
-        self.buffer = torch.empty(self.keys.numel(), device=self.group.device)
+        self.buffer = torch.empty(self.keys.numel(), dtype=torch.float32, device=self.group.device)
         self._whole_row("measure", update_kernels.MEASURE.value)
 
     def sums(self) -> Tensor:
         """Compute the sums; return the sorted positions of the first occurrence of each row."""
         n = self.keys.numel()
-        self.buffer = torch.empty(n * self.group.layout.dim, device=self.group.device)
+        size = n * self.group.layout.dim
+        self.buffer = torch.empty(size, dtype=torch.float32, device=self.group.device)
         self._whole_row("sum", update_kernels.SUM.value)
         first = torch.ones(n, dtype=torch.bool, device=self.group.device)
         first[1:] = self.keys[1:] != self.keys[:-1]

@@ -165,13 +165,13 @@ class StoredRows(StreamedRows):
             float32 [n, dim] and float32 [n, state floats], on the device.
         """
         rows = found.rows
-        weights = torch.empty(rows.numel(), self.dim, device=self.device)
+        weights = torch.empty(rows.numel(), self.dim, dtype=torch.float32, device=self.device)
         self.group.read(ids.contiguous(), found, [rows.numel()], weights)
         initial = [c.initial for c in self.config.state_columns for _ in range(c.end - c.start)]
         values = torch.tensor(initial, dtype=torch.float32, device=self.device)
         states = values.expand(rows.numel(), -1).contiguous()
         exists = (rows >= 0).nonzero()[:, 0]
-        known = torch.empty(exists.numel(), len(initial), device=self.device)
+        known = torch.empty(exists.numel(), len(initial), dtype=torch.float32, device=self.device)
         self.table.copy_states(rows[exists].contiguous(), known, write=False)
         states[exists] = known
         return weights, states

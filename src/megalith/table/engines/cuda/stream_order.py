@@ -5,12 +5,16 @@ it. So once calls come from several streams, tensors are marked with the streams
 
 Kernels are launched on the current device of the thread. So a call of a table on another device makes that
 device the current one until it ends.
+
+A tensor that is made under torch.inference_mode cannot be changed later outside of it. The memory of a table
+stays, so a call leaves that mode until it ends.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -60,15 +64,17 @@ class StreamOrder:
         self.lock = threading.RLock()
         self._last: torch.cuda.Stream | None = None
         self.last_handle = -1
-        self._before: list[int] = []  # the current device before each call in progress
+        self._changed: list[ExitStack | None] = []  # of each call in progress
 
     def __enter__(self) -> None:
         self.lock.acquire()
-        self._before.append(enter_device(self.device))
+        self._changed.append(enter_call(self.device))
         self.follow(current_handle(self.device))
 
     def __exit__(self, *_: object) -> None:
-        leave_device(self._before.pop())
+        changed = self._changed.pop()
+        if changed is not None:
+            changed.close()
         self.lock.release()
 
     def follow(self, handle: int) -> None:
@@ -95,20 +101,22 @@ class JointOrder:
 
     def __init__(self, orders: Sequence[StreamOrder]) -> None:
         self._orders = list(orders)
-        self._before: list[int] = []
+        self._changed: list[ExitStack | None] = []
 
     def __enter__(self) -> None:
         device = self._orders[0].device
         handle = current_handle(device)
         for order in self._orders:
             order.lock.acquire()
-        self._before.append(enter_device(device))
+        self._changed.append(enter_call(device))
         for order in self._orders:
             if order.last_handle != handle:
                 order.follow(handle)
 
     def __exit__(self, *_: object) -> None:
-        leave_device(self._before.pop())
+        changed = self._changed.pop()
+        if changed is not None:
+            changed.close()
         for order in reversed(self._orders):
             order.lock.release()
 
@@ -127,25 +135,23 @@ def current_handle(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
-def enter_device(device: torch.device) -> int:
-    """Make a device the current one of this thread.
+def enter_call(device: torch.device) -> ExitStack | None:
+    """Make a device the current one of this thread, and leave inference mode.
 
     Args:
         device: The device of a table.
 
     Returns:
-        The current device before, for `leave_device`; -1 if nothing was changed.
+        What to close at the end of the call; None if nothing was changed.
     """
-    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
-        return -1
-    return int(torch.cuda._exchange_device(device.index))
-
-
-def leave_device(before: int) -> None:
-    """Return to the device before a call.
-
-    Args:
-        before: What `enter_device` returned.
-    """
-    if before >= 0:
-        torch.cuda._exchange_device(before)
+    elsewhere = device.type == "cuda" and torch._C._cuda_getDevice() != device.index
+    inference = torch.is_inference_mode_enabled()
+    if not elsewhere and not inference:
+        return None
+    changed = ExitStack()
+    if elsewhere:
+        changed.enter_context(torch.cuda.device(device))
+    if inference:
+        changed.enter_context(torch.inference_mode(False))
+        changed.enter_context(torch.no_grad())
+    return changed

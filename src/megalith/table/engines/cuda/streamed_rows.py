@@ -83,10 +83,11 @@ class StreamedRows(Engine):
         if budget is not None:
             chunk_bytes = min(chunk_bytes, max(1, budget // 16))
         self.layout = RowLayout.of(config, chunk_bytes)
-        self.table = DeviceTable(config, self.layout, self._key, self.device, budget)
-        self.tier = None if budget is None else HostTier(self.table)
-        self.group = LaunchGroup([self.table])
         self.order = StreamOrder(self.device)
+        with self.order:  # calls on other streams wait until the memory is filled
+            self.table = DeviceTable(config, self.layout, self._key, self.device, budget)
+            self.tier = None if budget is None else HostTier(self.table)
+        self.group = LaunchGroup([self.table])
         self._epoch = 0
         self.writes = 0
         self._length: int | None = 0  # None: on the device
@@ -248,8 +249,8 @@ class StreamedRows(Engine):
         """Read rows that exist into a chunk on the device."""
         n, columns = numbers.numel(), self.config.state_columns
         ids, time, _, count, step = headers.unbind()
-        weights = torch.empty(n, self.dim if rows else 0, device=self.device)
-        states = torch.empty(n, self.layout.state_floats if rows else 0, device=self.device)
+        widths = (self.dim, self.layout.state_floats) if rows else (0, 0)
+        weights, states = (torch.empty(n, k, dtype=torch.float32, device=self.device) for k in widths)
         if rows:
             self.group.read(ids, self.group.all_found(numbers), [n], weights)
             self.table.copy_states(numbers, states, write=False)
