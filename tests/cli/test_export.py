@@ -11,7 +11,7 @@ from megalith.cli.main import app
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import Signature
 from megalith.training import Run
-from tests.serving.export.test_exporter import run_config
+from tests.serving.export.export_support import run_config
 
 
 def megalith(*arguments: object) -> Result:

@@ -1,21 +1,12 @@
-"""Export: what is written, where it is spread, and that a version is there complete or not at all."""
+"""Export: what is written, where it is spread, and what cannot be exported."""
 
 from __future__ import annotations
 
-import errno
-import os
-import resource
-import signal
-import sys
-import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as parquet
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,55 +16,23 @@ from megalith import (
     EmbeddingCollection,
     Feature,
     Layout,
-    LocalShards,
     Router,
     Slice,
     TableConfig,
     checkpoint,
 )
 from megalith.checkpoint.manifest import Routing
-from megalith.errors import CheckpointError, ExportError, InputError, MegalithError, UsageError
+from megalith.errors import ExportError, InputError
 from megalith.models import Model
-from megalith.serving.export import exporter as module
 from megalith.serving.export.exporter import Provenance, export_model
-from megalith.serving.export.model_parts import ModelParts
-from megalith.serving.export.servable import Fetch, Servable
+from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import Signature
-from megalith.serving.server.tf_metadata import inputs_of
-from megalith.training import Run, RunConfig
-from megalith.training.exporting import _block_size, export_run
 from tests.models.support import make
+from tests.serving.export.export_support import files, wide
 from tests.serving.export.test_dense_program import Wide
 from tests.serving.exported import NUM_IDS, logits_of, request, rows_of, served, train, trained
 
-SECONDS = 60
 MODES = ("roundrobin", "hash_roundrobin", "continuous")
-
-
-def wide(ids: Tensor | None = None, rows: Tensor | None = None) -> Wide:
-    """A model of one table of two columns, by default of ten rows of ones."""
-    model = Wide()
-    ids = torch.arange(10) if ids is None else ids
-    model.embeddings.shards.assign({"t": (ids, torch.ones(ids.numel(), 2) if rows is None else rows)})
-    return model
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Exports write a program that was traced before: most tests are about the rest."""
-    made = tmp_path_factory.mktemp("program") / "dense.pt2"
-    entry = module.export_program(ModelParts(Wide()), made)
-    data = made.read_bytes()
-
-    def write(parts: Any, path: Path, **options: Any) -> Any:
-        path.write_bytes(data)
-        return entry
-
-    monkeypatch.setattr(module, "export_program", write)
-
-
-def files(out: Path) -> set[str]:
-    return {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
 
 
 # ---- standing alone
@@ -328,160 +287,6 @@ def test_tables_whose_names_differ_only_in_case_or_signs(tmp_path: Path) -> None
     ]
 
 
-# ---- complete or not at all
-
-
-def test_a_version_is_never_replaced(tmp_path: Path, fast: None) -> None:
-    export_model(wide(), tmp_path, name="m", version=1)
-    before = files(tmp_path)
-    with pytest.raises(ExportError, match="exists: choose another version"):
-        export_model(wide(), tmp_path, name="other", version=1)
-    assert files(tmp_path) == before
-    assert Signature.read(tmp_path / "1").model == "m"
-
-
-@pytest.mark.parametrize("num_shards", [0, 2])
-@pytest.mark.parametrize(
-    "error", [RuntimeError("x"), KeyboardInterrupt(), OSError(errno.ENOSPC, "disk full")]
-)
-def test_a_failed_export_leaves_no_staging_directory(
-    tmp_path: Path, fast: None, monkeypatch: pytest.MonkeyPatch, num_shards: int, error: BaseException
-) -> None:
-    def fail(*_: object) -> Any:
-        raise error
-
-    monkeypatch.setattr(module, "write_examples", fail)
-    with pytest.raises(ExportError if isinstance(error, OSError) else type(error)):
-        export_model(wide(), tmp_path, name="m", version=1, num_shards=num_shards)
-    assert files(tmp_path) == set()
-    assert not list(tmp_path.rglob(".draft*"))
-
-
-def test_parts_appear_all_or_none(tmp_path: Path, fast: None) -> None:
-    """The entry's place is taken while the parts are written: the parts take back their names."""
-
-    def occupy(_: int) -> None:
-        (tmp_path / "entry" / "1" / "x").mkdir(parents=True, exist_ok=True)
-
-    with pytest.raises(ExportError, match="cannot write"):
-        export_model(wide(), tmp_path, name="m", version=1, num_shards=2, on_rows=occupy)
-    assert not list(tmp_path.glob("ps_*/*"))
-    assert not list(tmp_path.rglob(".draft*"))
-
-
-@pytest.mark.parametrize("num_shards", [0, 2])
-def test_the_staging_directory_of_an_export_in_progress_is_kept(
-    tmp_path: Path, fast: None, num_shards: int
-) -> None:
-    def meanwhile(_: int) -> None:
-        if not (tmp_path / parts[0] / "2").exists():
-            export_model(wide(), tmp_path, name="m", version=2, num_shards=num_shards)
-
-    parts = ["entry", "ps_0", "ps_1"] if num_shards else ["."]
-    export_model(wide(), tmp_path, name="m", version=1, num_shards=num_shards, on_rows=meanwhile)
-    for part in parts:
-        assert {"1", "2"} <= {path.name for path in (tmp_path / part).iterdir()}
-    assert not list(tmp_path.rglob(".draft*"))
-
-
-def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for out in (tmp_path / "file", tmp_path / "file" / "out", tmp_path / ("x" * 300)):
-        with pytest.raises(ExportError, match="cannot write"):
-            export_model(wide(), out, name="m", version=1)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "ps_1").write_text("")
-    with pytest.raises(ExportError, match="cannot write"):
-        export_model(wide(), tmp_path / "out", name="m", version=1, num_shards=2)
-    assert files(tmp_path / "out") == {"ps_1"}
-    assert not list(tmp_path.rglob(".draft*"))
-
-
-def in_child(work: Callable[[], object]) -> int:
-    """Runs work in a forked process; its status: 0, 1 for an error, or minus the signal that ended it."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            signal.alarm(SECONDS)
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_full_disk_is_an_error_and_not_a_crash(tmp_path: Path, fast: None) -> None:
-    """Rows are written through a mapping, where a full disk would be a signal; room is taken before."""
-    model = wide(torch.arange(20_000))
-
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        with pytest.raises(ExportError, match=r"cannot write.*File too large"):
-            export_model(model, tmp_path, name="m", version=1)
-
-    assert in_child(limited) == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-class Trap:
-    """Kills the process at one of its steps: around each call that the disk remembers, after each piece."""
-
-    def __init__(self, at: int | None) -> None:
-        self.at, self.steps = at, 0
-
-    def step(self) -> None:
-        if self.steps == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.steps += 1
-
-    def set(self) -> None:
-        for name in ("fsync", "rename", "mkdir", "posix_fallocate", "rmdir"):
-            setattr(os, name, self._around(getattr(os, name)))
-
-    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def trapped(*args: Any, **options: Any) -> Any:
-            self.step()
-            result = call(*args, **options)
-            self.step()
-            return result
-
-        return trapped
-
-
-@pytest.mark.parametrize("num_shards", [0, 2])
-def test_killed_at_any_step_a_version_is_complete_or_not_there(
-    tmp_path: Path, fast: None, num_shards: int
-) -> None:
-    model = wide()
-
-    def export_to(out: Path, trap: Trap) -> None:
-        trap.set()
-        export_model(model, out, name="m", version=1, num_shards=num_shards, on_rows=lambda _: trap.step())
-        (out / "steps").write_text(str(trap.steps))
-
-    assert in_child(lambda: export_to(tmp_path / "whole", Trap(None))) == 0
-    steps = int((tmp_path / "whole" / "steps").read_text())
-    assert steps > 10
-    complete = 0
-    for at in range(steps):
-        out = tmp_path / str(at)
-        assert in_child(lambda out=out, at=at: export_to(out, Trap(at))) == -signal.SIGKILL  # type: ignore[misc]
-        there = [path.parent for path in out.rglob("1") if path.is_dir()]
-        for base in there:
-            fetch: Fetch | None = (lambda ids: {}) if base.name == "entry" else None
-            Servable(base / "1", fetch=fetch).close()
-        if out / "entry" in there:
-            assert len(there) == 1 + num_shards
-        complete += len(there) == 1 + num_shards
-        export_model(model, out, name="m", version=2, num_shards=num_shards)
-        assert not list(out.rglob(".draft*"))
-    assert 0 < complete < steps
-
-
 # ---- memory
 
 
@@ -503,168 +308,3 @@ def test_rows_are_held_a_piece_at_a_time(tmp_path: Path, fast: None) -> None:
     export_model(Wide(), tmp_path, name="m", version=1, num_shards=2, rows=rows)
     assert most <= 2
     assert alive == set()
-
-
-# ---- runs
-
-
-def run_config(**train: Any) -> RunConfig:
-    return RunConfig.from_dict(
-        {
-            "data": {"kind": "synthetic", "batch_size": 64, "options": {"num_batches": 4, "num_dense": 2}},
-            "model": {"dim": 4, "options": {"hidden": [8]}},
-            "train": {"threads": 1, **train},
-        }
-    )
-
-
-@pytest.fixture
-def run(tmp_path: Path, restore_threads: None) -> Run:
-    run = Run(run_config(), tmp_path / "run")
-    run.train()
-    return run
-
-
-def test_a_run_is_exported_from_its_checkpoint(run: Run, tmp_path: Path) -> None:
-    written: list[int] = []
-    export_run(run.directory, tmp_path / "out", on_rows=written.append)
-    manifest = checkpoint.read_manifest(run.directory / "checkpoint")
-    servable = Servable(tmp_path / "out" / str(run.step))
-    assert (servable.signature.model, servable.signature.base) == ("deepfm", manifest.tip)
-    assert sum(written) == sum(len(table) for table in run.model.embeddings.shards.local.values())
-    for table in run.model.embeddings.shards.configs:
-        rows = rows_of(run.model, table)
-        ids = torch.tensor(list(rows))
-        assert torch.equal(servable.lookup(table, ids), torch.stack(list(rows.values())))
-
-
-def test_an_export_records_whether_ids_are_integers_or_text(tmp_path: Path, restore_threads: None) -> None:
-    columns = {"y": [0, 1], "user": ["7", "8"], "item": [7, 8], "tag": ["a", "b"]}
-    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
-    features = {"user": "user", "item": "item", "tag": {"column": "tag", "slot": 3}}
-    data = {
-        "kind": "parquet",
-        "path": str(tmp_path / "a.parquet"),
-        "schema": {"label": "y", "features": features},
-    }
-    run = Run(RunConfig.from_dict({**run_config().to_dict(), "data": data}), tmp_path / "run")
-    run.train()
-    export_run(run.directory, tmp_path / "out")
-    signature = Signature.read(tmp_path / "out" / str(run.step))
-    kinds = {feature.name: feature.ids for feature in signature.features}
-    assert kinds == {"user": "xxhash64", "item": "integer", "tag": "fid"}
-    types = {name: dtype for name, dtype, _ in inputs_of(signature)}
-    assert types == {"user": None, "item": torch.int64, "tag": torch.int64}
-
-
-@pytest.mark.parametrize("kinds", [{"nobody": "integer"}, {"user": "text"}, {"user": None}, 3])
-def test_wrong_kinds_of_ids(tmp_path: Path, kinds: Any) -> None:
-    with pytest.raises(InputError, match="id_kinds"):
-        export_model(trained(), tmp_path, name="m", id_kinds=kinds)
-
-
-def test_deltas_are_exported_with_their_base(run: Run, tmp_path: Path) -> None:
-    """Rows changed, made and removed since the base are in the export as the tip has them."""
-    root = run.directory / "checkpoint"
-    progress = checkpoint.read_manifest(root).progress
-    shards = run.model.embeddings.shards
-    checkpoint.save(run.model, root, progress=progress)
-    ids = torch.tensor(sorted(rows_of(run.model, "user"))[:4])
-    dim = shards.configs["user"].dim
-    shards.assign({"user": (torch.cat([ids[:2], torch.tensor([10**9])]), torch.full((3, dim), 3.0))})
-    shards.remove({"user": ids[2:3]})
-    checkpoint.save_delta(run.model, root, progress=progress)
-    shards.assign({"user": (ids[:1], torch.full((1, dim), 4.0))})
-    manifest = checkpoint.save_delta(run.model, root, progress=progress)
-
-    export_run(run.directory, tmp_path / "out", version=1)
-    servable = Servable(tmp_path / "out" / "1")
-    assert servable.signature.base == manifest.tip
-    asked = torch.cat([ids, torch.tensor([10**9])])
-    last = rows_of(run.model, "user")[int(ids[3])]
-    wanted = torch.stack([torch.full((dim,), 4.0), torch.full((dim,), 3.0), torch.zeros(dim), last])
-    assert torch.equal(servable.lookup("user", asked), torch.cat([wanted, torch.full((1, dim), 3.0)]))
-    assert servable.signature.tables["user"].rows == len(shards.local["user"])
-
-
-def test_a_checkpoint_that_is_replaced_meanwhile_is_read_again(run: Run, tmp_path: Path) -> None:
-    root = run.directory / "checkpoint"
-    old = checkpoint.read_manifest(root)
-    replaced: list[str] = []
-
-    def replace(_: int) -> None:
-        if not replaced:
-            replaced.append(checkpoint.save(run.model, root, progress=old.progress).tip)
-
-    export_run(run.directory, tmp_path / "out", version=1, on_rows=replace)
-    assert Servable(tmp_path / "out" / "1").signature.base == replaced[0] != old.tip
-    assert not list((tmp_path / "out").glob(".draft*"))
-
-
-def test_a_damaged_checkpoint_is_not_exported(run: Run, tmp_path: Path) -> None:
-    root = run.directory / "checkpoint"
-    (piece,) = [root / file.path for file in checkpoint.read_manifest(root).all_files()][:1]
-    piece.write_bytes(piece.read_bytes()[:-1])
-    with pytest.raises(CheckpointError):
-        export_run(run.directory, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_is_no_run_says_so(tmp_path: Path) -> None:
-    with pytest.raises(MegalithError, match="no complete checkpoint"):
-        export_run(tmp_path, tmp_path / "out")
-    checkpoint.save(Wide(), tmp_path / "c")
-    with pytest.raises(CheckpointError, match="was not saved by `megalith train`"):
-        export_run(tmp_path / "c", tmp_path / "out")
-
-
-def test_blocks_are_as_large_as_in_training(run: Run, tmp_path: Path) -> None:
-    """A checkpoint spread in two blocks of 1000 ids goes to four parts of 500."""
-    spread = tmp_path / "spread"
-    checkpoint.reshard(
-        run.directory / "checkpoint", spread, num_shards=2, dist_type="continuous", block_size=1000
-    )
-    manifest = checkpoint.read_manifest(spread)
-    assert _block_size(manifest, 4) == 500
-    assert _block_size(manifest, 0) is None
-    assert _block_size(checkpoint.read_manifest(run.directory / "checkpoint"), 4) is None
-
-
-# ---- shards without a model
-
-
-def bare() -> LocalShards:
-    """Two tables of ten rows of ones, without a collection."""
-    shards = LocalShards([TableConfig(name, dim=dim, optimizer=SGD()) for name, dim in (("a", 2), ("b", 3))])
-    shards.assign({name: (torch.arange(10), torch.ones(10, dim)) for name, dim in (("a", 2), ("b", 3))})
-    return shards
-
-
-def test_shards_are_exported_as_rows(tmp_path: Path) -> None:
-    assert export_model(bare(), tmp_path, name="rows", precision="int8") == tmp_path
-    assert files(tmp_path) == {"0/signature.json", "0/a.safetensors", "0/b.safetensors"}
-    with closing(Servable(tmp_path / "0")) as servable:
-        signature = servable.signature
-        assert (signature.name, signature.part, signature.step) == ("rows", "standalone", 0)
-        assert (signature.predicts, signature.features, servable.dense_names) == (False, (), {})
-        assert servable.lookup("b", torch.tensor([3, 10])).tolist() == [[1.0] * 3, [0.0] * 3]
-        servable.warm_up()
-        servable.apply({"a": (torch.tensor([10]), torch.full((1, 2), 4.0))})
-        assert servable.lookup("a", torch.tensor([10])).tolist() == [[4.0, 4.0]]
-        with pytest.raises(UsageError, match="rows holds rows without a model"):
-            servable.predict({"a": torch.tensor([1])})
-
-
-def test_shards_are_exported_in_parts_without_an_entry(tmp_path: Path) -> None:
-    export_model(bare(), tmp_path, name="rows", version=2, num_shards=3)
-    parts = [f"ps_{number}/2" for number in range(3)]
-    assert files(tmp_path) == {
-        f"{part}/{file}" for part in parts for file in ("signature.json", "a.safetensors", "b.safetensors")
-    }
-    assert [Signature.read(tmp_path / part).tables["a"].rows for part in parts] == [4, 3, 3]
-
-
-def test_a_collection_is_not_a_model(tmp_path: Path) -> None:
-    collection = EmbeddingCollection([TableConfig("t", dim=2, optimizer=SGD())], [Feature("f", "t")])
-    with pytest.raises(InputError, match="to export its rows alone, pass its `shards`"):
-        export_model(collection, tmp_path, name="m")  # type: ignore[arg-type]

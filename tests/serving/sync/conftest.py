@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.sync_support import Online, make_start
+from megalith.models import Model
+from megalith.serving.export.servable import Servable
+from tests.serving.sync_support import Online, Trainer, export_version, make_model, make_start
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +30,22 @@ def stack() -> Iterator[ExitStack]:
 def online(start: Path, stack: ExitStack) -> Online:
     """A model in training, its servers and publishers."""
     return Online(start, stack)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
+    """A trained model and its export, of save "one". Tests do not change them."""
+    model = make_model()
+    Trainer(model).step(5)
+    out = tmp_path_factory.mktemp("export")
+    export_version(model, out, base="one")
+    export_version(model, out, base="two", version=2)
+    return model, out
+
+
+@pytest.fixture
+def served(exported: tuple[Model, Path]) -> Iterator[Servable]:
+    """The first version of it."""
+    servable = Servable(exported[1] / "1")
+    yield servable
+    servable.close()
