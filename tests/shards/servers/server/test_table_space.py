@@ -99,6 +99,35 @@ def test_a_read_includes_the_writes_before_it() -> None:
     assert rows.view(np.float32).tolist() == [-2.0]
 
 
+def test_a_worker_that_repeats_a_synchronous_step_reads_the_rows_before_it() -> None:
+    """Its push is there and the step is applied, but it ended before it knew: another server may wait."""
+    made = space(sync=True, workers=2)
+    ids = np.array([7, 8, 9])
+
+    def rows(worker: int, session: str, after: int) -> list[float]:
+        (found,) = run(made.read(worker, session, after, ids, [3], None))
+        values: list[float] = found.view(np.float32).tolist()
+        return values
+
+    for number in (1, 2):
+        first = push(1.0, step=number - 1)
+        second = ServerWrite(
+            "push",
+            first.header | {"counts": [2]},
+            {"ids": np.array([9, 7]), "grads": np.array([5.0, 2.0], dtype=np.float32).view(np.uint8)},
+        )
+        run(made.write(0, "s", number, first), made.write(1, "s", number, second))
+    made.join(1, "replacement", unacknowledged=2)
+    assert rows(1, "replacement", 1) == [-3.0, 0.0, -5.0]
+    assert rows(1, "replacement", 2) == rows(0, "s", 2) == [-6.0, 0.0, -10.0]
+    assert run(made.write(1, "replacement", 2, second)) == [None]  # not applied again
+    assert rows(0, "s", 2) == [-6.0, 0.0, -10.0]
+    made.join(0, "third", unacknowledged=2)
+    assert rows(0, "third", 1) == [-3.0, 0.0, -5.0]
+    run(made.write(1, "replacement", 3, assign(5.0)))
+    assert rows(0, "third", 1) == [5.0, 0.0, -10.0]  # other writes end it
+
+
 def test_a_read_of_a_process_that_is_no_worker_does_not_wait() -> None:
     made = space(sync=True, workers=2)
     (rows,) = run(made.read(READER, "s", 0, np.array([7]), [1], None))

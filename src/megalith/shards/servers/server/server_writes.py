@@ -15,7 +15,7 @@ from megalith.shards.local import LocalShards
 from megalith.shards.owner_rows import OwnerRows
 from megalith.shards.servers.server_messages import Array, ServerWrite, array_of, chunk_of, tensor_of
 from megalith.shards.wire import Wire
-from megalith.table.table_data import Step
+from megalith.table.table_data import FoundRows, Step
 
 
 class OwnedTables:
@@ -37,7 +37,14 @@ class OwnedTables:
         self._direct = rows_wire.exact and shards.device.type == "cpu"
         self._no_ids = torch.empty(0, dtype=torch.int64, device=shards.device)
 
-    def read(self, ids: Array, counts: Sequence[int], step: int | None, out: Array | None) -> Array:
+    def read(
+        self,
+        ids: Array,
+        counts: Sequence[int],
+        step: int | None,
+        out: Array | None,
+        corrected: Callable[[Mapping[str, Tensor], Sequence[Tensor]], None] | None = None,
+    ) -> Array:
         """Read rows; see `TableSpace.read`.
 
         Args:
@@ -45,6 +52,7 @@ class OwnedTables:
             counts: See there.
             step: See there.
             out: See there.
+            corrected: Receives the ids by table and their rows, float32 [n, dim] each, and may change rows.
 
         Returns:
             The rows in the precision of the wire, uint8.
@@ -64,11 +72,37 @@ class OwnedTables:
             flat = torch.empty(sum(map(mul, counts, self.dims)), device=self.shards.device)
         pieces = dict.fromkeys(self.names, self._no_ids) | self.by_table(tensor_of(ids), counts)
         self.rows.read(pieces, own, flat, step)
+        if corrected is not None:
+            corrected(pieces, self._views(flat, counts))
         if out is None:
             return array_of(self.rows_wire.encode(flat, own, self.dims))
         if not direct:
             torch.from_numpy(out).copy_(self.rows_wire.encode(flat, own, self.dims))
         return out
+
+    def read_before(
+        self, received: Mapping[str, GradientSum], step: int
+    ) -> tuple[dict[str, FoundRows], dict[str, tuple[Tensor, Tensor]]]:
+        """Read the rows that an update will change.
+
+        Args:
+            received: The gradients by table.
+            step: See `TableSpace.read`.
+
+        Returns:
+            Where the rows are, and by table the ids and rows, float32 [n, dim], in new memory.
+        """
+        pieces = {name: received[name].ids if name in received else self._no_ids for name in self.names}
+        counts = [piece.numel() for piece in pieces.values()]
+        flat = torch.empty(sum(map(mul, counts, self.dims)), device=self.shards.device)
+        found = self.rows.read(pieces, torch.tensor([counts], dtype=torch.int64), flat, step)
+        views = dict(zip(self.names, self._views(flat, counts), strict=True))
+        return found, {name: (pieces[name].clone(), views[name]) for name in received}
+
+    def _views(self, flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """The rows of each table, float32 [n, dim]."""
+        sizes = list(map(mul, counts, self.dims))
+        return [x.view(-1, dim) for x, dim in zip(flat.split_with_sizes(sizes), self.dims, strict=True)]
 
     def check_push(self, write: ServerWrite) -> None:
         """Check the sizes of the arrays of a push, before it is recorded.
@@ -119,12 +153,18 @@ def apply_write(tables: OwnedTables, write: ServerWrite) -> Any:
     return _KINDS[write.kind](tables, write.header, write.arrays)
 
 
-def apply_pushes(tables: OwnedTables, pushes: Sequence[ServerWrite]) -> None:
+def apply_pushes(
+    tables: OwnedTables, pushes: Sequence[ServerWrite], *, keep: bool = False
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Sum the gradients of several workers by the fixed tree, and make one optimizer step per distinct id.
 
     Args:
         tables: The tables of the server.
         pushes: One push per worker, in the order of the workers.
+        keep: Whether to return the rows before the step.
+
+    Returns:
+        By table, ids, which may repeat, and their rows before the step, float32 [n, dim].
 
     Raises:
         UsageError: Step, scale or clip_norm differ.
@@ -149,7 +189,12 @@ def apply_pushes(tables: OwnedTables, pushes: Sequence[ServerWrite]) -> None:
     steps_of = {
         name: Step(rates[name], time, first["scale"], first["clip_norm"], first["step"]) for name in received
     }
-    tables.rows.update(received, counts, None, steps_of, {})
+    found: dict[str, FoundRows] = {}
+    before: dict[str, tuple[Tensor, Tensor]] = {}
+    if keep:
+        found, before = tables.read_before(received, first["step"])
+    tables.rows.update(received, counts, None, steps_of, found)
+    return before
 
 
 def _sums(tables: OwnedTables, push: ServerWrite) -> dict[str, GradientSum]:

@@ -8,7 +8,8 @@ in another order, and a worker sends a write again if it does not know whether i
     accepted + 1                   accepted and applied
     higher                         kept waiting for its predecessors; without them it fails in the end
 
-A read names the last write that it must see. In mode "sync" pushes are collected in a round:
+A read names the last write that it must see. In mode "sync" it sees no later step (`rows_before.py`), and
+pushes are collected in a round:
 
     event                                          effect
     a worker pushes step s                         its push joins the round
@@ -43,6 +44,7 @@ from megalith.shards.servers.log.space_journal import SpaceJournal
 from megalith.shards.servers.server.call_counts import CallCounts
 from megalith.shards.servers.server.members import Member, Round
 from megalith.shards.servers.server.part_counters import count_from, part_stats
+from megalith.shards.servers.server.rows_before import RowsBefore
 from megalith.shards.servers.server.server_writes import OwnedTables, apply_pushes, apply_write
 from megalith.shards.servers.server.space_members import SpaceMembers
 from megalith.shards.servers.server_messages import (
@@ -75,6 +77,7 @@ class TableSpace(SpaceMembers):
         self.calls = CallCounts()
         self._journal: SpaceJournal | None = None
         self._kept_by: dict[str, int] = {}  # worker by the key of what its functions keep
+        self._before = RowsBefore()
 
     # ---- recovery
 
@@ -251,7 +254,7 @@ class TableSpace(SpaceMembers):
             if self.spec.staleness is not None and not self.members[worker].observer:
                 await self._wait_for_slowest(worker, session)
         self.reads += 1
-        return self.tables.read(ids, counts, step, out)
+        return self.tables.read(ids, counts, step, out, self._before.correction(worker, after))
 
     async def wait_for(self, worker: int, session: str, after: int) -> None:
         """See `SpaceMembers.wait_for`; it raises the error of a log that cannot be written.
@@ -417,7 +420,7 @@ class TableSpace(SpaceMembers):
             joined.pushes[worker] = write
             self._end_round_if_complete()
             return None if joined.ended else joined
-        member.result = None
+        self._before, member.result = RowsBefore(), None
         failure: Exception | None = None
         try:
             if write.kind == "adopt":
@@ -463,7 +466,8 @@ class TableSpace(SpaceMembers):
                 raise RankFailedError(
                     f"apply_gradients: worker {worker} failed, so nothing was done: {push.header['error']}"
                 )
-            apply_pushes(self.tables, pushes)
+            numbers = {worker: self.members[worker].accepted for worker in current.pushes}
+            self._before = RowsBefore(numbers, apply_pushes(self.tables, pushes, keep=True))
         except Exception as error:
             current.error = error
         self._end_round(current)
