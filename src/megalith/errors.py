@@ -81,6 +81,10 @@ class RankFailedError(MegalithError, RuntimeError):
     """Another rank failed, so this rank cannot continue. The log of that rank has the full error."""
 
 
+class WorkerFailedError(MegalithError, RuntimeError):
+    """A worker of a run raised an error that is not one of Megalith. The message has its traceback."""
+
+
 class ServerLostError(MegalithError, ConnectionError):
     """A parameter server has ended."""
 

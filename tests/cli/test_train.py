@@ -44,28 +44,33 @@ def write_clicks(path: Path, first: int, batches: int) -> None:
     parquet.write_table(pa.table({"click": labels, **columns}), path)
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    write_clicks(tmp_path / "train.parquet", 0, 20)
-    write_clicks(tmp_path / "test.parquet", 20, 3)
-    path = tmp_path / "run.toml"
+def write_config(folder: Path, batch_size: int, train: str, data: str = "") -> Path:
+    """Writes run.toml for train.parquet of the folder; `train` and `data` are lines of these sections."""
+    path = folder / "run.toml"
     path.write_text(
         f"""
 [data]
 kind = "parquet"
-path = "{tmp_path}/train.parquet"
-test_path = "{tmp_path}/test.parquet"
-batch_size = 64
+path = "{folder}/train.parquet"
+batch_size = {batch_size}
 schema = {{ label = "click", features = {{ user = "user", item = "item", tags = "tags" }} }}
+{data}
 [model]
 dim = 4
 options = {{ hidden = [8] }}
 [train]
 threads = 1
-log_every = 5
+{train}
 """
     )
     return path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    write_clicks(tmp_path / "train.parquet", 0, 20)
+    write_clicks(tmp_path / "test.parquet", 20, 3)
+    return write_config(tmp_path, 64, "log_every = 5", f'test_path = "{tmp_path}/test.parquet"')
 
 
 def test_help_shows_an_example_for_every_command() -> None:

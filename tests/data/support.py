@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
@@ -38,13 +39,22 @@ def assert_same_batches(one: list[Batch], two: list[Batch]) -> None:
 
 
 def check_resume(make: Callable[[], Reader]) -> None:
-    """From every batch's position, through JSON, a new reader continues without a difference."""
-    uninterrupted = list(make())
+    """From every batch's position, through JSON, a new reader continues without a difference.
+
+    It counts exactly the bad rows that the first one had not passed there.
+    """
+    whole = make()
+    before, uninterrupted = [], []
+    for batch in whole:
+        uninterrupted.append(batch)
+        before.append(Counter(whole.skipped_before))
+    assert whole.skipped_before == whole.skipped
     assert len(uninterrupted) > 1
     for done, batch in enumerate(uninterrupted, 1):
         reader = make()
         reader.seek(json.loads(json.dumps(batch.position)))
         assert_same_batches(list(reader), uninterrupted[done:])
+        assert before[done - 1] + reader.skipped == whole.skipped
         assert len(list(reader)) == len(uninterrupted), "the next epoch is a whole one"
     reader = make()
     first = next(iter(reader))

@@ -1,45 +1,76 @@
-"""A worker that ends its process within a step. Those processes import this module, so it imports little."""
+"""A worker with faults at chosen moments. Those processes import this module, so it imports little."""
 
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
+from megalith.training import training_worker
+from megalith.training.dense_weights import DenseWeights
 from megalith.training.training_worker import TrainingWorker
 
 
 class EndingWorker(TrainingWorker):
-    """Ends once at each moment of a file: lines of "worker step moment", of which it removes its own.
+    """Ends or fails at each moment of a file once: lines of "worker step moment"; it removes its own.
 
-    The moments: "push", before the first gradients of the step are sent; "result", after all are applied.
+    The moments of a step: "push", before the first gradients are sent; "between", after those of the tables
+    are applied and before those of the dense weights are sent; "result", after all are applied; "error", the
+    step raises. Without a step (-1): "stop", the process stops in the midst of joining: it is a worker of the
+    tables and not of the dense weights. "slow": each step takes longer.
     """
 
     plan: Path
 
-    def connect(self, number: int, written: Any) -> Any:
-        self.number = number
+    def prepare(self, number: int) -> Any:
         self.plan = Path(self._setup.log).parents[2] / "ends"
-        return super().connect(number, written)
+        return super().prepare(number)
+
+    def connect(self, written: Any) -> Any:
+        def stopping(*args: Any) -> DenseWeights:
+            if self._is_at(-1, "stop"):
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return DenseWeights(*args)
+
+        training_worker.DenseWeights = stopping  # type: ignore[misc, assignment]
+        return super().connect(written)
+
+    def _is_at(self, step: int, moment: str, *, again: bool = False) -> bool:
+        line = f"{self.number} {step} {moment}"
+        lines = self.plan.read_text().splitlines() if self.plan.exists() else []
+        if line in lines and not again:
+            self.plan.write_text("\n".join(each for each in lines if each != line))
+        return line in lines
 
     def _end_at(self, step: int, moment: str) -> None:
-        line = f"{self.number} {step} {moment}"
-        if self.plan.exists() and line in self.plan.read_text().splitlines():
-            rest = [each for each in self.plan.read_text().splitlines() if each != line]
-            self.plan.write_text("\n".join(rest))
+        if self._is_at(step, moment):
             os._exit(9)
 
     def _train(self, step: Any, order: Any) -> Any:
-        push = self._tables.apply_gradients
+        push, push_dense = self._tables.apply_gradients, self._dense.step
+        if self._is_at(order.step, "error"):
+            raise ZeroDivisionError("no rows")
+        if self._is_at(-1, "slow", again=True):
+            time.sleep(0.1)
 
         def ending(*args: Any, **options: Any) -> None:
             self._end_at(order.step, "push")
             push(*args, **options)
 
+        def ending_between() -> None:
+            if self._is_at(order.step, "between", again=True):
+                self._tables.flush()
+                self._end_at(order.step, "between")
+            push_dense()
+
         self._tables.apply_gradients = ending  # type: ignore[method-assign]
+        self._dense.step = ending_between  # type: ignore[method-assign]
         try:
             done = super()._train(step, order)
         finally:
             self._tables.apply_gradients = push  # type: ignore[method-assign]
+            self._dense.step = push_dense  # type: ignore[method-assign]
         self._end_at(order.step, "result")
         return done

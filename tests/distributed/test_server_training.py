@@ -22,7 +22,7 @@ from megalith import checkpoint
 from megalith.cli import train as cli
 from megalith.cli.training_bar import TrainingBar
 from megalith.cli.workers import workers as workers_command
-from megalith.errors import InputError, RankTimeoutError, UsageError
+from megalith.errors import InputError, RankTimeoutError, UsageError, WorkerFailedError
 from megalith.shards.servers.log.update_log import read_records
 from megalith.shards.servers.ray.ray_servers import ray_module, start_ray, stop_ray
 from megalith.shards.servers.server.table_space import TableSpace
@@ -30,7 +30,7 @@ from megalith.shards.servers.server_messages import Failure, SpaceSpec
 from megalith.training import Run, RunConfig, load_trained, worker_pool
 from megalith.training.training_worker import TrainingWorker
 from megalith.training.worker_batches import WorkerBatches
-from tests.cli.test_train import megalith, write_clicks
+from tests.cli.test_train import megalith, write_clicks, write_config
 from tests.distributed.ending_worker import EndingWorker
 from tests.serving.sync.test_training import PushWatcher, assert_served
 from tests.serving.zookeeper import free_port
@@ -104,7 +104,7 @@ def workers(run: Run) -> WorkerBatches:
 
 def wait_for_started(run: Run) -> None:
     """Waits until the processes of workers that join have started; they join at the next step."""
-    starting = [ready for _, ready in workers(run).pool._starting.values()]
+    starting = [each.prepared for each in workers(run).pool._starting.values()]
     ray_module().wait(starting, num_returns=len(starting), timeout=200.0)
 
 
@@ -205,23 +205,93 @@ def test_asynchronous_workers_that_join_and_leave_and_killed_processes(
 def test_synchronous_workers_that_end_within_a_step_leave_the_bits_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first step after all was applied, while the other waits, and in the last step."""
+    """In the first step after all was applied, while the other waits, in the midst of pushes, at the end."""
     monkeypatch.setattr(worker_pool, "TrainingWorker", EndingWorker)
     run_config = config(6, servers=1, workers=2, server_mode="sync", micro_batches=2, server_log="sync")
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "ends").write_text("1 0 result\n2 2 push\n2 5 result")
+    (tmp_path / "a" / "ends").write_text("1 0 result\n2 2 push\n1 3 between\n2 5 result")
     with Run(run_config, tmp_path / "a") as run:
         run.train()
-        assert workers(run).pool.replaced == 3
+        assert workers(run).pool.replaced == 4
     Run(config(6, micro_batches=2), tmp_path / "b").train()
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_bound_of_staleness_and_a_limit_of_steps(tmp_path: Path) -> None:
-    """A worker that gets no step before a save is not waited for."""
-    with Run(config(7, servers=1, workers=2, staleness=0, save_every=3, max_steps=7), tmp_path / "r") as run:
+def write_bad_rows(path: Path) -> RunConfig:
+    """A file of 7 batches of 8 good rows, each of which follows a bad one, and bad rows at the end."""
+    lines = [f"{i % 2},u{i % 5},i{i % 3}\nx,u,i\n" for i in range(56)]
+    path.write_text("click,user,item\n" + "".join(lines) + "too,few\n" * 3)
+    schema = {"label": "click", "features": {"user": "user", "item": "item"}}
+    data = {"kind": "csv", "path": str(path), "batch_size": 8, "schema": schema, "on_error": "skip"}
+    model = {"dim": 4, "options": {"hidden": [8]}}
+    return RunConfig.from_dict({"data": data, "model": model, "train": {"threads": 1, "timeout": 120.0}})
+
+
+def test_a_worker_that_stops_while_it_joins_is_given_up_and_bad_rows_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both workers read all rows; one is replaced. The others would wait for a worker of the tables."""
+    monkeypatch.setattr(worker_pool, "TrainingWorker", EndingWorker)
+    made = write_bad_rows(tmp_path / "clicks.csv").changed(train_micro_batches=4)
+    settings = {"servers": 1, "workers": 2, "server_mode": "sync", "server_log": "sync"}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "ends").write_text("2 1 push\n3 -1 stop\n4 -1 stop")
+    with Run(made.changed(**{f"train_{k}": v for k, v in settings.items()}), tmp_path / "a") as run:
+
+        def join() -> None:
+            wait_for_started(run)
+            workers(run).pool._timeout = 1.0  # the processes have started; each stops before it has joined
+
+        run.train(Script(run, {2: lambda: run.set_workers(4), 3: join}))
+        pool = workers(run).pool
+        assert (pool.replaced, pool.given_up, list(pool.workers), workers(run).wanted) == (1, 2, [1, 2], 2)
+        skipped = dict(workers(run).skipped())
+    assert "worker 3 has not joined the parameter servers within 1 s" in caplog.text
+    assert "The run continues with 2 workers" in caplog.text
+    alone = Run(made, tmp_path / "b")
+    alone.train()
+    assert skipped == dict(alone.batches.skipped()) == {"wrong type": 56, "wrong number of columns": 3}
+    assert_same(tmp_path / "a", tmp_path / "b")
+
+
+def test_an_error_of_a_worker_names_it_and_has_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before that, in its first epoch of four shares, it was replaced: its bad rows are counted once."""
+    monkeypatch.setattr(worker_pool, "TrainingWorker", EndingWorker)
+    made = write_bad_rows(tmp_path / "clicks.csv").changed(train_epochs=2, train_servers=1)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "ends").write_text("1 2 result\n1 10 error")
+    counted: list[dict[str, int]] = []
+    with Run(made, tmp_path / "a") as run, pytest.raises(WorkerFailedError) as found:
+        run.train(Script(run, {8: lambda: counted.append(dict(workers(run).skipped()))}))
+    assert workers(run).pool.replaced == 1
+    assert counted == [{"wrong type": 56, "wrong number of columns": 3}]
+    first, _, trace = str(found.value).partition("\n")
+    assert first.startswith("worker 1 failed with ZeroDivisionError: no rows. Its traceback shows where")
+    assert "--resume" in first
+    assert trace.startswith("Traceback")
+    assert "in _train" in trace
+
+
+def test_a_bound_of_staleness_with_a_limit_of_steps_and_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that gets no step before a save or a stop is not waited for, though the other is slower."""
+    monkeypatch.setattr(worker_pool, "TrainingWorker", EndingWorker)
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "ends").write_text("2 -1 slow")
+    made = config(24, servers=1, workers=2, staleness=0, save_every=4, max_steps=21)
+    with Run(made, tmp_path / "r") as run:
+        for steps in (3, 2, 1):  # whoever reports the last of them: the other may have two in its queue
+            stop, run.stop_requested = run.step + steps, False
+            run.train(Script(run, {stop: run.stop}))
+            assert stop <= run.step <= stop + 4
+            assert run.samples == run.step * 32
+            assert checkpoint.read_manifest(tmp_path / "r" / "checkpoint").progress["step"] == run.step
+        run.stop_requested = False
         run.train()
-        assert (run.step, run.samples) == (7, 7 * 32)
+        assert (run.step, run.samples) == (21, 21 * 32)
 
 
 def processes(run: Run) -> list[int]:
@@ -246,22 +316,7 @@ def test_a_stopped_run_on_a_file_continues_on_another_number_of_servers(
 ) -> None:
     """Ctrl-C in the midst, saves in the background: the bits of one process that trains without a stop."""
     write_clicks(tmp_path / "train.parquet", 0, 4)
-    path = tmp_path / "run.toml"
-    path.write_text(
-        f"""
-[data]
-kind = "parquet"
-path = "{tmp_path}/train.parquet"
-batch_size = 32
-schema = {{ label = "click", features = {{ user = "user", item = "item", tags = "tags" }} }}
-[model]
-dim = 4
-options = {{ hidden = [8] }}
-[train]
-threads = 1
-micro_batches = 2
-"""
-    )
+    path = write_config(tmp_path, 32, "micro_batches = 2")
     flags = ("--servers", 1, "--mode", "sync", "--log", "sync", "--save-async", "--save-every", 2)
     found: list[int] = []
 

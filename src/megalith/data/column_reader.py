@@ -217,7 +217,7 @@ class ColumnReader(Reader):
             if not self._hinted:
                 self._hint(chunk)
             samples, kept = self._decode(chunk)
-            yield RowBlock(samples, partial(_position_after, chunk, kept))
+            yield RowBlock(samples, partial(_position_after, chunk, kept), kept)
 
     def _hint(self, chunk: ColumnChunk) -> None:
         """Warns once about texts that look like lists of ids: each would silently become one id."""
@@ -283,7 +283,8 @@ class ColumnReader(Reader):
             if len(rows):
                 value = chunk.table.column(fault.column)[int(rows[0])].as_py()
                 where = f"{chunk.file}: {self.row_word} {chunk.numbers[rows[0]]}, column {fault.column!r}"
-                self._bad(fault.reason, f"{where}: {_shown(value)} {fault.what}", len(rows))
+                found = f"{where}: {_shown(value)} {fault.what}"
+                self._bad(fault.reason, found, len(rows), chunk.numbers[rows])
                 good[rows] = False
         return self._samples(chunk.table.filter(arrow().array(good)), []), chunk.numbers[good]
 

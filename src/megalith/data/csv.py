@@ -224,6 +224,7 @@ class CsvReader(ColumnReader):
         numbers = block.line + np.arange(low, stop)
         table, numbers = self._table(path, names, data, numbers)
         if not len(numbers):
+            self._end_block()
             return None
         base = block.line + start
 
@@ -281,10 +282,11 @@ class CsvReader(ColumnReader):
                 continue
             fields = self._fields(line, self._delimiter(path))
             if fields is None:
-                self._bad("unreadable line", f"{path}: line {number} has an open quote or a stray line end")
+                found = f"{path}: line {number} has an open quote or a stray line end"
+                self._bad("unreadable line", found, rows=np.array([number]))
             elif len(fields) != len(names):
                 found = f"{path}: line {number} has {len(fields)} columns, not {len(names)}"
-                self._bad("wrong number of columns", found)
+                self._bad("wrong number of columns", found, rows=np.array([number]))
             else:
                 rows.append([fields[i] or None for i in places])
                 kept.append(number)

@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -32,6 +34,8 @@ class RowBlock:
     samples: Samples
     after: Callable[[int], Position]
     """`after(k)` is the position after the first k rows of the block."""
+    numbers: NDArray[np.int64] | None = None
+    """Increasing numbers of the rows, int64 [n], comparable with those of bad rows of the block (`_bad`)."""
 
 
 class Reader(IterableDataset[Batch], ABC):
@@ -55,6 +59,8 @@ class Reader(IterableDataset[Batch], ABC):
 
     skipped: Counter[str]
     """Number of bad rows skipped so far by reason, including rows read ahead."""
+    skipped_before: Counter[str]
+    """Those of `skipped` before `position`: a reader that continues there does not count them again."""
     first_skipped: dict[str, str]
     """Reason -> file, row, column and value of the first such row. Shards of a reader share it."""
 
@@ -73,7 +79,8 @@ class Reader(IterableDataset[Batch], ABC):
         self.on_error = on_error
         self.binary_labels = checks.flag(binary_labels, "reader: binary_labels")
         self.rank, self.world_size = 0, 1
-        self.skipped = Counter()
+        self.skipped, self.skipped_before = Counter(), Counter()
+        self._unpassed: list[_BadRows] = []
         self.first_skipped = {}
         self._at: Position | None = None
 
@@ -177,7 +184,7 @@ class Reader(IterableDataset[Batch], ABC):
     def _copy(self) -> Self:
         """A reader of the same shard at its start."""
         other = copy.copy(self)
-        other.skipped = Counter()
+        other.skipped, other.skipped_before, other._unpassed = Counter(), Counter(), []
         other._at = None
         return other
 
@@ -186,7 +193,10 @@ class Reader(IterableDataset[Batch], ABC):
         waiting: list[Samples] = []
         missing = self.batch_size
         position = self.position
+        number, earlier = None, 0  # the last row, and how many entries are of earlier blocks
+        self._unpassed = []
         for part in self._row_blocks(position):
+            self._end_block(earlier)
             done = 0
             while done < len(part.samples):
                 whole = done == 0 and len(part.samples) <= missing
@@ -195,12 +205,16 @@ class Reader(IterableDataset[Batch], ABC):
                 done += len(taken)
                 missing -= len(taken)
                 position = part.after(done)
+                number = None if part.numbers is None else int(part.numbers[done - 1])
                 if missing == 0:
+                    self._pass(number, len(self._unpassed))
                     yield self._emit(waiting, position)
                     waiting, missing = [], self.batch_size
+            earlier = len(self._unpassed)
         if waiting and not self.drop_last:
+            self._pass(number, earlier)
             yield self._emit(waiting, position)
-        self._at = None
+        self._at, self._unpassed, self.skipped_before = None, [], Counter(self.skipped)
 
     def _check_workers(self) -> None:
         info = get_worker_info()
@@ -214,13 +228,43 @@ class Reader(IterableDataset[Batch], ABC):
     def _with_shard(self, position: Position) -> Position:
         return {**position, "shard": [self.rank, self.world_size]}
 
-    def _bad(self, reason: str, message: str, count: int = 1) -> None:
-        """Raises InputError about bad rows, or counts them if they are skipped."""
+    def _bad(self, reason: str, message: str, count: int = 1, rows: NDArray[np.int64] | None = None) -> None:
+        """Raises InputError about bad rows, or counts them if they are skipped.
+
+        rows: their numbers in the next block, int64 [count]; None: they are before that block.
+        """
         if self.on_error == "raise":
             remedy = 'fix it, or pass on_error="skip" (command line: --on-error skip) to skip such rows'
             raise InputError(f"{message}; {remedy}")
         self.skipped[reason] += count
         self.first_skipped.setdefault(reason, message)
+        self._unpassed.append(_BadRows(reason, count, rows))
+
+    def _end_block(self, entries: int | None = None) -> None:
+        """Notes that bad rows counted so far, or the first entries of them, are before the next block."""
+        self._unpassed[:entries] = [each._replace(rows=None) for each in self._unpassed[:entries]]
+
+    def _pass(self, number: int | None, entries: int) -> None:
+        """Counts bad rows before a row of the block in `skipped_before`; they are among the first entries."""
+        left = []
+        for each in self._unpassed[:entries]:
+            after = each.rows
+            if after is not None and number is not None:
+                after = after[after > number]
+                if len(after):
+                    left.append(_BadRows(each.reason, len(after), after))
+                self.skipped_before[each.reason] += each.number - len(after)
+            else:
+                self.skipped_before[each.reason] += each.number
+        self._unpassed[:entries] = left
+
+
+class _BadRows(NamedTuple):
+    """Bad rows that `skipped` counts and `skipped_before` does not; see `Reader._bad`."""
+
+    reason: str
+    number: int
+    rows: NDArray[np.int64] | None
 
 
 class MemoryReader(Reader):

@@ -119,8 +119,16 @@ class RunServers:
             made: type[WorkerBatches] = SyncBatches
         else:
             shares, made = True, AsyncBatches
-        self._batches = made(reader, setup, shares=shares, step=step, limit=limit, epoch=epoch)
+        self._batches = made(
+            reader, setup, shares=shares, step=step, limit=limit, epoch=epoch, forget=self._forget_worker
+        )
         return self._batches
+
+    def _forget_worker(self, number: int) -> None:
+        """Remove a worker that has not joined all servers: nobody waits for it."""
+        assert self._dense is not None
+        for shards in (self._shards, self._dense.shards):
+            shards.leave(number)
 
     def steps(self, number: Callable[[], int]) -> DoneSteps:
         """Return the steps of a run on these servers.

@@ -5,15 +5,15 @@ position of its share. Every step ends when the servers have answered its update
 that has ended repeats the steps that were not reported; updates of those steps that a server has received
 already are not applied again.
 
-With mode "sync" the bits are those of a run without the failure, unless the worker ends between its first and
-its last update of a step: servers that have the first may have applied the step, so the repetition may read
-rows that are one step newer, and computes its missing updates of that one step from them.
+With mode "sync" the bits are those of a run without the failure: a server that has applied the step already
+lets the repetition read the rows from before it (`rows_before.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ from megalith import checkpoint
 from megalith.data import Batch
 from megalith.data.batch import Position
 from megalith.data.empty_batch import describe, make_empty_batch
-from megalith.errors import MegalithError
+from megalith.errors import MegalithError, WorkerFailedError
 from megalith.nn import MicroBatches
 from megalith.shards import Servers, ServerShards
 from megalith.shards.servers.server_messages import Failure
@@ -52,23 +52,44 @@ TABLES, DENSE = "tables", "dense"
 
 
 def returning_failures(method: Method) -> Method:
-    """Make a method return errors of Megalith as a Failure: Ray would wrap what it raises.
+    """Make a method of a worker return errors as a Failure: Ray would wrap what it raises.
 
     Args:
         method: The method.
 
     Returns:
-        The method that never raises a MegalithError.
+        The method that never raises an Exception.
     """
 
     @functools.wraps(method)
-    def guarded(*args: Any) -> Any:
+    def guarded(self: TrainingWorker, *args: Any) -> Any:
         try:
-            return method(*args)
+            return method(self, *args)
         except (MegalithError, OSError) as error:
             return Failure(error.with_traceback(None))
+        except Exception as error:
+            return Failure(worker_failure(self.number, error, traceback.format_exc()))
 
     return cast(Method, guarded)
+
+
+def worker_failure(number: int, error: Exception, trace: str) -> WorkerFailedError:
+    """Return what a run raises for an error of a worker that is not an error of Megalith.
+
+    Args:
+        number: The number of the worker.
+        error: Its error.
+        trace: The text of its traceback.
+
+    Returns:
+        The error, which any process can read, whatever the type of the first one.
+    """
+    return WorkerFailedError(
+        f"worker {number} failed with {type(error).__name__}: {error}. Its traceback shows where: correct "
+        "the data, the model or the environment of that process, then continue from the last save with "
+        "--resume.\n"
+        f"{trace.rstrip()}"
+    )
 
 
 def server_shards(
@@ -125,6 +146,7 @@ class TrainingWorker:
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
+        self.number = 0
         self._setup = setup
         self._sync = setup.config.train.server_mode == "sync"
         if setup.config.train.threads is not None:
@@ -133,26 +155,39 @@ class TrainingWorker:
         self._ahead: Batch | None = None
         self._last: Batch | None = None
         self._position: Position = {}
-        self._counted: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()  # bad rows of the share up to the last step
+        self._skipped_ahead: Counter[str] = Counter()  # up to the end of the batch read ahead
         self._watched = 0
         self._resting = False
         self._part: tuple[int, int] | None = None
 
     @returning_failures
-    def connect(self, number: int, written: Written | None) -> Any:
-        """Build the model and join the workers.
+    def prepare(self, number: int) -> Any:
+        """Open the data.
 
         Args:
             number: The number of this worker.
+
+        Returns:
+            The id of its process, or a Failure.
+        """
+        self.number = number
+        self._reader = self._source = open_source(self._setup.config).train
+        return os.getpid()
+
+    @returning_failures
+    def connect(self, written: Written | None) -> Any:
+        """Build the model and join the workers.
+
+        Args:
             written: What is known of the worker that this one replaces; None: a new one.
 
         Returns:
-            The id of its process and the numbers of its writes when it joined, or a Failure.
+            The numbers of its writes when it joined, or a Failure.
         """
         config, servers = self._setup.config, self._setup.servers
-        self._reader = self._source = open_source(config).train
-        torch.manual_seed(config.train.seed + number)
-        place = functools.partial(server_shards, config, servers, self._setup.log, worker=number)
+        torch.manual_seed(config.train.seed + self.number)
+        place = functools.partial(server_shards, config, servers, self._setup.log, worker=self.number)
         known = written or Written([], [])
         self._model = model_for(
             config,
@@ -166,7 +201,7 @@ class TrainingWorker:
             config.train.lr,
             lambda tables: place(DENSE, tables, written=known.dense or None),
         )
-        return os.getpid(), self._written
+        return self._written
 
     @property
     def _written(self) -> Written:
@@ -186,15 +221,24 @@ class TrainingWorker:
         self._reader = self._source.shard(share.index, share.count)
         self._reader.batch_size = rows
         self._reader.seek(share.position)
-        self._counted = Counter()
+        self._counted = self._skipped_ahead = Counter()
         self._position = share.position
         self._batches = iter(self._reader)
         self._read_ahead()
-        return Ahead(0) if self._ahead is None else Ahead(len(self._ahead), describe(self._ahead))
+        if self._ahead is None:
+            return Ahead(0, None, self._last_skipped, self._reader.first_skipped)
+        return Ahead(len(self._ahead), describe(self._ahead))
 
     def _read_ahead(self) -> None:
         self._ahead = next(self._batches, None)
         self._last = self._ahead or self._last
+        if self._ahead is not None:
+            self._skipped_ahead = Counter(self._reader.skipped_before)
+
+    @property
+    def _last_skipped(self) -> Counter[str] | None:
+        """The bad rows after the last batch; None: there are more batches."""
+        return None if self._ahead is not None else self._reader.skipped - self._counted
 
     @returning_failures
     def step(self, order: StepOrder) -> Any:
@@ -208,11 +252,12 @@ class TrainingWorker:
         """
         batch = self._ahead
         if batch is None and not self._sync:
-            return self._result(0, 0.0, [], None, order)
+            return self._result(0, 0.0, [], None, order, Counter())
         if batch is None:
             batch = self._empty_batch(order)
         else:
             self._position = batch.position
+        skipped, self._counted = self._skipped_ahead - self._counted, self._skipped_ahead
         if self._resting:
             self._resting = False
             self._tables.join()
@@ -221,7 +266,7 @@ class TrainingWorker:
         scores = [(each.batch.labels, each.batch.weights, each.logits) for each in scored]
         rows = sum(len(each.logits) for each in scored)
         self._read_ahead()
-        return self._result(rows, loss, scores, batch, order)
+        return self._result(rows, loss, scores, batch, order, skipped)
 
     def _train(self, step: StepBatch, order: StepOrder) -> Any:
         weights = self._dense.request()
@@ -249,10 +294,14 @@ class TrainingWorker:
         return make_empty_batch(order.columns, where="a worker")
 
     def _result(
-        self, rows: int, loss: float, scores: list[Any], batch: Batch | None, order: StepOrder
+        self,
+        rows: int,
+        loss: float,
+        scores: list[Any],
+        batch: Batch | None,
+        order: StepOrder,
+        skipped: Counter[str],
     ) -> StepResult:
-        skipped = self._reader.skipped - self._counted
-        self._counted = Counter(self._reader.skipped)
         lists: frozenset[str] = frozenset()
         if batch is not None and self._watched < WATCHED_BATCHES:
             self._watched += 1
@@ -268,6 +317,7 @@ class TrainingWorker:
             time=None if batch is None else batch.time,
             batch=batch if order.sample else None,
             skipped=skipped,
+            last_skipped=self._last_skipped,
             first_skipped=self._reader.first_skipped,
             list_features=lists,
         )

@@ -93,6 +93,7 @@ class WorkerBatches(ABC):
         step: Returns the number of steps of the run.
         limit: Returns how many steps may be computed before the run saves or ends; None: any number.
         epoch: Returns the number of the epoch.
+        forget: Removes a worker with a number from the servers.
 
     Attributes:
         list_features: As for `RunBatches`.
@@ -108,6 +109,7 @@ class WorkerBatches(ABC):
         step: Callable[[], int],
         limit: Callable[[], int | None],
         epoch: Callable[[], int],
+        forget: Callable[[int], None],
     ) -> None:
         self.reader = reader
         self.list_features: set[str] = set()
@@ -117,9 +119,11 @@ class WorkerBatches(ABC):
         self._step, self._limit, self._epoch = step, limit, epoch
         self._micro_batches = setup.config.train.micro_batches
         self._bounded = setup.config.train.staleness is not None
-        self._skipped: Counter[str] = Counter()
+        self._skipped: Counter[str] = Counter()  # before the positions of shares
+        self._last_skipped: dict[int, Counter[str]] = {}  # after the last batch of shares that have ended
         self._held = False
-        self.pool = WorkerPool(setup, self.wanted, self._calls_again)  # they start while the run prepares
+        # They start while the run prepares.
+        self.pool = WorkerPool(setup, self.wanted, self._calls_again, forget)
 
     # ---- what a run uses
 
@@ -131,6 +135,8 @@ class WorkerBatches(ABC):
         for worker in self.pool.workers.values():
             self._give_back(worker)
         yield from self._epoch_steps()
+        self._skipped += sum(self._last_skipped.values(), Counter())
+        self._last_skipped = {}
         self._shares.end(self._epoch() + 1)
 
     @abstractmethod
@@ -171,7 +177,7 @@ class WorkerBatches(ABC):
 
     def skipped(self) -> Counter[str]:
         """Return the number of bad rows skipped by all workers, by reason."""
-        return self.reader.skipped + self._skipped
+        return sum(self._last_skipped.values(), self.reader.skipped + self._skipped)
 
     @property
     def lost_writes(self) -> int:
@@ -206,15 +212,24 @@ class WorkerBatches(ABC):
         """The rows of a batch of a worker."""
         return self.reader.batch_size
 
-    def _recorded(self, worker: PoolWorker, result: StepResult) -> None:
-        worker.written, worker.ahead, worker.lost = result.written, result.ahead, result.lost
+    def _recorded(self, worker: PoolWorker, result: StepResult, *, own_rows: bool = True) -> None:
+        """Take the result of a step; `own_rows`: no other result of the step counts the same bad rows."""
+        worker.written, worker.lost = result.written, result.lost
         assert worker.share is not None or not result.rows
         if worker.share is not None:
             self._shares.record(worker.share, result.position)
-        self._skipped += result.skipped
-        for reason, first in result.first_skipped.items():
-            self.reader.first_skipped.setdefault(reason, first)
+        if own_rows:
+            self._skipped += result.skipped
+        self._note_ahead(worker, result.ahead, result)
         self.list_features |= result.list_features
+
+    def _note_ahead(self, worker: PoolWorker, rows: int, found: Ahead | StepResult) -> None:
+        """Note the rows of the next batch of a worker, and the bad rows at the end of its share."""
+        worker.ahead = rows
+        if worker.share is not None and found.last_skipped is not None:
+            self._last_skipped[worker.share] = found.last_skipped
+        for reason, first in found.first_skipped.items():
+            self.reader.first_skipped.setdefault(reason, first)
 
     def _give_back(self, worker: PoolWorker) -> None:
         if worker.share is not None and worker.ahead:
@@ -226,7 +241,11 @@ class WorkerBatches(ABC):
         missing = self.wanted - len(self.pool) - self.pool.starting
         if missing > 0:
             self.pool.start(missing)
-        return self.pool.connect()
+        before = self.pool.given_up
+        joined = self.pool.connect()
+        if self.pool.given_up > before:
+            self.wanted = min(self.wanted, len(self.pool) + self.pool.starting)
+        return joined
 
     @property
     def _surplus(self) -> list[PoolWorker]:
@@ -256,7 +275,7 @@ class AsyncBatches(WorkerBatches):
             if isinstance(result, Failure):
                 yield DoneStep([], result.error)
             elif isinstance(result, Ahead):
-                worker.ahead = result.rows
+                self._note_ahead(worker, result.rows, result)
                 worker.share = worker.share if result.rows else None
             elif isinstance(result, StepResult):
                 self._recorded(worker, result)
@@ -340,7 +359,8 @@ class SyncBatches(WorkerBatches):
             if isinstance(result, StepResult):
                 found[worker.number] = result
         for worker in workers:  # only now: one that is replaced reads the same batch as the others
-            self._recorded(worker, found[worker.number])
+            own_rows = self._split or worker is workers[0]
+            self._recorded(worker, found[worker.number], own_rows=own_rows)
         results += [found[worker.number] for worker in workers]
         return None
 
@@ -400,6 +420,6 @@ class SyncBatches(WorkerBatches):
                 if isinstance(result, Failure):
                     return result.error
                 assert isinstance(result, Ahead)
-                worker.ahead = result.rows
+                self._note_ahead(worker, result.rows, result)
                 self._columns = result.columns or self._columns
         return None

@@ -1,13 +1,15 @@
 """What a run and its workers on Ray send each other.
 
     call                                   the worker
-    connect(number, written)               joins the workers of the servers
+    prepare(number)                        opens the data; takes its time while the others train
+    connect(written)                       builds the model and joins the workers of the servers
     read(share, rows)                      opens a share at its position and reads its first batch ahead
     step(order)                            trains on the batch read ahead, then reads the next one
     rest()                                 leaves the workers of the servers until the next step
     leave()                                ends its work
 
-An error of a worker is returned as a Failure, so that the run raises it as it is.
+An error of a worker is returned as a Failure, so that the run raises it as it is. One that is not an error of
+Megalith becomes a WorkerFailedError, with its type, message and traceback.
 """
 
 from __future__ import annotations
@@ -74,10 +76,14 @@ class Ahead:
     Attributes:
         rows: Its number of rows; 0: the share has ended.
         columns: Its columns, for workers without a batch; see `megalith.data.empty_batch.describe`.
+        last_skipped: If the share has ended, the bad rows at its end, by reason.
+        first_skipped: See `Reader.first_skipped`.
     """
 
     rows: int
     columns: bytes | None = None
+    last_skipped: Counter[str] | None = None
+    first_skipped: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,8 @@ class StepResult:
         lost: Number of answered writes that were lost with a server.
         time: The time of the newest row.
         batch: The batch, if it was asked for.
-        skipped: Bad rows since the last step, by reason.
+        skipped: Bad rows between the positions before and after the step, by reason.
+        last_skipped: If the share has ended, the bad rows after that position.
         first_skipped: See `Reader.first_skipped`.
         list_features: Features of which a row with several ids was seen.
     """
@@ -128,6 +135,7 @@ class StepResult:
     time: int | None = None
     batch: Batch | None = None
     skipped: Counter[str] = field(default_factory=Counter)
+    last_skipped: Counter[str] | None = None
     first_skipped: dict[str, str] = field(default_factory=dict)
     list_features: frozenset[str] = frozenset()
 

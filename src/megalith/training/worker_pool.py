@@ -3,28 +3,41 @@
 Each worker has a queue of calls, which it makes in their order. If its process ends, another one takes its
 number, continues after its answered writes and gets the calls that were not answered:
 
-    worker starts ---> connected ---> idle <--> calls in its queue ---> leaves
-                           ^                          |
-                           +------ process ends <-----+
+    starts, opens the data ---> joins ---> idle <--> calls in its queue ---> leaves
+              |                   |  ^                      |
+              +--- given up <-----+  +--- process ends <----+
+
+The others train while a worker starts and opens its data; only joining the servers is waited for. Both have a
+time limit. A worker that is added to a run and does not join in time is given up, and the run continues
+without it; the run raises if it is one of the first workers, or replaces one.
 """
 
 from __future__ import annotations
 
 import logging
+import time as clock
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from megalith.errors import UsageError
+from megalith.errors import MegalithError, RankTimeoutError, UsageError
 from megalith.shards.servers.ray.ray_servers import ray_module
 from megalith.shards.servers.server_messages import Failure
-from megalith.training.training_worker import TrainingWorker
+from megalith.training.training_worker import TrainingWorker, worker_failure
 from megalith.training.worker_messages import Call, WorkerSetup, Written
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 3
 """How often the process of a worker may end while it starts."""
+
+
+class _Starting(NamedTuple):
+    """A process that starts: its actor, Ray's reference to the result of `prepare`, when it was started."""
+
+    actor: Any
+    prepared: Any
+    since: float
 
 
 @dataclass
@@ -63,24 +76,30 @@ class WorkerPool:
         setup: What workers are given.
         count: The number of workers.
         calls_again: Returns the calls that the replacement of a worker gets.
+        forget: Removes a worker with a number from the servers.
 
     Attributes:
         workers: The connected workers, by number.
         replaced: Number of workers that were replaced.
+        given_up: Number of workers that did not join a run in progress.
         lost_writes: Number of answered writes that were lost with a server, of workers that are gone.
     """
 
     def __init__(
-        self, setup: WorkerSetup, count: int, calls_again: Callable[[PoolWorker], list[Call]]
+        self,
+        setup: WorkerSetup,
+        count: int,
+        calls_again: Callable[[PoolWorker], list[Call]],
+        forget: Callable[[int], None],
     ) -> None:
         self._setup = setup
-        self._calls_again = calls_again
+        self._calls_again, self._forget = calls_again, forget
         self._timeout = setup.config.train.timeout
         self.workers: dict[int, PoolWorker] = {}
-        self.replaced = 0
+        self.replaced = self.given_up = 0
         self.lost_writes = 0
         self._last = 0  # the worker whose answer `wait` returned last
-        self._starting: dict[int, tuple[Any, Any]] = {}
+        self._starting: dict[int, _Starting] = {}
         self.start(count)
 
     def __len__(self) -> int:
@@ -101,46 +120,104 @@ class WorkerPool:
         for _ in range(count):
             while number in self.workers or number in self._starting:
                 number += 1
-            actor = self._process()
-            self._starting[number] = actor, actor.__ray_ready__.remote()
+            self._starting[number] = self._process(number)
 
-    def _process(self) -> Any:
+    def _process(self, number: int) -> _Starting:
         ray = ray_module()
         # As for servers: no reserved CPU, so that any number fits on a small machine; spread over a cluster.
         remote = ray.remote(TrainingWorker).options(num_cpus=0, scheduling_strategy="SPREAD")
-        return remote.remote(self._setup)
+        actor = remote.remote(self._setup)
+        return _Starting(actor, actor.prepare.remote(number), clock.monotonic())
 
     def connect(self, *, wait: bool = False) -> list[PoolWorker]:
-        """Connect the workers whose processes have started.
+        """Let the workers join that have opened their data.
 
         Args:
-            wait: Whether to wait for all of them.
+            wait: Whether to wait for all of them, and to raise if one does not join.
 
         Returns:
             The new workers.
 
         Raises:
-            UsageError: They did not start in time.
+            RankTimeoutError: They did not start in time.
         """
         if not self._starting:
             return []
         ray = ray_module()
-        waiting = {ready: number for number, (_, ready) in self._starting.items()}
-        count = len(waiting) if wait else 1
-        done, missing = ray.wait(
-            list(waiting), num_returns=count, timeout=self._timeout if wait else 0, fetch_local=False
-        )
-        if wait and missing:
-            raise UsageError(f"{len(missing)} workers did not start within {self._timeout:g} s")
-        joined = [PoolWorker(waiting[ready], self._starting.pop(waiting[ready])[0]) for ready in done]
-        calls = [worker.actor.connect.remote(worker.number, None) for worker in joined]
-        for worker, call in zip(joined, calls, strict=True):
-            self.workers[worker.number] = worker
+        waiting = {each.prepared: number for number, each in self._starting.items()}
+        limit = self._timeout if wait else 0
+        done, missing = ray.wait(list(waiting), num_returns=len(waiting), timeout=limit, fetch_local=False)
+        now = clock.monotonic()
+        for number in (waiting[reference] for reference in missing):
+            if wait or now - self._starting[number].since > self._timeout:
+                self._give_up(number, self._late(number, "started and opened its data"), fatal=wait)
+        joining = [
+            PoolWorker(number, self._starting[number].actor) for number in (waiting[each] for each in done)
+        ]
+        calls = [worker.actor.connect.remote(None) for worker in joining]  # all at the same time
+        joined = []
+        for worker, call in zip(joining, calls, strict=True):
             try:
-                worker.pid, worker.written = _result(ray.get(call))
-            except ray.exceptions.RayActorError:
-                self._replace(worker)
+                self._join(worker, self._starting[worker.number], call)
+            except (MegalithError, OSError) as error:
+                self._give_up(worker.number, error, fatal=wait)
+                continue
+            del self._starting[worker.number]
+            self.workers[worker.number] = worker
+            joined.append(worker)
         return joined
+
+    def _join(self, worker: PoolWorker, process: _Starting, call: Any = None) -> None:
+        """Wait until a worker has joined; start its process again if it ends meanwhile."""
+        ray = ray_module()
+        for attempt in range(_ATTEMPTS):
+            try:
+                worker.actor = process.actor
+                worker.pid = self._result(worker, process.prepared, "started and opened its data")
+                joining = worker.actor.connect.remote(worker.written) if call is None else call
+                written = self._result(worker, joining, "joined the parameter servers")
+                worker.written = worker.written or written
+                return
+            except ray.exceptions.RayActorError as error:
+                if attempt == _ATTEMPTS - 1:
+                    raise UsageError(
+                        f"worker {worker.number} ended {_ATTEMPTS} times while it started: {error}"
+                    ) from None
+            logger.warning("worker %d has ended while it started and is replaced", worker.number)
+            process, call = self._replacement(worker), None
+            if worker.number in self._starting:
+                self._starting[worker.number] = process
+
+    def _replacement(self, worker: PoolWorker) -> _Starting:
+        self.replaced += 1
+        ray_module().kill(worker.actor)  # it may only be unreachable
+        return self._process(worker.number)
+
+    def _result(self, worker: PoolWorker, reference: Any, what: str) -> Any:
+        """Return the result of a call of a worker that starts."""
+        ray = ray_module()
+        try:
+            return _raised(ray.get(reference, timeout=self._timeout))
+        except ray.exceptions.GetTimeoutError:
+            raise self._late(worker.number, what) from None
+        except ray.exceptions.RayTaskError as error:
+            raise _task_failure(worker, error) from None
+
+    def _late(self, number: int, what: str) -> RankTimeoutError:
+        return RankTimeoutError(
+            f"worker {number} has not {what} within {self._timeout:g} s: its process may be stopped, or its "
+            "machine or data out of reach. Ray's logs of that process (session_latest/logs) show more; set "
+            "train.timeout higher if it needs more time"
+        )
+
+    def _give_up(self, number: int, error: Exception, *, fatal: bool) -> None:
+        """End a worker that does not join."""
+        ray_module().kill(self._starting.pop(number).actor)
+        if fatal:
+            raise error
+        self._forget(number)  # nobody waits for it if some servers know it
+        logger.warning("%s. The run continues with %d workers.", error, len(self.workers))
+        self.given_up += 1
 
     def call(self, worker: PoolWorker, name: str, *args: Any) -> None:
         """Add a call to the queue of a worker.
@@ -193,28 +270,16 @@ class WorkerPool:
         except ray.exceptions.RayActorError:
             self._replace(worker)
             return None
+        except ray.exceptions.RayTaskError as error:  # for instance a result that cannot be sent
+            result = Failure(_task_failure(worker, error))
         worker.calls.popleft()
         return call, result
 
     def _replace(self, worker: PoolWorker) -> None:
-        ray = ray_module()
         logger.warning("worker %d has ended and is replaced", worker.number)
         self.lost_writes += worker.lost
         worker.lost = 0
-        for attempt in range(_ATTEMPTS):
-            self.replaced += 1
-            ray.kill(worker.actor)  # it may only be unreachable
-            worker.actor = self._process()
-            try:
-                call = worker.actor.connect.remote(worker.number, worker.written)
-                worker.pid, written = _result(ray.get(call))
-                worker.written = worker.written or written
-                break
-            except ray.exceptions.RayActorError as error:
-                if attempt == _ATTEMPTS - 1:
-                    raise UsageError(
-                        f"worker {worker.number} ended {_ATTEMPTS} times while it started: {error}"
-                    ) from None
+        self._join(worker, self._replacement(worker))
         again, worker.calls, worker.resting = self._calls_again(worker), deque(), False
         for name, args in again:
             self.call(worker, name, *args)
@@ -227,7 +292,7 @@ class WorkerPool:
         """
         self.call(worker, "leave")
         _, result = self.answer(worker)
-        _result(result)
+        _raised(result)
         self.lost_writes += worker.lost
         del self.workers[worker.number]
         ray_module().kill(worker.actor)
@@ -236,14 +301,19 @@ class WorkerPool:
         """End all processes at once."""
         ray = ray_module()
         actors = [worker.actor for worker in self.workers.values()]
-        actors += [actor for actor, _ in self._starting.values()]
+        actors += [each.actor for each in self._starting.values()]
         self.workers, self._starting = {}, {}
         if ray.is_initialized():
             for actor in actors:
                 ray.kill(actor)
 
 
-def _result(found: Any) -> Any:
+def _task_failure(worker: PoolWorker, error: Any) -> MegalithError:
+    """The error of a call as Ray describes it."""
+    return worker_failure(worker.number, error.cause, error.traceback_str)
+
+
+def _raised(found: Any) -> Any:
     if isinstance(found, Failure):
         raise found.error
     return found

@@ -327,6 +327,7 @@ def test_bad_rows_of_a_batch_are_skipped_alone(tmp_path: Path) -> None:
     reader = MonolithReader(path, "example_batch", features=["f"], batch_size=2, on_error="skip")
     assert labels_of(reader) == [0.0, 2.0]
     assert reader.skipped == {"no label": 1}
+    check_resume(lambda: MonolithReader(path, "example_batch", features=["f"], batch_size=1, on_error="skip"))
 
 
 @pytest.mark.parametrize(

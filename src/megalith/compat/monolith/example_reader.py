@@ -194,11 +194,15 @@ class MonolithReader(Reader):
         bad = self._check_rows(group, decoded, good)
         if bad and self.on_error == "raise":
             good[bad[0].row :] = False  # rows before the error still make batches
+        else:
+            for row in bad:
+                self._bad(row.reason, row.problem, rows=np.array([row.row]) if good.any() else None)
         if good.any():
-            after = partial(self._after, group, decoded.rows, np.flatnonzero(good))
-            yield RowBlock(self._samples(decoded, good), after)
-        for row in bad:
-            self._bad(row.reason, row.problem)
+            places = np.flatnonzero(good)
+            after = partial(self._after, group, decoded.rows, places)
+            yield RowBlock(self._samples(decoded, good), after, places)
+        if bad and self.on_error == "raise":
+            self._bad(bad[0].reason, bad[0].problem)
 
     def _after(
         self, group: _RecordGroup, rows: NDArray[np.int64], places: NDArray[np.int64], k: int
