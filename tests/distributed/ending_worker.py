@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
@@ -16,9 +17,10 @@ from megalith.training.training_worker import TrainingWorker
 class EndingWorker(TrainingWorker):
     """Ends or fails at each moment of a file once: lines of "worker step moment"; it removes its own.
 
-    The moments of a step: "push", before the first gradients are sent; "between", after those of the tables
-    are applied and before those of the dense weights are sent; "result", after all are applied; "error", the
-    step raises. Without a step (-1): "stop", the process stops in the midst of joining: it is a worker of the
+    The moments of a step: "push", before the first gradients are sent; "half", after the first server has
+    applied the step and before the second one has its gradients; "between", after the tables are updated and
+    before gradients of the dense weights are sent; "result", after all are applied; "error", the step raises.
+    Without a step (-1): "stop", the process stops in the midst of joining: it is a worker of the
     tables and not of the dense weights. "slow": each step takes longer.
     """
 
@@ -39,9 +41,15 @@ class EndingWorker(TrainingWorker):
 
     def _is_at(self, step: int, moment: str, *, again: bool = False) -> bool:
         line = f"{self.number} {step} {moment}"
-        lines = self.plan.read_text().splitlines() if self.plan.exists() else []
-        if line in lines and not again:
-            self.plan.write_text("\n".join(each for each in lines if each != line))
+        if not self.plan.exists():
+            return False
+        with open(self.plan, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            lines = file.read().splitlines()
+            if line in lines and not again:
+                file.seek(0)
+                file.truncate()
+                file.write("\n".join(each for each in lines if each != line))
         return line in lines
 
     def _end_at(self, step: int, moment: str) -> None:
@@ -59,6 +67,16 @@ class EndingWorker(TrainingWorker):
             self._end_at(order.step, "push")
             push(*args, **options)
 
+        links = list(self._tables.links)
+        write = links[-1].write
+
+        def ending_half(*args: Any, **options: Any) -> Any:
+            if self._is_at(order.step, "half", again=True):
+                for link, call in self._tables._pushes._pushed[-1]:
+                    link.result(call)
+                self._end_at(order.step, "half")
+            return write(*args, **options)
+
         def ending_between() -> None:
             if self._is_at(order.step, "between", again=True):
                 self._tables.flush()
@@ -67,10 +85,12 @@ class EndingWorker(TrainingWorker):
 
         self._tables.apply_gradients = ending  # type: ignore[method-assign]
         self._dense.step = ending_between  # type: ignore[method-assign]
+        links[-1].write = ending_half  # type: ignore[method-assign]
         try:
             done = super()._train(step, order)
         finally:
             self._tables.apply_gradients = push  # type: ignore[method-assign]
             self._dense.step = push_dense  # type: ignore[method-assign]
+            links[-1].write = write  # type: ignore[method-assign]
         self._end_at(order.step, "result")
         return done

@@ -205,11 +205,11 @@ def test_asynchronous_workers_that_join_and_leave_and_killed_processes(
 def test_synchronous_workers_that_end_within_a_step_leave_the_bits_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first step after all was applied, while the other waits, in the midst of pushes, at the end."""
+    """In the first step after all was applied, in the midst of updates, and in the last step."""
     monkeypatch.setattr(worker_pool, "TrainingWorker", EndingWorker)
-    run_config = config(6, servers=1, workers=2, server_mode="sync", micro_batches=2, server_log="sync")
+    run_config = config(6, servers=2, workers=2, server_mode="sync", micro_batches=2, server_log="sync")
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "ends").write_text("1 0 result\n2 2 push\n1 3 between\n2 5 result")
+    (tmp_path / "a" / "ends").write_text("1 0 result\n2 2 half\n1 3 between\n2 5 result")
     with Run(run_config, tmp_path / "a") as run:
         run.train()
         assert workers(run).pool.replaced == 4
@@ -411,4 +411,27 @@ def test_fifty_kills_between_synchronous_steps_leave_the_bits_of_one_process(tmp
         run.train(Script(run, cycle(kills, 2, 51)))
         assert workers(run).pool.replaced == 17
     Run(config(110, **settings), tmp_path / "b").train()
+    assert_same(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_thirty_ends_within_synchronous_steps_leave_the_bits_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers end at every moment of a step, two of them in some steps; servers are killed in between."""
+    monkeypatch.setattr(worker_pool, "TrainingWorker", EndingWorker)
+    settings = {"micro_batches": 2, "epochs": 1, "save_every": 20}
+    moments = ("push", "half", "between", "result")
+    plan = [f"{1 + n % 2} {n} {moments[n // 2 % 4]}" for n in range(1, 26)]
+    plan += [f"{2 - n % 2} {n} {moments[n % 4]}" for n in range(2, 26, 5)]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "ends").write_text("\n".join(plan))
+    with Run(
+        config(30, servers=2, workers=2, server_mode="sync", server_log="sync", **settings), tmp_path / "a"
+    ) as run:
+        kills = [lambda: kill_server(run, 0), lambda: kill_server(run, 1)]
+        run.train(Script(run, cycle(kills, 5, 5)))
+        assert workers(run).pool.replaced == len(plan) == 30
+    Run(config(30, **settings), tmp_path / "b").train()
     assert_same(tmp_path / "a", tmp_path / "b")
