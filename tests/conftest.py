@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# `make test-gpu` runs the tests of the contract on the cuda engine.
+# MEGALITH_TEST_ENGINES=cuda runs the tests of the contract on the cuda engine; see CONTRIBUTING.md.
 ENGINES = os.environ.get("MEGALITH_TEST_ENGINES", "reference,cpu").split(",")
 
 _BFLOAT16_TRAINING = """

@@ -166,7 +166,8 @@ def test_filter_returns_memory_and_restarts_a_pass_of_eviction(engine: str) -> N
     table.filter(lambda chunk: chunk.ids >= n - 100)
 
     after = table.memory()
-    assert after.rows + after.slack < before.rows / 4
+    if engine != "cuda":  # which has chunks of 16 MiB
+        assert after.rows + after.slack < before.rows / 4
     assert sorted(table.evict_part(100, rows=4000).tolist()) == list(range(n - 100, n))
 
 

@@ -9,10 +9,13 @@ from megalith import SGD, TTL, Adagrad, Capacity, EmbeddingCollection, Feature, 
 from megalith.errors import InputError
 from megalith.table.engines import score_search
 from megalith.table.engines.cuda.engine import CudaEngine
+from tests.table.engines.cuda_configs import CONFIGS
 from tests.table.engines.programs import Program, everything
 
 ON_GPU = torch.cuda.is_available()
 SIZES = {"distinct": 5000, "batch": 3000} if ON_GPU else {"distinct": 60, "batch": 24}
+
+WITHOUT_CAPACITY = [name for name, config in CONFIGS.items() if config.capacity is None]
 
 
 def budget(rows: int, config: TableConfig) -> int:
@@ -22,7 +25,12 @@ def budget(rows: int, config: TableConfig) -> int:
 
 def limited(config: TableConfig, rows: int) -> TableConfig:
     return TableConfig(
-        config.name, segments=config.segments, eviction=config.eviction, device_bytes=budget(rows, config)
+        config.name,
+        segments=config.segments,
+        admission=config.admission,
+        eviction=config.eviction,
+        missing=config.missing,
+        device_bytes=budget(rows, config),
     )
 
 
@@ -34,6 +42,14 @@ def test_programs_of_calls_beyond_the_budget(seed: int) -> None:
     use = program.tables[0].stats().host_tier
     assert use is not None
     assert use.host_rows > 0
+
+
+@pytest.mark.parametrize("name", WITHOUT_CAPACITY if ON_GPU else ["float16", "min_count"])
+def test_programs_of_calls_beyond_the_budget_with_segments_and_policies(name: str) -> None:
+    program = Program(limited(CONFIGS[name], 16), 210, **SIZES)
+    program.run(40 if ON_GPU else 6)
+    program.tables[0].engine_impl.return_memory(1 << 30)
+    program.compare()
 
 
 def test_rows_in_use_move_to_the_gpu_and_the_hit_rate_shows_it() -> None:
