@@ -97,13 +97,13 @@ class _BoundKernel:
             else:
                 numbers.append(argument)
                 key.append(not isinstance(argument, int) or -(2**31) <= argument < 2**31)
+        hold(argument for argument in arguments if isinstance(argument, Tensor))
         kinds = tuple(key)
         compiled = self._compiled.get(kinds)
         if compiled is None:
             self._rest = tuple(self._constants[name] for name in self._kernel.arg_names[len(arguments) :])
             self._compiled[kinds] = self._kernel[grid](*arguments, **self._constants)
             return
-        hold(argument for argument in arguments if isinstance(argument, Tensor))
         compiled.run(
             grid[0],
             grid[1] if len(grid) > 1 else 1,

@@ -121,6 +121,10 @@ class SearchSlot:
         self._values = values
         return self._fields
 
+    def retire(self) -> None:
+        """Note that the memory is about to be freed; replayed launches of any stream may use it."""
+        retire(self.ids, *self.memory, self._fields)
+
     def take(self) -> RowSearch:
         """Give the memory to a lookup.
 
@@ -161,7 +165,8 @@ class SearchSlots:
             if self._recent.count(key) < CALLS_BEFORE:
                 return None
             if len(self._slots) >= MAX_SLOTS:
-                self._slots.pop(next(iter(self._slots)))
+                for slot in self._slots.pop(next(iter(self._slots))):
+                    slot.retire()
                 self._group.generation += 1
             slots = self._slots[key] = []
         for slot in slots:
