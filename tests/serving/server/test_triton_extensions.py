@@ -49,7 +49,7 @@ def test_the_configuration(server: ModelServer, rest: Rest) -> None:
     assert (found["name"], found["platform"], found["max_batch_size"]) == ("movies", "megalith", 0)
     assert found["version_policy"] == {"specific": {"versions": [3]}}
     user = {"name": "user", "data_type": "TYPE_INT64", "dims": [-1, -1], "optional": True}
-    dense = {"name": "dense", "data_type": "TYPE_FP32", "dims": [-1, 3], "optional": True}
+    dense = {"name": "dense", "data_type": "TYPE_FP32", "dims": [-1, 3], "optional": False}
     assert found["input"][0] == user
     assert found["input"][-1] == dense
     assert found["output"][0] == {"name": "logits", "data_type": "TYPE_FP32", "dims": [-1]}

@@ -97,8 +97,8 @@ def model_config(dispatcher: Dispatcher, name: str, version: str) -> Message:
         for each in given:
             kind = "STRING" if each["datatype"] == BYTES else each["datatype"]
             target.add(name=each["name"], data_type=_TYPES[f"TYPE_{kind}"].number, dims=each["shape"])
-    for each in config.input:  # a feature that is not sent counts as empty lists
-        each.optional = True
+    for each in config.input:  # a feature that is not sent counts as empty lists; dense values must be sent
+        each.optional = each.data_type != _TYPES["TYPE_FP32"].number
     return response
 
 
