@@ -10,8 +10,8 @@ table, is compared with the same model in a plain gRPC handler, and with a handl
 all rows in one tensor; both with their best number of threads. Requests are those of TF Serving, and for
 the variants with "infer" those of Triton with raw contents. Servers are pinned to the first core, clients
 to the last one; two server processes have both. Variants take turns in every round; a ratio is the median of
-the paired ratios of the rounds. --before adds the server of another checkout whose `src` has its native
-module. A full run saves results/serving-DATE.json.
+the paired ratios of the rounds. --before adds the server of another checkout, which has its own .venv. A full
+run saves results/serving-DATE.json.
 """
 
 from __future__ import annotations

@@ -358,6 +358,13 @@ ROLES: dict[str, Callable[..., None]] = {
 # ---- used by serving.py
 
 
+_SOURCE = """
+sys.path.insert(0, {source!r})
+import megalith
+assert megalith.__file__.startswith({source!r}), "--before: make .venv/dev in that checkout first"
+"""
+
+
 class Process:
     """A role in a child process."""
 
@@ -365,12 +372,16 @@ class Process:
         self, role: str, *arguments: object, core: int | None = None, checkout: Path | None = None
     ) -> None:
         script = Path(__file__) if checkout is None else checkout / "benchmarks" / Path(__file__).name
-        # Another checkout brings its own package along, with a native module that is built in its `src`.
-        source = "" if checkout is None else f"sys.path.insert(0, {str(checkout / 'src')!r})"
+        # Another checkout brings its own package along. An editable install of this one would come first.
+        python, source = sys.executable, ""
+        if checkout is not None:
+            own = checkout / ".venv" / "bin" / "python"
+            python = str(own) if own.exists() else python
+            source = _SOURCE.format(source=str(checkout / "src"))
         pin = "" if core is None else f"os.sched_setaffinity(0, {{{core}}})"
         run = f"sys.path.insert(0, {str(script.parent)!r})", source, pin, "del sys.argv[0]"
         code = "\n".join(("import os, runpy, sys", *run, "runpy.run_path(sys.argv[0], run_name='__main__')"))
-        command = [sys.executable, "-c", code, str(script), role, *map(str, arguments)]
+        command = [python, "-c", code, str(script), role, *map(str, arguments)]
         # torch.set_num_threads does not reach the threads in which handlers run.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
