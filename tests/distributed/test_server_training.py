@@ -202,6 +202,7 @@ def test_asynchronous_workers_that_join_and_leave_and_killed_processes(
     assert not (tmp_path / "run" / "servers").exists()
 
 
+@pytest.mark.soak
 def test_synchronous_workers_that_end_within_a_step_leave_the_bits_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +228,7 @@ def write_bad_rows(path: Path) -> RunConfig:
     return RunConfig.from_dict({"data": data, "model": model, "train": {"threads": 1, "timeout": 120.0}})
 
 
+@pytest.mark.soak
 def test_a_worker_that_stops_while_it_joins_is_given_up_and_bad_rows_are_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
