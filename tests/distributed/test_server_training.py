@@ -285,7 +285,7 @@ def test_a_bound_of_staleness_with_a_limit_of_steps_and_a_stop(
     (tmp_path / "r" / "ends").write_text("2 -1 slow")
     made = config(24, servers=1, workers=2, staleness=0, save_every=4, max_steps=21)
     with Run(made, tmp_path / "r") as run:
-        for steps in (3, 2, 1):  # whoever reports the last of them: the other may have two in its queue
+        for steps in (3, 2, 1):  # either worker may report the last one; the other may have two queued
             stop, run.stop_requested = run.step + steps, False
             run.train(Script(run, {stop: run.stop}))
             assert stop <= run.step <= stop + 4
