@@ -25,8 +25,9 @@ from megalith import SGD, Capacity, TableConfig
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table.engines.cuda import host_tier, kernel_launch, row_writes, streamed_rows
 from megalith.table.engines.cuda.engine import CudaEngine
+from megalith.table.engines.cuda.engine_group import CudaEngineGroup
 from megalith.table.table_data import Step
-from tests.table.engines.cuda_configs import CONFIGS, OPTIMIZERS
+from tests.table.engines.cuda_configs import CONFIGS, GROUPS, OPTIMIZERS
 
 WITH_KERNELS = [name for name in OPTIMIZERS if name != "in_torch"]
 TARGET = GPUTarget("cuda", 90, 32)
@@ -106,6 +107,37 @@ def call_everything(config: TableConfig, *, all_calls: bool) -> None:
     tier._swap(rows[:50], ids[:50], rows[50:])
 
 
+def call_group(configs: list[TableConfig]) -> None:
+    """The launches of tables of different dims."""
+    group = CudaEngineGroup({config.name: CudaEngine(config) for config in configs})
+    ids = {config.name: torch.arange(100) for config in configs}
+    offsets = torch.arange(0, 101, 4)
+    shapes = tuple((25, config.dim) for config in configs)
+    bags = {
+        config.name: (Bags(offsets, (OutputSlice(k, 0, 0, config.dim),), torch.ones(100)),)
+        for k, config in enumerate(configs)
+    }
+    sliced = {
+        config.name: (Bags(offsets, (OutputSlice(k, 0, k, config.dim - 1),)),)
+        for k, config in enumerate(configs)
+    }
+    single = {
+        config.name: (Bags(torch.arange(101), (OutputSlice(k, 0, 0, config.dim),), first=0),)
+        for k, config in enumerate(configs)
+    }
+    steps = {c.name: Step([0.1] * len(c.segments), 0, 1.0, 0.0, 0) for c in configs}
+    for engine in group._cuda:
+        engine.table.reserve(1000)
+        engine.tier = None  # its rows mean nothing here
+    for rows, of_tables in ((25, bags), (25, sliced), (100, single)):
+        pooling = Pooling(tuple((rows, columns) for _, columns in shapes), of_tables)
+        group.pool(ids, {}, pooling)
+        grads = [torch.ones(rows, columns) for _, columns in shapes]
+        group.update(ids, {}, dict.fromkeys(ids, grads), pooling, steps)
+    counts = torch.full((1, len(configs)), 100)
+    group.read_blocks(ids, {}, counts, torch.empty(sum(100 * config.dim for config in configs)))
+
+
 def main(names: list[str]) -> int:
     """Compile the kernels of optimizers, by name, or of all other calls: "calls"."""
     compiled = CompiledKernels()
@@ -121,6 +153,10 @@ def main(names: list[str]) -> int:
         call_everything(counted, all_calls=True)
         for segments in (CONFIGS["segments"].segments, CONFIGS["float16"].segments):
             call_everything(TableConfig("t", segments=segments, deterministic=False), all_calls=False)
+        for name in ("rowwise_adagrad", "amsgrad_row", "delay_compensated_adam", "options", "segments"):
+            call_group(GROUPS[name])
+        for name in ("precisions", "atomic", "atomic_segments", "wide"):
+            call_group(GROUPS[name])
     print(f"{len(compiled.known)} kernels compiled for {TARGET.backend} {TARGET.arch}")
     return 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -116,3 +116,45 @@ CONFIGS: dict[str, TableConfig] = {
     ),
 }
 """Segments, precisions, policies."""
+
+
+def tables_of(dims: Sequence[int], optimizer: str, **options: object) -> list[TableConfig]:
+    chosen = OPTIMIZERS[optimizer]
+    return [TableConfig(f"t{dim}", dim=dim, optimizer=chosen, **options) for dim in dims]  # type: ignore[arg-type]
+
+
+def segmented(name: str, widths: Sequence[int], precisions: Sequence[str]) -> TableConfig:
+    optimizers = (FTRL(0.5, beta=1.0, l1=0.25), Adam(0.1), Adagrad(0.1, initial_accumulator_value=0.1))
+    segments = [
+        Segment(
+            width,
+            optimizer=optimizer,
+            initializer=Normal(0.0, 1.0),
+            precision=precision,
+            rounding="stochastic" if precision == "float16" else "nearest",
+        )
+        for width, optimizer, precision in zip(widths, optimizers, precisions, strict=True)
+    ]
+    return TableConfig(name, segments=segments)
+
+
+FLOATS, MIXED = ("float32",) * 3, ("float16", "float32", "bfloat16")
+GROUPS: dict[str, list[TableConfig]] = {
+    **{name: tables_of((5, 8, 6), name) for name in ("sgd", "adagrad", "rowwise_adagrad", "amsgrad_row")},
+    **{name: tables_of((3, 4), name) for name in ("lamb_row", "group_adagrad", "delay_compensated_adam")},
+    "wide": tables_of((300, 400), "adagrad"),
+    "atomic": tables_of((5, 8), "adam", deterministic=False),
+    "segments": [segmented(f"t{w}", w, FLOATS) for w in ((1, 5, 3), (1, 8, 4), (1, 6, 4))],
+    "precisions": [segmented(f"t{w}", w, MIXED) for w in ((3, 5, 3), (4, 8, 4), (3, 8, 4))],
+    "atomic_segments": [
+        TableConfig(f"t{w}", segments=segmented("t", w, MIXED).segments, deterministic=False)
+        for w in ((3, 5, 3), (4, 8, 4))
+    ],
+    "in_torch": [TableConfig(f"t{dim}", dim=dim, optimizer=Halving(0.1)) for dim in (3, 4)],
+    "options": [
+        TableConfig("a", dim=5, optimizer=Adagrad(0.1), missing="zeros"),
+        TableConfig("b", dim=8, optimizer=Adagrad(0.5), initializer=Zeros(), device_bytes=4096),
+        TableConfig("c", dim=7, optimizer=Adagrad(0.2), eviction=Capacity(rows=10**6, score="lfu")),
+    ],
+}
+"""Tables that share launches."""

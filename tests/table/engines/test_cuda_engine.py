@@ -56,7 +56,7 @@ def test_steps_of_each_optimizer(name: str) -> None:
 
 
 def test_every_optimizer_of_the_library_has_a_kernel() -> None:
-    without = {name for name, optimizer in OPTIMIZERS.items() if find_rule(optimizer, 1) is None}
+    without = {name for name, optimizer in OPTIMIZERS.items() if find_rule(optimizer) is None}
     assert without == {"in_torch"}
     assert {type(optimizer) for optimizer in OPTIMIZERS.values()} - {Halving} == set(LIBRARY.values())
 

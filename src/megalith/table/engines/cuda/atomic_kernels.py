@@ -11,11 +11,18 @@ Occurrences are not sorted; the sum of a row depends on the order in which progr
 # mypy: ignore-errors
 # ruff: noqa: D103
 
-from megalith.table.engines.cuda.device_functions import BASE, LIMIT, field
+from megalith.table.engines.cuda.device_functions import (
+    BASE,
+    LIMIT,
+    ROW_DIM,
+    SPAN_FIELDS,
+    field,
+    layout_number,
+)
 from megalith.table.engines.cuda.index_kernels import positions
 from megalith.table.engines.cuda.kernel_launch import launched
 from megalith.table.engines.cuda.triton_runtime import tl, triton
-from megalith.table.engines.cuda.update_kernels import flush
+from megalith.table.engines.cuda.update_kernels import flush, step_columns
 
 UNUSED = tl.constexpr(2147483647)
 """A mark without an occurrence."""
@@ -47,7 +54,7 @@ def number_rows(
     first = counted & (tl.load(marks + key, mask=counted, other=0) == at)
     count = tl.sum(first.to(tl.int32), 0)
     if count > 0:
-        place = tl.load(spans + 3 * table) + tl.atomic_add(counts + table, count)
+        place = tl.load(spans + SPAN_FIELDS * table) + tl.atomic_add(counts + table, count)
         place += tl.cumsum(first.to(tl.int32), 0) - 1
         tl.store(numbers + at, place.to(tl.int32), mask=first)
         tl.store(row_keys + place, key, mask=first)
@@ -57,10 +64,13 @@ def number_rows(
 @triton.jit
 def add_gradients(
     tables, spans, keys, marks, numbers, addresses, factors, sums,
-    FIELDS: tl.constexpr, DIM: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    FIELDS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, WEIGHTED: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradient of each occurrence to the sum of its row. An address of 0 has no gradient."""
+    """Add the gradient of each occurrence to the sum of its row, which has DIM places.
+
+    An address of 0 has no gradient.
+    """
     table, at, inside = positions(spans, BLOCK)
     key, counted = counted_keys(tables, table, keys, at, inside, FIELDS)
     first = tl.load(marks + key, mask=counted, other=0)
@@ -69,9 +79,10 @@ def add_gradients(
     pointer = address.to(tl.pointer_type(tl.float32))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
+    width = layout_number(tables, table, FIELDS, ROW_DIM, WIDTH)
     for start in tl.static_range(0, DIM, COLUMNS):
         column = (start + tl.arange(0, COLUMNS))[None, :]
-        given = (counted & (address != 0))[:, None] & (column < DIM)
+        given = (counted & (address != 0))[:, None] & (column < width)
         value = tl.load(pointer[:, None] + column, mask=given, other=0.0)
         if WEIGHTED:
             value = value * tl.load(factors + at, mask=counted, other=0.0)[:, None]
@@ -91,22 +102,23 @@ def step_sums(
 ):  # fmt: skip
     """One step per row of the call; a few programs walk over all of them. LAST: the last launch clears."""
     table = tl.program_id(1)
-    start = tl.load(spans + 3 * table)
+    begin = tl.load(spans + SPAN_FIELDS * table)
     count = tl.load(counts + table)
     call = calls + table * CALL_FIELDS
+    start, width = step_columns(tables, table, FIELDS, SEGMENT, START, WIDTH, RULE)
     column = tl.arange(0, COLUMNS)
-    wide = column < WIDTH
+    wide = column < width
     number = tl.program_id(0)
     while number < count:
-        place = start + number
+        place = begin + number
         key = tl.load(row_keys + place)
-        own = sums + place * DIM + START + column
+        own = sums + place * DIM + start + column
         total = tl.load(own, mask=wide, other=0.0)
         flush(
-            tables, call, table, key, total, place, column, wide, measured_factors,
+            tables, call, table, key, total, place, column, wide, start, width, measured_factors,
             h0, h1, h2, h3, h4, h5,
-            FIELDS, SHIFT, STRIDE, HEADER, OFFSET, STATE, DIM, START, WIDTH, SEGMENT, PRECISION,
-            STOCHASTIC, RULE, OPTIONS, DELAY, MEASURED, COUNTED,
+            FIELDS, SHIFT, STRIDE, HEADER, OFFSET, STATE, DIM, SEGMENT, PRECISION, STOCHASTIC, RULE,
+            OPTIONS, DELAY, MEASURED, COUNTED,
         )  # fmt: skip
         if RULE > 0:
             tl.store(own, tl.zeros((COLUMNS,), tl.float32), mask=wide)

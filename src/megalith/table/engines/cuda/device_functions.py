@@ -25,8 +25,32 @@ BASE = tl.constexpr(6)
 LIMIT = tl.constexpr(7)
 STATE_VALUES = tl.constexpr(8)
 TRACKED = tl.constexpr(9)
-SEGMENTS = tl.constexpr(10)
-SEGMENT_FIELDS = tl.constexpr(5)  # kind, a, b, first column, end
+READS_INITIAL = tl.constexpr(10)  # whether an id without a row reads as its initial row, 0 or 1
+COUNTS_UPDATES = tl.constexpr(11)  # whether the updates of rows are counted, 0 or 1
+# The layout of its rows; see shared_layout.py.
+ROW_SHIFT = tl.constexpr(12)
+ROW_STRIDE = tl.constexpr(13)
+ROW_HEADER = tl.constexpr(14)
+ROW_DIM = tl.constexpr(15)
+ROW_STATE_OFFSET = tl.constexpr(16)
+ROW_STATES = tl.constexpr(17)
+SEGMENTS = tl.constexpr(18)
+SEGMENT_FIELDS = tl.constexpr(8)
+# Fields of a segment: the initializer (kind, a, b), columns (first, end, number), offset and state.
+SEGMENT_START = tl.constexpr(3)
+SEGMENT_END = tl.constexpr(4)
+SEGMENT_WIDTH = tl.constexpr(5)
+SEGMENT_OFFSET = tl.constexpr(6)
+SEGMENT_STATE = tl.constexpr(7)
+# After the segments, the fields of each run of columns.
+RUN_FIELDS = tl.constexpr(3)
+RUN_START = tl.constexpr(0)
+RUN_WIDTH = tl.constexpr(1)
+RUN_OFFSET = tl.constexpr(2)
+
+SPAN_FIELDS = tl.constexpr(4)
+"""Fields of a table's span: first position, end, number of the first block, and first float of its rows in a
+matrix of the rows of all tables."""
 
 # Header of a row, in bytes from its start.
 HEADER_ID = tl.constexpr(0)
@@ -63,11 +87,76 @@ def pointer_field(tables, table, FIELDS: tl.constexpr, number: tl.constexpr, dty
 
 
 @triton.jit
-def row_address(chunks, row, SHIFT: tl.constexpr, STRIDE: tl.constexpr, valid):
+def number_at(place, CONSTANT: tl.constexpr):
+    """A number of a layout, int32: CONSTANT, or what is at `place` if it differs between tables.
+
+    A negative CONSTANT is minus a divisor of the number; see shared_layout.py.
+    """
+    if CONSTANT < 0:
+        return tl.multiple_of(tl.load(place).to(tl.int32), -CONSTANT)
+    else:
+        return tl.full((), CONSTANT, tl.int32)
+
+
+@triton.jit
+def layout_number(tables, table, FIELDS: tl.constexpr, number: tl.constexpr, CONSTANT: tl.constexpr):
+    """A number of a table's layout."""
+    return number_at(tables + table * FIELDS + number, CONSTANT)
+
+
+@triton.jit
+def segment_number(
+    tables, table, FIELDS: tl.constexpr, SEGMENT: tl.constexpr, number: tl.constexpr, CONSTANT: tl.constexpr
+):
+    """A number of a segment."""
+    return number_at(tables + table * FIELDS + SEGMENTS + SEGMENT * SEGMENT_FIELDS + number, CONSTANT)
+
+
+@triton.jit
+def run_number(
+    tables, table, FIELDS: tl.constexpr, NUM_SEGMENTS: tl.constexpr, RUN: tl.constexpr,
+    number: tl.constexpr, CONSTANT: tl.constexpr,
+):  # fmt: skip
+    """A number of a run of columns."""
+    first = SEGMENTS + NUM_SEGMENTS * SEGMENT_FIELDS + RUN * RUN_FIELDS
+    return number_at(tables + table * FIELDS + first + number, CONSTANT)
+
+
+@triton.jit
+def row_address(chunks, row, shift, stride, valid):
     """The address of the first byte of rows, int64."""
     row = tl.where(valid, row, 0).to(tl.int64)
-    chunk = tl.load(chunks + (row >> SHIFT), mask=valid, other=0)
-    return chunk + (row & ((1 << SHIFT) - 1)) * STRIDE
+    number = row >> shift
+    chunk = tl.load(chunks + number, mask=valid, other=0)
+    return chunk + (row - (number << shift)) * stride
+
+
+@triton.jit
+def row_places(tables, table, FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr):
+    """What `row_address` needs to know about a table: its chunks, their shift, and the stride of rows."""
+    chunks = pointer_field(tables, table, FIELDS, CHUNKS, tl.int64)
+    shift = layout_number(tables, table, FIELDS, ROW_SHIFT, SHIFT)
+    return chunks, shift, layout_number(tables, table, FIELDS, ROW_STRIDE, STRIDE)
+
+
+@triton.jit
+def table_row_address(
+    tables, table, row, valid, FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr
+):
+    """The address of the first byte of rows of one of several tables, int64."""
+    chunks, shift, stride = row_places(tables, table, FIELDS, SHIFT, STRIDE)
+    return row_address(chunks, row, shift, stride, valid)
+
+
+@triton.jit
+def matrix_rows(tables, spans, table, at, FIELDS: tl.constexpr, DIM: tl.constexpr):
+    """The places of the rows of positions in a matrix of the rows of all tables, one table after another."""
+    if DIM >= 0:
+        return at * DIM
+    else:
+        span = spans + SPAN_FIELDS * table
+        first = tl.multiple_of(tl.load(span + 3), -DIM)
+        return first + (at - tl.load(span)) * layout_number(tables, table, FIELDS, ROW_DIM, DIM)
 
 
 @triton.jit
@@ -137,7 +226,7 @@ def initial_weights(tables, table, FIELDS: tl.constexpr, ids, columns, NUM_SEGME
         kind = tl.load(settings)
         a = tl.load(settings + 1).to(tl.int32).to(tl.float32, bitcast=True)
         b = tl.load(settings + 2).to(tl.int32).to(tl.float32, bitcast=True)
-        own = (columns >= tl.load(settings + 3)) & (columns < tl.load(settings + 4))
+        own = (columns >= tl.load(settings + SEGMENT_START)) & (columns < tl.load(settings + SEGMENT_END))
         value = a + tl.zeros_like(result)
         if kind == 1:
             value = a + b * uniform
@@ -151,26 +240,27 @@ def initial_weights(tables, table, FIELDS: tl.constexpr, ids, columns, NUM_SEGME
 
 
 @triton.jit
-def aligned_pointer(address, dtype: tl.constexpr, OFFSET: tl.constexpr):
-    """Addresses + OFFSET as pointers; at multiples of 16 a thread loads 16 bytes at once.
+def aligned_pointer(address, dtype: tl.constexpr, offset, OFFSET: tl.constexpr):
+    """Addresses + offset as pointers; at multiples of 16 a thread loads 16 bytes at once.
 
-    The hint must be on the pointer: the compiler loses it in the conversion from an integer.
+    OFFSET is the offset or minus a divisor of it. The hint must be on the pointer: the compiler loses it in
+    the conversion from an integer.
     """
-    pointer = (address + OFFSET).to(tl.pointer_type(dtype))
+    pointer = (address + offset).to(tl.pointer_type(dtype))
     if OFFSET % 16 == 0:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 
 @triton.jit
-def weight_pointer(address, OFFSET: tl.constexpr, PRECISION: tl.constexpr):
-    """Pointers to weights at aligned addresses + OFFSET; bfloat16 as int16."""
+def weight_pointer(address, offset, OFFSET: tl.constexpr, PRECISION: tl.constexpr):
+    """Pointers to weights at aligned addresses + offset; bfloat16 as int16."""
     if PRECISION == 0:
-        return aligned_pointer(address, tl.float32, OFFSET)
+        return aligned_pointer(address, tl.float32, offset, OFFSET)
     elif PRECISION == 1:
-        return aligned_pointer(address, tl.float16, OFFSET)
+        return aligned_pointer(address, tl.float16, offset, OFFSET)
     else:
-        return aligned_pointer(address, tl.int16, OFFSET)
+        return aligned_pointer(address, tl.int16, offset, OFFSET)
 
 
 @triton.jit

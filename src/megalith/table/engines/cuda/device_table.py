@@ -14,7 +14,13 @@ from torch import Tensor
 
 from megalith.errors import TableFullError
 from megalith.table.engines.cuda import index_kernels, row_kernels
-from megalith.table.engines.cuda.device_functions import EMPTY, LIVE, SEGMENT_FIELDS, SEGMENTS
+from megalith.table.engines.cuda.device_functions import (
+    EMPTY,
+    LIVE,
+    RUN_FIELDS,
+    SEGMENT_FIELDS,
+    SEGMENTS,
+)
 from megalith.table.engines.cuda.row_layout import RowLayout
 from megalith.table.engines.cuda.stream_order import retire
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC
@@ -482,7 +488,9 @@ class DeviceTable:
     @property
     def num_fields(self) -> int:
         """Number of int64 of a descriptor."""
-        return int(SEGMENTS.value + SEGMENT_FIELDS.value * len(self.config.segments))
+        layout = self.layout
+        segments, runs = SEGMENT_FIELDS.value * len(layout.segments), RUN_FIELDS.value * len(layout.runs)
+        return int(SEGMENTS.value + segments + runs)
 
     def descriptor(self, base: int) -> list[int]:
         """Return what kernels need to know about the table; valid until `version` changes.
@@ -494,6 +502,7 @@ class DeviceTable:
             The fields of device_functions.py.
         """
         key = self.key - (1 << 64) if self.key >= 1 << 63 else self.key
+        layout = self.layout
         fields = [
             self.entries.data_ptr(),
             self.slots - 1,
@@ -505,9 +514,19 @@ class DeviceTable:
             self.row_capacity,
             self._state_values.data_ptr(),
             self.tracked,
+            int(layout.initial),
+            int(layout.counted),
+            layout.shift,
+            layout.stride,
+            layout.header,
+            layout.dim,
+            layout.state_offset,
+            layout.state_floats,
         ]
-        for segment, place in zip(self.config.segments, self.layout.segments, strict=True):
+        for segment, place in zip(self.config.segments, layout.segments, strict=True):
             a, b = segment.initializer.params
-            kind = segment.initializer.kind
-            fields += [kind, float_bits(a), float_bits(b), place.start, place.start + place.width]
+            fields += [segment.initializer.kind, float_bits(a), float_bits(b)]
+            fields += [place.start, place.start + place.width, place.width, place.offset, place.state]
+        for run in layout.runs:
+            fields += [run.start, run.width, run.offset]
         return fields

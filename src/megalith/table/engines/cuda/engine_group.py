@@ -1,14 +1,14 @@
-"""CudaEngineGroup: the hot calls over all tables of one LocalShards, one set of launches per row layout.
+"""CudaEngineGroup: the hot calls over all tables of one LocalShards, one set of launches per kind of table.
 
-Tables with equal layouts (dim, precision, optimizer and its settings) share launches; learning rates,
-initializers and sizes may differ. The ids of such tables are concatenated once, in `find`, and the result is
-kept with the row numbers, so that `pool` and `update` do not concatenate again.
+Tables with equal optimizers, precisions and padded dims share launches; see shared_layout.py. The ids of such
+tables are concatenated once, in `find`, and the result is kept with the row numbers, so that `pool` and
+`update` do not concatenate again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,8 +28,8 @@ from megalith.table.engines.cuda.pooling_parts import (
     waves,
 )
 from megalith.table.engines.cuda.recorded_calls import RecordedCalls, SearchSlots
-from megalith.table.engines.cuda.row_layout import RowLayout
 from megalith.table.engines.cuda.row_steps import Gradients
+from megalith.table.engines.cuda.shared_layout import launch_kind
 from megalith.table.engines.cuda.stream_order import JointOrder, hold
 from megalith.table.engines.cuda.table_updates import TableUpdate, stage_updates
 from megalith.table.engines.group import EngineGroup
@@ -46,7 +46,7 @@ class JoinedRows(NamedTuple):
 
 
 class SharedLaunches:
-    """The tables of one layout.
+    """The tables of one kind.
 
     Args:
         engines: Their engines.
@@ -71,7 +71,7 @@ class SharedLaunches:
         """Return the ids of all tables.
 
         Args:
-            ids: int64 [n] by table; tables of other layouts are ignored.
+            ids: int64 [n] by table; tables of other kinds are ignored.
 
         Returns:
             int64 [n] of each table, none for a table that does not occur.
@@ -97,7 +97,7 @@ class SharedLaunches:
         """Find the rows of ids.
 
         Args:
-            ids: int64 [n] by table; tables of other layouts are ignored.
+            ids: int64 [n] by table; tables of other kinds are ignored.
 
         Returns:
             The rows of all tables, and those of the tables that occur in `ids`.
@@ -174,7 +174,7 @@ class SharedLaunches:
 
 
 class PlannedLaunch(NamedTuple):
-    """One launch of a pooling over several layouts."""
+    """One launch of a pooling over several kinds of tables."""
 
     number: int
     plan: PoolingPlan
@@ -190,12 +190,12 @@ class CudaEngineGroup(EngineGroup):
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         super().__init__(engines)
-        by_layout: dict[RowLayout, list[CudaEngine]] = {}
+        by_kind: dict[Hashable, list[CudaEngine]] = {}
         for engine in engines.values():
             assert isinstance(engine, CudaEngine)
-            by_layout.setdefault(engine.layout, []).append(engine)
-        self._shared = [SharedLaunches(own) for own in by_layout.values()]
-        self._cuda = [engine for own in by_layout.values() for engine in own]
+            by_kind.setdefault(launch_kind(engine.layout), []).append(engine)
+        self._shared = [SharedLaunches(own) for own in by_kind.values()]
+        self._cuda = [engine for own in by_kind.values() for engine in own]
         self._views = {engine.name for engine in self._cuda if engine.view is not None}
         self._order = JointOrder([engine.order for engine in self._cuda])
         self._launches: dict[tuple[object, ...], list[PlannedLaunch]] = {}
@@ -224,7 +224,7 @@ class CudaEngineGroup(EngineGroup):
     ) -> None:
         """See `EngineGroup.read_blocks`.
 
-        The rows of all tables of a layout are read together, and then put in the order of the peers. Tables
+        The rows of all tables of a kind are read together, and then put in the order of the peers. Tables
         with a view are read one after another.
         """
         if self._views:
@@ -238,10 +238,12 @@ class CudaEngineGroup(EngineGroup):
                 own = {name: ids[name] for name in shared.names if ids[name].numel()}
                 if own:
                     joined = shared.joined(own, found)
-                    shape = joined.ids.numel(), shared.group.layout.dim
-                    rows = torch.empty(shape, dtype=torch.float32, device=device)
+                    dims = shared.group.layout.dims
+                    floats = [size * dim for size, dim in zip(joined.sizes, dims, strict=True)]
+                    rows = torch.empty(sum(floats), dtype=torch.float32, device=device)
                     shared.group.read(joined.ids, joined.search, joined.sizes, rows)
-                    tables |= zip(shared.names, rows.split(joined.sizes), strict=True)
+                    for name, part, dim in zip(shared.names, rows.split(floats), dims, strict=True):
+                        tables[name] = part.view(-1, dim)
             parts = [
                 tables[name].split(own) if name in tables else None
                 for name, own in zip(self._engines, counts.t().tolist(), strict=True)
@@ -304,7 +306,7 @@ class CudaEngineGroup(EngineGroup):
         return ready
 
     def _plans(self, ids: Mapping[str, Tensor], pooling: Pooling) -> list[tuple[int, PoolingPlan]]:
-        """Return the plan of each layout that the pooling reads; raise if the pooling does not fit."""
+        """Return the plan of each kind of tables that the pooling reads; raise if it does not fit."""
         found = []
         for number, shared in enumerate(self._shared):
             if any(name in ids for name in shared.names):
@@ -315,7 +317,7 @@ class CudaEngineGroup(EngineGroup):
     def _ordered(
         self, plans: Sequence[tuple[int, PoolingPlan]], names: Sequence[str]
     ) -> Sequence[PlannedLaunch]:
-        """Return the launches of several layouts, in the order of the pooling's tables."""
+        """Return the launches of several kinds of tables, in the order of the pooling's tables."""
         if len(plans) == 1:
             number, plan = plans[0]
             return [PlannedLaunch(number, plan, cut) for cut in plan.launches]
@@ -386,7 +388,7 @@ class CudaEngineGroup(EngineGroup):
                     rows = shared.joined(own, found)
                     known = rows.ids, rows.search
                 if pooling is None:
-                    empty = torch.empty(0, shared.group.layout.dim, dtype=torch.float32, device=device)
+                    empty = torch.empty(0, 1, dtype=torch.float32, device=device)
                     matrices = [moved[id(grads[n])][0] if n in grads else empty for n in shared.names]
                     gradients = Gradients.of(matrices)
                 else:

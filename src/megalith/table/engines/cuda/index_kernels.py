@@ -15,7 +15,7 @@ numbers must be:
     finish_keys    all occurrences read their row number
 
 A launch has one program per block of positions (axis 0) and table (axis 1). `spans` holds for each table its
-first position, its end and the number of its first block or chunk.
+first position, its end, and the number of its first block or chunk.
 """
 
 # mypy: ignore-errors
@@ -23,7 +23,6 @@ first position, its end and the number of its first block or chunk.
 
 from megalith.table.engines.cuda.device_functions import (
     BASE,
-    CHUNKS,
     COUNTERS,
     EMPTY,
     ENTRIES,
@@ -37,10 +36,13 @@ from megalith.table.engines.cuda.device_functions import (
     LIVE,
     MASK,
     REMOVED,
+    ROW_HEADER,
+    SPAN_FIELDS,
     field,
     first_slot,
+    layout_number,
     pointer_field,
-    row_address,
+    table_row_address,
 )
 from megalith.table.engines.cuda.kernel_launch import launched
 from megalith.table.engines.cuda.triton_runtime import tl, triton
@@ -59,8 +61,8 @@ SKIPPED = tl.constexpr(3)
 def positions(spans, BLOCK: tl.constexpr):
     """The positions of this program, and which of them exist."""
     table = tl.program_id(1)
-    start = tl.load(spans + 3 * table)
-    end = tl.load(spans + 3 * table + 1)
+    start = tl.load(spans + SPAN_FIELDS * table)
+    end = tl.load(spans + SPAN_FIELDS * table + 1)
     at = start + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return table, at, at < end
 
@@ -90,7 +92,7 @@ def list_missing(spans, table, at, lacks, missing, absent):
     """Count ids without a row in `missing`, and list their positions in `absent`, in any order."""
     count = tl.sum(lacks.to(tl.int32), 0)
     if count > 0:
-        place = tl.load(spans + 3 * table) + tl.atomic_add(missing + table, count)
+        place = tl.load(spans + SPAN_FIELDS * table) + tl.atomic_add(missing + table, count)
         place += tl.cumsum(lacks.to(tl.int32), 0) - 1
         tl.store(absent + place, at.to(tl.int32), mask=lacks)
 
@@ -176,12 +178,12 @@ def is_first(entries, slots, at, inside):
 @triton.jit
 def count_new(tables, spans, slots, missing, counts, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     table, at, inside = positions(spans, BLOCK)
-    start = tl.load(spans + 3 * table)
-    some = start + tl.program_id(0).to(tl.int64) * BLOCK < tl.load(spans + 3 * table + 1)
+    start = tl.load(spans + SPAN_FIELDS * table)
+    some = start + tl.program_id(0).to(tl.int64) * BLOCK < tl.load(spans + SPAN_FIELDS * table + 1)
     if some & (tl.load(missing + table) > 0):
         entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
         _, first = is_first(entries, slots, at, inside)
-        block = tl.load(spans + 3 * table + 2) + tl.program_id(0)
+        block = tl.load(spans + SPAN_FIELDS * table + 2) + tl.program_id(0)
         tl.store(counts + block, tl.sum(first.to(tl.int32), 0))
 
 
@@ -199,8 +201,8 @@ def number_new(
 ):
     """Replace the counts of a table by their exclusive prefix sum; take rows from its counters."""
     table = tl.program_id(0)
-    size = tl.load(spans + 3 * table + 1) - tl.load(spans + 3 * table)
-    first_block = tl.load(spans + 3 * table + 2)
+    size = tl.load(spans + SPAN_FIELDS * table + 1) - tl.load(spans + SPAN_FIELDS * table)
+    first_block = tl.load(spans + SPAN_FIELDS * table + 2)
     blocks = (size + BLOCK - 1) // BLOCK
     if tl.load(missing + table) == 0:
         blocks = blocks * 0
@@ -249,25 +251,25 @@ def create_rows(
         entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
         slot, first = is_first(entries, slots, at, inside)
         if tl.max(first.to(tl.int32), 0) > 0:
-            chunks = pointer_field(tables, table, FIELDS, CHUNKS, tl.int64)
             free_rows = pointer_field(tables, table, FIELDS, FREE, tl.int32)
             free = tl.load(created + 3 * table + 1)
             used = tl.load(created + 3 * table + 2)
-            block = tl.load(spans + 3 * table + 2) + tl.program_id(0)
+            block = tl.load(spans + SPAN_FIELDS * table + 2) + tl.program_id(0)
             rank = tl.load(counts + block) + tl.cumsum(first.to(tl.int32), 0) - 1
             rank = rank.to(tl.int64)
             reuse = first & (rank < free)
             row = tl.load(free_rows + tl.where(reuse, free - 1 - rank, 0), mask=reuse, other=0).to(tl.int64)
             row = tl.where(reuse, row, used + rank - free)
             id = tl.load(ids + at, mask=first, other=0)
-            header = row_address(chunks, row, SHIFT, STRIDE, first) + HEADER
+            header = table_row_address(tables, table, row, first, FIELDS, SHIFT, STRIDE)
+            header += layout_number(tables, table, FIELDS, ROW_HEADER, HEADER)
             zero = tl.zeros((BLOCK,), tl.int32)
             tl.store((header + HEADER_ID).to(tl.pointer_type(tl.int64)), id, mask=first)
             tl.store((header + HEADER_TIME).to(tl.pointer_type(tl.int32)), zero, mask=first)
             tl.store((header + HEADER_FLAGS).to(tl.pointer_type(tl.int32)), zero + LIVE, mask=first)
             tl.store((header + HEADER_COUNT).to(tl.pointer_type(tl.int32)), zero, mask=first)
             tl.store((header + HEADER_STEP).to(tl.pointer_type(tl.int32)), zero, mask=first)
-            start = tl.load(spans + 3 * table)
+            start = tl.load(spans + SPAN_FIELDS * table)
             tl.store(new_rows + start + rank, row.to(tl.int32), mask=first)
             tl.store(entries + 2 * tl.where(first, slot, 0) + 1, row, mask=first)
             if MARK:

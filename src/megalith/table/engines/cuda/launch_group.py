@@ -1,4 +1,4 @@
-"""LaunchGroup: the kernels of several tables with equal row layouts, one set of launches for all of them.
+"""LaunchGroup: the kernels of several tables, one set of launches for all of them; see shared_layout.py.
 
 The ids of the tables follow each other in one tensor; `sizes` says how many each table has. A group of one
 table serves the calls of an engine. Nothing here waits for the device, except `DeviceTable.ensure_room` when
@@ -19,7 +19,7 @@ from torch import Tensor
 from megalith.table.engines.cuda import index_kernels, row_kernels
 from megalith.table.engines.cuda.device_table import BLOCK, WARPS, DeviceTable
 from megalith.table.engines.cuda.kernel_launch import Bound
-from megalith.table.engines.cuda.row_layout import ColumnRun
+from megalith.table.engines.cuda.shared_layout import SharedLayout
 from megalith.table.engines.cuda.stream_order import retire
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, padded
 
@@ -68,22 +68,23 @@ class CounterReport(NamedTuple):
 
 
 class LaunchGroup:
-    """Launches over tables with equal layouts.
+    """Launches over tables.
 
     Args:
-        tables: The tables, on one device.
+        tables: The tables, on one device, with equal `launch_kind`.
 
     Attributes:
+        layout: The joint layout of their rows.
         bound: Kernels with their constants, by use.
         generation: Advances when memory that launches refer to is replaced.
     """
 
     def __init__(self, tables: Sequence[DeviceTable]) -> None:
         self.tables = list(tables)
-        self.layout = tables[0].layout
+        self.layout = SharedLayout.of([table.layout for table in tables])
         self.device = tables[0].device
         self.fields = tables[0].num_fields
-        self.kinds = {"FIELDS": self.fields, "SHIFT": self.layout.shift, "STRIDE": self.layout.stride}
+        self.kinds = {"FIELDS": self.fields, **self.layout.places}
         self.bound: dict[tuple[object, ...], Bound] = {}
         self.generation = 0
         self._versions: list[int] = []
@@ -164,14 +165,14 @@ class LaunchGroup:
         return self._descriptors
 
     def spans(self, sizes: Sequence[int], block: int) -> Tensor:
-        """Return for each table its first position, its end, and the number of its first block.
+        """Return the span of each table.
 
         Args:
             sizes: Number of positions of each table.
             block: Positions of a block.
 
         Returns:
-            int64 [tables * 3] on the device.
+            int64 [tables * SPAN_FIELDS] on the device.
         """
         key = (block, *sizes)
         if key not in self._spans:
@@ -179,11 +180,12 @@ class LaunchGroup:
                 retire(*self._spans.values())
                 self._spans.clear()
                 self.generation += 1
-            values, at, blocks = [], 0, 0
-            for size in sizes:
-                values += [at, at + size, blocks]
+            values, at, blocks, floats = [], 0, 0, 0
+            for size, dim in zip(sizes, self.layout.dims, strict=True):
+                values += [at, at + size, blocks, floats]
                 at += size
                 blocks += -(-size // block)
+                floats += size * dim
             self._spans[key] = self.upload(values)
         return self._spans[key]
 
@@ -319,20 +321,21 @@ class LaunchGroup:
             ids: int64 [n].
             found: Their rows; None: they are found here.
             sizes: Number of ids of each table.
-            out: float32 [n, dim].
+            out: float32: the rows of the tables one after another, each table with its dim.
         """
-        n, runs = ids.numel(), self.layout.runs
+        n = ids.numel()
         if not n:
             return
-        if found is None and len(runs) > 1:
+        if found is None and self.layout.num_runs > 1:
             found = self.find(ids, sizes)
         tables = self.descriptors()
-        for number, run in enumerate(runs):
-            columns = min(padded(run.width), 256)
+        for number in range(self.layout.num_runs):
+            constants = self.layout.run_constants[number]
+            columns = min(padded(constants["WIDEST"]), 256)
             block = max(1, READ_TILE // columns)
             grid, spans = self.grid(sizes, block), self.spans(sizes, block)
             if ("read", number) not in self.bound:
-                self._bind_reads(number, run, block, columns)
+                self._bind_reads(number, constants, block, columns)
             if found is None:
                 missing, absent = self._new_counters(), self.scratch("absent", n, torch.int32)
                 self.bound["find_and_read",](grid, tables, spans, ids, missing, absent, out)
@@ -343,15 +346,13 @@ class LaunchGroup:
                 few = (min(grid[0], self.few_programs), grid[1])
                 self.bound["read_missing", number](few, tables, spans, ids, missing, absent, out)
 
-    def _bind_reads(self, number: int, run: ColumnRun, block: int, columns: int) -> None:
-        common = {"DIM": self.layout.dim, "START": run.start, "WIDTH": run.width, "PRECISION": run.precision}
-        common |= {"BLOCK": block, "COLUMNS": columns, "num_warps": READ_WARPS, **PLAIN_ARITHMETIC}
-        where = {"OFFSET": run.offset, **self.kinds}
+    def _bind_reads(self, number: int, constants: dict[str, int], block: int, columns: int) -> None:
+        common = {"DIM": self.layout.dim, **constants, "BLOCK": block, "COLUMNS": columns}
+        common |= {"num_warps": READ_WARPS, **PLAIN_ARITHMETIC}
+        where = {"OFFSET": self.layout.run_offset(number), **self.kinds}
         self.bound["read", number] = row_kernels.read_rows.bind(**where, **common)
         self.bound["find_and_read",] = row_kernels.find_and_read.bind(**where, **common)
-        self.bound["read_missing", number] = row_kernels.read_missing.bind(
-            FIELDS=self.fields, NUM_SEGMENTS=len(self.layout.segments), **common
-        )
+        self.bound["read_missing", number] = row_kernels.read_missing.bind(FIELDS=self.fields, **common)
 
     def create(
         self,
@@ -481,22 +482,19 @@ class LaunchGroup:
 
     def _initialize(self, rows: Tensor, counts: Tensor, spans: Tensor, n: int) -> None:
         layout = self.layout
-        for number, run in enumerate(layout.runs):
-            columns = min(128, padded(max(run.width, layout.state_floats)))
+        for number in range(layout.num_runs):
+            runs, states = layout.run_constants[number], layout.state_constants
+            columns = min(128, padded(max(runs["WIDEST"], states["MOST_STATES"])))
             block = padded(min(n, 256)) if INTERPRETED else max(1, 1024 // columns)
             key = ("initialize", number, block)
             if key not in self.bound:
                 self.bound[key] = row_kernels.initialize_rows.bind(
                     HEADER=layout.header,
-                    OFFSET=run.offset,
-                    START=run.start,
-                    WIDTH=run.width,
-                    PRECISION=run.precision,
-                    STATE_OFFSET=layout.state_offset,
-                    STATES=layout.state_floats if number == 0 else 0,
-                    NUM_SEGMENTS=len(layout.segments),
+                    OFFSET=layout.run_offset(number),
                     BLOCK=block,
                     COLUMNS=columns,
+                    **runs,
+                    **states,
                     **self.kinds,
                     **PLAIN_ARITHMETIC,
                 )

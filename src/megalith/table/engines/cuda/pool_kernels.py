@@ -1,7 +1,8 @@
 """Kernels of a pooling: rows reduced into outputs, and the way back from output gradients to occurrences.
 
 A launch covers many parts (axis 1), each an OutputSlice of the bags of one feature, in blocks of bags (axis
-0). `parts` describes them; all parts of a launch have the same WIDTH and OFFSET in the row. Offsets are
+0). `parts` describes them. START, WIDTH and OFFSET are the columns of all parts in their rows; a negative
+number differs between parts, which have it in their fields (see shared_layout.py). Offsets of bags are
 clamped to the occurrences of the table, because the host does not read them.
 """
 
@@ -9,12 +10,15 @@ clamped to the occurrences of the table, because the host does not read them.
 # ruff: noqa: D103, SIM102
 
 from megalith.table.engines.cuda.device_functions import (
-    CHUNKS,
+    READS_INITIAL,
+    field,
     initial_weights,
     load_weights,
-    pointer_field,
+    number_at,
     rounded_weights,
     row_address,
+    row_places,
+    table_row_address,
     weight_pointer,
 )
 from megalith.table.engines.cuda.kernel_launch import launched
@@ -36,7 +40,16 @@ FIRST = tl.constexpr(11)  # position of the table's first occurrence
 COUNT = tl.constexpr(12)  # number of the table's occurrences
 ACCUMULATE = tl.constexpr(13)
 BEGIN = tl.constexpr(14)  # without offsets: the table's occurrence that is the first bag
-PART_FIELDS = tl.constexpr(15)
+ROW_START = tl.constexpr(15)  # first column of the row
+ROW_WIDTH = tl.constexpr(16)  # number of columns
+ROW_OFFSET = tl.constexpr(17)  # bytes from the start of the row to the first column
+PART_FIELDS = tl.constexpr(18)
+
+
+@triton.jit
+def num_initial(tables, table, missing, FIELDS: tl.constexpr):
+    """Number of ids of a table without a row that read as their initial rows."""
+    return tl.load(missing + table) * field(tables, table, FIELDS, READS_INITIAL)
 
 
 @triton.jit
@@ -90,31 +103,35 @@ def all_found(rows, position, length):
 def pool_block(
     tables, part, bag, inside, begin, length, ids, rows,
     FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr,
-    START: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, INITIAL: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    START: tl.constexpr, WIDTH: tl.constexpr, WIDEST: tl.constexpr, PRECISION: tl.constexpr,
+    INITIAL: tl.constexpr, NUM_SEGMENTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Reduce the rows of a block of bags; an id without a row is its initial row, or zeros."""
     table = tl.load(part + TABLE)
-    chunks = pointer_field(tables, table, FIELDS, CHUNKS, tl.int64)
+    chunks, shift, stride = row_places(tables, table, FIELDS, SHIFT, STRIDE)
     position = tl.load(part + FIRST) + begin
     weights = tl.load(part + WEIGHTS)
+    start = number_at(part + ROW_START, START)
+    width = number_at(part + ROW_WIDTH, WIDTH)
+    offset = number_at(part + ROW_OFFSET, OFFSET)
     longest = tl.max(length, 0)
-    for first in tl.static_range(0, WIDTH, COLUMNS):
+    for first in tl.static_range(0, WIDEST, COLUMNS):
         column = (first + tl.arange(0, COLUMNS))[None, :]
-        wide = column < WIDTH
+        wide = column < width
         total = tl.zeros((BLOCK, COLUMNS), tl.float32)
         k = longest * 0
         while k < longest:
             own = k < length
             row = tl.load(rows + position + k, mask=own, other=-1)
             exists = row >= 0
-            address = row_address(chunks, row, SHIFT, STRIDE, exists)
-            pointer = weight_pointer(address, OFFSET, PRECISION)[:, None]
+            address = row_address(chunks, row, shift, stride, exists)
+            pointer = weight_pointer(address, offset, OFFSET, PRECISION)[:, None]
             value = load_weights(pointer + column, exists[:, None] & wide, PRECISION)
             if INITIAL:
                 if tl.max((own & (exists == 0)).to(tl.int32), 0) > 0:
                     id = tl.load(ids + position + k, mask=own, other=0)[:, None]
-                    initial = initial_weights(tables, table, FIELDS, id, START + column, NUM_SEGMENTS)
+                    initial = initial_weights(tables, table, FIELDS, id, start + column, NUM_SEGMENTS)
                     initial = tl.where(own[:, None], rounded_weights(initial, PRECISION), 0.0)
                     value = tl.where(exists[:, None], value, initial)
             if weights != 0:
@@ -148,19 +165,21 @@ def pool_block(
 def pool_bags(
     tables, parts, ids, rows, missing,
     FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr,
-    START: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, INITIAL: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    START: tl.constexpr, WIDTH: tl.constexpr, WIDEST: tl.constexpr, PRECISION: tl.constexpr,
+    INITIAL: tl.constexpr, NUM_SEGMENTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Pool blocks of bags; with INITIAL, blocks with an id without a row are left to `pool_missing`."""
     part, bag, inside, begin, length = bags_of(parts, tl.program_id(0).to(tl.int64), BLOCK)
     if INITIAL:
-        if tl.load(missing + tl.load(part + TABLE)) > 0:
+        if num_initial(tables, tl.load(part + TABLE), missing, FIELDS) > 0:
             if not all_found(rows, tl.load(part + FIRST) + begin, length):
                 inside = inside & (bag < 0)
                 length = length * 0
     pool_block(
         tables, part, bag, inside, begin, length, ids, rows,
-        FIELDS, SHIFT, STRIDE, OFFSET, START, WIDTH, PRECISION, False, NUM_SEGMENTS, ALIGNED, BLOCK, COLUMNS,
+        FIELDS, SHIFT, STRIDE, OFFSET, START, WIDTH, WIDEST, PRECISION, False, NUM_SEGMENTS, ALIGNED,
+        BLOCK, COLUMNS,
     )  # fmt: skip
 
 
@@ -169,15 +188,17 @@ def pool_bags(
 def pool_missing(
     tables, parts, ids, rows, missing,
     FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr,
-    START: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, INITIAL: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    START: tl.constexpr, WIDTH: tl.constexpr, WIDEST: tl.constexpr, PRECISION: tl.constexpr,
+    INITIAL: tl.constexpr, NUM_SEGMENTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Pool the blocks that `pool_bags` left: those with an id without a row.
 
     It is a launch of its own, because the registers that initial rows need would slow down `pool_bags`. A few
     programs walk over all blocks, and end at once if `missing`, the number of such ids, is 0.
     """
-    if tl.load(missing + tl.load(parts + tl.program_id(1) * PART_FIELDS + TABLE)) > 0:
+    table = tl.load(parts + tl.program_id(1) * PART_FIELDS + TABLE)
+    if num_initial(tables, table, missing, FIELDS) > 0:
         count = tl.load(parts + tl.program_id(1) * PART_FIELDS + BAGS)
         block = tl.program_id(0).to(tl.int64)
         while block * BLOCK < count:
@@ -185,8 +206,8 @@ def pool_missing(
             if not all_found(rows, tl.load(part + FIRST) + begin, length):
                 pool_block(
                     tables, part, bag, inside, begin, length, ids, rows,
-                    FIELDS, SHIFT, STRIDE, OFFSET, START, WIDTH, PRECISION, INITIAL, NUM_SEGMENTS, ALIGNED,
-                    BLOCK, COLUMNS,
+                    FIELDS, SHIFT, STRIDE, OFFSET, START, WIDTH, WIDEST, PRECISION, INITIAL, NUM_SEGMENTS,
+                    ALIGNED, BLOCK, COLUMNS,
                 )  # fmt: skip
             block += tl.num_programs(0)
 
@@ -204,8 +225,8 @@ def output_pointer(part, bag, ALIGNED: tl.constexpr):
 def place_rows(
     tables, parts, rows,
     FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr,
-    START: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, NUM_SEGMENTS: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    START: tl.constexpr, WIDTH: tl.constexpr, WIDEST: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Copy the rows of bags with one occurrence each to the outputs; an id without a row is zeros."""
     part = parts + tl.program_id(1) * PART_FIELDS
@@ -213,12 +234,13 @@ def place_rows(
     inside = bag < tl.load(part + BAGS)
     row = tl.load(rows + tl.load(part + FIRST) + tl.load(part + BEGIN) + bag, mask=inside, other=-1)
     exists = row >= 0
-    chunks = pointer_field(tables, tl.load(part + TABLE), FIELDS, CHUNKS, tl.int64)
-    source = weight_pointer(row_address(chunks, row, SHIFT, STRIDE, exists), OFFSET, PRECISION)[:, None]
+    address = table_row_address(tables, tl.load(part + TABLE), row, exists, FIELDS, SHIFT, STRIDE)
+    source = weight_pointer(address, number_at(part + ROW_OFFSET, OFFSET), OFFSET, PRECISION)[:, None]
     target = output_pointer(part, bag, ALIGNED)
-    for first in tl.static_range(0, WIDTH, COLUMNS):
+    width = number_at(part + ROW_WIDTH, WIDTH)
+    for first in tl.static_range(0, WIDEST, COLUMNS):
         column = (first + tl.arange(0, COLUMNS))[None, :]
-        wide = column < WIDTH
+        wide = column < width
         value = load_weights(source + column, exists[:, None] & wide, PRECISION)
         tl.store(target + column, value, mask=inside[:, None] & wide)
 
@@ -227,13 +249,16 @@ def place_rows(
 @triton.jit
 def place_missing(
     tables, parts, ids, missing, absent,
-    FIELDS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    FIELDS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, WIDEST: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_SEGMENTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the initial rows of the ids without a row that `find_rows` listed, after `place_rows`."""
     part = parts + tl.program_id(1) * PART_FIELDS
     table = tl.load(part + TABLE)
-    count = tl.load(missing + table)
+    count = num_initial(tables, table, missing, FIELDS)
+    row_start = number_at(part + ROW_START, START)
+    width = number_at(part + ROW_WIDTH, WIDTH)
     block = tl.program_id(0).to(tl.int64) * BLOCK
     while block < count:
         listed = block + tl.arange(0, BLOCK)
@@ -243,11 +268,11 @@ def place_missing(
         inside = (at >= 0) & (bag >= 0) & (bag < tl.load(part + BAGS))
         id = tl.load(ids + at, mask=inside, other=0)[:, None]
         target = output_pointer(part, tl.where(inside, bag, 0), ALIGNED)
-        for first in tl.static_range(0, WIDTH, COLUMNS):
+        for first in tl.static_range(0, WIDEST, COLUMNS):
             column = (first + tl.arange(0, COLUMNS))[None, :]
-            value = initial_weights(tables, table, FIELDS, id, START + column, NUM_SEGMENTS)
+            value = initial_weights(tables, table, FIELDS, id, row_start + column, NUM_SEGMENTS)
             value = rounded_weights(value, PRECISION)
-            tl.store(target + column, value, mask=inside[:, None] & (column < WIDTH))
+            tl.store(target + column, value, mask=inside[:, None] & (column < width))
         block += tl.num_programs(0) * BLOCK
 
 
@@ -283,16 +308,19 @@ def expand_bags(parts, wanted, addresses, factors, WEIGHTED: tl.constexpr, BLOCK
 @triton.jit
 def unpool_bags(
     parts, wanted, grads,
-    DIM: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    DIM: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, WIDEST: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients of one part of each feature to the gradients of the occurrences, [n, DIM]."""
     part, bag, inside, begin, length = bags_of(parts, tl.program_id(0).to(tl.int64), BLOCK)
     first_position = tl.load(part + FIRST)
     weights = tl.load(part + WEIGHTS)
     divisor = tl.load(part + DIVISOR)
-    for first in tl.static_range(0, WIDTH, COLUMNS):
+    start = number_at(part + ROW_START, START)
+    width = number_at(part + ROW_WIDTH, WIDTH)
+    for first in tl.static_range(0, WIDEST, COLUMNS):
         column = (first + tl.arange(0, COLUMNS))[None, :]
-        wide = column < WIDTH
+        wide = column < width
         both = inside[:, None] & wide
         total = tl.zeros((BLOCK, COLUMNS), tl.float32)
         address = output_address(part, bag)
@@ -313,7 +341,7 @@ def unpool_bags(
             if weights != 0:
                 factor = tl.load(weights.to(tl.pointer_type(tl.float32)) + begin + k, mask=own, other=0.0)
                 value = total * factor[:, None]
-            target = grads + (at * DIM)[:, None] + START + column
+            target = grads + (at * DIM)[:, None] + start + column
             mine = own[:, None] & wide
             tl.store(target, tl.load(target, mask=mine, other=0.0) + value, mask=mine)
             tl.store(wanted + at, own.to(tl.int8), mask=own)

@@ -21,8 +21,8 @@ from megalith.ops.pooling import Bags, OutputSlice, Pooling
 from megalith.table.engines.cuda import pool_kernels
 from megalith.table.engines.cuda.kernel_launch import Bound
 from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
-from megalith.table.engines.cuda.row_layout import ColumnRun
 from megalith.table.engines.cuda.row_steps import Gradients
+from megalith.table.engines.cuda.shared_layout import shared_number
 from megalith.table.engines.cuda.stream_order import hold, retire
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, padded
 
@@ -52,14 +52,27 @@ class TablePart(NamedTuple):
     number: int
 
 
+class PartColumns(NamedTuple):
+    """Columns of the rows of a part.
+
+    Attributes:
+        start: The first column.
+        end: The column after the last one.
+        offset: Bytes from the start of the row to the first column; 0 where it is not needed.
+    """
+
+    start: int
+    end: int
+    offset: int = 0
+
+
 @dataclass
 class Cut:
     """The columns of some parts that one launch reads.
 
     Attributes:
-        start: The first column of the rows.
-        end: The column after the last one.
-        run: The run of columns that they belong to.
+        constants: START, WIDTH and OFFSET of all parts as shared numbers, and WIDEST, the largest width.
+        precision: Number of the precision of the columns.
         parts: The parts.
         template: The descriptors of the parts without addresses.
         aligned: Whether columns and widths are multiples of VECTOR.
@@ -69,9 +82,8 @@ class Cut:
         uploaded: The same on the device.
     """
 
-    start: int
-    end: int
-    run: ColumnRun | None
+    constants: dict[str, int]
+    precision: int
     parts: tuple[TablePart, ...]
     template: list[int]
     aligned: bool
@@ -124,7 +136,10 @@ class PoolingPlan:
         ]
         self._used = [each for each in self.parts if self._model[each.bags].num_bags]
         self._strided = self._find_strided()
-        self._expanding = self._cut(0, group.layout.dim, None, self._used) if self._used else None
+        self._expanding = None
+        if self._used:
+            whole = [PartColumns(0, group.layout.dims[each.table]) for each in self._used]
+            self._expanding = self._cut(self._used, whole)
 
     def bags_of(self, pooling: Pooling) -> list[Bags]:
         """Return the bags of the group's tables.
@@ -154,13 +169,18 @@ class PoolingPlan:
             The launches.
         """
         found = []
-        for run in self._group.layout.runs:
-            columns: dict[tuple[int, int, bool], list[TablePart]] = {}
+        layouts = self._group.layout.layouts
+        for number, first in enumerate(layouts[0].runs):
+            item = 4 if first.precision == 0 else 2
+            chosen: dict[tuple[int, bool], tuple[list[TablePart], list[PartColumns]]] = {}
             for each in parts:
+                run = layouts[each.table].runs[number]
                 start, end = max(each.part.start, run.start), min(each.part.end, run.end)
                 if start < end and self._model[each.bags].num_bags:
-                    columns.setdefault((start, end, self._is_single(each)), []).append(each)
-            found += [self._cut(start, end, run, own) for (start, end, _), own in columns.items()]
+                    own = chosen.setdefault((padded(end - start), self._is_single(each)), ([], []))
+                    own[0].append(each)
+                    own[1].append(PartColumns(start, end, run.offset + (start - run.start) * item))
+            found += [self._cut(own, columns, first.precision) for own, columns in chosen.values()]
         return found
 
     def pool(
@@ -218,7 +238,7 @@ class PoolingPlan:
             found: Their rows.
         """
         group = self._group
-        key = ("pool", cut.start, cut.end, cut.single, aligned)
+        key = ("pool", cut.precision, *cut.constants.values(), cut.single, aligned)
         if key not in group.bound:
             self._bind(key, cut, aligned)
         tables, count = group.descriptors(), len(cut.parts)
@@ -238,25 +258,23 @@ class PoolingPlan:
 
     @staticmethod
     def _block(cut: Cut) -> int:
-        columns = min(padded(cut.end - cut.start), 256)
+        columns = min(padded(cut.constants["WIDEST"]), 256)
         return max(1, (PLACE_TILE if cut.single else POOL_TILE) // columns)
 
     def _bind(self, key: tuple[object, ...], cut: Cut, aligned: bool) -> None:
-        group, layout, run = self._group, self._group.layout, cut.run
-        assert run is not None
-        item = 4 if run.precision == 0 else 2
+        group, layout = self._group, self._group.layout
+        columns = {name: value for name, value in cut.constants.items() if name != "OFFSET"}
         common = {
-            "START": cut.start,
-            "WIDTH": cut.end - cut.start,
-            "PRECISION": run.precision,
-            "NUM_SEGMENTS": len(layout.segments),
+            **columns,
+            "PRECISION": cut.precision,
+            "NUM_SEGMENTS": layout.num_segments,
             "ALIGNED": aligned,
             "BLOCK": self._block(cut),
-            "COLUMNS": min(padded(cut.end - cut.start), 256),
+            "COLUMNS": min(padded(cut.constants["WIDEST"]), 256),
             "num_warps": PLACE_WARPS if cut.single else POOL_WARPS,
             **PLAIN_ARITHMETIC,
         }
-        where = {**group.kinds, "OFFSET": run.offset + (cut.start - run.start) * item}
+        where = {**group.kinds, "OFFSET": cut.constants["OFFSET"]}
         missing: Bound
         if cut.single:
             group.bound[key] = pool_kernels.place_rows.bind(**where, **common)
@@ -299,36 +317,37 @@ class PoolingPlan:
         wanted = torch.zeros(n, dtype=torch.int8, device=group.device)
         if self._is_direct():
             return self._addresses(bags, grads, addresses, wanted)
-        matrix = torch.zeros(n, group.layout.dim, dtype=torch.float32, device=group.device)
+        dim = group.layout.max_dim
+        matrix = torch.zeros(n, dim, dtype=torch.float32, device=group.device)
         for number in range(max((each.number for each in self._used), default=-1) + 1):
-            columns: dict[tuple[int, int], list[TablePart]] = {}
+            widths: dict[int, list[TablePart]] = {}
             for each in (each for each in self._used if each.number == number):
-                columns.setdefault((each.part.start, each.part.end), []).append(each)
-            for (start, end), chosen in columns.items():
-                cut = self._cut(start, end, None, chosen)
-                width = min(padded(end - start), 256)
+                widths.setdefault(padded(each.part.width), []).append(each)
+            for padded_width, chosen in widths.items():
+                cut = self._cut(chosen, [PartColumns(each.part.start, each.part.end) for each in chosen])
+                columns = {name: value for name, value in cut.constants.items() if name != "OFFSET"}
+                width = min(padded_width, 256)
                 block = max(1, (4096 if INTERPRETED else 1024) // width)
                 pool_kernels.unpool_bags[-(-cut.most_bags // block), len(chosen)](
                     group.upload(self.fill(cut, bags, addresses)),
                     wanted,
                     matrix,
-                    DIM=group.layout.dim,
-                    START=start,
-                    WIDTH=end - start,
+                    DIM=dim,
                     BLOCK=block,
                     COLUMNS=width,
+                    **columns,
                     **PLAIN_ARITHMETIC,
                 )
         return Gradients.of(matrix.split(self._sizes), wanted=wanted)
 
     def _is_direct(self) -> bool:
         """Whether each feature fills whole rows of one output."""
-        dim = self._group.layout.dim
+        dims = self._group.layout.dims
         return all(
             len(self._model[each.bags].parts) == 1
             and not self._model[each.bags].shared
             and each.part.start == 0
-            and each.part.end == dim
+            and each.part.end == dims[each.table]
             for each in self._used
         )
 
@@ -390,12 +409,10 @@ class PoolingPlan:
         plain = bags.weights is None and bags.divisor is None and not bags.shared
         return plain and bags.first is not None and (adds or not each.part.accumulate)
 
-    def _cut(self, start: int, end: int, run: ColumnRun | None, parts: Sequence[TablePart]) -> Cut:
+    def _cut(self, parts: Sequence[TablePart], columns_of: Sequence[PartColumns], precision: int = 0) -> Cut:
         template: list[int] = []
-        aligned = (
-            run is None or (run.offset + (start - run.start) * (4 if run.precision == 0 else 2)) % VECTOR == 0
-        )
-        for each in parts:
+        aligned = not any(own.offset % VECTOR for own in columns_of)
+        for each, (start, end, offset) in zip(parts, columns_of, strict=True):
             bags, part = self._model[each.bags], each.part
             rows, columns = self._outputs[part.output]
             column = part.column + max(0, start - part.start)
@@ -418,10 +435,19 @@ class PoolingPlan:
                 self._sizes[each.table],
                 int(part.accumulate),
                 bags.first or 0,
+                start,
+                end - start,
+                offset,
             ]
         single = all(self._is_single(each) for each in parts)
         most = max(self._model[each.bags].num_bags for each in parts)
-        return Cut(start, end, run, tuple(parts), template, aligned, single, most)
+        constants = {
+            "START": shared_number(own.start for own in columns_of),
+            "WIDTH": shared_number(own.end - own.start for own in columns_of),
+            "WIDEST": max(own.end - own.start for own in columns_of),
+            "OFFSET": shared_number(own.offset for own in columns_of),
+        }
+        return Cut(constants, precision, tuple(parts), template, aligned, single, most)
 
     @staticmethod
     def fill(cut: Cut, bags: Sequence[Bags], addresses: Sequence[int]) -> list[int]:
@@ -446,7 +472,7 @@ class PoolingPlan:
             if own.divisor is not None:
                 fields[at + 4] = own.divisor.data_ptr()
             fields[at + 5] = addresses[each.part.output]
-            at += 15
+            at += pool_kernels.PART_FIELDS.value
         return fields
 
 
@@ -483,9 +509,9 @@ class PoolingPlans:
         on_cpu = group.device.type == "cpu"
         plan = self._plans.get(key)
         if plan is None or on_cpu:
-            for name, size in zip(names, sizes, strict=True):
+            for name, size, dim in zip(names, sizes, group.layout.dims, strict=True):
                 if pooling.bags.get(name):
-                    _check(pooling, name, size, group.layout.dim, group.device)
+                    _check(pooling, name, size, dim, group.device)
         if plan is None:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()

@@ -7,22 +7,34 @@ header (id, time, flags, count, step). Chunks never move.
 # mypy: ignore-errors
 
 from megalith.table.engines.cuda.device_functions import (
-    CHUNKS,
     HEADER_COUNT,
     HEADER_FLAGS,
     HEADER_ID,
     HEADER_STEP,
     HEADER_TIME,
+    READS_INITIAL,
+    ROW_HEADER,
+    ROW_STATE_OFFSET,
+    ROW_STATES,
+    RUN_OFFSET,
+    RUN_START,
+    RUN_WIDTH,
+    SPAN_FIELDS,
     STATE_VALUES,
     TRACKED,
     aligned_pointer,
     field,
     initial_weights,
+    layout_number,
     load_weights,
+    matrix_rows,
     pointer_field,
     rounded_weights,
     row_address,
+    row_places,
+    run_number,
     store_weights,
+    table_row_address,
     weight_pointer,
 )
 from megalith.table.engines.cuda.index_kernels import list_missing, positions, search
@@ -32,117 +44,91 @@ from megalith.table.engines.cuda.triton_runtime import tl, triton
 
 @triton.jit
 def copy_weights(
-    tables, table, row, at, inside, out,
+    tables, spans, table, row, at, inside, out,
     DIM: tl.constexpr, FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr,
-    START: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
+    RUN: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, WIDEST: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Copy one run of columns of rows to `out`; zeros for no row."""
     exists = row >= 0
-    chunks = pointer_field(tables, table, FIELDS, CHUNKS, tl.int64)
-    pointer = weight_pointer(row_address(chunks, row, SHIFT, STRIDE, exists), OFFSET, PRECISION)[:, None]
-    for first in tl.static_range(0, WIDTH, COLUMNS):
+    offset = run_number(tables, table, FIELDS, NUM_SEGMENTS, RUN, RUN_OFFSET, OFFSET)
+    start = run_number(tables, table, FIELDS, NUM_SEGMENTS, RUN, RUN_START, START)
+    width = run_number(tables, table, FIELDS, NUM_SEGMENTS, RUN, RUN_WIDTH, WIDTH)
+    address = table_row_address(tables, table, row, exists, FIELDS, SHIFT, STRIDE)
+    pointer = weight_pointer(address, offset, OFFSET, PRECISION)[:, None]
+    target = out + matrix_rows(tables, spans, table, at, FIELDS, DIM)[:, None] + start
+    for first in tl.static_range(0, WIDEST, COLUMNS):
         column = (first + tl.arange(0, COLUMNS))[None, :]
-        wide = column < WIDTH
+        wide = column < width
         value = load_weights(pointer + column, exists[:, None] & wide, PRECISION)
-        target = out + (at * DIM)[:, None] + START + column
-        tl.store(target, value, mask=inside[:, None] & wide)
+        tl.store(target + column, value, mask=inside[:, None] & wide)
 
 
 @launched
 @triton.jit
 def read_rows(
-    tables,
-    spans,
-    rows,
-    out,
-    DIM: tl.constexpr,
-    FIELDS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    STRIDE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    tables, spans, rows, out,
+    DIM: tl.constexpr, FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr,
+    RUN: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, WIDEST: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_SEGMENTS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Read one run of columns of equal precision; an id without a row reads as zeros."""
     table, at, inside = positions(spans, BLOCK)
     row = tl.load(rows + at, mask=inside, other=-1)
     copy_weights(
-        tables, table, row, at, inside, out, DIM, FIELDS, SHIFT, STRIDE, OFFSET, START, WIDTH, PRECISION,
-        COLUMNS,
+        tables, spans, table, row, at, inside, out, DIM, FIELDS, SHIFT, STRIDE, OFFSET, RUN, START, WIDTH,
+        WIDEST, PRECISION, NUM_SEGMENTS, COLUMNS,
     )  # fmt: skip
 
 
 @launched
 @triton.jit
 def find_and_read(
-    tables,
-    spans,
-    ids,
-    missing,
-    absent,
-    out,
-    DIM: tl.constexpr,
-    FIELDS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    STRIDE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    tables, spans, ids, missing, absent, out,
+    DIM: tl.constexpr, FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr,
+    RUN: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, WIDEST: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_SEGMENTS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """`find_rows` and `read_rows` in one launch, for rows of one precision."""
     table, at, inside = positions(spans, BLOCK)
     row = search(tables, table, ids, at, inside, FIELDS, BLOCK)
     list_missing(spans, table, at, inside & (row < 0), missing, absent)
     copy_weights(
-        tables, table, row, at, inside, out, DIM, FIELDS, SHIFT, STRIDE, OFFSET, START, WIDTH, PRECISION,
-        COLUMNS,
+        tables, spans, table, row, at, inside, out, DIM, FIELDS, SHIFT, STRIDE, OFFSET, RUN, START, WIDTH,
+        WIDEST, PRECISION, NUM_SEGMENTS, COLUMNS,
     )  # fmt: skip
 
 
 @launched
 @triton.jit
 def read_missing(
-    tables,
-    spans,
-    ids,
-    missing,
-    absent,
-    out,
-    DIM: tl.constexpr,
-    FIELDS: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    tables, spans, ids, missing, absent, out,
+    DIM: tl.constexpr, FIELDS: tl.constexpr, RUN: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr,
+    WIDEST: tl.constexpr, PRECISION: tl.constexpr, NUM_SEGMENTS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Write the initial rows of ids without a row: the positions that `find_rows` listed.
 
     It is a launch of its own, because the registers that it needs would slow down `read_rows`. A few programs
     walk over the list.
     """
     table = tl.program_id(1)
-    count = tl.load(missing + table)
-    begin = tl.load(spans + 3 * table)
+    count = tl.load(missing + table) * field(tables, table, FIELDS, READS_INITIAL)
+    begin = tl.load(spans + SPAN_FIELDS * table)
+    start = run_number(tables, table, FIELDS, NUM_SEGMENTS, RUN, RUN_START, START)
+    width = run_number(tables, table, FIELDS, NUM_SEGMENTS, RUN, RUN_WIDTH, WIDTH)
     block = tl.program_id(0).to(tl.int64) * BLOCK
     while block < count:
         listed = block + tl.arange(0, BLOCK)
         inside = listed < count
         at = tl.load(absent + begin + listed, mask=inside, other=0).to(tl.int64)
         id = tl.load(ids + at, mask=inside, other=0)[:, None]
-        for first in tl.static_range(0, WIDTH, COLUMNS):
+        target = out + matrix_rows(tables, spans, table, at, FIELDS, DIM)[:, None] + start
+        for first in tl.static_range(0, WIDEST, COLUMNS):
             column = (first + tl.arange(0, COLUMNS))[None, :]
-            value = initial_weights(tables, table, FIELDS, id, START + column, NUM_SEGMENTS)
+            value = initial_weights(tables, table, FIELDS, id, start + column, NUM_SEGMENTS)
             value = rounded_weights(value, PRECISION)
-            target = out + (at * DIM)[:, None] + START + column
-            tl.store(target, value, mask=inside[:, None] & (column < WIDTH))
+            tl.store(target + column, value, mask=inside[:, None] & (column < width))
         block += tl.num_programs(0) * BLOCK
 
 
@@ -167,7 +153,8 @@ def write_rows(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     row = tl.load(rows + at, mask=inside, other=0)
-    pointer = weight_pointer(row_address(chunks, row, SHIFT, STRIDE, inside), OFFSET, PRECISION)[:, None]
+    address = row_address(chunks, row, SHIFT, STRIDE, inside)
+    pointer = weight_pointer(address, OFFSET, OFFSET, PRECISION)[:, None]
     for first in tl.static_range(0, WIDTH, COLUMNS):
         column = (first + tl.arange(0, COLUMNS))[None, :]
         both = inside[:, None] & (column < WIDTH)
@@ -195,7 +182,7 @@ def copy_states(
     inside = at < n
     row = tl.load(rows + at, mask=inside, other=0)
     address = row_address(chunks, row, SHIFT, STRIDE, inside)
-    pointer = aligned_pointer(address, tl.float32, OFFSET)[:, None]
+    pointer = aligned_pointer(address, tl.float32, OFFSET, OFFSET)[:, None]
     for first in tl.static_range(0, WIDTH, COLUMNS):
         column = (first + tl.arange(0, COLUMNS))[None, :]
         both = inside[:, None] & (column < WIDTH)
@@ -260,53 +247,47 @@ def write_header_field(
 @launched
 @triton.jit
 def initialize_rows(
-    tables,
-    spans,
-    rows,
-    counts,
-    FIELDS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    STRIDE: tl.constexpr,
-    HEADER: tl.constexpr,
-    OFFSET: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STATE_OFFSET: tl.constexpr,
-    STATES: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Set rows to their initial weights (one run of columns) and, if STATES, states.
+    tables, spans, rows, counts,
+    FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, HEADER: tl.constexpr,
+    OFFSET: tl.constexpr, RUN: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, WIDEST: tl.constexpr,
+    PRECISION: tl.constexpr, STATE_OFFSET: tl.constexpr, STATES: tl.constexpr, MOST_STATES: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Set rows to their initial weights (one run of columns) and, with the first run, states.
 
     The number of rows of a table is counts[3 * table]; a few programs walk over all of them.
     """
     table = tl.program_id(1)
     n = tl.load(counts + 3 * table)
-    begin = tl.load(spans + 3 * table)
-    chunks = pointer_field(tables, table, FIELDS, CHUNKS, tl.int64)
+    begin = tl.load(spans + SPAN_FIELDS * table)
+    chunks, shift, stride = row_places(tables, table, FIELDS, SHIFT, STRIDE)
+    header = layout_number(tables, table, FIELDS, ROW_HEADER, HEADER)
+    offset = run_number(tables, table, FIELDS, NUM_SEGMENTS, RUN, RUN_OFFSET, OFFSET)
+    start = run_number(tables, table, FIELDS, NUM_SEGMENTS, RUN, RUN_START, START)
+    width = run_number(tables, table, FIELDS, NUM_SEGMENTS, RUN, RUN_WIDTH, WIDTH)
     first_row = tl.program_id(0).to(tl.int64) * BLOCK
     while first_row < n:
         at = first_row + tl.arange(0, BLOCK)
         inside = at < n
         row = tl.load(rows + begin + at, mask=inside, other=0)
-        address = row_address(chunks, row, SHIFT, STRIDE, inside)
-        own_id = (address + HEADER + HEADER_ID).to(tl.pointer_type(tl.int64))
+        address = row_address(chunks, row, shift, stride, inside)
+        own_id = (address + header + HEADER_ID).to(tl.pointer_type(tl.int64))
         id = tl.load(own_id, mask=inside, other=0)[:, None]
-        for first in tl.static_range(0, WIDTH, COLUMNS):
+        for first in tl.static_range(0, WIDEST, COLUMNS):
             column = (first + tl.arange(0, COLUMNS))[None, :]
-            both = inside[:, None] & (column < WIDTH)
-            value = initial_weights(tables, table, FIELDS, id, START + column, NUM_SEGMENTS)
-            place = weight_pointer(address, OFFSET, PRECISION)[:, None] + column
+            both = inside[:, None] & (column < width)
+            value = initial_weights(tables, table, FIELDS, id, start + column, NUM_SEGMENTS)
+            place = weight_pointer(address, offset, OFFSET, PRECISION)[:, None] + column
             store_weights(place, rounded_weights(value, PRECISION), both, PRECISION)
-        if STATES > 0:
+        if RUN == 0:
+            states = layout_number(tables, table, FIELDS, ROW_STATES, STATES)
+            state_offset = layout_number(tables, table, FIELDS, ROW_STATE_OFFSET, STATE_OFFSET)
             values = pointer_field(tables, table, FIELDS, STATE_VALUES, tl.float32)
-            for first in tl.static_range(0, STATES, COLUMNS):
+            for first in tl.static_range(0, MOST_STATES, COLUMNS):
                 column = (first + tl.arange(0, COLUMNS))[None, :]
-                both = inside[:, None] & (column < STATES)
-                place = aligned_pointer(address, tl.float32, STATE_OFFSET)[:, None] + column
-                tl.store(place, tl.load(values + column, mask=column < STATES, other=0.0), mask=both)
+                both = inside[:, None] & (column < states)
+                place = aligned_pointer(address, tl.float32, state_offset, STATE_OFFSET)[:, None] + column
+                tl.store(place, tl.load(values + column, mask=column < states, other=0.0), mask=both)
         first_row += BLOCK * tl.num_programs(0)
 
 
@@ -339,7 +320,7 @@ def assign_rows(
         address = row_address(chunks, row, SHIFT, STRIDE, row >= 0)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         wide = column < WIDTH
-        pointer = weight_pointer(address, OFFSET, PRECISION) + column
+        pointer = weight_pointer(address, OFFSET, OFFSET, PRECISION) + column
         value = load_weights(pointer, wide, PRECISION)
         next_row = row
         while next_row == row:

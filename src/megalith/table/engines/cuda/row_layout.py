@@ -1,4 +1,4 @@
-"""The bytes of a stored row, and what tables must have in common to share launches.
+"""The bytes of a stored row.
 
     weights of segment 0, 1, ...   each in its precision; another precision starts at a multiple of 16 bytes
     states                         float32, in the order of `TableConfig.state_columns`
@@ -11,7 +11,6 @@ the unit of access to its memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from megalith.table.engines.cuda.step_settings import StepRule, find_rule
 from megalith.table.serving_view import ServingView
@@ -56,33 +55,10 @@ class SegmentPlace:
     """Bytes from the start of the row to the first state of the segment."""
     rule: StepRule | None
 
-    def step_constants(self, number: int) -> dict[str, float]:
-        """Return the constants of the kernels that make the step of the segment.
-
-        Args:
-            number: The number of the segment.
-
-        Returns:
-            Constants by name.
-        """
-        assert self.rule is not None
-        return {
-            "OFFSET": self.offset,
-            "STATE": self.state,
-            "START": self.start,
-            "WIDTH": self.width,
-            "SEGMENT": number,
-            "PRECISION": self.precision,
-            "STOCHASTIC": self.stochastic,
-            "RULE": self.rule.rule,
-            "OPTIONS": self.rule.options,
-            "DELAY": self.rule.delay,
-        }
-
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The layout of the rows of a table. Tables with equal layouts share launches.
+    """The layout of the rows of a table.
 
     Args:
         config: The config of the table.
@@ -134,7 +110,7 @@ class RowLayout:
             states = [c.start for c in config.state_columns if c.segment == number]
             state = state_offset + 4 * ((states[0] if states else config.dim) - config.dim)
             # Gradients of a view that depends on the step are computed in torch.
-            rule = None if in_torch else find_rule(segment.optimizer, segment.dim)
+            rule = None if in_torch else find_rule(segment.optimizer)
             stochastic = segment.rounding == "stochastic"
             start, offset, precision = place
             segments.append(SegmentPlace(start, segment.dim, offset, precision, stochastic, state, rule))
@@ -154,12 +130,6 @@ class RowLayout:
             shift=shift,
             initial=config.missing == "initial",
             counted=config.counted,
-            # Equal rules with equal settings share launches; optimizers without a rule compare by name.
             optimizers=tuple(s.optimizer.name for s in config.segments),
             deterministic=config.deterministic,
         )
-
-    @cached_property
-    def has_rules(self) -> bool:
-        """Whether every segment has a kernel for its step."""
-        return all(segment.rule is not None for segment in self.segments)

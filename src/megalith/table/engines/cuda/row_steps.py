@@ -14,7 +14,7 @@ from megalith.table.engines.cuda.device_table import BLOCK, WARPS, float_bits
 from megalith.table.engines.cuda.launch_group import LaunchGroup
 from megalith.table.engines.cuda.step_settings import NUM_SETTINGS, step_numbers
 from megalith.table.engines.cuda.stream_order import hold
-from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, padded
+from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC
 from megalith.table.table_data import Step
 
 CHUNK = 8 if INTERPRETED else 64
@@ -136,10 +136,10 @@ def step_rows(
             addresses, _ = _sorted_gradients(group, sizes, gradients, calls, order)
         return step_rows_atomically(group, keys, sizes, addresses, factors, gradients.aligned, calls)
     walk = _Walk(group, keys, sizes, gradients, calls)
-    measured = len(group.layout.segments) > 1
+    measured = group.layout.num_segments > 1
     if measured:
         walk.measure()
-    for number in range(len(group.layout.segments)):
+    for number in range(group.layout.num_segments):
         walk.segment(number, measured)
 
 
@@ -158,7 +158,7 @@ def sum_rows(
         The positions of the first occurrence of each row, int64 [u], by ascending row, and the sums, float32
         [u, dim]. It waits for the device.
     """
-    dim = group.layout.dim
+    dim = group.layout.max_dim
     if not keys.numel():
         return torch.empty(0, dtype=torch.int64, device=group.device), torch.empty(
             0, dim, device=group.device
@@ -222,14 +222,9 @@ class _Walk:
         self.buffer = self.factors
 
     def segment(self, number: int, measured: bool) -> None:
-        place = self.group.layout.segments[number]
-        assert place.rule is not None
-        what = {
-            **place.step_constants(number),
-            "MEASURED": measured,
-            "COUNTED": self.group.layout.counted,
-        }
-        self._launch(("walk", number, measured), what, place.rule.settings)
+        layout = self.group.layout
+        what = {**layout.step_constants[number], "MEASURED": measured, "COUNTED": layout.counted}
+        self._launch(("walk", number, measured), what, layout.rule(number).settings)
 
     def measure(self) -> None:
         """Compute the factor of each row's gradient, which depends on all columns."""
@@ -239,7 +234,7 @@ class _Walk:
     def sums(self) -> Tensor:
         """Compute the sums; return the sorted positions of the first occurrence of each row."""
         n = self.keys.numel()
-        size = n * self.group.layout.dim
+        size = n * self.group.layout.max_dim
         self.buffer = torch.empty(size, dtype=torch.float32, device=self.group.device)
         self._whole_row("sum", update_kernels.SUM.value)
         first = torch.ones(n, dtype=torch.bool, device=self.group.device)
@@ -248,18 +243,15 @@ class _Walk:
 
     def _whole_row(self, use: str, rule: int) -> None:
         """Do something with the sums of whole rows that is no optimizer step."""
-        nothing = ("OFFSET", "STATE", "START", "SEGMENT", "PRECISION", "OPTIONS", "DELAY")
-        constants: dict[str, float] = dict.fromkeys(nothing, 0)
-        constants |= dict.fromkeys(("STOCHASTIC", "MEASURED", "COUNTED"), False)
-        width = self.group.layout.dim
-        self._launch((use,), {"WIDTH": width, "RULE": rule, **constants}, (0.0,) * NUM_SETTINGS)
+        what = {**self.group.layout.whole_row_constants(rule), "MEASURED": False, "COUNTED": False}
+        self._launch((use,), what, (0.0,) * NUM_SETTINGS)
 
     def _launch(self, use: tuple[object, ...], what: dict[str, float], settings: tuple[float, ...]) -> None:
         group, gradients = self.group, self.gradients
         key = (*use, gradients.factors is not None, gradients.aligned, self.num_fields)
         if key not in group.bound:
             self._bind(key, what)
-        tables, columns = group.descriptors(), padded(int(what["WIDTH"]))
+        tables, columns = group.descriptors(), int(what["COLUMNS"])
         parts = group.scratch("parts", 2 * self.num_chunks * columns, torch.float32)
         group.bound[key](
             self.grid,
@@ -288,16 +280,13 @@ class _Walk:
 
     def _bind(self, key: tuple[object, ...], what: dict[str, float]) -> None:
         group, layout, gradients = self.group, self.group.layout, self.gradients
-        columns = padded(int(what["WIDTH"]))
+        columns = int(what["COLUMNS"])
         common = {
-            "FIELDS": group.fields,
+            **group.kinds,
             "CALL_FIELDS": self.num_fields,
-            "SHIFT": layout.shift,
-            "STRIDE": layout.stride,
             "HEADER": layout.header,
-            "DIM": layout.dim,
+            "DIM": layout.max_dim,
             "CHUNK": CHUNK,
-            "COLUMNS": columns,
             "num_warps": max(1, min(8, columns // 128)),
             **what,
             **PLAIN_ARITHMETIC,

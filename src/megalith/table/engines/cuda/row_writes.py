@@ -19,13 +19,13 @@ def assign_in_order(group: LaunchGroup, rows: Tensor, values: Tensor, *, add: bo
     """Set weights, or add to them, one occurrence after another.
 
     Args:
-        group: The group of the table.
+        group: The group of one table.
         rows: int32 [n], none negative; may repeat.
         values: float32 [n, dim].
         add: Whether to add.
         time: Becomes the last-update time of the rows.
     """
-    layout = group.layout
+    layout = group.tables[0].layout
     sorted_rows, order = torch.sort(rows, stable=True)
     for run in layout.runs:
         columns = min(256, padded(run.width))

@@ -32,26 +32,26 @@ BATCH_SOFTMAX = tl.constexpr(15)
 @triton.jit
 def optimizer_step(
     weight, grad, state, column, wide, lr, factor, extra, h0, h1, h2, h3, h4, h5,
-    RULE: tl.constexpr, OPTIONS: tl.constexpr, DELAY: tl.constexpr, WIDTH: tl.constexpr,
+    width, RULE: tl.constexpr, OPTIONS: tl.constexpr, DELAY: tl.constexpr,
 ):  # fmt: skip
     """Return the weights after a step; changes the states at `state`.
 
     `h0` to `h5` are the settings, `lr` and `factor` the rate and the bias correction, and `extra` a number
     that depends on the rate; `step_settings.py` computes them. DELAY is the strength of `DelayCompensated`,
-    whose state precedes that of the rule; -1 without it.
+    whose state precedes that of the rule; -1 without it. `width` is the number of weights, a tensor.
     """
     if DELAY >= 0:
         change = tl.load(state + column, mask=wide, other=0.0)
         grad = grad + DELAY * (grad * grad) * change
         result = rule_step(
-            weight, grad, state + WIDTH, column, wide, lr, factor, extra, h0, h1, h2, h3, h4, h5,
-            RULE, OPTIONS, WIDTH,
+            weight, grad, state + width, column, wide, lr, factor, extra, h0, h1, h2, h3, h4, h5, width,
+            RULE, OPTIONS,
         )  # fmt: skip
         tl.store(state + column, result - weight, mask=wide)
         return result
     else:
         return rule_step(
-            weight, grad, state, column, wide, lr, factor, extra, h0, h1, h2, h3, h4, h5, RULE, OPTIONS, WIDTH
+            weight, grad, state, column, wide, lr, factor, extra, h0, h1, h2, h3, h4, h5, width, RULE, OPTIONS
         )
 
 
@@ -84,12 +84,12 @@ def norm(values, wide):
 
 @triton.jit
 def rule_step(
-    weight, grad, state, column, wide, lr, factor, extra, h0, h1, h2, h3, h4, h5,
-    RULE: tl.constexpr, OPTIONS: tl.constexpr, WIDTH: tl.constexpr,
+    weight, grad, state, column, wide, lr, factor, extra, h0, h1, h2, h3, h4, h5, width,
+    RULE: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """The step of a rule; see `optimizer_step`."""
     first = state + column
-    second = first + WIDTH
+    second = first + width
     result = weight
     if RULE == SGD:
         result = weight - lr * grad
@@ -105,9 +105,9 @@ def rule_step(
         total = tl.load(first, mask=wide, other=0.0) + grad * grad
         tl.store(first, total, mask=wide)
         result = weight - tl.div_rn(lr * grad, tl.sqrt_rn(total) + h0)
-    elif RULE == ROWWISE_ADAGRAD:  # eps, weight decay, dim
+    elif RULE == ROWWISE_ADAGRAD:  # eps, weight decay
         grad = tl.where(wide, grad + h1 * weight, 0.0)
-        total = tl.load(state) + tl.div_rn(tl.sum(grad * grad, 0), h2)
+        total = tl.load(state) + tl.div_rn(tl.sum(grad * grad, 0), width.to(tl.float32))
         tl.store(state, total)
         result = weight - tl.div_rn(lr * grad, tl.sqrt_rn(total) + h0)
     elif RULE == ADAM:  # 1 - beta1, 1 - beta2, eps, weight decay, beta1, beta2
@@ -122,11 +122,11 @@ def rule_step(
         if OPTIONS & 1 != 0:
             m = h0 * grad + h4 * m
         if OPTIONS & 4 != 0:
-            third = second + WIDTH
+            third = second + width
             v = tl.maximum(tl.load(third, mask=wide, other=0.0), v)
             tl.store(third, v, mask=wide)
         if OPTIONS & 8 != 0:
-            factor = row_correction(state + (2 + OPTIONS // 4 % 2) * WIDTH, h4, h5)
+            factor = row_correction(state + (2 + OPTIONS // 4 % 2) * width, h4, h5)
         rate = lr * factor
         if OPTIONS & 2 != 0:
             weight = extra * weight
@@ -175,7 +175,7 @@ def rule_step(
         tl.store(first, m, mask=wide)
         tl.store(second, v, mask=wide)
         if OPTIONS & 8 != 0:
-            factor = row_correction(state + 2 * WIDTH, h4, h5)
+            factor = row_correction(state + 2 * width, h4, h5)
         direction = tl.div_rn(factor * m, tl.sqrt_rn(v) + h2) + h3 * weight
         length = norm(weight, wide)
         along = norm(direction, wide)

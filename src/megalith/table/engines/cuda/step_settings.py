@@ -49,26 +49,25 @@ class StepRule(NamedTuple):
     delay: float = -1.0
 
 
-def find_rule(optimizer: Optimizer, dim: int) -> StepRule | None:
+def find_rule(optimizer: Optimizer) -> StepRule | None:
     """Return the rule of an optimizer.
 
     Args:
         optimizer: Any optimizer.
-        dim: Number of weights of the segment.
 
     Returns:
         The rule, or None if the optimizer has no kernel. A subclass of an optimizer has none.
     """
     if type(optimizer) is DelayCompensated:
-        base = find_rule(optimizer.base, dim)
+        base = find_rule(optimizer.base)
         return None if base is None else base._replace(delay=optimizer.strength)
-    rule, options, settings = _rule(optimizer, dim)
+    rule, options, settings = _rule(optimizer)
     if not rule:
         return None
     return StepRule(rule, options, (*settings, *[0.0] * (NUM_SETTINGS - len(settings))))
 
 
-def _rule(optimizer: Optimizer, dim: int) -> tuple[int, int, tuple[float, ...]]:
+def _rule(optimizer: Optimizer) -> tuple[int, int, tuple[float, ...]]:
     kind, o = type(optimizer), optimizer
     if kind is SGD:
         return step_rules.SGD.value, 0, ()
@@ -79,7 +78,7 @@ def _rule(optimizer: Optimizer, dim: int) -> tuple[int, int, tuple[float, ...]]:
     if kind is Adagrad:
         return step_rules.ADAGRAD.value, 0, o.hyper
     if kind is RowWiseAdagrad:
-        return step_rules.ROWWISE_ADAGRAD.value, 0, (*o.hyper, float(dim))
+        return step_rules.ROWWISE_ADAGRAD.value, 0, o.hyper
     if kind in (Adam, AdamW, AMSGrad, LAMB):
         assert isinstance(o, AdamSettings)
         beta1, beta2, new1, new2, eps, decay, _ = o.hyper

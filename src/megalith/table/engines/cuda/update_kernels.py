@@ -22,8 +22,8 @@ sum itself).
 
 from megalith.table.engines.cuda.device_functions import (
     BASE,
-    CHUNKS,
     COUNTERS,
+    COUNTS_UPDATES,
     HEADER_COUNT,
     HEADER_FLAGS,
     HEADER_ID,
@@ -31,17 +31,26 @@ from megalith.table.engines.cuda.device_functions import (
     HEADER_TIME,
     KEY,
     LIMIT,
+    ROW_DIM,
+    ROW_HEADER,
+    SEGMENT_OFFSET,
+    SEGMENT_START,
+    SEGMENT_STATE,
+    SEGMENT_WIDTH,
+    SPAN_FIELDS,
     TRACKED,
     aligned_pointer,
     draw24,
     field,
+    layout_number,
     load_weights,
     mix64,
     pointer_field,
     rounded_weights,
-    row_address,
+    segment_number,
     stochastic_weights,
     store_weights,
+    table_row_address,
     weight_pointer,
 )
 from megalith.table.engines.cuda.index_kernels import SKIPPED, positions
@@ -80,7 +89,7 @@ def sort_gradients(
         address = tl.load(addresses + source, mask=inside, other=0)
     else:
         call = calls + table * CALL_FIELDS
-        place = source - tl.load(spans + 3 * table)
+        place = source - tl.load(spans + SPAN_FIELDS * table)
         address = tl.load(call + GRADS) + place * tl.load(call + GRADS_STRIDE)
     tl.store(sorted_addresses + at, address, mask=inside)
     if WEIGHTED:
@@ -88,10 +97,23 @@ def sort_gradients(
 
 
 @triton.jit
-def load_gradient(
-    at, inside, addresses, factors, column, wide,
-    START: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr,
+def step_columns(
+    tables, table, FIELDS: tl.constexpr, SEGMENT: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr,
+    RULE: tl.constexpr,
 ):  # fmt: skip
+    """The first column and the number of columns of a segment; of the whole row if no step is made."""
+    start = segment_number(tables, table, FIELDS, SEGMENT, SEGMENT_START, START)
+    if RULE <= MEASURE:
+        width = layout_number(tables, table, FIELDS, ROW_DIM, WIDTH)
+    else:
+        width = segment_number(tables, table, FIELDS, SEGMENT, SEGMENT_WIDTH, WIDTH)
+    return start, width
+
+
+@triton.jit
+def load_gradient(
+    at, inside, addresses, factors, column, wide, start, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr
+):
     """The gradient of a sorted occurrence: a row of a matrix or of a pooled output, times a factor.
 
     An occurrence in no bag has the address 0 and no gradient.
@@ -100,7 +122,7 @@ def load_gradient(
     pointer = address.to(tl.pointer_type(tl.float32))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
-    value = tl.load(pointer + START + column, mask=wide & (address != 0), other=0.0)
+    value = tl.load(pointer + start + column, mask=wide & (address != 0), other=0.0)
     if WEIGHTED:
         value = value * tl.load(factors + at, mask=inside, other=0.0)
     return value
@@ -108,12 +130,12 @@ def load_gradient(
 
 @triton.jit
 def flush(
-    tables, call, table, key, total, head, column, wide, sums,
+    tables, call, table, key, total, head, column, wide, start, width, sums,
     h0, h1, h2, h3, h4, h5,
     FIELDS: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr, HEADER: tl.constexpr,
-    OFFSET: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr,
-    SEGMENT: tl.constexpr, PRECISION: tl.constexpr, STOCHASTIC: tl.constexpr, RULE: tl.constexpr,
-    OPTIONS: tl.constexpr, DELAY: tl.constexpr, MEASURED: tl.constexpr, COUNTED: tl.constexpr,
+    OFFSET: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr, SEGMENT: tl.constexpr,
+    PRECISION: tl.constexpr, STOCHASTIC: tl.constexpr, RULE: tl.constexpr, OPTIONS: tl.constexpr,
+    DELAY: tl.constexpr, MEASURED: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     row = key - field(tables, table, FIELDS, BASE)
     if row < field(tables, table, FIELDS, LIMIT):
@@ -144,9 +166,9 @@ def flush(
                     counters = pointer_field(tables, table, FIELDS, COUNTERS, tl.int64)
                     tl.atomic_add(counters + SKIPPED, 1)
             elif factor == factor:
-                chunks = pointer_field(tables, table, FIELDS, CHUNKS, tl.int64)
-                address = row_address(chunks, row, SHIFT, STRIDE, row >= 0)
-                pointer = weight_pointer(address, OFFSET, PRECISION) + column
+                address = table_row_address(tables, table, row, row >= 0, FIELDS, SHIFT, STRIDE)
+                offset = segment_number(tables, table, FIELDS, SEGMENT, SEGMENT_OFFSET, OFFSET)
+                pointer = weight_pointer(address, offset, OFFSET, PRECISION) + column
                 weight = load_weights(pointer, wide, PRECISION)
                 if MEASURED:
                     clip = float_field(call, CLIP)
@@ -154,20 +176,21 @@ def flush(
                     grad = total * float_field(call, SCALE) * factor
                 else:
                     grad = total * factor
-                state = aligned_pointer(address, tl.float32, STATE)
+                place = segment_number(tables, table, FIELDS, SEGMENT, SEGMENT_STATE, STATE)
+                state = aligned_pointer(address, tl.float32, place, STATE)
                 value = optimizer_step(
                     weight, grad, state, column, wide,
                     float_field(call, RATES + 3 * SEGMENT), float_field(call, RATES + 3 * SEGMENT + 1),
                     float_field(call, RATES + 3 * SEGMENT + 2),
-                    h0, h1, h2, h3, h4, h5, RULE, OPTIONS, DELAY, WIDTH,
+                    h0, h1, h2, h3, h4, h5, width, RULE, OPTIONS, DELAY,
                 )  # fmt: skip
-                header = address + HEADER
+                header = address + layout_number(tables, table, FIELDS, ROW_HEADER, HEADER)
                 if STOCHASTIC:
                     id = tl.load((header + HEADER_ID).to(tl.pointer_type(tl.int64)))
                     table_key = field(tables, table, FIELDS, KEY)
                     moment = (tl.load(call + STEP) + 1).to(tl.uint64) * 0x8CB92BA72F3D8DD7
                     own = mix64(mix64((id ^ table_key).to(tl.uint64, bitcast=True)) + moment)
-                    draws = draw24(own, (START + column).to(tl.int64)).to(tl.int64)
+                    draws = draw24(own, (start + column).to(tl.int64)).to(tl.int64)
                     value = stochastic_weights(value, draws, PRECISION)
                 else:
                     value = rounded_weights(value, PRECISION)
@@ -182,11 +205,12 @@ def flush(
                         flags = (header + HEADER_FLAGS).to(tl.pointer_type(tl.int32))
                         tl.store(flags, tl.load(flags) | tracked)
                     if COUNTED:
+                        counts = field(tables, table, FIELDS, COUNTS_UPDATES) != 0
                         count = (header + HEADER_COUNT).to(tl.pointer_type(tl.uint32))
                         more = tl.minimum(tl.load(count).to(tl.int64) + 1, 4294967295)
-                        tl.store(count, more.to(tl.uint32))
-                        moment = tl.minimum(tl.load(call + STEP), 4294967295)
-                        tl.store((header + HEADER_STEP).to(tl.pointer_type(tl.uint32)), moment.to(tl.uint32))
+                        tl.store(count, more.to(tl.uint32), mask=counts)
+                        moment = tl.minimum(tl.load(call + STEP), 4294967295).to(tl.uint32)
+                        tl.store((header + HEADER_STEP).to(tl.pointer_type(tl.uint32)), moment, mask=counts)
             elif SEGMENT == 0:
                 if not MEASURED:
                     counters = pointer_field(tables, table, FIELDS, COUNTERS, tl.int64)
@@ -207,38 +231,39 @@ def walk_chunks(
 ):  # fmt: skip
     """The first launch: sums within chunks of sorted occurrences."""
     table = tl.program_id(1)
-    start = tl.load(spans + 3 * table)
-    end = tl.load(spans + 3 * table + 1)
-    first = start + tl.program_id(0).to(tl.int64) * CHUNK
+    begin = tl.load(spans + SPAN_FIELDS * table)
+    end = tl.load(spans + SPAN_FIELDS * table + 1)
+    first = begin + tl.program_id(0).to(tl.int64) * CHUNK
     if first < end:
         last = tl.minimum(first + CHUNK, end)
-        chunk = tl.load(spans + 3 * table + 2) + tl.program_id(0)
+        chunk = tl.load(spans + SPAN_FIELDS * table + 2) + tl.program_id(0)
         call = calls + table * CALL_FIELDS
+        start, width = step_columns(tables, table, FIELDS, SEGMENT, START, WIDTH, RULE)
         column = tl.arange(0, COLUMNS)
-        wide = column < WIDTH
+        wide = column < width
         key = tl.load(keys + first).to(tl.int64)
-        before = tl.load(keys + first - 1, mask=first > start, other=-1).to(tl.int64)
+        before = tl.load(keys + first - 1, mask=first > begin, other=-1).to(tl.int64)
         continued = before == key
         head = first
         total = tl.zeros((COLUMNS,), tl.float32)
-        grad = load_gradient(first, first < last, addresses, factors, column, wide, START, WEIGHTED, ALIGNED)
+        grad = load_gradient(first, first < last, addresses, factors, column, wide, start, WEIGHTED, ALIGNED)
         at = first
         while at < last:
             total += grad
             next_key = tl.load(keys + at + 1, mask=at + 1 < end, other=-1).to(tl.int64)
             # The next gradient is loaded before the step, so that the two do not wait for each other.
             grad = load_gradient(
-                at + 1, at + 1 < last, addresses, factors, column, wide, START, WEIGHTED, ALIGNED
+                at + 1, at + 1 < last, addresses, factors, column, wide, start, WEIGHTED, ALIGNED
             )
             if next_key != key:
                 if continued:
                     tl.store(parts + (2 * chunk * COLUMNS) + column, total)
                 else:
                     flush(
-                        tables, call, table, key, total, head, column, wide, sums,
+                        tables, call, table, key, total, head, column, wide, start, width, sums,
                         h0, h1, h2, h3, h4, h5,
-                        FIELDS, SHIFT, STRIDE, HEADER, OFFSET, STATE, DIM, START, WIDTH, SEGMENT, PRECISION,
-                        STOCHASTIC, RULE, OPTIONS, DELAY, MEASURED, COUNTED,
+                        FIELDS, SHIFT, STRIDE, HEADER, OFFSET, STATE, DIM, SEGMENT, PRECISION, STOCHASTIC,
+                        RULE, OPTIONS, DELAY, MEASURED, COUNTED,
                     )  # fmt: skip
                 total = tl.zeros((COLUMNS,), tl.float32)
                 continued = before != before
@@ -266,18 +291,19 @@ def finish_chunks(
 ):  # fmt: skip
     """The second launch: rows that cross chunks. The program of a row's first chunk adds its parts."""
     table = tl.program_id(1)
-    start = tl.load(spans + 3 * table)
-    end = tl.load(spans + 3 * table + 1)
-    first = start + tl.program_id(0).to(tl.int64) * CHUNK
+    begin = tl.load(spans + SPAN_FIELDS * table)
+    end = tl.load(spans + SPAN_FIELDS * table + 1)
+    first = begin + tl.program_id(0).to(tl.int64) * CHUNK
     last = first + CHUNK
     if last < end:
         key = tl.load(keys + last - 1).to(tl.int64)
         crosses = tl.load(keys + last).to(tl.int64) == key
-        before = tl.load(keys + first - 1, mask=first > start, other=-1).to(tl.int64)
+        before = tl.load(keys + first - 1, mask=first > begin, other=-1).to(tl.int64)
         if crosses & (before != key):
-            chunk = tl.load(spans + 3 * table + 2) + tl.program_id(0)
+            chunk = tl.load(spans + SPAN_FIELDS * table + 2) + tl.program_id(0)
+            start, width = step_columns(tables, table, FIELDS, SEGMENT, START, WIDTH, RULE)
             column = tl.arange(0, COLUMNS)
-            wide = column < WIDTH
+            wide = column < width
             total = tl.load(parts + ((2 * chunk + 1) * COLUMNS) + column)
             head = tl.load(heads + chunk)
             # AHEAD chunks at once, because a frequent row is a long chain.
@@ -293,8 +319,8 @@ def finish_chunks(
                 last += AHEAD * CHUNK
             call = calls + table * CALL_FIELDS
             flush(
-                tables, call, table, key, total, head, column, wide, sums,
+                tables, call, table, key, total, head, column, wide, start, width, sums,
                 h0, h1, h2, h3, h4, h5,
-                FIELDS, SHIFT, STRIDE, HEADER, OFFSET, STATE, DIM, START, WIDTH, SEGMENT, PRECISION,
-                STOCHASTIC, RULE, OPTIONS, DELAY, MEASURED, COUNTED,
+                FIELDS, SHIFT, STRIDE, HEADER, OFFSET, STATE, DIM, SEGMENT, PRECISION, STOCHASTIC, RULE,
+                OPTIONS, DELAY, MEASURED, COUNTED,
             )  # fmt: skip
