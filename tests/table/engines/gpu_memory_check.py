@@ -17,12 +17,16 @@ from megalith import (
     EmbeddingCollection,
     Feature,
     FirstN,
+    Layout,
+    LocalShards,
     Mean,
     Ragged,
     Segment,
+    Slice,
     Table,
     TableConfig,
 )
+from tests.table.engines.cuda_configs import GROUPS
 
 SEGMENTS = [Segment(3, optimizer=FTRL(0.1), precision="float16"), Segment(4, optimizer=Adam(0.1))]
 TABLES = {
@@ -63,9 +67,33 @@ def several_tables() -> None:
         torch.cat([value.flatten() for value in out.values()]).square().sum().backward()
 
 
+def tables_of_different_dims() -> None:
+    for name in ("rowwise_adagrad", "precisions", "atomic_segments"):
+        configs = GROUPS[name]
+        shards = LocalShards(configs, engine="cuda")
+        for step in range(2):
+            ids = {c.name: torch.arange(90, device="cuda") % 31 + 20 * step for c in configs}
+            rows = shards.lookup(ids).rows
+            grads = {c.name: torch.ones(90, c.dim, device="cuda") for c in configs}
+            assert all(rows[c.name].shape == (90, c.dim) for c in configs)
+            shards.apply_gradients(ids, grads, step=step)
+    tables = [TableConfig(f"t{dim}", dim=dim, optimizer=Adagrad(0.1)) for dim in (5, 8, 6)]
+    collection = EmbeddingCollection(
+        tables,
+        [Feature(t.name, t.name, combiner=Mean()) for t in tables],
+        layouts=[Layout("x", [Slice(t.name, 1, t.dim) for t in tables])],
+        engine="cuda",
+    )
+    ragged = Ragged.from_lists([[1, 2, 1], [], [3]]).to("cuda")
+    for _ in range(2):
+        collection({t.name: ragged for t in tables})["x"].square().sum().backward()
+
+
 def main(case: str) -> None:
     if case == "collection":
         several_tables()
+    elif case == "mixed_dims":
+        tables_of_different_dims()
     else:
         one_table(TABLES[case])
     torch.cuda.synchronize()
