@@ -152,6 +152,8 @@ def column_of(feature: Feature, value: Any, shared: SingleSplits | None = None) 
         InputError: For another type, shape or dtype.
         UsageError: For weights that require a gradient.
     """
+    if type(value) is Tensor and value.dtype is torch.int64 and shared is not None and _is_vector(value):
+        return Ragged.trusted(value, shared.of(value.shape[0], value.device), single=True)
     if isinstance(value, Ragged):
         column = value if shared is None else shared.recognise(value)
     elif isinstance(value, Tensor) and value.is_nested:
@@ -180,6 +182,10 @@ def column_of(feature: Feature, value: Any, shared: SingleSplits | None = None) 
             "and multiply the rows"
         )
     return column
+
+
+def _is_vector(value: Tensor) -> bool:
+    return value.dim() == 1 and not value.is_nested
 
 
 def real_places(feature: Feature, column: Ragged) -> Tensor:

@@ -6,7 +6,7 @@ It validates the input of a call once, for all tables, and then calls the `Engin
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -72,6 +72,11 @@ class LocalShards(Shards):
         self.device = devices.pop() if devices else torch.device("cpu")
         self.preparer = LocalPreparer(self.configs, self.device)
         self._kept: dict[str, Any] = {}
+        self._constant_rates = {
+            name: checks.constant_rates
+            for name, checks in self.checks.items()
+            if checks.constant_rates is not None and checks.config.trainable
+        }
 
     def __repr__(self) -> str:
         tables = ", ".join(f"{name}: {len(table)} rows" for name, table in self.local.items())
@@ -91,22 +96,12 @@ class LocalShards(Shards):
         step = None if step is None else check_step(step, "lookup")
         if not isinstance(ids, PreparedIds):
             ids = self.prepare(ids, missing_ok=missing_ok)
-        elif not self._is_prepared(ids):  # made by hand, or by other shards
-            ids = self.prepare(ids.ids)
         own = ids.ids
-        device = self.device
-        if device.type != "cpu" and any(x.device != device for x in own.values()):
-            own = {name: x.to(device, non_blocking=True) for name, x in own.items()}
+        if not (self.local.keys() >= own.keys() and are_plain_ids(own.values(), self.device)):
+            # Made by hand or by other shards, or on the CPU for tables on a GPU.
+            own = self.prepare(own).ids
+            own = {name: x.to(self.device, non_blocking=True) for name, x in own.items()}
         return LocalLookup(self.engines, own, step)
-
-    def _is_prepared(self, prepared: PreparedIds) -> bool:
-        """Whether ids have the form that engines take; reads attributes only."""
-        if self.device.type == "cpu":
-            return self.local.keys() >= prepared.ids.keys() and are_plain_ids(prepared.ids.values())
-        return all(
-            name in self.local and ids.dtype is torch.int64 and ids.dim() == 1 and ids.is_contiguous()
-            for name, ids in prepared.ids.items()
-        )
 
     def apply_gradients(
         self,
@@ -131,7 +126,7 @@ class LocalShards(Shards):
         check_lookup_step(lookup, self.stepwise)
         checked = self._check_gradients(lookup, grads, pooling)
         now = clock.time() if time is None else time  # the same for all tables
-        steps = self._steps(checked, step, now, scale, clip_norm)
+        steps = self._steps(checked.keys(), step, now, scale, clip_norm)
         if not checked and self.local:  # a wrong time raises without gradients too
             next(iter(self.local.values())).checks.time(now)
         seen = self.check_occurrences(lookup.ids, occurrences, pooling)
@@ -139,18 +134,20 @@ class LocalShards(Shards):
         self.engines.update(lookup.ids, lookup.found, checked, pooling, steps, seen)
 
     def _steps(
-        self, names: Iterable[str], step: int, time: float, scale: float, clip_norm: float | None
+        self, names: Set[str], step: int, time: float, scale: float, clip_norm: float | None
     ) -> dict[str, Step]:
         """Return the numbers of an update by table; only learning rates differ between tables."""
+        first = next(iter(names), None)
+        if first is None:
+            return {}
+        _, seconds, factor, norm, at = self.checks[first].step_numbers(step, time, scale, clip_norm)
+        if names <= self._constant_rates.keys():
+            rates = self._constant_rates
+            return {name: Step(rates[name], seconds, factor, norm, at) for name in names}
         steps: dict[str, Step] = {}
-        numbers: Step | None = None
         for name in names:
-            checks = self.checks[name]
-            checks.trainable()
-            if numbers is None:
-                numbers = checks.step_numbers(step, time, scale, clip_norm)
-            _, seconds, factor, norm, at = numbers
-            steps[name] = Step(checks.rates(at), seconds, factor, norm, at)
+            self.checks[name].trainable()
+            steps[name] = Step(self.checks[name].rates(at), seconds, factor, norm, at)
         return steps
 
     def _check_gradients(

@@ -141,7 +141,7 @@ class LocalPreparer:
         if not missing_ok:
             for name in ids:
                 check_table_name(name, self._checks)
-            if self.device.type == "cpu" and are_plain_ids(ids.values()):
+            if are_plain_ids(ids.values(), self.device):
                 return dict(ids)
         return {
             name: self._checks[name].ids(x, move=False) for name, x in ids.items() if name in self._checks

@@ -71,16 +71,24 @@ def check_flag(value: Any, field: str) -> None:
         raise InputError(f"{field} must be True or False, got {type(value).__name__}")
 
 
-def are_plain_ids(tensors: Iterable[Any]) -> bool:
-    """Return whether ids of the CPU need no conversion.
+def are_plain_ids(tensors: Iterable[Any], device: torch.device) -> bool:
+    """Return whether ids need no conversion; faster than `InputChecks.ids` for each table.
 
     Args:
         tensors: The ids of each table, as the caller passed them.
+        device: The device of the rows.
 
     Returns:
-        True if all of them are contiguous int64 [n] on the CPU. False: `InputChecks.ids` decides.
+        True if all of them are contiguous int64 [n] on that device. False: `InputChecks.ids` decides.
     """
-    return _NATIVE is not None and bool(_NATIVE.are_ids(list(tensors)))
+    if device.type == "cpu":
+        return _NATIVE is not None and bool(_NATIVE.are_ids(list(tensors)))
+    for ids in tensors:
+        if type(ids) is not Tensor or ids.dtype is not torch.int64 or ids.layout is not torch.strided:
+            return False
+        if ids.device != device or ids.dim() != 1 or not ids.is_contiguous():
+            return False
+    return True
 
 
 def check_step(step: Any, where: str) -> int:
@@ -136,6 +144,9 @@ class InputChecks:
     Args:
         config: The config of the table.
         device: The device of its rows; None: the CPU. Input may be there or on the CPU; it is moved there.
+
+    Attributes:
+        constant_rates: The learning rate of each segment if none depends on the step, otherwise None.
     """
 
     def __init__(self, config: TableConfig, device: torch.device | None = None) -> None:
@@ -145,7 +156,7 @@ class InputChecks:
         self.device = torch.device("cpu") if device is None else device
         optimizers = [segment.optimizer for segment in config.segments]
         constant = all(type(o.lr) is float and type(o).rate is Optimizer.rate for o in optimizers)
-        self._constant_rates = [float(o.rate(0)) for o in optimizers] if constant else None
+        self.constant_rates = [float(o.rate(0)) for o in optimizers] if constant else None
 
     def ids(self, ids: Tensor, *, move: bool = True) -> Tensor:
         """Check ids.
@@ -356,8 +367,8 @@ class InputChecks:
         Raises:
             InputError: A learning rate cannot be evaluated, is negative or is not finite.
         """
-        if self._constant_rates is not None:
-            return list(self._constant_rates)
+        if self.constant_rates is not None:
+            return list(self.constant_rates)
         rates = []
         for number, segment in enumerate(self.config.segments):
             try:
