@@ -600,7 +600,7 @@ class Table:
             return False
         if not -(2**63) <= id < 2**63:
             return False
-        return bool((self.find(torch.tensor([id], dtype=torch.int64)) >= 0).item())
+        return bool(self.engine_impl.has_rows(self.checks.ids(torch.tensor([id], dtype=torch.int64))).item())
 
     def stats(self) -> TableStats:
         """Return numbers about the table."""
