@@ -587,7 +587,10 @@ class Table:
 
     @property
     def epoch(self) -> int:
-        """Advances when row numbers may have become invalid: remove, evict, restore, clear."""
+        """Advances when row numbers may have become invalid: remove, evict, restore, clear.
+
+        If rows of the cuda engine are in host memory, also lookups move them and advance it.
+        """
         return self.engine_impl.epoch
 
     def __len__(self) -> int:
