@@ -85,7 +85,7 @@ def test_a_section_measures_its_targets(benchmark: Any, run: Any, section: str) 
         own = run.sections["host"]["deterministic"]
         assert own["rows"] == 256
         assert 0 < own["rows_on_gpu"] < 256
-        assert own["bytes_read_per_step"] > own["bytes_written_per_step"] > 0
+        assert own["bytes_read_per_step"] >= own["bytes_written_per_step"] > 0
         assert 0 < own["hit_rate"] < 1
 
 

@@ -145,13 +145,13 @@ def test_the_hit_rate_of_gpu_memory_is_in_the_log_and_the_report(tmp_path: Path)
     pytest.importorskip("triton")
     limited = config(
         data_batch_size=24,
-        data_options={"num_batches": 3},
+        data_options={"num_batches": 5},  # ids that have rows in host memory occur again
         model_dim=2,
         model_features=["user"],
         model_options={"hidden": [2]},
         train_engine="cuda",
         train_device_bytes=64,
-        train_max_steps=2,
+        train_max_steps=4,
         train_log_every=1,
     )
     run = Run(limited, tmp_path / "run")

@@ -274,7 +274,7 @@ def _summary(
             table.add_row(kind, f"{total:,}", unit)
     if tiers:
         all_tiers = HostTierUse(*map(sum, zip(*tiers.values(), strict=True)))
-        hits = f"of the rows of updates were in GPU memory; {all_tiers.host_rows:,} rows are in host memory"
+        hits = f"of the rows in use were in GPU memory; {all_tiers.host_rows:,} rows are in host memory"
         table.add_row("hit rate", f"{all_tiers.hit_rate:.1%}", hits)
     table.add_row("trained", f"{run.samples:,}", f"samples in {run.seconds:.1f} s")
     table.add_row("checkpoint", str(run.directory / "checkpoint"))

@@ -172,7 +172,7 @@ def _policy_cards(run: RunFiles) -> list[str]:
 
 
 def _tier_card(run: RunFiles) -> list[str]:
-    """The part of the rows of updates that were in GPU memory, of tables with rows in host memory."""
+    """The part of the rows in use that were in GPU memory, of tables with rows in host memory."""
 
     def rates(tables: dict[str, Any]) -> dict[str, Any]:
         return {name: use.get("hit_rate") for name, use in tables.items() if isinstance(use, dict)}
@@ -182,7 +182,7 @@ def _tier_card(run: RunFiles) -> list[str]:
         return []
     series = [Series(name, thin(points, MAX_POINTS)) for name, points in found.items()]
     chart = line_chart("Hit rate of GPU memory", series, Axis("step"), Axis("hit rate", low=0))
-    return [card("Rows of updates that were in GPU memory", chart)]
+    return [card("Rows in use that were in GPU memory", chart)]
 
 
 def _sum_over_tables(counters: dict[str, Any]) -> dict[str, float]:

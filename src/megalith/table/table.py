@@ -587,7 +587,10 @@ class Table:
 
     @property
     def epoch(self) -> int:
-        """Advances when row numbers may have become invalid: remove, evict, restore, clear."""
+        """Advances when row numbers may have become invalid: remove, evict, restore, clear.
+
+        If rows of the cuda engine are in host memory, also lookups move them and advance it.
+        """
         return self.engine_impl.epoch
 
     def __len__(self) -> int:
@@ -600,7 +603,7 @@ class Table:
             return False
         if not -(2**63) <= id < 2**63:
             return False
-        return bool((self.find(torch.tensor([id], dtype=torch.int64)) >= 0).item())
+        return bool(self.engine_impl.has_rows(self.checks.ids(torch.tensor([id], dtype=torch.int64))).item())
 
     def stats(self) -> TableStats:
         """Return numbers about the table."""

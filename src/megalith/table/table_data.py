@@ -163,13 +163,15 @@ class RowCounters(NamedTuple):
 
 
 class HostTierUse(NamedTuple):
-    """Where the rows of a table with a budget of GPU memory are, and how often updates found them there.
+    """Where the rows of a table with a budget of GPU memory are, and how often calls found them there.
+
+    The calls that count are lookups, and updates whose rows no lookup found before.
 
     Attributes:
         device_rows: Places of rows in GPU memory that are or were in use.
         host_rows: Places of rows in pinned host memory that are or were in use.
-        hits: Distinct rows of updates that were in GPU memory, since the first row was in host memory.
-        misses: Distinct rows of updates that were in host memory.
+        hits: Distinct rows of these calls that were in GPU memory, since the first row was in host memory.
+        misses: Distinct rows of these calls that were in host memory.
         moved: Rows that moved from host to GPU memory.
     """
 
@@ -181,7 +183,7 @@ class HostTierUse(NamedTuple):
 
     @property
     def hit_rate(self) -> float:
-        """Hits divided by all distinct rows of updates; 1.0 before the first."""
+        """Hits divided by hits and misses; 1.0 before the first."""
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 1.0
 
 

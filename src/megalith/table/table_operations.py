@@ -57,7 +57,7 @@ def merge_tables(table: Table, other: Table, on_conflict: str) -> MergeCounts:
     own_ids, own_times = _times(table) if on_conflict == "newer" else (None, None)
     added = replaced = kept = 0
     for chunk in other.scan(MERGE_ROWS):
-        exists = table.find(chunk.ids) >= 0
+        exists = table.engine_impl.has_rows(table.checks.ids(chunk.ids)).to(chunk.ids.device)
         if on_conflict == "ours":
             taken = ~exists
         elif own_ids is None or own_times is None or own_ids.numel() == 0:

@@ -73,8 +73,8 @@ class TableNumbers:
         """Return the numbers of `host_tier` for a line of the log.
 
         Returns:
-            By table: rows in both places now; hits, misses and moved rows, and the hit rate, of the updates
-            since the last call.
+            By table: rows in both places now; hits, misses and moved rows, and the hit rate, since the last
+            call.
         """
         found = {}
         for name, use in self.host_tier().items():

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from megalith import SGD, Capacity, TableConfig
 from megalith.ops import Bags, OutputSlice, Pooling
-from megalith.table.engines.cuda import host_tier, kernel_launch, row_writes, streamed_rows
+from megalith.table.engines.cuda import kernel_launch, row_writes, streamed_rows
 from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
 from megalith.table.table_data import Step
@@ -87,6 +87,8 @@ def call_everything(config: TableConfig, *, all_calls: bool) -> None:
     if not all_calls:
         return
     engine.read(ids)
+    with engine.scanning():
+        engine.find(ids)
     engine.pool(ids, None, pooling, [torch.zeros(25, config.dim)])
     single = Pooling(((100, config.dim),), {"t": (Bags(torch.arange(101), parts, first=0),)})
     engine.pool(ids, None, single, [torch.zeros(100, config.dim)])
@@ -102,9 +104,6 @@ def call_everything(config: TableConfig, *, all_calls: bool) -> None:
     engine.table.remove(ids, rows)
     engine.table.rebuild_index(ids, rows)
     engine.table.reserve(100_000)
-    tier = host_tier.HostTier(engine.table)
-    tier._scores = torch.zeros(100)
-    tier._swap(rows[:50], ids[:50], rows[50:])
 
 
 def call_group(configs: list[TableConfig]) -> None:
@@ -151,6 +150,8 @@ def main(names: list[str]) -> int:
             call_everything(CONFIGS[name], all_calls=True)
         counted = TableConfig("t", dim=8, optimizer=SGD(0.1), eviction=Capacity(rows=10**6, score="lfu"))
         call_everything(counted, all_calls=True)
+        tiered = TableConfig("t", dim=64, optimizer=SGD(0.1), device_bytes=4096)
+        call_everything(tiered, all_calls=True)
         for segments in (CONFIGS["segments"].segments, CONFIGS["float16"].segments):
             call_everything(TableConfig("t", segments=segments, deterministic=False), all_calls=False)
         for name in ("rowwise_adagrad", "amsgrad_row", "delay_compensated_adam", "options", "segments"):

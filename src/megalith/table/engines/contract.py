@@ -121,6 +121,17 @@ class Engine(ABC):
             Row numbers, int32 [n], -1 where an id has no row, and the epoch in which they are valid.
         """
 
+    def has_rows(self, ids: Tensor) -> Tensor:
+        """Return which ids have a row. Unlike `find`, it is not a use of these rows.
+
+        Args:
+            ids: int64 [n].
+
+        Returns:
+            bool [n].
+        """
+        return self.find(ids).rows >= 0
+
     @abstractmethod
     def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
         """Read stored weights.
@@ -169,7 +180,7 @@ class Engine(ABC):
             return rows
         self.apply_view(rows, step)
         if self.config.missing == "zeros" and step is None:  # the view of zeros may be something else
-            rows[self.find(ids).rows < 0] = 0.0
+            rows[~self.has_rows(ids)] = 0.0
         return rows
 
     def apply_view(self, rows: Tensor, step: int | None) -> None:

@@ -42,9 +42,9 @@ def check_room(
     if capacity.score is not None and ids.numel() <= limit:
         return  # other rows can make room
     distinct, seen = distinct_ids(ids, pooling, engine.name, occurrences)
-    new = engine.find(distinct).rows < 0
+    new = ~engine.has_rows(distinct)
     needed = int((new & engine.admitted(distinct, seen, step.step)).sum())
-    needed += len(engine) if capacity.score is None else int((engine.find(torch.unique(ids)).rows >= 0).sum())
+    needed += len(engine) if capacity.score is None else int(engine.has_rows(torch.unique(ids)).sum())
     if needed > limit:
         raise TableFullError(
             f"table {engine.name!r} holds {len(engine)} rows, and this call needs {needed} in all, but its "
@@ -68,7 +68,7 @@ def make_room(engine: Engine, ids: Tensor, new: int) -> None:
     assert limit is not None
     assert engine.score_search is not None
     distinct = torch.unique(ids)
-    wanted = int((engine.find(distinct).rows >= 0).sum()) + new
+    wanted = int(engine.has_rows(distinct).sum()) + new
     if wanted > limit:
         raise TableFullError(
             f"table {engine.name!r}: a call needs {wanted} rows, but Capacity is {limit} rows; raise it"

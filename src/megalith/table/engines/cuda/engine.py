@@ -54,10 +54,22 @@ class CudaEngine(StoredRows):
         """See `Engine.find`."""
         with self.order:
             ids = ids.to(self.device)
-            search = self.group.find(ids, [ids.numel()])
+            search = self._find(ids)
             # A view: rows that refer to a search that refers to them would be freed late.
             by = FoundBy(self.group, self.writes, ids, search, [ids.numel()])
             return self.note_found(search.rows.view(-1), by)
+
+    def has_rows(self, ids: Tensor) -> Tensor:
+        """See `Engine.has_rows`."""
+        with self.order:
+            ids = ids.to(self.device)
+            return self.group.find(ids, [ids.numel()]).rows >= 0
+
+    def _find(self, ids: Tensor, *, counted: bool = True) -> RowSearch:
+        """Find rows that a call uses; with a host tier they move to the device."""
+        search = self.group.find(ids, [ids.numel()])
+        self.fetch(ids, search.rows, counted=counted)
+        return search
 
     def note_found(self, rows: Tensor, by: FoundBy) -> FoundRows:
         """Return rows that were found now.
@@ -89,18 +101,21 @@ class CudaEngine(StoredRows):
 
     def _search(self, ids: Tensor, found: FoundRows | None) -> RowSearch:
         by = self.known(found, self.group)
-        return self.group.find(ids, [ids.numel()]) if by is None else by.search
+        return self._find(ids, counted=found is None) if by is None else by.search
 
     def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
         """See `Engine.read`."""
         with self.order:
             ids = ids.to(self.device)
             by = self.known(found, self.group)
+            search = None if by is None else by.search  # None: found by the kernel that reads
+            if search is None and self.fetches:
+                search = self._find(ids, counted=found is None)
             direct = out is not None and out.device == self.device
             shape = ids.numel(), self.dim
             result = out if direct else torch.empty(shape, dtype=torch.float32, device=self.device)
             assert result is not None
-            self.group.read(ids, None if by is None else by.search, [ids.numel()], result)
+            self.group.read(ids, search, [ids.numel()], result)
             if out is not None and not direct:
                 out.copy_(result)
             return result if out is None else out
@@ -162,7 +177,8 @@ class CudaEngine(StoredRows):
             if by is not None:  # a copy, because rows of new ids are filled in
                 hold([by.search.rows])
                 search = ids, RowSearch(by.search.rows.clone(), by.search.missing, by.search.absent)
-            yield stage_updates(self.group, [TableUpdate(self, ids, step, occurrences)], gradients, search)
+            update = TableUpdate(self, ids, step, occurrences, found is not None)
+            yield stage_updates(self.group, [update], gradients, search)
 
     def pool_lookup(
         self,

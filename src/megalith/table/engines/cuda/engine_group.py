@@ -65,6 +65,7 @@ class SharedLaunches:
         self.slots = SearchSlots(self.group)
         self.limited = [engine for engine in engines if engine.config.capacity is not None]
         self.active = any(engine.policies.active for engine in engines)
+        self._tiered = [engine for engine in engines if engine.tier is not None]
         self._none = torch.empty(0, dtype=torch.int64, device=engines[0].device)
 
     def columns(self, ids: Mapping[str, Tensor]) -> list[Tensor]:
@@ -80,18 +81,23 @@ class SharedLaunches:
         hold(found)
         return found
 
-    def search(self, columns: list[Tensor], sizes: list[int]) -> JoinedRows:
-        """Find the rows of ids.
+    def search(self, columns: list[Tensor], sizes: list[int], *, counted: bool = True) -> JoinedRows:
+        """Find the rows of ids; those in host memory move to the device.
 
         Args:
             columns: The ids of each table.
             sizes: Their numbers.
+            counted: As for `StreamedRows.fetch`.
 
         Returns:
             The rows of all tables.
         """
         ids = columns[0] if len(columns) == 1 else torch.cat(columns)
-        return JoinedRows(ids, self.group.find(ids, sizes), sizes)
+        found = self.group.find(ids, sizes)
+        if self._tiered:
+            for engine, own, rows in zip(self.engines, columns, found.rows.split(sizes), strict=True):
+                engine.fetch(own, rows, counted=counted)
+        return JoinedRows(ids, found, sizes)
 
     def find(self, ids: Mapping[str, Tensor]) -> tuple[JoinedRows, dict[str, FoundRows]]:
         """Find the rows of ids.
@@ -118,8 +124,11 @@ class SharedLaunches:
             outputs: Its outputs.
 
         Returns:
-            The rows, or None if nothing was done because such calls have not been repeated yet.
+            The rows, or None if nothing was done: such calls have not been repeated yet, or rows are in host
+            memory. To move them takes launches whose arguments change from call to call.
         """
+        if any(engine.fetches for engine in self._tiered):
+            return None
         columns = self.columns(ids)
         sizes = [column.numel() for column in columns]
         slot = self.slots.find(sizes) if sum(sizes) else None
@@ -168,7 +177,7 @@ class SharedLaunches:
             if size:
                 by = engine.known(found.get(engine.name), self.group)
                 if by is None or (kept is not None and by.search is not kept.search) or by.sizes != sizes:
-                    return self.search(columns, sizes)
+                    return self.search(columns, sizes, counted=ids.keys().isdisjoint(found))
                 kept = by
         return self.search(columns, sizes) if kept is None else JoinedRows(*kept[2:])
 
@@ -380,7 +389,7 @@ class CudaEngineGroup(EngineGroup):
                 columns = shared.columns(own)
                 any_step = steps[next(iter(own))]
                 updates = [
-                    TableUpdate(engine, column, steps.get(name, any_step), seen.get(name))
+                    TableUpdate(engine, column, steps.get(name, any_step), seen.get(name), name in found)
                     for engine, name, column in zip(shared.engines, shared.names, columns, strict=True)
                 ]
                 known = None

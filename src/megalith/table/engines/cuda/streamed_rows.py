@@ -119,19 +119,35 @@ class StreamedRows(Engine):
         self._length = None
         self.latest_step = max(self.latest_step, min(step, MAX_COUNT))
 
-    def used(self, rows: Tensor) -> None:
-        """Note that an update used rows; with a host tier, some of them move to the device.
+    @property
+    def fetches(self) -> bool:
+        """Whether rows that a call uses may be in host memory, so that `fetch` launches something."""
+        return self.tier is not None and self.tier.active
+
+    def fetch(self, ids: Tensor, rows: Tensor, *, counted: bool = True) -> None:
+        """Move the rows of a call from host memory to the device, unless a scan or snapshot is in progress.
+
+        Rows that were found before must be found again afterwards. Does not wait for the device. The caller
+        holds the lock.
 
         Args:
-            rows: int32 [n], negative where there is none.
+            ids: int64 [n].
+            rows: int32 [n], rows that were found now, negative where there is none; replaced if they move.
+            counted: Whether this is a use of the rows. If not, a call before counted it.
         """
-        if self.tier is None:
+        tier = self.tier
+        if tier is None or not tier.active or not rows.numel():
             return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # when the graph is replayed, the host does not note that rows moved
         # A thread that holds the lock to return memory waits for this one.
         with self._moving.without_waiting() as alone:
-            if self.tier.used(rows, move=alone and not self._scans and self.open_snapshot is None):
+            if alone and not self._scans and self.open_snapshot is None:
                 self.writes += 1
                 self._epoch += 1
+                tier.fetch(ids, rows, counted=counted)
+            elif counted:
+                tier.count(ids, rows)
 
     def save_rows(self, rows: Tensor) -> None:
         """Save rows for an open snapshot, before a call changes them. The caller holds the lock.

@@ -29,12 +29,21 @@ if TYPE_CHECKING:
 
 
 class TableUpdate(NamedTuple):
-    """The arguments of one table's update; see `Engine.update`."""
+    """The arguments of one table's update; see `Engine.update`.
+
+    Attributes:
+        engine: The table.
+        ids: As for `Engine.update`.
+        step: As for `Engine.update`.
+        occurrences: As for `Engine.update`.
+        looked_up: Whether a lookup found the rows before, and counted their use.
+    """
 
     engine: CudaEngine
     ids: Tensor
     step: Step
     occurrences: Tensor | None
+    looked_up: bool
 
 
 @torch.no_grad()
@@ -104,6 +113,8 @@ def _update_in_kernels(
     if known is None:
         ids = updates[0].ids if len(updates) == 1 else torch.cat([update.ids for update in updates])
         known = ids, group.find(ids, sizes)
+        for update, rows in zip(updates, known[1].rows.split(sizes), strict=True):
+            update.engine.fetch(update.ids, rows, counted=not update.looked_up)
     ids, found = known
     if any(update.engine.open_snapshot is not None for update in updates):
         for update, rows in zip(updates, found.rows.split(sizes), strict=True):
@@ -125,9 +136,6 @@ def _update_in_kernels(
     group.report(sizes)
     for update in updates:
         update.engine.wrote(update.step.step)
-    if any(update.engine.tier is not None for update in updates):
-        for update, rows in zip(updates, found.rows.split(sizes), strict=True):
-            update.engine.used(rows)
 
 
 def _stage_one_in_torch(update: TableUpdate, gradients: Gradients) -> Callable[[], None]:
@@ -148,7 +156,9 @@ def _stage_one_in_torch(update: TableUpdate, gradients: Gradients) -> Callable[[
     skipped = int((~finite).sum())
     if skipped:
         own, sums = own[finite].contiguous(), sums[finite].contiguous()
-    weights, states = engine.complete_rows(own, group.find(own, [own.numel()]))
+    search = group.find(own, [own.numel()])
+    engine.fetch(own, search.rows, counted=not update.looked_up)
+    weights, states = engine.complete_rows(own, search)
     columns = {
         c.key: states[:, c.start - config.dim : c.end - config.dim].contiguous() for c in config.state_columns
     }
@@ -173,7 +183,6 @@ def _stage_one_in_torch(update: TableUpdate, gradients: Gradients) -> Callable[[
             table.write_header(FLAGS, rows, torch.full_like(rows, table.tracked), 1)
             table.write_header(COUNT, rows, (headers[3] + 1).clamp(max=MAX_COUNT))
             table.write_header(STEP, rows, torch.full_like(own, min(step.step, MAX_COUNT)))
-            engine.used(rows)
         engine.wrote(step.step)
 
     return write
