@@ -89,6 +89,7 @@ def measure(run: Run, batch: int) -> None:
     for number in ("wall_ms", "gpu_ms"):
         one, other = results["by dim"][number], results["together"][number]
         run.bar(f"batch {batch}, by dim / together, {number}", one / other if other else float("nan"))
+    variants.clear()
     release_memory()
 
 
