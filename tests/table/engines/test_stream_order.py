@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from megalith.table.engines.cuda import stream_order
-from megalith.table.engines.cuda.stream_order import JointOrder, StreamOrder
+from megalith.table.engines.cuda.stream_order import StreamOrder
 
 
 class Devices:
@@ -43,10 +43,10 @@ def test_a_call_of_a_table_on_another_gpu_makes_it_the_current_one(devices: Devi
 
 
 def test_an_error_of_a_call_returns_to_the_current_gpu(devices: Devices) -> None:
-    orders = [StreamOrder(torch.device("cuda", 1)) for _ in range(2)]
+    order = StreamOrder(torch.device("cuda", 1))
 
     def failing() -> None:
-        with JointOrder(orders), orders[1]:
+        with order, order:
             assert devices.current == 1
             raise ValueError("inside")
 
@@ -57,6 +57,6 @@ def test_an_error_of_a_call_returns_to_the_current_gpu(devices: Devices) -> None
 
 def test_nothing_changes_on_the_current_gpu_and_on_the_cpu(devices: Devices) -> None:
     devices.current = 1
-    with JointOrder([StreamOrder(torch.device("cuda", 1))]), StreamOrder(torch.device("cpu")):
+    with StreamOrder(torch.device("cuda", 1)), StreamOrder(torch.device("cpu")):
         assert devices.current == 1
     assert devices.current == 1

@@ -32,14 +32,15 @@ class FoundBy(NamedTuple):
 
     Attributes:
         owner: The launch group.
-        writes: The engine's number of writes at that time; while it stays, absent ids stay absent.
+        writes: The number of writes of each engine of the group at that time; while it stays, absent ids stay
+            absent.
         ids: The ids of the group's tables.
         search: What the group found.
         sizes: Number of ids of each table.
     """
 
     owner: object
-    writes: int
+    writes: list[int]
     ids: Tensor
     search: RowSearch
     sizes: list[int]
@@ -56,7 +57,7 @@ class CudaEngine(StoredRows):
             ids = ids.to(self.device)
             search = self._find(ids)
             # A view: rows that refer to a search that refers to them would be freed late.
-            by = FoundBy(self.group, self.writes, ids, search, [ids.numel()])
+            by = FoundBy(self.group, [self.writes], ids, search, [ids.numel()])
             return self.note_found(search.rows.view(-1), by)
 
     def has_rows(self, ids: Tensor) -> Tensor:
@@ -84,12 +85,13 @@ class CudaEngine(StoredRows):
         rows.megalith_found = by  # type: ignore[attr-defined]
         return FoundRows(rows, self._epoch)
 
-    def known(self, found: FoundRows | None, owner: object) -> FoundBy | None:
+    def known(self, found: FoundRows | None, owner: object, number: int = 0) -> FoundBy | None:
         """Return how rows were found, if they are current.
 
         Args:
             found: Rows that were found earlier.
             owner: The launch group that must have found them.
+            number: The number of this engine in the group.
 
         Returns:
             None if they must be found again.
@@ -97,7 +99,7 @@ class CudaEngine(StoredRows):
         if found is None or found.epoch is None or found.epoch != self._epoch:
             return None
         by: FoundBy | None = getattr(found.rows, "megalith_found", None)
-        return by if by is not None and by.owner is owner and by.writes == self.writes else None
+        return by if by is not None and by.owner is owner and by.writes[number] == self.writes else None
 
     def _search(self, ids: Tensor, found: FoundRows | None) -> RowSearch:
         by = self.known(found, self.group)

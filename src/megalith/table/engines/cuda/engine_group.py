@@ -30,7 +30,7 @@ from megalith.table.engines.cuda.pooling_parts import (
 from megalith.table.engines.cuda.recorded_calls import RecordedCalls, SearchSlots
 from megalith.table.engines.cuda.row_steps import Gradients
 from megalith.table.engines.cuda.shared_layout import launch_kind
-from megalith.table.engines.cuda.stream_order import JointOrder, hold
+from megalith.table.engines.cuda.stream_order import hold
 from megalith.table.engines.cuda.table_updates import TableUpdate, stage_updates
 from megalith.table.engines.group import EngineGroup
 from megalith.table.engines.room import check_room
@@ -154,11 +154,9 @@ class SharedLaunches:
 
     def _noted(self, ids: Mapping[str, Tensor], joined: JoinedRows) -> dict[str, FoundRows]:
         """Return the rows of each table, with how they were found."""
-        found = {}
-        for engine, rows in zip(self.engines, joined.search.rows.split(joined.sizes), strict=True):
-            if engine.name in ids:
-                found[engine.name] = engine.note_found(rows, FoundBy(self.group, engine.writes, *joined))
-        return found
+        by = FoundBy(self.group, [engine.writes for engine in self.engines], *joined)
+        parts = zip(self.names, self.engines, joined.search.rows.split(joined.sizes), strict=True)
+        return {name: engine.note_found(rows, by) for name, engine, rows in parts if name in ids}
 
     def joined(self, ids: Mapping[str, Tensor], found: Mapping[str, FoundRows]) -> JoinedRows:
         """Return ids and current rows of all tables.
@@ -173,10 +171,10 @@ class SharedLaunches:
         columns = self.columns(ids)
         sizes = [column.numel() for column in columns]
         kept: FoundBy | None = None
-        for engine, size in zip(self.engines, sizes, strict=True):
+        for number, (engine, size) in enumerate(zip(self.engines, sizes, strict=True)):
             if size:
-                by = engine.known(found.get(engine.name), self.group)
-                if by is None or (kept is not None and by.search is not kept.search) or by.sizes != sizes:
+                by = engine.known(found.get(engine.name), self.group, number)
+                if by is None or (kept is not None and by is not kept) or by.sizes != sizes:
                     return self.search(columns, sizes, counted=ids.keys().isdisjoint(found))
                 kept = by
         return self.search(columns, sizes) if kept is None else JoinedRows(*kept[2:])
@@ -206,7 +204,10 @@ class CudaEngineGroup(EngineGroup):
         self._shared = [SharedLaunches(own) for own in by_kind.values()]
         self._cuda = [engine for own in by_kind.values() for engine in own]
         self._views = {engine.name for engine in self._cuda if engine.view is not None}
-        self._order = JointOrder([engine.order for engine in self._cuda])
+        self._order = self._cuda[0].order
+        for engine in self._cuda[1:]:
+            self._order.join(engine.order)
+            engine.order = self._order
         self._launches: dict[tuple[object, ...], list[PlannedLaunch]] = {}
         self._last_ready: weakref.ref[Pooling] | None = None
 

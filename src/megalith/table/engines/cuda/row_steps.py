@@ -101,17 +101,18 @@ def call_fields(group: LaunchGroup, gradients: Gradients, steps: Sequence[Step])
         The fields of update_kernels.py of each table.
     """
     fields: list[int] = []
-    same: dict[tuple[object, ...], list[int]] = {}  # tables often share their numbers
+    bits: list[int] = []
+    before: Step | None = None
+    bases, strides = gradients.bases, gradients.strides
     for number, step in enumerate(steps):
-        key = (step.time, step.step, step.scale, step.clip_norm, *step.rates)
-        if key not in same:
+        if step != before:  # tables often have equal numbers
             bits = [step.time, step.step, float_bits(step.scale), float_bits(step.clip_norm)]
             segments = group.tables[number].config.segments
             for segment, rate in zip(segments, step.rates, strict=False):
                 bits += [float_bits(x) for x in step_numbers(segment.optimizer, rate, step.step)]
-            same[key] = bits
-        fields += (gradients.bases[number], gradients.strides[number]) if gradients.bases else (0, 0)
-        fields += same[key]
+            before = step
+        fields += (bases[number], strides[number]) if bases else (0, 0)
+        fields += bits
     return fields
 
 

@@ -1,5 +1,7 @@
 """StreamOrder: the calls of an engine run one after another on the device, whatever their streams.
 
+The tables of a group share one order, because most calls use all of them.
+
 torch gives freed memory back to the stream that it was allocated on, although another stream may still use
 it. So once calls come from several streams, tensors are marked with the streams that use them.
 
@@ -13,7 +15,7 @@ stays, so a call leaves that mode until it ends.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 
 import torch
@@ -91,34 +93,14 @@ class StreamOrder:
             current.wait_stream(self._last)
         self._last, self.last_handle = current, handle
 
+    def join(self, other: StreamOrder) -> None:
+        """Order the calls of another table too: the next call waits for those that it has made.
 
-class JointOrder:
-    """The orders of several engines as one context manager.
-
-    Args:
-        orders: Their orders; always locked in this sequence.
-    """
-
-    def __init__(self, orders: Sequence[StreamOrder]) -> None:
-        self._orders = list(orders)
-        self._changed: list[ExitStack | None] = []
-
-    def __enter__(self) -> None:
-        device = self._orders[0].device
-        handle = current_handle(device)
-        for order in self._orders:
-            order.lock.acquire()
-        self._changed.append(enter_call(device))
-        for order in self._orders:
-            if order.last_handle != handle:
-                order.follow(handle)
-
-    def __exit__(self, *_: object) -> None:
-        changed = self._changed.pop()
-        if changed is not None:
-            changed.close()
-        for order in reversed(self._orders):
-            order.lock.release()
+        Args:
+            other: The order of the other table, on the same device; not used any more.
+        """
+        with self:
+            other.follow(self.last_handle)
 
 
 def current_handle(device: torch.device) -> int:
