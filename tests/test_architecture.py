@@ -165,3 +165,43 @@ def test_tests_mirror_the_sources() -> None:
     packages = {str(path.parent.relative_to(SOURCES)) for path in SOURCES.rglob("__init__.py")}
     assert folders - packages - other.keys() == set()
     assert other.keys() <= folders
+
+
+FACTORIES = [
+    "arange",
+    "as_tensor",
+    "asarray",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "range",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+]
+"""Functions of torch whose result is on the default device, which users may change."""
+
+
+def test_every_new_tensor_names_its_device() -> None:
+    """`torch.set_default_device("cuda")` is for the tensors of the user. Layers of models follow it too."""
+    found = []
+    for path in modules():
+        if path.is_relative_to(SOURCES / "models"):
+            continue
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                of_torch = isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
+                named = any(keyword.arg in ("device", None) for keyword in call.keywords)
+                if of_torch and call.func.attr in FACTORIES and not named:
+                    found.append(f"{path.relative_to(SOURCES)}:{call.lineno} torch.{call.func.attr}")
+    assert not found, 'pass device= (usually "cpu")'

@@ -123,7 +123,7 @@ class MessageBuffers:
             uint8 [size], uninitialized.
         """
         if self._native is None or not _SMALL <= size < self._largest:
-            return torch.empty(size, dtype=torch.uint8)
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
         return from_dlpack(self._native.get(size))
 
     def floats(self, rows: int, columns: int) -> Tensor:

@@ -94,7 +94,7 @@ class BinnedAUC:
 
     def reset(self) -> None:
         """Remove all batches."""
-        self.sums = torch.zeros(2, _BFLOATS, dtype=torch.float64)
+        self.sums = torch.zeros(2, _BFLOATS, dtype=torch.float64, device="cpu")
 
 
 def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
@@ -166,7 +166,7 @@ class Calibration:
 
     def reset(self) -> None:
         """Remove all batches."""
-        self._sums = torch.zeros(3, self.num_bins, dtype=torch.float64)
+        self._sums = torch.zeros(3, self.num_bins, dtype=torch.float64, device="cpu")
 
 
 # ---- helpers
@@ -193,7 +193,7 @@ def _checked(scores: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Te
     if not bool((positive | (labels == 0)).all()):
         raise InputError("metrics: labels must be 0 or 1")
     if weights is None:
-        return scores, positive, torch.ones(1, dtype=torch.float64).expand(shape)
+        return scores, positive, torch.ones(1, dtype=torch.float64, device="cpu").expand(shape)
     if list(weights.shape) != shape:
         raise InputError(f"metrics: weights must have shape {shape} like scores, got {list(weights.shape)}")
     weights = weights.detach().cpu().to(torch.float64, copy=True)
@@ -205,7 +205,7 @@ def _checked(scores: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Te
 def _exact(scores: Tensor, labels: Tensor, weights: Tensor) -> float:
     order = scores.argsort()
     _, group = torch.unique_consecutive(scores[order], return_inverse=True)
-    sums = torch.zeros(2, int(group[-1]) + 1 if len(group) else 0, dtype=torch.float64)
+    sums = torch.zeros(2, int(group[-1]) + 1 if len(group) else 0, dtype=torch.float64, device="cpu")
     _add_by_class(sums, group, labels[order], weights[order])
     return _area(sums)
 

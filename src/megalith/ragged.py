@@ -110,7 +110,7 @@ class Ragged:
             flat, weight_lengths = _flat_tensor(weights, "weights", torch.float32)
             if weight_lengths != lengths:
                 raise InputError("Ragged: weights must have the same lengths as rows")
-        return cls.from_lengths(values, torch.tensor(lengths, dtype=torch.int64), weights=flat)
+        return cls.from_lengths(values, torch.tensor(lengths, dtype=torch.int64, device="cpu"), weights=flat)
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Ragged:
@@ -373,7 +373,7 @@ def _flat_tensor(rows: Any, field: str, dtype: torch.dtype) -> tuple[Tensor, lis
     flat = [x for row in lists for x in row]
     integral = dtype in _INTEGERS
     try:
-        values = torch.tensor(flat, dtype=None if integral and flat else dtype)
+        values = torch.tensor(flat, dtype=None if integral and flat else dtype, device="cpu")
         good = values.dim() == 1 and (not integral or not flat or values.dtype in (*_INTEGERS, torch.bool))
         narrow = values.to(dtype)
         good = good and (not integral or bool((narrow.to(torch.int64) == values).all()))

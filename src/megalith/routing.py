@@ -170,7 +170,7 @@ def _check(ids: Tensor) -> Tensor:
 def _route_native(ids: Tensor, rule: Sequence[int]) -> Tensor:
     native: Any = native_module()
     flat = ids.contiguous().view(-1)
-    owners = torch.empty(flat.numel(), dtype=torch.int32)
+    owners = torch.empty(flat.numel(), dtype=torch.int32, device="cpu")
     native.route(flat, tuple(rule), owners, torch.get_num_threads())
     return owners.view(ids.shape)
 

@@ -220,20 +220,20 @@ class _Index:
                 ids.append(chunk.ids.clone())
                 hashes.append(_hash(chunk, state))
                 times.append((chunk.time - 2**31).to(torch.int32))
-                positions.append(torch.arange(rows, rows + piece.rows))
+                positions.append(torch.arange(rows, rows + piece.rows, device="cpu"))
                 self._pieces.append((piece, entry))
                 self._starts.append(rows)
                 rows += piece.rows
                 count.add(piece.rows)
             for piece in entry.removed:
                 ids.append(read_removed(store, piece).clone())
-                hashes.append(torch.zeros(piece.rows, dtype=torch.int64))
-                times.append(torch.zeros(piece.rows, dtype=torch.int32))
-                positions.append(torch.full((piece.rows,), -1))
+                hashes.append(torch.zeros(piece.rows, dtype=torch.int64, device="cpu"))
+                times.append(torch.zeros(piece.rows, dtype=torch.int32, device="cpu"))
+                positions.append(torch.full((piece.rows,), -1, device="cpu"))
                 removed += piece.rows
         # The sort is stable: the last row of an id is that of the newest save; -1 if that save removed it.
         self.ids, order = _join(ids).sort(stable=True)
-        last = torch.ones(self.ids.numel(), dtype=torch.bool)
+        last = torch.ones(self.ids.numel(), dtype=torch.bool, device="cpu")
         last[:-1] = self.ids[1:] != self.ids[:-1]
         self.ids, order = self.ids[last], order[last]
         self.positions = _join(positions)[order]
@@ -246,8 +246,8 @@ class _Index:
 
     def weights(self, positions: Tensor) -> Tensor:
         """Read the weights of the rows at some positions again: int64 [n] -> float32 [n, dim]."""
-        found = torch.empty(positions.numel(), self.dim)
-        numbers = torch.searchsorted(torch.tensor(self._starts), positions, right=True) - 1
+        found = torch.empty(positions.numel(), self.dim, device="cpu")
+        numbers = torch.searchsorted(torch.tensor(self._starts, device="cpu"), positions, right=True) - 1
         for number in torch.unique(numbers).tolist():
             piece, entry = self._pieces[number]
             inside = numbers == number
@@ -259,7 +259,7 @@ class _Index:
 
 def _join(parts: list[Tensor], dtype: torch.dtype = torch.int64) -> Tensor:
     """Concatenate tensors of this dtype and empty the list, which frees them."""
-    whole = torch.cat([torch.empty(0, dtype=dtype), *parts])
+    whole = torch.cat([torch.empty(0, dtype=dtype, device="cpu"), *parts])
     parts.clear()
     return whole
 
@@ -272,7 +272,9 @@ def _compare_table(
     a = _Index(left, before, state=state, count=count)
     b = _Index(right, after, state=state, count=count)
     at = torch.searchsorted(b.ids, a.ids).clamp(max=max(0, b.ids.numel() - 1))
-    common = b.ids[at] == a.ids if b.ids.numel() else torch.zeros(a.ids.numel(), dtype=torch.bool)
+    common = (
+        b.ids[at] == a.ids if b.ids.numel() else torch.zeros(a.ids.numel(), dtype=torch.bool, device="cpu")
+    )
     shared = int(common.sum())
     changed = common.nonzero()[:, 0]
     times = 0
@@ -331,11 +333,11 @@ def _hash(chunk: Chunk, state: bool) -> Tensor:
     """Return a hash of each row without its time, int64 [n]; two rows collide with probability 2^-64."""
     parts = [chunk.rows, *(chunk.state[key] for key in sorted(chunk.state) if state)]
     whole = [column for column in (chunk.count, chunk.step) if column is not None]
-    total = torch.zeros(chunk.ids.numel(), dtype=torch.int64)
+    total = torch.zeros(chunk.ids.numel(), dtype=torch.int64, device="cpu")
     column = 0
     for values in [*(part.contiguous().view(torch.int32) for part in parts), *(t[:, None] for t in whole)]:
         width = values.shape[1]
-        salt = mix(torch.arange(column + 1, column + 1 + width))
+        salt = mix(torch.arange(column + 1, column + 1 + width, device="cpu"))
         step = max(1, _HASH_BLOCK // width)
         for start in range(0, total.numel(), step):
             total[start : start + step] += mix(values[start : start + step].long() + salt).sum(1)

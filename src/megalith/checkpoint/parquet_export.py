@@ -232,9 +232,9 @@ def _or_no_rows(chunks: Iterable[Chunk], dim: int, state_sizes: Mapping[str, int
         empty = False
         yield chunk
     if empty:
-        none = torch.empty(0, dtype=torch.int64)
-        state = {key: torch.empty(0, size) for key, size in state_sizes.items()}
-        yield Chunk(none, torch.empty(0, dim), state, none)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        state = {key: torch.empty(0, size, device="cpu") for key, size in state_sizes.items()}
+        yield Chunk(none, torch.empty(0, dim, device="cpu"), state, none)
 
 
 def _batch(pa: Any, chunk: Chunk, state: bool) -> Any:

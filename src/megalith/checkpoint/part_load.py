@@ -161,9 +161,13 @@ def check_pending(store: Store, piece: Piece) -> None:
 def _with_state(chunk: Chunk, config: TableConfig, load: TableLoad) -> Chunk:
     """Return rows with the optimizer state that the table keeps: fresh, or saved apart from counts."""
     n, columns = chunk.ids.numel(), config.state_columns
-    state = {c.key: torch.full((n, c.end - c.start), c.initial) for c in columns}
+    state = {c.key: torch.full((n, c.end - c.start), c.initial, device="cpu") for c in columns}
     if not load.fresh:
-        counts = {c.key: torch.full((n, 1), float(load.count or 0)) for c in columns if c.name == "count"}
+        counts = {
+            c.key: torch.full((n, 1), float(load.count or 0), device="cpu")
+            for c in columns
+            if c.name == "count"
+        }
         state |= counts | {key: values for key, values in chunk.state.items() if key in state}
     return replace(chunk, state=state)
 

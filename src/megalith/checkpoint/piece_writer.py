@@ -38,7 +38,7 @@ class PieceWriter:
 
     def __init__(self, store: Store, shard: int, precision: str) -> None:
         self._store, self._shard, self._precision = store, shard, precision
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * BUFFERS
         self._writes: list[Future[None] | None] = [None] * BUFFERS
         self._next = 0
         self._names: list[str] = []
@@ -102,7 +102,7 @@ class PieceWriter:
         size = max(1, min(rows, PIECE_BYTES // row_bytes))
         if self._buffers[self._next].numel() < size * row_bytes:
             # Not on huge pages: on some virtual machines their first write takes as long as writing the file.
-            self._buffers[self._next] = torch.empty(size * row_bytes, dtype=torch.uint8)
+            self._buffers[self._next] = torch.empty(size * row_bytes, dtype=torch.uint8, device="cpu")
         return _chunk_in(self._buffers[self._next], config, size)
 
 

@@ -286,7 +286,7 @@ def latest_rows(store: Store, entries: Sequence[TableEntry]) -> Iterator[Chunk]:
     Raises:
         CheckpointError: A file is not valid.
     """
-    newer = torch.empty(0, dtype=torch.int64)
+    newer = torch.empty(0, dtype=torch.int64, device="cpu")
     for number, entry in reversed(list(enumerate(entries))):
         ids = []
         for piece in entry.pieces:
@@ -314,6 +314,6 @@ def contains(ids: Tensor, queries: Tensor) -> Tensor:
         bool [n].
     """
     if not ids.numel():
-        return torch.zeros(queries.numel(), dtype=torch.bool)
+        return torch.zeros(queries.numel(), dtype=torch.bool, device="cpu")
     at = torch.searchsorted(ids, queries).clamp(max=ids.numel() - 1)
     return ids[at] == queries

@@ -92,7 +92,7 @@ class _Verifier:
     # ---- tables
 
     def _table(self, name: str, entries: list[TableEntry]) -> None:
-        alive = torch.empty(0, dtype=torch.int64)
+        alive = torch.empty(0, dtype=torch.int64, device="cpu")
         complete = True
         for save, entry in zip(self._manifest.saves, entries, strict=True):
             where = f"{self._store.where}: table {name!r}, save {save.id}"
@@ -124,7 +124,7 @@ class _Verifier:
         ids = [part for part in found if part is not None]
         if len(ids) < len(found):
             return None
-        return torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
+        return torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def _distinct(self, where: str, ids: Tensor) -> Tensor:
         """Return the distinct ids, sorted in place."""

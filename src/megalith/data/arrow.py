@@ -319,7 +319,7 @@ def _values(array: Any, feature: FeatureColumn) -> tuple[Tensor, Mask | None]:
     """int64 [n] of an array without nulls, and a mask of the values that are not valid ids."""
     pa, pc = arrow(), arrow("pyarrow.compute")
     if pa.types.is_null(array.type):
-        return torch.empty(0, dtype=torch.int64), None
+        return torch.empty(0, dtype=torch.int64, device="cpu"), None
     if not _is_text(array.type):
         if feature.hash:
             return _hashed(pc.cast(array, pa.string())), None
@@ -334,12 +334,14 @@ def _values(array: Any, feature: FeatureColumn) -> tuple[Tensor, Mask | None]:
     except pa.ArrowInvalid:
         values = [_integer(x) for x in _as_text(array).cast(pa.binary()).to_pylist()]
         unread = np.array([x is None for x in values], bool)
-        return torch.tensor([x or 0 for x in values], dtype=torch.int64), unread if unread.any() else None
+        return torch.tensor(
+            [x or 0 for x in values], dtype=torch.int64, device="cpu"
+        ), unread if unread.any() else None
 
 
 def _hashed(array: Any) -> Tensor:
     if len(array) == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     types = arrow().types
     _, offsets, data = array.buffers()
     large = types.is_large_string(array.type) or types.is_large_binary(array.type)

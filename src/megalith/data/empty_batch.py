@@ -70,7 +70,9 @@ def make_empty_batch(text: bytes, *, where: str) -> Batch:
         found = parse_json(text)
         features = {
             str(name): Ragged(
-                _required(each["values"]), torch.zeros(1, dtype=torch.int64), _empty(each["weights"])
+                _required(each["values"]),
+                torch.zeros(1, dtype=torch.int64, device="cpu"),
+                _empty(each["weights"]),
             )
             for name, each in found["features"].items()
         }
@@ -101,4 +103,4 @@ def _empty(column: Any) -> Tensor | None:
             raise ValueError(f"a width must be an integer from 0 to {_MAX_WIDTH}, got {width!r}")
     if name not in _TYPES:
         raise ValueError(f"unknown dtype {name!r}")
-    return torch.empty(0, *widths, dtype=_TYPES[name])
+    return torch.empty(0, *widths, dtype=_TYPES[name], device="cpu")

@@ -172,7 +172,7 @@ class _EpochExchange:
     ) -> tuple[list[int], list[int | None], list[int]]:
         """Returns the statuses, times and numbers of rows of all ranks of the group."""
         time = None if own is None else own.time
-        shared = torch.zeros(len(self.ranks), 3, dtype=torch.int64)
+        shared = torch.zeros(len(self.ranks), 3, dtype=torch.int64, device="cpu")
         shared[self.index, 0] = status
         shared[self.index, 1] = _NO_TIME if time is None else time
         shared[self.index, 2] = 0 if own is None else len(own)
@@ -184,7 +184,7 @@ class _EpochExchange:
     def columns(self, turn: int, source_rank: int, own: Batch | None) -> Batch:
         """Returns an empty batch with the columns of a rank that has a batch."""
         text = describe(own) if own is not None and self.index == source_rank else b""
-        length = torch.tensor(len(text))
+        length = torch.tensor(len(text), device="cpu")
         with self._watched(turn, "columns"):
             dist.broadcast(length, group=self.group, group_src=source_rank)
             if not 0 < int(length) <= _MAX_DESCRIPTION:
@@ -192,7 +192,7 @@ class _EpochExchange:
                     f"pad_to_equal_batches: rank {self.ranks[source_rank]} sent a description of its columns "
                     f"with {int(length)} bytes"
                 )
-            data = torch.empty(int(length), dtype=torch.uint8)
+            data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
             if text:
                 data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
             dist.broadcast(data, group=self.group, group_src=source_rank)

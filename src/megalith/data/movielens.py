@@ -268,13 +268,14 @@ def _hashed(rows: dict[str, list[str]], column: int) -> Tensor:
 
 
 def _single(ids: Tensor) -> Ragged:
-    return Ragged(ids, torch.arange(len(ids) + 1))
+    return Ragged(ids, torch.arange(len(ids) + 1, device="cpu"))
 
 
 def _many(rows: Iterable[list[str]]) -> Ragged:
     lists = [[text for text in row if text] for row in rows]
     return Ragged.from_lengths(
-        hash_strings([text for row in lists for text in row]), torch.tensor([len(row) for row in lists])
+        hash_strings([text for row in lists for text in row]),
+        torch.tensor([len(row) for row in lists], device="cpu"),
     )
 
 
@@ -282,8 +283,8 @@ def _history(user: Tensor, movie: Tensor, times: Tensor, most: int) -> Ragged:
     """The user's last `most` movies before each sample, oldest first. The samples are sorted by time."""
     by_user = torch.argsort(user, stable=True)
     users, moments = user[by_user], times[by_user]
-    place = torch.arange(len(user))
-    new_user = torch.ones(len(user), dtype=torch.bool)
+    place = torch.arange(len(user), device="cpu")
+    new_user = torch.ones(len(user), dtype=torch.bool, device="cpu")
     new_user[1:] = users[1:] != users[:-1]
     new_second = new_user.clone()
     new_second[1:] |= moments[1:] != moments[:-1]
@@ -293,5 +294,5 @@ def _history(user: Tensor, movie: Tensor, times: Tensor, most: int) -> Ragged:
     # Below, row i belongs to sample by_user[i]. The last line restores the order of the samples.
     lengths = end - start
     shift = torch.repeat_interleave(start - lengths.cumsum(0) + lengths, lengths)
-    values = movie[by_user][torch.arange(len(shift)) + shift]
+    values = movie[by_user][torch.arange(len(shift), device="cpu") + shift]
     return take(Ragged.from_lengths(values, lengths), torch.argsort(by_user))

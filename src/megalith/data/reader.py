@@ -332,9 +332,11 @@ class MemoryReader(Reader):
     def _order(self, epoch: int) -> Tensor | None:
         n = len(self.samples)
         if self.shuffle is None:
-            return None if self.world_size == 1 else torch.arange(n)[self.rank :: self.world_size]
+            return (
+                None if self.world_size == 1 else torch.arange(n, device="cpu")[self.rank :: self.world_size]
+            )
         generator = torch.Generator().manual_seed((self.shuffle * 1_000_003 + epoch) % 2**63)
-        return torch.randperm(n, generator=generator)[self.rank :: self.world_size]
+        return torch.randperm(n, generator=generator, device="cpu")[self.rank :: self.world_size]
 
 
 def position_integer(position: Position, key: str, most: int | None = None) -> int:

@@ -227,7 +227,7 @@ class SyntheticReader(Reader):
     # ---- the content of a batch
 
     def _ids(self, feature: SyntheticFeature, index: int) -> Ragged:
-        lengths = torch.ones(self.batch_size, dtype=torch.int64)
+        lengths = torch.ones(self.batch_size, dtype=torch.int64, device="cpu")
         if feature.max_length > 1:
             uniform = self._uniform(f"{feature.name}/length", index, self.batch_size)
             lengths = (uniform * (feature.max_length + 1)).long()
@@ -242,8 +242,8 @@ class SyntheticReader(Reader):
 
     def _logits(self, columns: dict[str, Ragged], dense: Tensor | None, index: int) -> Tensor:
         angle = 0.0 if self.drift_period is None else 2 * math.pi * index / self.drift_period
-        linear = torch.zeros(self.batch_size, dtype=torch.float64)
-        total = torch.zeros(self.batch_size, VECTOR_DIM, dtype=torch.float64)
+        linear = torch.zeros(self.batch_size, dtype=torch.float64, device="cpu")
+        total = torch.zeros(self.batch_size, VECTOR_DIM, dtype=torch.float64, device="cpu")
         squares = torch.zeros_like(total)
         for name, column in columns.items():
             rows = self._pooled(f"{_KEY}/{name}", column)
@@ -251,7 +251,7 @@ class SyntheticReader(Reader):
             total += rows[:, 2:]
             squares += rows[:, 2:] ** 2
         if dense is not None:
-            weights = _normal(self.seed, f"{_KEY}/dense", torch.arange(self.num_dense), 1)
+            weights = _normal(self.seed, f"{_KEY}/dense", torch.arange(self.num_dense, device="cpu"), 1)
             linear += dense.double() @ weights[:, 0]
         count = len(columns)
         pairs = ((total**2 - squares) / 2).sum(1) / math.sqrt(VECTOR_DIM * max(count * (count - 1) / 2, 1))
@@ -262,14 +262,14 @@ class SyntheticReader(Reader):
     def _pooled(self, name: str, column: Ragged) -> Tensor:
         """The mean of the ids' true rows (weight, weight a quarter period later, vector); zeros if empty."""
         rows = _normal(self.seed, name, column.values, 2 + VECTOR_DIM)
-        sums = torch.zeros(len(column), rows.shape[1], dtype=torch.float64)
+        sums = torch.zeros(len(column), rows.shape[1], dtype=torch.float64, device="cpu")
         sums.index_add_(0, column.row_ids(), rows)
         return sums / column.lengths().clamp(min=1)[:, None]
 
     def _uniform(self, use: str, index: int, n: int) -> Tensor:
         """n uniform numbers between 0 and 1, float64, drawn from (seed, use, index)."""
         key = signed(table_key(self.seed, f"{_KEY}/draw/{use}/{index}"))
-        bits = mix(mix(torch.arange(n)) ^ key)
+        bits = mix(mix(torch.arange(n, device="cpu")) ^ key)
         return (shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 

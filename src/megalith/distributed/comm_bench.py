@@ -155,7 +155,10 @@ def measure(settings: CommSettings, group: dist.ProcessGroup | None = None) -> I
     links = _links(settings, group)
     for pattern, transport in settings.pairs:
         for size in sorted(settings.sizes) if transport in links else ():
-            if _slowest(torch.tensor([time.perf_counter() - begin]), group)[0] > settings.budget:
+            if (
+                _slowest(torch.tensor([time.perf_counter() - begin], device="cpu"), group)[0]
+                > settings.budget
+            ):
                 return
             yield _measure_one(pattern, transport, size, settings, links[transport])
 
@@ -184,7 +187,7 @@ def _measure_one(
     guess = min(_slowest(_timed(exchange, _WARM_UPS), group))
     calls = max(_FEWEST, min(settings.max_calls, int(settings.seconds / max(guess, 1e-9))))
     times = sorted(_slowest(_timed(exchange, calls), group))
-    sent = torch.tensor(float(exchange.sent))
+    sent = torch.tensor(float(exchange.sent), device="cpu")
     dist.all_reduce(sent, group=group)
     median = times[len(times) // 2]
     goodput = float(sent) / link.size / median
@@ -198,7 +201,7 @@ def _timed(exchange: MeasuredExchange, calls: int) -> Tensor:
         begin = time.perf_counter()
         exchange.call()
         seconds.append(time.perf_counter() - begin)
-    return torch.tensor(seconds)
+    return torch.tensor(seconds, device="cpu")
 
 
 def _slowest(seconds: Tensor, group: dist.ProcessGroup | None) -> list[float]:
@@ -212,7 +215,7 @@ def _slowest(seconds: Tensor, group: dist.ProcessGroup | None) -> list[float]:
 
 
 def _all_reduce(size: int, settings: CommSettings, link: RankLink) -> MeasuredExchange:
-    own = torch.zeros(_count(size, 4))
+    own = torch.zeros(_count(size, 4), device="cpu")
 
     def call() -> Tensor:
         dist.all_reduce(own, group=link.group)
@@ -240,10 +243,10 @@ def _ids(size: int, settings: CommSettings, link: RankLink) -> MeasuredExchange:
     """One piece of ids per rank and table, concatenated before the exchange and split after it."""
     world, rank = link.size, link.rank
     lengths = _shares(_count(size, 8), [1.0] * (world * settings.pieces))
-    pieces = [torch.full((length,), rank, dtype=torch.int64) for length in lengths]
+    pieces = [torch.full((length,), rank, dtype=torch.int64, device="cpu") for length in lengths]
     sent = [sum(lengths[peer * settings.pieces : (peer + 1) * settings.pieces]) for peer in range(world)]
     from_each = lengths[rank * settings.pieces : (rank + 1) * settings.pieces]
-    transfer = _transfer(torch.empty(sent[rank] * world, dtype=torch.int64), sent, link)
+    transfer = _transfer(torch.empty(sent[rank] * world, dtype=torch.int64, device="cpu"), sent, link)
 
     def call() -> Tensor:
         received = transfer(torch.cat(pieces))
@@ -255,8 +258,8 @@ def _ids(size: int, settings: CommSettings, link: RankLink) -> MeasuredExchange:
 
 def _all_to_all(counts: list[int], width: tuple[int, ...], link: RankLink) -> MeasuredExchange:
     """Every rank sends counts[peer] elements of float32 [*width] to each peer."""
-    own = torch.full((sum(counts), *width), float(link.rank))
-    received = torch.empty(counts[link.rank] * link.size, *width)
+    own = torch.full((sum(counts), *width), float(link.rank), device="cpu")
+    received = torch.empty(counts[link.rank] * link.size, *width, device="cpu")
     transfer = _transfer(received, counts, link)
     return MeasuredExchange(lambda: transfer(own), own.nbytes, own.nbytes - received.nbytes // link.size)
 

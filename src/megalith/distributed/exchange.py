@@ -356,7 +356,7 @@ def staging_buffer(size: int) -> Tensor:
     Returns:
         uint8 [size], uninitialized; pinned where torch has CUDA. torch keeps freed pinned memory for later.
     """
-    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available(), device="cpu")
 
 
 def _work(tasks: queue.SimpleQueue[Any]) -> None:

@@ -209,9 +209,9 @@ class Ranks:
         if self._group is None:
             self.log.append(what)
             return [data]
-        sizes = self._all_gather(what, torch.tensor([len(data)]), patience)
+        sizes = self._all_gather(what, torch.tensor([len(data)], device="cpu"), patience)
         counts = [int(each) for each in sizes]
-        own = torch.zeros(max(1, *counts), dtype=torch.uint8)
+        own = torch.zeros(max(1, *counts), dtype=torch.uint8, device="cpu")
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
         found = self._all_gather(what, own, 0.0)
         self.log.append(what)
@@ -315,7 +315,7 @@ class Ranks:
         if self._group is None:
             self.log.append(what)
             return data
-        out = torch.empty(sum(receive), dtype=data.dtype)
+        out = torch.empty(sum(receive), dtype=data.dtype, device="cpu")
         options = AllToAllOptions()
         options.timeout = timedelta(seconds=self.timeout)
         with self._exchanging(what):

@@ -131,7 +131,7 @@ class Columns:
         return estimate, False
 
     def _count(self, uids: Sequence[int], sample: float | None, *, spooled: bool) -> Tensor:
-        place, total = self._ranks.place, torch.zeros(len(uids), len(uids), dtype=torch.int64)
+        place, total = self._ranks.place, torch.zeros(len(uids), len(uids), dtype=torch.int64, device="cpu")
         spool = SpoolWriter(self._directory) if spooled and self._ranks.size > 1 else None
         try:
             for block in (each for blocks in self._blocks for each in blocks):
@@ -217,7 +217,7 @@ class Columns:
                         part = slice(low - mine[0], high - mine[0])
                         ranks.from_one("tiles", tile[part].cpu().contiguous(), place)
                         continue
-                    got = ranks.from_one("tiles", torch.empty(high - low, spec.size), place)
+                    got = ranks.from_one("tiles", torch.empty(high - low, spec.size, device="cpu"), place)
                     start, stop = _common((low, high), wanted[ranks.place])
                     if start < stop:
                         yield start, got[start - low : stop - low].to(there)
@@ -300,7 +300,7 @@ class Columns:
         def read(part: TablePart, peer: int, start: int, stop: int) -> Tensor:
             ids = part == "ids"
             shape = (stop - start,) if ids else (stop - start, table.dim)
-            data = torch.empty(shape, dtype=torch.int64 if ids else torch.float32)
+            data = torch.empty(shape, dtype=torch.int64 if ids else torch.float32, device="cpu")
             holder = self._holders[uids[peer]]
             if holder == place:
                 payload = self.result.payloads[uids[peer]]
@@ -370,7 +370,7 @@ class Columns:
         counts = [_length(s) for s in block.shares] if chosen is None else [len(rows) for rows in chosen]
         held = [uid for uid in uids if self._holders[uid] == place]
         send = [0 if p == place else len(held) * count * width for p, count in enumerate(counts)]
-        flat = torch.empty(sum(send), dtype=torch.uint8)
+        flat = torch.empty(sum(send), dtype=torch.uint8, device="cpu")
         at = 0
         for other in range(ranks.size):
             for uid in held if other != place else []:

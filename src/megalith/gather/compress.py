@@ -402,7 +402,7 @@ def _subtract(pending: Tensor, spec: ParameterSpec, indices: Tensor, sent: Packe
 
 
 def _unpack(packed: PackedRows, spec: ParameterSpec) -> Tensor:
-    chunks = torch.zeros(spec.rows, spec.size)
+    chunks = torch.zeros(spec.rows, spec.size, device="cpu")
     codes = unpack_codes(packed.codes, spec.keep, spec.bits).to(torch.int64)
     indices = unpack_indices(packed.indices, spec.keep).to(torch.int64)
     chunks.scatter_(1, indices, packed.lookup[codes])

@@ -200,10 +200,10 @@ def _reduce_table_rows(
 ) -> Tensor:
     """The rows of `count` ids, of the places and rows that each peer sent: float32 [count, dim]."""
     if config.rule != "mean":
-        columns = torch.arange(dim)
+        columns = torch.arange(dim, device="cpu")
         entries = [((places[:, None] * dim + columns).flatten(), rows.flatten()) for places, rows in sent]
         return _middle(entries, count * dim, num_peers, config).view(count, dim)
-    total, contributors = torch.zeros(count, dim), torch.zeros(count, 1)
+    total, contributors = torch.zeros(count, dim, device="cpu"), torch.zeros(count, 1, device="cpu")
     for places, rows in sent:
         total.index_add_(0, places, rows)
         contributors[places] += 1

@@ -311,7 +311,7 @@ class GatherResult:
         """
         chosen = self.uids if uids is None else self._accepted(uids)
         rows = [self.accepted[uid].norms for uid in chosen]
-        return torch.tensor(rows, dtype=torch.float64).view(len(chosen), len(self.schema.names))
+        return torch.tensor(rows, dtype=torch.float64, device="cpu").view(len(chosen), len(self.schema.names))
 
     def held(self, uids: Sequence[int]) -> list[Payload]:
         """Return payloads.

@@ -123,7 +123,9 @@ class Simulation:
             return
         author = (uid + 1) % self.peers if fault == "copy" else uid
         make = torch.Generator().manual_seed((self.seed * 1009 + window) * 1_000_003 + author)
-        update = {name: 0.01 * torch.randn(shape, generator=make) for name, shape in SHAPES.items()}
+        update = {
+            name: 0.01 * torch.randn(shape, generator=make, device="cpu") for name, shape in SHAPES.items()
+        }
         label = Label(RUN, window, uid, global_step=window)
         data = bytearray(compress(update, _schema()).to_bytes(label))
         if fault == "corrupt":
@@ -174,7 +176,7 @@ def _schema() -> PayloadSchema:
 def _weights() -> dict[str, Tensor]:
     """The initial weights, equal everywhere."""
     make = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=make) for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=make, device="cpu") for name, shape in SHAPES.items()}
 
 
 def run_rank(simulation: Simulation, directory: Path, ranks: Ranks | None, report: Path | None) -> str:

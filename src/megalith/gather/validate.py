@@ -141,7 +141,7 @@ def _check_parameter(
     spec = entry.spec
     rows = max(1, min(spec.rows, work_bytes // (spec.keep * _BYTES_PER_POSITION)))
     lookup = payload.lookup(number)
-    counts = torch.zeros(spec.bins, dtype=torch.int64)
+    counts = torch.zeros(spec.bins, dtype=torch.int64, device="cpu")
     check_indices = partial(_check_indices, spec)
     count_codes = partial(_count_codes, spec, counts)
     check_values = partial(_check_values, f"{spec.name!r}", max_value)

@@ -74,8 +74,10 @@ class BatchPreparer:
             absent.append(name)
         rows = next((len(c) for n, c in columns.items() if not self._plan.features[n].shared), 0)
         for name in absent:
-            splits = torch.zeros((1 if self._plan.features[name].shared else rows) + 1, dtype=torch.int64)
-            columns[name] = Ragged(torch.empty(0, dtype=torch.int64), splits)
+            splits = torch.zeros(
+                (1 if self._plan.features[name].shared else rows) + 1, dtype=torch.int64, device="cpu"
+            )
+            columns[name] = Ragged(torch.empty(0, dtype=torch.int64, device="cpu"), splits)
         return columns
 
 

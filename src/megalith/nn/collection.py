@@ -312,7 +312,7 @@ class EmbeddingCollection(nn.Module):
     def grad_norm(self) -> Tensor:
         """Return the L2 norm of the collected output gradients, to clip dense and sparse ones jointly."""
         squares = [g.square().sum() for p in self._pending for g in p.grads or ()]
-        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+        return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device="cpu")
 
     def fail(self, lookup: Lookup, error: Exception, *, leave: bool = False) -> NoReturn:
         """Fail the update of a forward that this rank will not make; see `Lookup.fail`.

@@ -47,7 +47,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
             copies.append(tensor.cpu())
             continue
         devices.add(tensor.device)
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         copies.append(copy.copy_(tensor.detach(), non_blocking=True))
     for device in devices:
         torch.cuda.current_stream(device).synchronize()

@@ -89,7 +89,7 @@ def collect_state(
             check_state_caller(size)
         shards.flush()
         tables = {name: _rows_of(table) for name, table in shards.local.items()}
-    found: dict[str, Tensor] = {state_key(): torch.tensor([global_step, size, rank])}
+    found: dict[str, Tensor] = {state_key(): torch.tensor([global_step, size, rank], device="cpu")}
     for name, pieces in tables.items():
         found |= {f"{_label()}/{name}/{piece}": StateTensor.of(x) for piece, x in pieces.items()}
     return found
@@ -219,15 +219,15 @@ def _pending(table: Table) -> dict[str, Tensor]:
 def _no_rows(config: TableConfig) -> dict[str, Tensor]:
     """Return what `_rows_of` returns for a table without rows."""
     state = {
-        f"state/{column.key}": torch.empty(0, column.end - column.start, dtype=torch.float32)
+        f"state/{column.key}": torch.empty(0, column.end - column.start, dtype=torch.float32, device="cpu")
         for column in config.state_columns
     }
     return {
-        "ids": torch.empty(0, dtype=torch.int64),
-        "rows": torch.empty(0, config.dim, dtype=torch.float32),
+        "ids": torch.empty(0, dtype=torch.int64, device="cpu"),
+        "rows": torch.empty(0, config.dim, dtype=torch.float32, device="cpu"),
         **state,
-        "time": torch.empty(0, dtype=torch.int64),
-        **{name: torch.empty(0, dtype=torch.int64) for name in _extra_names(config)},
+        "time": torch.empty(0, dtype=torch.int64, device="cpu"),
+        **{name: torch.empty(0, dtype=torch.int64, device="cpu") for name in _extra_names(config)},
     }
 
 
@@ -260,7 +260,7 @@ def _set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Tensor]]) -> None
 def _counted_ids(table: Table, saved: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the ids without a row and their counts on the CPU; raise InputError if they are wrong."""
     names = ("pending_ids", "pending_counts")
-    none = torch.empty(0, dtype=torch.int64)
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
     if ("pending_ids" in saved) != ("pending_counts" in saved):
         raise InputError(f"table {table.name!r}: state_dict holds only one of {' and '.join(names)}")
     ids, counts = (saved[name].cpu() if name in saved else none for name in names)

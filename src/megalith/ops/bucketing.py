@@ -232,13 +232,13 @@ def _dedup_native(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     native: Any = native_module()
     n = ids.shape[0]
-    index, first, unique = (torch.empty(n, dtype=torch.int64) for _ in range(3))
-    counts = torch.empty(shards * (splits.shape[0] - 1), dtype=torch.int64)
+    index, first, unique = (torch.empty(n, dtype=torch.int64, device="cpu") for _ in range(3))
+    counts = torch.empty(shards * (splits.shape[0] - 1), dtype=torch.int64, device="cpu")
     by = tuple(rule) if owners is None else _narrow(owners, shards, name)
     ids, splits = ids.contiguous(), splits.contiguous()
     threads = torch.get_num_threads()
-    offsets = torch.empty(n if widths else 0, dtype=torch.int64)
-    sizes = (torch.tensor(widths), offsets) if widths else (None, None)
+    offsets = torch.empty(n if widths else 0, dtype=torch.int64, device="cpu")
+    sizes = (torch.tensor(widths, device="cpu"), offsets) if widths else (None, None)
     u = native.dedup(ids, splits, by, shards, distinct, index, first, unique, counts, *sizes, name, threads)
     return unique[:u], first[:u], counts, index, offsets
 
@@ -314,7 +314,7 @@ _dedup = define_op(
 
 def _match_native(keys: Tensor, queries: Tensor, name: str, missing_ok: bool) -> Tensor:
     native: Any = native_module()
-    found = torch.empty(queries.shape[0], dtype=torch.int64)
+    found = torch.empty(queries.shape[0], dtype=torch.int64, device="cpu")
     native.match(keys.contiguous(), queries.contiguous(), found, torch.get_num_threads())
     return _all_found(found, queries, name, missing_ok)
 
@@ -351,8 +351,8 @@ def _bucketize_native(
     native: Any = native_module()
     values = ids if owners is None else owners
     assert values is not None
-    lengths = torch.empty(shards * (splits.shape[0] - 1), dtype=torch.int64)
-    place = torch.empty(values.shape[0], dtype=torch.int64)
+    lengths = torch.empty(shards * (splits.shape[0] - 1), dtype=torch.int64, device="cpu")
+    place = torch.empty(values.shape[0], dtype=torch.int64, device="cpu")
     by = tuple(rule) if owners is None else _narrow(owners, shards, name)
     ids = None if ids is None else ids.contiguous()
     native.bucketize(ids, splits.contiguous(), by, shards, lengths, place, name, torch.get_num_threads())

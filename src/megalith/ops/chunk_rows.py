@@ -163,7 +163,10 @@ def largest_of_chunks(matrix: Tensor, chunk: tuple[int, int], keep: int) -> tupl
     if native is None:
         return None
     rows = math.prod(-(-side // each) for side, each in zip(matrix.shape, chunk, strict=True))
-    indices, values = torch.empty(rows, keep, dtype=torch.int64), torch.empty(rows, keep)
+    indices, values = (
+        torch.empty(rows, keep, dtype=torch.int64, device="cpu"),
+        torch.empty(rows, keep, device="cpu"),
+    )
     native.largest_of_chunks(matrix, *chunk, indices, values, torch.get_num_threads())
     return indices, values
 
@@ -200,7 +203,7 @@ def count_codes(packed: Tensor, keep: int, bits: int) -> tuple[Tensor, bool]:
     Returns:
         How often each code occurs, int64 [2^bits], and whether unused bits are set.
     """
-    counts = torch.zeros(1 << bits, dtype=torch.int64)
+    counts = torch.zeros(1 << bits, dtype=torch.int64, device="cpu")
     native = _native(packed)
     if native is not None:
         return counts, bool(native.count_codes(packed, keep, bits, counts))

@@ -58,4 +58,4 @@ def _basis(side: int, device: torch.device) -> Tensor:
         ]
         for k in range(side)
     ]
-    return torch.tensor(rows, dtype=torch.float64).to(torch.float32).to(device)
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").to(torch.float32).to(device)

@@ -147,7 +147,7 @@ def _scattered(
     pieces: Sequence[Tensor], indices: Sequence[Tensor], size: int, strides: Sizes, name: str
 ) -> Tensor:
     if not pieces:
-        return torch.zeros(size, dtype=torch.float32)
+        return torch.zeros(size, dtype=torch.float32, device="cpu")
     if torch.is_grad_enabled() and any(p.requires_grad for p in pieces):
         tensors = copy_repeated([*pieces, *indices])
         out: Tensor = _Scatter.apply(len(pieces), tuple(strides), size, name, *tensors)

@@ -81,7 +81,7 @@ def hash_strings_twin(strings: Strings, *, seed: int = 0) -> Tensor:
     items, shape = _items(strings)
     seed = _check_seed(seed)
     hashes = [signed(_xxhash64(_encode(item, i), seed)) for i, item in enumerate(items)]
-    return torch.tensor(hashes, dtype=torch.int64).view(shape)
+    return torch.tensor(hashes, dtype=torch.int64, device="cpu").view(shape)
 
 
 def hash_bytes(data: Buffer, offsets: Tensor, *, seed: int = 0) -> Tensor:
@@ -152,7 +152,7 @@ def fid(slot: int | Tensor, id: int | Tensor) -> int | Tensor:
     if isinstance(id, Tensor):
         id = torch.where((id >= 0) & (id <= ID_MASK), id, mix(id) & ID_MASK)
     elif not 0 <= id <= ID_MASK:
-        id = int(mix(torch.tensor(signed(id & _WORD)))) & ID_MASK
+        id = int(mix(torch.tensor(signed(id & _WORD), device="cpu"))) & ID_MASK
     joined: int | Tensor = slot << SLOT_SHIFT | id
     return joined
 
@@ -245,8 +245,8 @@ def _hash(data: bytes, offsets: Tensor, seed: int) -> Tensor:
     native = native_module()
     if native is None:
         hashes = [signed(_xxhash64(data[a:b], seed)) for a, b in pairwise(offsets.tolist())]
-        return torch.tensor(hashes, dtype=torch.int64)
-    out = torch.empty(offsets.numel() - 1, dtype=torch.int64)
+        return torch.tensor(hashes, dtype=torch.int64, device="cpu")
+    out = torch.empty(offsets.numel() - 1, dtype=torch.int64, device="cpu")
     native.hash_strings(data, offsets, seed, out, torch.get_num_threads())
     return out
 

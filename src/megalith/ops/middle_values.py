@@ -30,7 +30,7 @@ def middle_values(
         float32 [size], zero where no value was sent.
     """
     if not sent:
-        return torch.zeros(size)
+        return torch.zeros(size, device="cpu")
     most = len(sent) if senders is None else senders
     places = torch.cat([each for each, _ in sent])
     values = torch.cat([each for _, each in sent])

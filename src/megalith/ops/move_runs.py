@@ -279,7 +279,7 @@ def _move_native(
 ) -> Tensor:
     native: Any = native_module()
     wide = torch.promote_types(values.dtype, torch.float32)
-    out = torch.zeros(size, dtype=wide)
+    out = torch.zeros(size, dtype=wide, device="cpu")
     runs = (source.contiguous(), target.contiguous(), widths.contiguous())
     native.move_runs(values.to(wide).contiguous(), *runs, out, name)
     return out.to(values.dtype)
@@ -328,7 +328,7 @@ class _MoveRuns(torch.autograd.Function):
 
 def _locate_native(packed: Tensor, bases: Tensor, ends: Tensor, widths: Tensor, name: str) -> Tensor:
     native: Any = native_module()
-    out = torch.empty(packed.shape[0], dtype=torch.int64)
+    out = torch.empty(packed.shape[0], dtype=torch.int64, device="cpu")
     bad = native.locate(packed.contiguous(), bases, ends.contiguous(), widths, out)
     if bad >= 0:
         _raise_packed(packed, bad, name)

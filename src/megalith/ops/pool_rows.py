@@ -201,7 +201,7 @@ def _parts_tensor(bags: Sequence[Bags]) -> Tensor:
         for f, b in enumerate(bags)
         for p in b.parts
     ]
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 9)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 9)
 
 
 def _bags(

@@ -208,7 +208,7 @@ class Pooling:
             if not isinstance(tables, list | tuple | set | Mapping):
                 raise InputError(f"tables must be a list of names, got {type(tables).__name__}")
             tables = [_check_name(table) for table in tables]
-        device = None if device is None else _check_device(device)
+        device = torch.device("cpu") if device is None else _check_device(device)
         if not isinstance(self.coverage, Coverage):
             raise InputError(f"coverage must be a Coverage, got {type(self.coverage).__name__}")
         covered = self.coverage.of(self, tuple(self.bags if tables is None else tables))
@@ -551,7 +551,7 @@ def unpool(
     _check_count("num_occurrences", num_occurrences)
     _check_count("dim", dim)
     bags = _check_bags(bags, num_occurrences, dim, grads)
-    like = grads[0] if grads else torch.empty(0)
+    like = grads[0] if grads else torch.empty(0, device="cpu")
     result = like.new_zeros(num_occurrences, dim)
     reached = torch.zeros(num_occurrences, dtype=torch.bool, device=result.device)
     for feature in bags:

@@ -189,13 +189,13 @@ def _check(ids: Tensor, ranks: int, counts: Tensor | None, batch_size: int | Non
 
 
 def _load(owner: Tensor, weights: Tensor, ranks: int) -> Load:
-    total = torch.zeros(ranks, dtype=torch.int64).index_add_(0, owner.long(), weights)
+    total = torch.zeros(ranks, dtype=torch.int64, device="cpu").index_add_(0, owner.long(), weights)
     return Load(total.tolist())
 
 
 def _times_sent(inverse: Tensor, num_distinct: int, batch_size: int) -> Tensor:
     """Number of batches that contain each distinct id, int64 [num_distinct]."""
-    batch = torch.arange(len(inverse)) // batch_size
+    batch = torch.arange(len(inverse), device="cpu") // batch_size
     once = torch.unique(batch * num_distinct + inverse)
     return torch.bincount(once % num_distinct, minlength=num_distinct)
 

@@ -101,7 +101,7 @@ def _from_checkpoint(root: Path, size: int, table: str | None) -> Sample:
     for found, count in read_ids(root, entries):
         # Random rows: every n-th row of consecutive ids would introduce a pattern.
         part = -(-size * len(found) // summary.rows)
-        chosen = torch.randperm(len(found), generator=generator)[:part]
+        chosen = torch.randperm(len(found), generator=generator, device="cpu")[:part]
         ids.append(found[chosen])
         if count is not None:
             counts.append(count[chosen])
@@ -140,7 +140,7 @@ def _from_lines(source: Path, size: int, hash: bool | None) -> Tensor:
     if not lines:
         raise InputError(f"{source} contains no ids")
     if not hash and all(_INTEGER.fullmatch(line) for line in lines):
-        return torch.tensor([_integer(line, source) for line in lines])
+        return torch.tensor([_integer(line, source) for line in lines], device="cpu")
     if hash is False:
         wrong = next(line for line in lines if not _INTEGER.fullmatch(line))
         raise InputError(f"{source}: {wrong[:60]!r} is not an integer")
@@ -205,7 +205,7 @@ def _take(parts: Iterator[Tensor], size: int) -> Tensor:
         left -= len(taken[-1])
         if left <= 0:
             break
-    ids = torch.cat(taken) if taken else torch.empty(0, dtype=torch.int64)
+    ids = torch.cat(taken) if taken else torch.empty(0, dtype=torch.int64, device="cpu")
     if not len(ids):
         raise InputError("the source contains no ids")
     return ids

@@ -184,7 +184,9 @@ class CommMetrics:
         self._callback = callback
         self._rank = shards.rank
         order = list(shards.configs)
-        self._columns = torch.tensor([order.index(name) for name in self.tables], dtype=torch.int64)
+        self._columns = torch.tensor(
+            [order.index(name) for name in self.tables], dtype=torch.int64, device="cpu"
+        )
         self._reset()
         shards.add_recorder(self)
 
@@ -227,8 +229,10 @@ class CommMetrics:
     # ---- in the thread of the exchange
 
     def _reset(self) -> None:
-        self._counts = torch.zeros(len(self.tables), len(COUNTS), dtype=torch.int64)
-        self._splits = torch.zeros(len(SPLITS), len(self.tables), self._shards.world_size, dtype=torch.int64)
+        self._counts = torch.zeros(len(self.tables), len(COUNTS), dtype=torch.int64, device="cpu")
+        self._splits = torch.zeros(
+            len(SPLITS), len(self.tables), self._shards.world_size, dtype=torch.int64, device="cpu"
+        )
         self._waits = dict.fromkeys(EXCHANGES, 0.0)
         self._lookups = 0
 
@@ -255,7 +259,7 @@ class CommMetrics:
     def sent(self, exchange: str, out: Tensor, into: Tensor, row_bytes: Sequence[int]) -> None:
         """See `Recorder.sent`."""
         self._splits[SPLITS.index(exchange)] += out.t()[self._columns]
-        each = torch.tensor(row_bytes, dtype=torch.int64)
+        each = torch.tensor(row_bytes, dtype=torch.int64, device="cpu")
         self._add("bytes_sent", self._away(out) * each)
         self._add("bytes_received", self._away(into) * each)
 

@@ -527,7 +527,7 @@ def missing_status(ids: Tensor) -> Tensor:
     Returns:
         -1 for each id, int32 [n].
     """
-    return torch.full((ids.numel(),), -1, dtype=torch.int32)
+    return torch.full((ids.numel(),), -1, dtype=torch.int32, device="cpu")
 
 
 def check_function(function: Any) -> None:

@@ -92,7 +92,7 @@ class GradientMessage:
         self._with_counts = with_counts
         self._wire = wire
         self._dims = dims
-        self._row_bytes = torch.tensor([wire.row_bytes(dim) for dim in dims], dtype=torch.int64)
+        self._row_bytes = torch.tensor([wire.row_bytes(dim) for dim in dims], dtype=torch.int64, device="cpu")
         self._new_buffer = new_buffer
         self._device = new_buffer(0).device
 
@@ -199,9 +199,9 @@ def push_head(number: int, flags: int, push: GradientPush | None) -> Tensor:
         int64 [6].
     """
     if push is None:
-        return torch.tensor([number, flags, 0, NO_TIME, 0, 0])
+        return torch.tensor([number, flags, 0, NO_TIME, 0, 0], device="cpu")
     bits = struct.unpack("=2q", struct.pack("=2d", push.scale, push.clip_norm))
-    return torch.tensor([number, flags, push.step, seconds_word(push.time), *bits])
+    return torch.tensor([number, flags, push.step, seconds_word(push.time), *bits], device="cpu")
 
 
 def read_head(part: Tensor) -> list[int]:

@@ -232,8 +232,9 @@ def joint_weights(
     """
     if not any(bags.weights is not None for name in tables for bags in pooling.of(name)):
         return None
+    place = torch.device("cpu") if device is None else device
     pieces = []
     for name, size in zip(tables, sizes, strict=True):
         own = next((bags.weights for bags in pooling.of(name) if bags.weights is not None), None)
-        pieces.append(torch.ones(size, dtype=torch.float32, device=device) if own is None else own)
+        pieces.append(torch.ones(size, dtype=torch.float32, device=place) if own is None else own)
     return torch.cat(pieces)

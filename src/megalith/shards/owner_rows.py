@@ -29,7 +29,7 @@ class OwnerRows:
         self._engines = shards.engines
         self._names = list(shards.local)
         self._dims = [table.dim for table in shards.local.values()]
-        self._widths = torch.tensor(self._dims, dtype=torch.int64)
+        self._widths = torch.tensor(self._dims, dtype=torch.int64, device="cpu")
 
     def floats(self, counts: Tensor) -> Tensor:
         """Return the size of rows.

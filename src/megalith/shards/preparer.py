@@ -206,7 +206,7 @@ class RoutingPreparer(LocalPreparer):
             check_table_name(name, self._checks)
         checked = {name: self._checks[name].ids_and_rows(pair) for name, pair in rows.items()}
         routed = self.route({name: ids for name, (ids, _) in checked.items()}, distinct=False)
-        size = int((routed.deduped.counts @ torch.tensor(self._dims, dtype=torch.int64)).sum())
+        size = int((routed.deduped.counts @ torch.tensor(self._dims, dtype=torch.int64, device="cpu")).sum())
         pieces = [values for _, values in checked.values()]
         return routed, scatter_pieces(pieces, [routed.offsets(name) for name in checked], size)
 
@@ -221,7 +221,7 @@ class RoutingPreparer(LocalPreparer):
             The ids with their routes.
         """
         columns = [checked.get(name, _NONE) for name in self._checks]
-        splits = torch.tensor([0, *(column.numel() for column in columns)]).cumsum(0)
+        splits = torch.tensor([0, *(column.numel() for column in columns)], device="cpu").cumsum(0)
         begin = dict(zip(self._checks, splits.tolist(), strict=False))
         if not all(column.is_cpu for column in columns):
             columns = [column.to(self.device, non_blocking=True) for column in columns]
@@ -245,7 +245,7 @@ class RoutingPreparer(LocalPreparer):
         return RoutedIds(ordered, found, begin, flat.numel(), self._routes)
 
 
-_NONE = torch.empty(0, dtype=torch.int64)
+_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def make_routers(

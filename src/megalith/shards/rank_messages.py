@@ -92,7 +92,7 @@ class RankMessages:
         self._tables = tables = shards.local
         self._names = list(tables)
         self._dims = [table.dim for table in tables.values()]
-        self._widths = torch.tensor(self._dims, dtype=torch.int64)
+        self._widths = torch.tensor(self._dims, dtype=torch.int64, device="cpu")
         self._rows_wire, self._grads_wire = make_wire(wire[0]), make_wire(wire[1])
         counting = any(table.config.admission is not None for table in tables.values())
         self._gradients = GradientMessage(
@@ -189,8 +189,14 @@ class RankMessages:
     ) -> RequestedIds:
         size, tables = self._exchange.size, len(self._names)
         self._calls += 1
-        words = torch.tensor([CALLS.index(call), self._calls, flags, seconds_word(time)]).expand(size, _HEAD)
-        sent = torch.zeros(size, tables, dtype=torch.int64) if routed is None else routed.deduped.counts
+        words = torch.tensor(
+            [CALLS.index(call), self._calls, flags, seconds_word(time)], device="cpu"
+        ).expand(size, _HEAD)
+        sent = (
+            torch.zeros(size, tables, dtype=torch.int64, device="cpu")
+            if routed is None
+            else routed.deduped.counts
+        )
         head = torch.cat([words, sent], 1)
         width = head.shape[1] * 8
         what = self._what(call, "sizes")
@@ -400,7 +406,7 @@ class RankMessages:
             The status of each id of this rank, int32 [n] on the CPU, in the order of `routed`.
         """
         requested = self.request("reinitialize", routed, time=time)
-        status = torch.empty(int(requested.counts.sum()), dtype=torch.int32)
+        status = torch.empty(int(requested.counts.sum()), dtype=torch.int32, device="cpu")
         blocks = blocks_by_table(status, requested.counts)
         for t, name in enumerate(self._names):
             if requested.ids[name].numel():

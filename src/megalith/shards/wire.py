@@ -161,7 +161,7 @@ class _Int8(Wire):
 
     def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
         """See `Wire.sizes`."""
-        sizes = counts @ torch.tensor([self.row_bytes(dim) for dim in dims], dtype=torch.int64)
+        sizes = counts @ torch.tensor([self.row_bytes(dim) for dim in dims], dtype=torch.int64, device="cpu")
         return [-(-int(n) // 8) * 8 for n in sizes.tolist()]
 
     def encode(self, flat: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:

@@ -144,7 +144,7 @@ class ObjectStore(Store):
         """See `Store.read`."""
         checks.integer(start, "read: start", least=0)
         if not checks.integer(size, "read: size", least=0):
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         with self._request(f"reading {name}"):
             found = self._obstore.get_range(self._store, self._key(name), start=start, length=size)
             data = bytearray(found)

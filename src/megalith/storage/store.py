@@ -353,7 +353,11 @@ class LocalStore(Store):
 
     def read(self, name: str, size: int, start: int = 0) -> Tensor:
         """See `Store.read`."""
-        data = torch.empty(size, dtype=torch.uint8) if self._buffers is None else self._buffers.new(size)
+        data = (
+            torch.empty(size, dtype=torch.uint8, device="cpu")
+            if self._buffers is None
+            else self._buffers.new(size)
+        )
         view = view_of(data)
         with open(self.root / name, "rb", buffering=0) as file:
             file.seek(start)

@@ -218,7 +218,7 @@ def tensor_of(data: bytearray | bytes, dtype: torch.dtype) -> Tensor:
     Returns:
         [n], in the same memory.
     """
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def _place(info: Any, start: int) -> TensorPlace | None:

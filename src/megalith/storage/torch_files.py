@@ -124,7 +124,11 @@ class TorchFile:
         if not 0 <= start <= stop <= tensor.numel or tensor.offset + tensor.numel > storage.length:
             raise _corrupt(f"a tensor reaches past its storage {storage.key!r:.40}")
         data = self._body.read(place[0] + size * (tensor.offset + start), size * (stop - start))
-        return torch.frombuffer(data, dtype=storage.dtype) if data else torch.zeros(0, dtype=storage.dtype)
+        return (
+            torch.frombuffer(data, dtype=storage.dtype)
+            if data
+            else torch.zeros(0, dtype=storage.dtype, device="cpu")
+        )
 
 
 def _directory(body: Body, longest_pickle: int) -> dict[str, tuple[int, int]]:

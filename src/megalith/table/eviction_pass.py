@@ -54,7 +54,7 @@ class EvictionPass:
         Returns:
             The removed ids, int64.
         """
-        removed = [torch.empty(0, dtype=torch.int64)]
+        removed = [torch.empty(0, dtype=torch.int64, device="cpu")]
         with self._lock:
             self._at, more = 0, True
             while more:
@@ -92,7 +92,7 @@ class EvictionPass:
 
     def _part(self, now: int, rows: int) -> tuple[Tensor, bool]:
         """Visit some rows. Returns the removed ids, and whether the pass is not finished."""
-        removed = torch.empty(0, dtype=torch.int64)
+        removed = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._at == 0:
             self._rows = rows
         rows = max(rows, self._rows)
@@ -111,7 +111,7 @@ class EvictionPass:
         watch = self._engine.open_watch()  # a row that is written from now on stays
         try:
             chunk, self._at = self._engine.scan_part(self._at, rows, rows=needs_rows, watch=watch)
-            expired = torch.zeros(chunk.ids.shape[0], dtype=torch.bool)
+            expired = torch.zeros(chunk.ids.shape[0], dtype=torch.bool, device="cpu")
             for policy in self._policies:
                 expired |= self._checks.flags(policy.expired(chunk, now), expired.shape[0], policy.name)
             ids = chunk.ids[expired]

@@ -60,7 +60,7 @@ class FixedPoint(ServingPrecision):
 
     def encode(self, rows: Tensor) -> Tensor:
         """See `ServingPrecision.encode`: numbers of steps as int8; NaN becomes 0."""
-        return fixed_point_codes(rows, torch.tensor(self.unit)).view(torch.uint8)
+        return fixed_point_codes(rows, torch.tensor(self.unit, device="cpu")).view(torch.uint8)
 
     def decode(self, codes: Tensor, dim: int) -> Tensor:
         """See `ServingPrecision.decode`."""

@@ -109,7 +109,7 @@ class Uniform(Initializer):
     @property
     def params(self) -> tuple[float, float]:
         """Lower bound and width."""
-        low, high = (torch.tensor(x, dtype=torch.float32) for x in (self.low, self.high))
+        low, high = (torch.tensor(x, dtype=torch.float32, device="cpu") for x in (self.low, self.high))
         return (low.item(), (high - low).item())
 
 

@@ -603,7 +603,11 @@ class Table:
             return False
         if not -(2**63) <= id < 2**63:
             return False
-        return bool(self.engine_impl.has_rows(self.checks.ids(torch.tensor([id], dtype=torch.int64))).item())
+        return bool(
+            self.engine_impl.has_rows(
+                self.checks.ids(torch.tensor([id], dtype=torch.int64, device="cpu"))
+            ).item()
+        )
 
     def stats(self) -> TableStats:
         """Return numbers about the table."""

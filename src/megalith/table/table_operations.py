@@ -93,7 +93,11 @@ def _columns(table: Table) -> tuple[list[int], dict[str, int]]:
 
 def _times(table: Table) -> tuple[Tensor, Tensor]:
     """Return all ids in increasing order, and their last-update times."""
-    ids, times, at = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)], 0
+    ids, times, at = (
+        [torch.empty(0, dtype=torch.int64, device="cpu")],
+        [torch.empty(0, dtype=torch.int64, device="cpu")],
+        0,
+    )
     while at >= 0:
         chunk, at = table.engine_impl.scan_part(at, MERGE_ROWS, rows=False)
         ids.append(chunk.ids)
@@ -118,7 +122,7 @@ def unwanted_ids(table: Table, predicate: Predicate, chunk_size: int) -> Tensor:
     """
     if not callable(predicate) or isinstance(predicate, type):
         raise InputError(f"table {table.name!r}: filter takes a function of a Chunk, got {predicate!r}")
-    unwanted = [torch.empty(0, dtype=torch.int64)]
+    unwanted = [torch.empty(0, dtype=torch.int64, device="cpu")]
     for chunk in table.scan(chunk_size):
         keep = predicate(chunk)
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.shape != chunk.ids.shape:

@@ -450,7 +450,10 @@ class InputChecks:
         times = self._small_integers("time", chunk.time, n).cpu()
         counts = steps = None
         if self.config.counted:
-            once, first = torch.ones(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
+            once, first = (
+                torch.ones(n, dtype=torch.int64, device="cpu"),
+                torch.zeros(n, dtype=torch.int64, device="cpu"),
+            )
             counts = once if chunk.count is None else self._small_integers("count", chunk.count, n).cpu()
             steps = first if chunk.step is None else self._small_integers("step", chunk.step, n).cpu()
         return Chunk(ids, rows, state, times, counts, steps)

@@ -50,7 +50,7 @@ class DenseAdam(Optimizer):
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
             [],
-            [torch.tensor(float(step))],
+            [torch.tensor(float(step), device="cpu")],
             foreach=False,
             amsgrad=False,
             beta1=0.9,
@@ -90,8 +90,8 @@ class DenseWeights:
             )
         self._sizes = [p.numel() for p in self._parameters]
         self._rows = -(-sum(self._sizes) // WIDTH)
-        self._ids = torch.arange(self._rows)
-        self._empty = torch.zeros(self._rows * WIDTH - sum(self._sizes))
+        self._ids = torch.arange(self._rows, device="cpu")
+        self._empty = torch.zeros(self._rows * WIDTH - sum(self._sizes), device="cpu")
         self.shards = place([TableConfig(TABLE, dim=WIDTH, optimizer=DenseAdam(lr), initializer=Zeros())])
         self.at = 0
 
@@ -132,7 +132,7 @@ class DenseWeights:
             state[name] = self._as_rows([torch.zeros_like(p) if x is None else x for x, p in values])
         rows = self._as_rows(self._parameters)
         columns = {c.key: state[c.name] for c in self.shards.configs[TABLE].state_columns}
-        time = torch.zeros(self._rows, dtype=torch.int64)
+        time = torch.zeros(self._rows, dtype=torch.int64, device="cpu")
         self.shards.restore(TABLE, Chunk(self._ids, rows=rows, state=columns, time=time))
         self.shards.flush()
 
@@ -154,7 +154,7 @@ class DenseWeights:
             state[column.name] = self._as_weights(found)
         for number, parameter in enumerate(self._parameters):
             own = {name: values[number].clone() for name, values in state.items()}
-            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **own}
+            optimizer.state[parameter] = {"step": torch.tensor(float(step), device="cpu"), **own}
 
     def save(self, path: Path) -> None:
         """Write a checkpoint that servers start again from; their logs then begin there.

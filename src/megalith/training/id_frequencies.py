@@ -81,11 +81,11 @@ class IdFrequencies:
             folder: The folder of the counts.
             step: Step of the checkpoint that they belong to.
         """
-        tensors = {"samples": torch.tensor(self.samples)}
+        tensors = {"samples": torch.tensor(self.samples, device="cpu")}
         for name, counts in self._counts.items():
             counts.compact()
             tensors |= {f"ids/{name}": counts.ids, f"counts/{name}": counts.counts}
-            tensors[f"level/{name}"] = torch.tensor([counts.level, counts.occurrences])
+            tensors[f"level/{name}"] = torch.tensor([counts.level, counts.occurrences], device="cpu")
         write_atomically(_file(folder, step), encode(tensors))
 
     @classmethod
@@ -143,8 +143,8 @@ class _IdCounts:
         level: int = 0,
         occurrences: int = 0,
     ) -> None:
-        self.ids = torch.empty(0, dtype=torch.int64) if ids is None else ids
-        self.counts = torch.empty(0, dtype=torch.int64) if counts is None else counts
+        self.ids = torch.empty(0, dtype=torch.int64, device="cpu") if ids is None else ids
+        self.counts = torch.empty(0, dtype=torch.int64, device="cpu") if counts is None else counts
         self.level = level
         self.occurrences = occurrences
         self._pending: list[Tensor] = []

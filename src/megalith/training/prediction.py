@@ -38,7 +38,7 @@ def predict_file(
         InputError: The name of the file has another suffix, or a row cannot be read.
     """
     check_output(out)
-    scores = torch.cat([torch.empty(0), *_scores(model, reader, on_batch)])
+    scores = torch.cat([torch.empty(0, device="cpu"), *_scores(model, reader, on_batch)])
     temporary = out.with_name(out.name + ".tmp")
     _write(temporary, out.suffix, scores.tolist())
     os.replace(temporary, out)

@@ -126,7 +126,7 @@ class ScalarWriter:
             return
         for name, each in values.items():
             if each:
-                self._writer.add_histogram(name, torch.tensor(each), step)
+                self._writer.add_histogram(name, torch.tensor(each, device="cpu"), step)
 
     def close(self) -> None:
         """Flushes and closes the event files."""

@@ -143,7 +143,7 @@ class RowImport:
 
     def _usable(self, piece: ImportedRows) -> Tensor:
         """Return which rows are finite, bool [n]; unless such rows are skipped, raise if one is not."""
-        finite = torch.ones(piece.ids.numel(), dtype=torch.bool)
+        finite = torch.ones(piece.ids.numel(), dtype=torch.bool, device="cpu")
         for values in (piece.rows, *piece.state.values()):
             if not all_finite(values):
                 finite &= torch.isfinite(values).all(1)
@@ -179,7 +179,7 @@ def fresh_state(config: TableConfig, n: int) -> dict[str, Tensor]:
     Returns:
         float32 [n, size] by "segment number/name".
     """
-    return {c.key: torch.full((n, c.end - c.start), c.initial) for c in config.state_columns}
+    return {c.key: torch.full((n, c.end - c.start), c.initial, device="cpu") for c in config.state_columns}
 
 
 def spread_state(config: TableConfig, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -87,10 +87,10 @@ def import_torch(
                 yield ImportedRows(
                     name,
                     f"state_dict[{tables[name]!r}]",
-                    torch.arange(part.start, part.stop),
+                    torch.arange(part.start, part.stop, device="cpu"),
                     _plain(weight[part]),
                     spread_state(config, _part(states[name], part, n)) if name in states else {},
-                    torch.full((n,), into.time),
+                    torch.full((n,), into.time, device="cpu"),
                 )
 
     return into.run(read_rows)
@@ -139,7 +139,8 @@ def _state(config: TableConfig, rows: int, given: Mapping[str, Any]) -> dict[str
         raise InputError(f"{where} has {extra}, which {optimizer_of(config)} does not use")
     state = {}
     for ours, theirs in wanted.items():
-        value = torch.as_tensor(given[theirs])
+        value = given[theirs]
+        value = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
         shape = () if theirs == "step" else (rows, config.dim)
         if value.shape != shape or value.layout != torch.strided or value.is_meta:
             raise InputError(f"{where}: {theirs!r} is {list(value.shape)}, expected {list(shape)}")
@@ -149,7 +150,7 @@ def _state(config: TableConfig, rows: int, given: Mapping[str, Any]) -> dict[str
 
 def _part(state: Mapping[str, Tensor], part: slice, n: int) -> dict[str, Tensor]:
     return {
-        name: _plain(value[part]) if value.dim() else torch.full((n, 1), float(value))
+        name: _plain(value[part]) if value.dim() else torch.full((n, 1), float(value), device="cpu")
         for name, value in state.items()
     }
 

@@ -239,14 +239,14 @@ class _DumpedTable:
         dim, path = self.config.dim, self.dump.files["opt_values"][rank]
         if self._state == "adam":
             both = _tensor(_mapped(path, "<f4", 2 * dim)[part])
-            count = torch.full((both.shape[0], 1), float(self._iterations()))
+            count = torch.full((both.shape[0], 1), float(self._iterations()), device="cpu")
             return spread_state(self.config, {"m": both[:, :dim], "v": both[:, dim:], "count": count})
         width = 1 if self._state == "rowwise_adagrad" else dim
         return spread_state(self.config, {"sum": _tensor(_mapped(path, "<f4", width)[part])})
 
     def _times(self, rank: int, part: slice, time: int) -> Tensor:
         if not self._ages:
-            return torch.full((part.stop - part.start,), time)
+            return torch.full((part.stop - part.start,), time, device="cpu")
         ages = _tensor(_mapped(self.dump.files["scores"][rank], "<i8", 1)[part, 0])
         return time - (ages // _NANOSECONDS).clamp(0, time)
 

@@ -204,7 +204,7 @@ def finalize_shared_tensor(
 def _filled(buffer: SharedBuffer, dtype: torch.dtype) -> Tensor:
     """Copy the values of all fills, [size]."""
     if not buffer.fills:
-        return torch.zeros(buffer.size, dtype=dtype)
+        return torch.zeros(buffer.size, dtype=dtype, device="cpu")
     values, sources, targets, widths = (list(each) for each in zip(*buffer.fills, strict=True))
     starts = accumulate((value.shape[0] for value in values), initial=0)
     source = torch.cat([each + start for each, start in zip(sources, starts, strict=False)])

@@ -101,9 +101,9 @@ class EntryFile:
         while left > 0:
             room = min(chunk_rows(layout.width), left)
             rows = Entries(
-                torch.empty(room, dtype=torch.int64),
-                torch.empty(room, layout.width),
-                torch.empty(room, dtype=torch.int64),
+                torch.empty(room, dtype=torch.int64, device="cpu"),
+                torch.empty(room, layout.width, device="cpu"),
+                torch.empty(room, dtype=torch.int64, device="cpu"),
             )
             n = self._fill(room, layout, rows)
             if n:

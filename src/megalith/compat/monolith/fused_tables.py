@@ -65,7 +65,7 @@ def fused_lookup(
             f"table {shards.stepwise[0]!r}: what a lookup returns depends on the step (OneBit); pass "
             "global_step to fused_lookup, the one of fused_apply_gradient"
         )
-    embeddings = torch.empty(int(blocks.emb_offsets[-1]))
+    embeddings = torch.empty(int(blocks.emb_offsets[-1]), device="cpu")
     for table, name in enumerate(names):
         embeddings[blocks.floats_of(table)] = shards.local[name].lookup(ids[blocks.ids_of(table)], step=step)
     return FusedLookup(embeddings, blocks.embedding_splits, blocks.id_offsets, blocks.emb_offsets, ids)
@@ -159,7 +159,7 @@ class _Blocks:
 
     def floats_of(self, table: int) -> Tensor:
         """Return the positions of a table's floats, [ids, dim]."""
-        return self.start[self.ids_of(table), None] + torch.arange(self.dims[table])
+        return self.start[self.ids_of(table), None] + torch.arange(self.dims[table], device="cpu")
 
 
 def _blocks(shards: LocalShards, ids: Tensor, sizes: Tensor, num_of_shards: int) -> tuple[list[str], _Blocks]:
@@ -184,11 +184,11 @@ def _blocks(shards: LocalShards, ids: Tensor, sizes: Tensor, num_of_shards: int)
         raise InputError(
             f"fused_slot_size must not be negative and must add up to {ids.numel()} ids, got {sizes.tolist()}"
         )
-    dim_of_block = torch.tensor(dims).repeat(num_of_shards)
+    dim_of_block = torch.tensor(dims, device="cpu").repeat(num_of_shards)
     id_offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     emb_offsets = torch.cat([sizes.new_zeros(1), (sizes * dim_of_block).cumsum(0)])
-    block = torch.repeat_interleave(torch.arange(sizes.numel()), sizes)
-    rank = torch.arange(ids.numel()) - id_offsets[block]
+    block = torch.repeat_interleave(torch.arange(sizes.numel(), device="cpu"), sizes)
+    rank = torch.arange(ids.numel(), device="cpu") - id_offsets[block]
     return names, _Blocks(
         dims=dims,
         block=block,

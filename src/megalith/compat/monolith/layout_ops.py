@@ -167,7 +167,9 @@ def fused_embedding_to_layout_grad(
         scale = layout_tensors_grad_scale
         if isinstance(scale, Tensor) and scale.numel() == 1:
             scale = scale.reshape(())
-        checks.with_data(torch.as_tensor(checks.number(scale, "layout_tensors_grad_scale")), "the scale")
+        checks.with_data(
+            torch.as_tensor(checks.number(scale, "layout_tensors_grad_scale"), device="cpu"), "the scale"
+        )
         wide = [g * scale for g in wide]
     gradients = []
     for request, own in zip(found.requests, _by_request(wide, found), strict=True):
@@ -313,7 +315,7 @@ def _layout_grad_native(grads: list[Tensor], sizes: list[int], *arguments: Any) 
     native: Any = native_module()
     native.layout_gradient(
         out,
-        torch.tensor([0, *sizes]).cumsum(0),
+        torch.tensor([0, *sizes], device="cpu").cumsum(0),
         encoding.fid_offset.contiguous(),
         encoding.feature_offset.contiguous(),
         encoding.native_features(),
@@ -327,7 +329,7 @@ def _layout_grad_twin(grads: list[Tensor], sizes: list[int], *arguments: Any) ->
     encoding = _Encoding(*arguments)
     flat = _flat_grads(grads, encoding)
     if not grads:
-        return torch.zeros(sum(sizes))
+        return torch.zeros(sum(sizes), device="cpu")
     pooling = encoding.pooling(sizes, grads[0].dtype)
     result: Tensor = _unpool(flat, *pooling, sum(sizes), "fid_offset")
     return result
@@ -356,7 +358,9 @@ _layout_grad = define_op(
     f"layout_grad(Tensor[] grads, SymInt[] sizes, {_ENCODING}) -> Tensor",
     native=_layout_grad_native,
     twin=_layout_grad_twin,
-    fake=lambda grads, sizes, *encoding: grads[0].new_empty(sum(sizes)) if grads else torch.empty(sum(sizes)),
+    fake=lambda grads, sizes, *encoding: (
+        grads[0].new_empty(sum(sizes)) if grads else torch.empty(sum(sizes), device="cpu")
+    ),
 )
 
 

@@ -78,7 +78,7 @@ def layout_plan(encoded: str) -> LayoutPlan:
                 column += inner * cut.width
         shapes += given
     flat = [(-1, num_columns(shape)) for shape in shapes]
-    bags = [Bags(torch.zeros(1), tuple(p)) for p in parts]
+    bags = [Bags(torch.zeros(1, device="cpu"), tuple(p)) for p in parts]
     return LayoutPlan(
         tables=tuple(tables.index(f.table) for f in features),
         num_tables=len(tables),

@@ -173,7 +173,7 @@ def _concatenated(
 ) -> list[LayoutRequest]:
     """Divide the concatenated requests of version 5."""
     batches = _lengths(
-        torch.tensor([batch_size]) if isinstance(batch_size, int) else batch_size, "batch_size"
+        torch.tensor([batch_size], device="cpu") if isinstance(batch_size, int) else batch_size, "batch_size"
     )
     count = len(batches)
     if not count:

@@ -241,7 +241,7 @@ class PartitionedHashTable:
             own = rows[table].split_with_sizes([b - a for _, a, b in parts])
             for number, piece in zip(self._numbers(table), own, strict=True):
                 pieces[number].append(piece.reshape(-1))
-        return [torch.cat(each) if each else torch.empty(0) for each in pieces]
+        return [torch.cat(each) if each else torch.empty(0, device="cpu") for each in pieces]
 
     def _numbers(self, table: str) -> range:
         """Return the lists that hold ids of a table."""

@@ -145,7 +145,7 @@ def remote_predict(
         wrong = isinstance(error, RemoteError) and error.code in FINAL
         if fail_op_on_rpc_error or wrong:
             raise
-        return [torch.empty(0, dtype=dtype or torch.float32) for dtype in dtypes]
+        return [torch.empty(0, dtype=dtype or torch.float32, device="cpu") for dtype in dtypes]
     for alias, dtype in zip(outputs, dtypes, strict=True):
         if dtype is not None and answer[alias].dtype != dtype:
             raise InputError(

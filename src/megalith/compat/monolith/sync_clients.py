@@ -271,7 +271,7 @@ class SyncHandle:
             if not parts:
                 continue
             owners = layout.tables[table].router.owner(ids)
-            owners = owners[torch.isin(owners, torch.tensor(sorted(parts), dtype=owners.dtype))]
+            owners = owners[torch.isin(owners, torch.tensor(sorted(parts), dtype=owners.dtype, device="cpu"))]
             if owners.numel():
                 named = ", ".join(f"ps_{part}" for part in owners.unique().tolist()[:MAX_NAMED_PARTS])
                 found.append(

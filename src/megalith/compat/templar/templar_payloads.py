@@ -147,7 +147,7 @@ def parameter_parts(payload: Payload, number: int, spec: ParameterSpec) -> dict[
         )
     shape = (across, spec.keep) if len(spec.shape) < 2 else (down, across, spec.keep)
     codes = unpack_codes(payload.codes(number, 0, spec.rows), spec.keep, spec.bits).reshape(shape)
-    settings = torch.zeros(()), 1.0, spec.bins // 2, payload.lookup(number), torch.float32
+    settings = torch.zeros((), device="cpu"), 1.0, spec.bins // 2, payload.lookup(number), torch.float32
     indices = payload.indices(number, 0, spec.rows).flatten()
     return dict(
         zip((spec.name + part for part in PARTS), (indices, codes.contiguous(), settings), strict=True)

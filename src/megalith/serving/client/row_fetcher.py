@@ -117,7 +117,9 @@ class RowFetcher:
         found: dict[str, Tensor] = {}
         for table, asked in ids.items():
             distinct[table], inverse[table] = self._parts(table, asked)
-            found[table] = torch.zeros(sum(part.numel() for part in distinct[table]), self._dims[table])
+            found[table] = torch.zeros(
+                sum(part.numel() for part in distinct[table]), self._dims[table], device="cpu"
+            )
         self._fetch(
             [piece for shard in range(len(self._targets)) for piece in self._cut(shard, distinct, found)]
         )

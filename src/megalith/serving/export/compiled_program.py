@@ -316,7 +316,7 @@ def _example(exported: Any) -> tuple[Any, ...]:
         if node.op == "placeholder" and node.name in exported.graph_signature.user_inputs:
             traced = node.meta["val"]
             shape = [size if isinstance(size, int) else _TRACED_SIZE for size in traced.shape]
-            values.append(torch.zeros(shape, dtype=traced.dtype))
+            values.append(torch.zeros(shape, dtype=traced.dtype, device="cpu"))
     args, _ = torch.utils._pytree.tree_unflatten(values, exported.call_spec.in_spec)
     return tuple(args)
 

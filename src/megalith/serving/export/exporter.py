@@ -423,7 +423,7 @@ class _TableExporter:
 
     def _first_pass(self, rows: RowSource, segments: list[int]) -> tuple[Tensor, list[float]]:
         """Return all ids, and the largest magnitude of each segment if the precision needs it."""
-        found = [torch.empty(0, dtype=torch.int64)]
+        found = [torch.empty(0, dtype=torch.int64, device="cpu")]
         largest = [0.0] * len(segments)
         for ids, values in rows(self._table):
             found.append(ids)
@@ -457,7 +457,7 @@ def _examples(signature: Signature, samples: Mapping[str, list[int]]) -> list[Ex
             known = samples[spec.table] or [0]
             count = 1 if spec.shared else size
             features[spec.name] = Ragged.from_lists([[known[k % len(known)]] for k in range(count)])
-        dense = torch.zeros(size, signature.num_dense) if signature.num_dense else None
+        dense = torch.zeros(size, signature.num_dense, device="cpu") if signature.num_dense else None
         examples.append((features, dense))
     return examples
 

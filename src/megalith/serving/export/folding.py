@@ -76,7 +76,7 @@ class FoldedRows:
         Returns:
             float32 [n, width]; zeros for an id that was not folded.
         """
-        out = torch.empty(ids.numel(), self._width)
+        out = torch.empty(ids.numel(), self._width, device="cpu")
         self._rows.read(ids.contiguous(), out)
         return out
 
@@ -87,7 +87,7 @@ class FoldedRows:
             Chunks with ids and flagged rows.
         """
         for ids in self._rows.ids.split(_CHUNK):
-            nothing = torch.zeros(ids.numel(), dtype=torch.int64)
+            nothing = torch.zeros(ids.numel(), dtype=torch.int64, device="cpu")
             yield Chunk(ids, self.lookup(ids), {}, nothing)
 
 
@@ -157,14 +157,18 @@ class Folder:
             for ids, flagged in scan_layers(layers):
                 if self._closed:
                     raise _FolderClosedError
-                wanted = flagged[:, -1] == PRESENT if drops else torch.ones(ids.numel(), dtype=torch.bool)
+                wanted = (
+                    flagged[:, -1] == PRESENT
+                    if drops
+                    else torch.ones(ids.numel(), dtype=torch.bool, device="cpu")
+                )
                 yield ids[wanted], flagged[wanted]
 
         format = RowFormat.uniform("float32", [width], [1.0])
         every = [ids for ids, _ in rows()]  # sealed rows do not change, so both scans find the same ones
         with tempfile.TemporaryDirectory(prefix="megalith-fold-", dir=self._directory) as name:
             path = Path(name) / "rows"
-            whole = torch.cat(every) if every else torch.zeros(0, dtype=torch.int64)
+            whole = torch.cat(every) if every else torch.zeros(0, dtype=torch.int64, device="cpu")
             writer = FrozenWriter(path, whole, format)
             for ids, flagged in rows():
                 writer.add(ids, flagged)

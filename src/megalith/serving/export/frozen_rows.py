@@ -182,7 +182,7 @@ class FrozenWriter:
         tensors["buckets"].copy_(_buckets(hashes, bits))
         self._ids, self._rows = tensors["ids"], tensors["rows"]
         self._places = torch.empty_like(order)
-        self._places[order] = torch.arange(order.numel())
+        self._places[order] = torch.arange(order.numel(), device="cpu")
         self.rows = ids.numel()
         self._written = 0
 
@@ -233,7 +233,7 @@ def _bits(buckets: int, path: Path) -> int:
 def _read(path: Path) -> Tensor:
     """Return the bytes of a file, uint8."""
     try:
-        data = torch.empty(path.stat().st_size, dtype=torch.uint8)
+        data = torch.empty(path.stat().st_size, dtype=torch.uint8, device="cpu")
         with open(path, "rb") as file:
             if file.readinto(data.numpy()) != data.numel():  # type: ignore[arg-type]
                 raise OSError("it changed while it was read")

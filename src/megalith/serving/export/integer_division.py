@@ -37,7 +37,9 @@ def divide(dividend: Tensor, divisor: Tensor | float, *, rounding_mode: str | No
     if rounding_mode is None or kind not in _SIGNED:
         return torch.div(dividend, divisor, rounding_mode=rounding_mode)
     dividend = dividend.to(kind)
-    divisor = divisor.to(kind) if isinstance(divisor, Tensor) else torch.tensor(divisor, dtype=kind)
+    divisor = (
+        divisor.to(kind) if isinstance(divisor, Tensor) else torch.tensor(divisor, dtype=kind, device="cpu")
+    )
     negates = divisor == -1
     quotient = torch.div(dividend, divisor.masked_fill(negates, 1), rounding_mode=rounding_mode)
     return torch.where(negates, -quotient, quotient)

@@ -135,7 +135,7 @@ class Overlay:
             if self.hides_base and not below:
                 newest.remove(ids)
                 continue
-            flagged = torch.zeros(ids.numel(), self._widths[name])
+            flagged = torch.zeros(ids.numel(), self._widths[name], device="cpu")
             flagged[:, -1] = REMOVED
             newest.assign(ids, flagged)
 

@@ -149,7 +149,9 @@ def _inputs(parts: ModelParts, size: int) -> tuple[dict[str, Any], Tensor | None
     random = torch.Generator().manual_seed(0)
     rows: dict[str, Any] = {}
     for output in parts.plan.outputs:
-        rows.setdefault(output.name, []).append(torch.randn(max(RUN_SIZES), *output.shape, generator=random))
+        rows.setdefault(output.name, []).append(
+            torch.randn(max(RUN_SIZES), *output.shape, generator=random, device="cpu")
+        )
     lists = {layout.name for layout in parts.plan.layouts or () if layout.kind == "none"}
     rows = {
         name: [each[:size] for each in found] if name in lists else found[0][:size]
@@ -157,10 +159,10 @@ def _inputs(parts: ModelParts, size: int) -> tuple[dict[str, Any], Tensor | None
     }
     for name, feature in parts.masks.items():
         inner = parts.plan.features[feature].combiner.inner  # type: ignore[union-attr]
-        rows[name] = torch.ones(size, inner, dtype=torch.bool)
+        rows[name] = torch.ones(size, inner, dtype=torch.bool, device="cpu")
     dense = None
     if parts.num_dense:
-        dense = torch.randn(max(RUN_SIZES), parts.num_dense, generator=random)[:size]
+        dense = torch.randn(max(RUN_SIZES), parts.num_dense, generator=random, device="cpu")[:size]
     return rows, dense
 
 

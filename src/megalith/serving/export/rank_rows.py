@@ -126,7 +126,7 @@ class RankRows:
         bytes_of = [(found or 0) * (8 + 4 * self._dim) for found in sizes]
         none = [0] * (exchange.size - 1)
         received = exchange.all_to_all(
-            torch.empty(0, dtype=torch.uint8) if chunk is None else _as_bytes(chunk),
+            torch.empty(0, dtype=torch.uint8, device="cpu") if chunk is None else _as_bytes(chunk),
             [bytes_of[exchange.rank], *none],
             [0, *none] if exchange.rank else bytes_of,
             "export: rows to rank 0",

@@ -92,7 +92,7 @@ class RequestPlans:
         """
         compiled = self._compiled.get(size)
         if compiled is None:
-            zeros = torch.zeros(size, dtype=torch.int64)
+            zeros = torch.zeros(size, dtype=torch.int64, device="cpu")
             made = self.columns(dict.fromkeys(self.plan.features, zeros))
             compiled = PlainPlan(made.batch, made.gathering, made.gathering.plan(self._features, size))
             if size <= _MAX_COMPILED_SIZE and len(self._compiled) < _MAX_COMPILED:

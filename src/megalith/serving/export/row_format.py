@@ -97,7 +97,7 @@ class RowPart:
                 raise InputError("a row holds NaN or Inf")
             return self._precision.encode(rows)
         return (
-            encode(rows, self.kind, torch.tensor(self.step))
+            encode(rows, self.kind, torch.tensor(self.step, device="cpu"))
             .clone(memory_format=torch.contiguous_format)
             .view(torch.uint8)
         )
@@ -114,7 +114,7 @@ class RowPart:
         if self.is_code:
             return self._precision.decode(stored, self.dim)
         own = stored.clone(memory_format=torch.contiguous_format)  # also the strides of one row or none
-        return decode(own.view(self.dtype), torch.tensor(self.step))
+        return decode(own.view(self.dtype), torch.tensor(self.step, device="cpu"))
 
 
 @dataclass(frozen=True)
@@ -188,12 +188,12 @@ class RowFormat:
     @cached_property
     def native_parts(self) -> Tensor:
         """Kind and columns of each part for the native reader, int64 [parts, 2]."""
-        return torch.tensor([[_NATIVE_KINDS[part.kind], part.dim] for part in self.parts])
+        return torch.tensor([[_NATIVE_KINDS[part.kind], part.dim] for part in self.parts], device="cpu")
 
     @cached_property
     def column_steps(self) -> Tensor:
         """Step of each column, float32 [dim]."""
-        return torch.tensor([part.step for part in self.parts for _ in range(part.dim)])
+        return torch.tensor([part.step for part in self.parts for _ in range(part.dim)], device="cpu")
 
     def encode(self, rows: Tensor) -> Tensor:
         """Convert rows to their stored form.

@@ -37,7 +37,7 @@ class Gathering:
         self._bags: list[Bags] = []
         begin = at = 0
         for name, (n, dim) in self._shapes.items():
-            index.append(torch.arange(at, at + n * dim, dim))
+            index.append(torch.arange(at, at + n * dim, dim, device="cpu"))
             for each in pooling.of(name):
                 offsets = each.offsets + begin if begin else each.offsets
                 own = None if each.weights is None else weights
@@ -64,7 +64,7 @@ class Gathering:
 
     def rows(self) -> Gathered:
         """Allocate the buffer of a request."""
-        buffer = torch.empty(sum(self._sizes))
+        buffer = torch.empty(sum(self._sizes), device="cpu")
         parts = zip(self._shapes.items(), buffer.split(self._sizes), strict=True)
         return Gathered(buffer, {name: part.view(shape) for (name, shape), part in parts})
 

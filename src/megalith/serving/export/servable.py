@@ -296,13 +296,13 @@ class Servable:
             ids = ids.to(torch.int64)
         check_ids(self.signature, table, ids)
         ids = ids.contiguous()
-        out = torch.empty(ids.numel(), self.signature.tables[table].dim)
+        out = torch.empty(ids.numel(), self.signature.tables[table].dim, device="cpu")
         self._read(self.overlay, frozen, {table: ids}, out)
         return out
 
     def _read(self, overlay: Overlay, frozen: Mapping[str, FrozenRows], ids: Tensors, out: Tensor) -> None:
         """Read the rows of some tables, which are in the order of `frozen`, into one buffer."""
-        counts = torch.tensor([ids[name].numel() if name in ids else 0 for name in frozen])
+        counts = torch.tensor([ids[name].numel() if name in ids else 0 for name in frozen], device="cpu")
         every = torch.cat(list(ids.values())) if len(ids) > 1 else next(iter(ids.values()))
         self._count(every.numel(), overlay.served(frozen).read(every, counts, out))
 
@@ -346,11 +346,16 @@ class Servable:
         if integer(size, "size") > _MAX_RANDOM:
             raise InputError(f"size must be at most {_MAX_RANDOM}, got {size}")
         plan = plans.plain(size)
-        rows = [torch.randn(output.shape) for output in plan.rows.outputs()]
-        return plans.program_inputs(plan.batch, rows), torch.randn(size, width) if width else None
+        rows = [torch.randn(output.shape, device="cpu") for output in plan.rows.outputs()]
+        return plans.program_inputs(plan.batch, rows), torch.randn(
+            size, width, device="cpu"
+        ) if width else None
 
     def _zeros(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: torch.zeros(each.numel(), self.signature.dims[name]) for name, each in ids.items()}
+        return {
+            name: torch.zeros(each.numel(), self.signature.dims[name], device="cpu")
+            for name, each in ids.items()
+        }
 
     # ---- writing
 

@@ -89,7 +89,7 @@ def _run(directory: Path) -> None:
     dims = signature.dims
 
     def zeros(ids: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        return {name: torch.zeros(each.numel(), dims[name]) for name, each in ids.items()}
+        return {name: torch.zeros(each.numel(), dims[name], device="cpu") for name, each in ids.items()}
 
     # The server itself compares the checksums.
     Servable(directory, fetch=zeros if signature.part == ENTRY else None, verify_files=False).warm_up()

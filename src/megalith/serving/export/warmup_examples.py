@@ -38,7 +38,11 @@ def read_examples(path: Path) -> list[Example]:
         examples = []
         for each in parse_json(path.read_text())["examples"]:
             features = {name: Ragged.from_lists(lists) for name, lists in each["features"].items()}
-            dense = None if each["dense"] is None else torch.tensor(each["dense"], dtype=torch.float32)
+            dense = (
+                None
+                if each["dense"] is None
+                else torch.tensor(each["dense"], dtype=torch.float32, device="cpu")
+            )
             examples.append((features, dense))
         return examples
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:

@@ -97,7 +97,7 @@ def tensor_of_bytes(
     if len(data) != expected:
         raise InputError(f"{name}: {len(data)} bytes, but {_kind(dtype)} {list(shape)} takes {expected}")
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if dtype == torch.bool:
         # A byte other than 0 and 1 would make a bool that is neither true nor false.
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).ne(0).reshape(shape)

@@ -436,12 +436,14 @@ def _weights_of(column: Column) -> bytes:
 
 def _int64(parts: Sequence[bytes]) -> Tensor:
     data = bytearray().join(parts)
-    return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
+    return (
+        torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64, device="cpu")
+    )
 
 
 def _float32(parts: Sequence[bytes]) -> Tensor:
     data = bytearray().join(parts)
-    return torch.frombuffer(data, dtype=torch.float32) if data else torch.empty(0)
+    return torch.frombuffer(data, dtype=torch.float32) if data else torch.empty(0, device="cpu")
 
 
 def _shorten(names: Sequence[str]) -> str:

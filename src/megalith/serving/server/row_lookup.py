@@ -60,7 +60,7 @@ def lookup_rows(
         )
     if raw:
         flat = [servable.lookup(table, each).reshape(-1) for table, each in ids.items()]
-        return {FLAT_ROWS: torch.cat([torch.empty(0), *flat])}
+        return {FLAT_ROWS: torch.cat([torch.empty(0, device="cpu"), *flat])}
     return {table: servable.lookup(table, each) for table, each in ids.items() if table in (outputs or ids)}
 
 

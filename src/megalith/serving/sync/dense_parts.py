@@ -50,7 +50,10 @@ def split_weight(name: str, weight: Tensor, room: int) -> Iterator[dict[str, Ten
     flat = weight.reshape(-1)
     step = max(1, room // flat.element_size())
     for begin in range(0, flat.numel(), step):
-        yield {f"{PART}{name}": flat[begin : begin + step], f"{BEGIN}{name}": torch.tensor([begin])}
+        yield {
+            f"{PART}{name}": flat[begin : begin + step],
+            f"{BEGIN}{name}": torch.tensor([begin], device="cpu"),
+        }
 
 
 def read_parts(left: dict[str, Tensor | Strings], names: Mapping[str, object]) -> dict[str, DensePart]:
@@ -131,7 +134,7 @@ class DenseAssembly:
         for name, part in parts.items():
             like, end = known[name], part.begin + part.values.numel()
             if part.begin == 0:
-                self._weights[name] = torch.empty(like.numel(), dtype=like.dtype)
+                self._weights[name] = torch.empty(like.numel(), dtype=like.dtype, device="cpu")
             self._weights[name][part.begin : end] = part.values
             self._filled[name] = end
             if end == like.numel():

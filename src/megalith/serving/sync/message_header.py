@@ -294,8 +294,8 @@ class Position:
         return {
             "session": string(self.session),
             "base": string(self.base),
-            "sequence": torch.tensor([self.sequence]),
-            "step": torch.tensor([self.step]),
+            "sequence": torch.tensor([self.sequence], device="cpu"),
+            "step": torch.tensor([self.step], device="cpu"),
             "layout": _string(self.layout.to_json()),
             "rows_id": string(self.rows_id),
         }

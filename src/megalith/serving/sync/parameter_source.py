@@ -212,7 +212,7 @@ def scan_ids(tables: Mapping[str, Table]) -> dict[str, Tensor]:
     Returns:
         The ids of each table, int64 [n].
     """
-    none = [torch.empty(0, dtype=torch.int64)]
+    none = [torch.empty(0, dtype=torch.int64, device="cpu")]
     return {name: torch.cat(none + [chunk.ids for chunk in table.scan()]) for name, table in tables.items()}
 
 

@@ -85,7 +85,7 @@ Inputs: TypeAlias = Mapping[str, Content | Sequence[Content]]
 """Contents by name. A sequence of contents of one dtype is sent as one flat tensor."""
 MessageInputs: TypeAlias = dict[str, Content | Sequence[Content]]
 ReceivedInputs: TypeAlias = Mapping[str, Tensor | Strings]
-_NO_IDS = torch.empty(0, dtype=torch.int64)
+_NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 _NO_CODES: Formats = MappingProxyType({})
 
 
@@ -141,7 +141,7 @@ class PushMessage:
         """
         rows = dict(self.rows)
         for table, gone in self.removed.items():
-            ids, values = rows.get(table, (_NO_IDS, torch.empty(0, dims[table])))
+            ids, values = rows.get(table, (_NO_IDS, torch.empty(0, dims[table], device="cpu")))
             rows[table] = (
                 torch.cat([ids, gone]),
                 torch.cat([values, values.new_zeros(gone.numel(), dims[table])]),
@@ -187,7 +187,9 @@ def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> Messa
     Returns:
         Tensors by name; a list of tensors is sent as one flat tensor.
     """
-    rest: MessageInputs = {f"{EXPECTED}{table}": torch.tensor([n]) for table, n in push.expected.items()}
+    rest: MessageInputs = {
+        f"{EXPECTED}{table}": torch.tensor([n], device="cpu") for table, n in push.expected.items()
+    }
     rest |= {f"{DENSE}{name}": weight for name, weight in push.dense.items()}
     if not is_raw(signature):
         named: MessageInputs = {}
@@ -195,13 +197,13 @@ def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> Messa
             named |= {f"{table}_id": ids, f"{table}_{'code' if _is_code(rows) else 'value'}": rows}
         return named | {f"{table}:removed": ids for table, ids in push.removed.items()} | rest
     ordered = sorted(tables)
-    rows_of = [push.rows.get(table, (_NO_IDS, torch.empty(0))) for table in ordered]
+    rows_of = [push.rows.get(table, (_NO_IDS, torch.empty(0, device="cpu"))) for table in ordered]
     removed = [push.removed.get(table, _NO_IDS) for table in ordered]
     raw: MessageInputs = {
         # An entry has no tables, and an input needs a tensor for its dtype.
         "id": [ids for ids, _ in rows_of] or [_NO_IDS],
         "id_split": splits_of(ids.numel() for ids, _ in rows_of),
-        "flat_value": [rows for _, rows in rows_of if not _is_code(rows)] or [torch.empty(0)],
+        "flat_value": [rows for _, rows in rows_of if not _is_code(rows)] or [torch.empty(0, device="cpu")],
     }
     codes = [rows for _, rows in rows_of if _is_code(rows)]
     if codes:
@@ -434,8 +436,10 @@ def result_of(push: PushMessage, signature: str) -> dict[str, Tensor]:
         The number of ids with a row as `{table}_result` int64 [1], or `result` [0] for raw_assign.
     """
     if is_raw(signature):
-        return {"result": torch.zeros(1, dtype=torch.int64)}
-    return {f"{table}_result": torch.tensor([ids.numel()]) for table, (ids, _) in push.rows.items()}
+        return {"result": torch.zeros(1, dtype=torch.int64, device="cpu")}
+    return {
+        f"{table}_result": torch.tensor([ids.numel()], device="cpu") for table, (ids, _) in push.rows.items()
+    }
 
 
 RowsAndRemoved: TypeAlias = tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]

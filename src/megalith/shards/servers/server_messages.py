@@ -129,7 +129,7 @@ def tensor_of(array: Array) -> Tensor:
         A tensor of the same memory; a copy if it is not aligned.
     """
     if not array.size:  # NumPy's strides of an empty array may be 0
-        return torch.empty(array.shape, dtype=torch.from_numpy(np.empty(1, array.dtype)).dtype)
+        return torch.empty(array.shape, dtype=torch.from_numpy(np.empty(1, array.dtype)).dtype, device="cpu")
     if array.__array_interface__["data"][0] % 8:
         return torch.from_numpy(array.copy())
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))

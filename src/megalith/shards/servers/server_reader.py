@@ -111,7 +111,7 @@ class ServerReader:
         flat = self._wire.decode(received, deduped.counts, self._dims)
         found = {}
         for name in routed.ids:
-            columns = torch.arange(self.configs[name].dim)
+            columns = torch.arange(self.configs[name].dim, device="cpu")
             found[name] = flat[routed.offsets(name)[:, None] + columns]
         return found
 

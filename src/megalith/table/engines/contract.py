@@ -96,16 +96,16 @@ class Engine(ABC):
         """
         counted = self.config.counted
         return Chunk(
-            torch.empty(n, dtype=torch.int64),
-            torch.empty(n, self.dim if rows else 0, dtype=torch.float32),
+            torch.empty(n, dtype=torch.int64, device="cpu"),
+            torch.empty(n, self.dim if rows else 0, dtype=torch.float32, device="cpu"),
             {
-                c.key: torch.empty(n, c.end - c.start, dtype=torch.float32)
+                c.key: torch.empty(n, c.end - c.start, dtype=torch.float32, device="cpu")
                 for c in self.config.state_columns
                 if rows
             },
-            torch.empty(n, dtype=torch.int64),
-            torch.empty(n, dtype=torch.int64) if counted else None,
-            torch.empty(n, dtype=torch.int64) if counted else None,
+            torch.empty(n, dtype=torch.int64, device="cpu"),
+            torch.empty(n, dtype=torch.int64, device="cpu") if counted else None,
+            torch.empty(n, dtype=torch.int64, device="cpu") if counted else None,
         )
 
     # ---- hot calls

@@ -77,7 +77,7 @@ class CopyingEngine(Engine):
         with self._guard:
             if self._snapshot is not None:
                 raise InputError(f"table {self.name!r} already has an open snapshot: close it first")
-            none = torch.empty(0, dtype=torch.int64)
+            none = torch.empty(0, dtype=torch.int64, device="cpu")
             total = len(self)
             rows = self._copy_rows(consumer if touched_only else -1)
             drained = (none, none) if consumer < 0 else self.drain(consumer)

@@ -246,13 +246,13 @@ class CpuEngine(Engine):
 
     def find(self, ids: Tensor) -> FoundRows:
         """See `Engine.find`."""
-        rows = torch.empty(ids.numel(), dtype=torch.int32)
+        rows = torch.empty(ids.numel(), dtype=torch.int32, device="cpu")
         (epoch,) = _native.read_tables([self.native_read(ids, None, rows, ())], (), torch.get_num_threads())
         return FoundRows(rows, epoch)
 
     def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
         """See `Engine.read`."""
-        out = torch.empty(ids.numel(), self.dim, dtype=torch.float32) if out is None else out
+        out = torch.empty(ids.numel(), self.dim, dtype=torch.float32, device="cpu") if out is None else out
         self._native.read(*_native_rows(found), ids, out, torch.get_num_threads())
         return out
 
@@ -271,7 +271,7 @@ class CpuEngine(Engine):
 
     def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:
         """See `Engine.pool`."""
-        rows = torch.empty(ids.numel(), dtype=torch.int32) if found is None else None
+        rows = torch.empty(ids.numel(), dtype=torch.int32, device="cpu") if found is None else None
         call = self.native_read(ids, found, rows, pooling.native(self.name))
         _native.read_tables([call], outputs, torch.get_num_threads())
 
@@ -346,7 +346,7 @@ class CpuEngine(Engine):
             if not others.numel():
                 self._update(self.native_update(ids, found, None, sums, step, seen), ())
                 return
-            each = Pooling.sum(self.name, torch.arange(ids.numel() + 1), self.dim)
+            each = Pooling.sum(self.name, torch.arange(ids.numel() + 1, device="cpu"), self.dim)
             ids, seen = torch.cat([ids, others]), torch.cat([seen, torch.ones_like(others)])
             call = self.native_update(ids, None, each.native(self.name), None, step, seen)
             self._update(call, [sums], each)
@@ -417,7 +417,7 @@ class CpuEngine(Engine):
 
     def reinitialize(self, ids: Tensor, time: int) -> Tensor:
         """See `Engine.reinitialize`."""
-        status = torch.empty(ids.numel(), dtype=torch.int32)
+        status = torch.empty(ids.numel(), dtype=torch.int32, device="cpu")
         with self._writing:
             self._with_room(
                 ids, lambda: self._native.reinitialize(ids, time, status, torch.get_num_threads())

@@ -101,7 +101,9 @@ class CpuEngineGroup(EngineGroup):
             return
         missing = [name for name in bags if name not in found]
         sizes = [ids[name].shape[0] for name in missing]
-        rows = dict(zip(missing, torch.empty(sum(sizes), dtype=torch.int32).split(sizes), strict=True))
+        rows = dict(
+            zip(missing, torch.empty(sum(sizes), dtype=torch.int32, device="cpu").split(sizes), strict=True)
+        )
         reads = [
             self._cpu[name].native_read(ids[name], found.get(name), rows.get(name), own)
             for name, own in bags.items()

@@ -64,11 +64,11 @@ class ReferenceEngine(CopyingEngine):
 
     def _empty(self) -> None:
         self._row_of: dict[int, int] = {}
-        self._data = torch.empty(0, self.config.row_floats, dtype=torch.float32)
-        self._ids_of = torch.empty(0, dtype=torch.int64)
-        self._time = torch.empty(0, dtype=torch.int64)
-        self._count = torch.empty(0, dtype=torch.int64)
-        self._step = torch.empty(0, dtype=torch.int64)
+        self._data = torch.empty(0, self.config.row_floats, dtype=torch.float32, device="cpu")
+        self._ids_of = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._time = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._count = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._step = torch.empty(0, dtype=torch.int64, device="cpu")
         self._free: list[int] = []
         self._used = 0  # all row numbers in use are below
         self._boundary = 0  # rows from here on are being moved; 0: no compaction in progress
@@ -126,10 +126,16 @@ class ReferenceEngine(CopyingEngine):
         if capacity <= have:
             return
         more = max(capacity, 2 * have) - have
-        self._data = torch.cat([self._data, torch.zeros(more, self.config.row_floats, dtype=torch.float32)])
-        self._ids_of = torch.cat([self._ids_of, torch.zeros(more, dtype=torch.int64)])
+        self._data = torch.cat(
+            [self._data, torch.zeros(more, self.config.row_floats, dtype=torch.float32, device="cpu")]
+        )
+        self._ids_of = torch.cat([self._ids_of, torch.zeros(more, dtype=torch.int64, device="cpu")])
         for name in ("_time", "_count", "_step"):
-            setattr(self, name, torch.cat([getattr(self, name), torch.zeros(more, dtype=torch.int64)]))
+            setattr(
+                self,
+                name,
+                torch.cat([getattr(self, name), torch.zeros(more, dtype=torch.int64, device="cpu")]),
+            )
 
     def _create(self, id: int) -> int:
         if self._free:
@@ -147,7 +153,7 @@ class ReferenceEngine(CopyingEngine):
         return row
 
     def _reset(self, row: int, id: int) -> None:
-        self._data[row, : self.dim] = self._initial(torch.tensor([id]))[0]
+        self._data[row, : self.dim] = self._initial(torch.tensor([id], device="cpu"))[0]
         for column in self.config.state_columns:
             self._data[row, column.start : column.end] = column.initial
 
@@ -157,10 +163,10 @@ class ReferenceEngine(CopyingEngine):
     def _find_or_create(self, ids: Tensor) -> Tensor:
         self._make_place([id for id in dict.fromkeys(ids.tolist()) if id not in self._row_of], ids.tolist())
         rows = [self._row_of[i] if i in self._row_of else self._create(i) for i in ids.tolist()]
-        return torch.tensor(rows, dtype=torch.int64)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     def _written(self, ids: Tensor, rows: Tensor, time: int | Tensor) -> None:
-        self._time[rows] = time if isinstance(time, Tensor) else torch.tensor(time)
+        self._time[rows] = time if isinstance(time, Tensor) else torch.tensor(time, device="cpu")
         for touched in self._touched.values():
             touched.update(dict.fromkeys(ids.tolist()))
         for watch in self._watches.values():
@@ -184,7 +190,7 @@ class ReferenceEngine(CopyingEngine):
         """See `Engine.find`."""
         with self._lock:
             rows = [self._row_of.get(i, -1) for i in ids.tolist()]
-            return FoundRows(torch.tensor(rows, dtype=torch.int32), self._epoch)
+            return FoundRows(torch.tensor(rows, dtype=torch.int32, device="cpu"), self._epoch)
 
     def _current(self, found: FoundRows | None, ids: Tensor) -> Tensor:
         if found is None or found.epoch != self._epoch or not self._all_rows_exist(found.rows):
@@ -199,7 +205,11 @@ class ReferenceEngine(CopyingEngine):
         with self._lock:
             rows = self._current(found, ids)
             exists = rows >= 0
-            out = torch.zeros(ids.numel(), self.dim, dtype=torch.float32) if out is None else out.zero_()
+            out = (
+                torch.zeros(ids.numel(), self.dim, dtype=torch.float32, device="cpu")
+                if out is None
+                else out.zero_()
+            )
             out[exists] = self._data[rows[exists], : self.dim]
             if self.config.missing == "initial":
                 out[~exists] = self._initial(ids[~exists])
@@ -246,11 +256,11 @@ class ReferenceEngine(CopyingEngine):
         assert flat is not None
         with torch.no_grad(), self._lock:
             distinct, where = _first_occurrences(ids)
-            sums = torch.zeros(distinct.numel(), self.dim, dtype=torch.float32)
+            sums = torch.zeros(distinct.numel(), self.dim, dtype=torch.float32, device="cpu")
             for occurrence, row in enumerate(where.tolist()):  # in input order
                 sums[row] += flat[occurrence]
             seen = torch.zeros_like(distinct).index_add_(0, where, occurrences)
-            known = torch.tensor([id in self._row_of for id in distinct.tolist()]).bool()
+            known = torch.tensor([id in self._row_of for id in distinct.tolist()], device="cpu").bool()
             admitted = ~known & self._admission.admits(distinct, seen, step.step)
             kept = known | admitted
             refused = list(zip(distinct[~kept].tolist(), seen[~kept].tolist(), strict=True))
@@ -297,7 +307,7 @@ class ReferenceEngine(CopyingEngine):
                 else:
                     self._create(id)
             self._assigned(ids, self._find_or_create(ids), time)
-            return torch.tensor(status, dtype=torch.int32)
+            return torch.tensor(status, dtype=torch.int32, device="cpu")
 
     def remove(self, ids: Tensor) -> int:
         """See `Engine.remove`."""
@@ -344,7 +354,7 @@ class ReferenceEngine(CopyingEngine):
             end = self._used if stop is None else min(stop, self._used)
             live = [r for r in range(start, end) if self._is_live(r)][:limit]
             end = live[-1] + 1 if len(live) == limit else end
-            chunk = self._chunk(torch.tensor(live, dtype=torch.int64))
+            chunk = self._chunk(torch.tensor(live, dtype=torch.int64, device="cpu"))
             if not rows:
                 chunk = replace(chunk, rows=chunk.rows[:, :0], state={})
             if watch is not None:
@@ -360,7 +370,7 @@ class ReferenceEngine(CopyingEngine):
 
     def _complete(self, ids: Tensor) -> Chunk:
         """Return complete rows; an id without a row reads as the row that would be created."""
-        raw = torch.empty(ids.numel(), self.config.row_floats, dtype=torch.float32)
+        raw = torch.empty(ids.numel(), self.config.row_floats, dtype=torch.float32, device="cpu")
         raw[:, : self.dim] = self._initial(ids)
         for column in self.config.state_columns:
             raw[:, column.start : column.end] = column.initial
@@ -375,7 +385,7 @@ class ReferenceEngine(CopyingEngine):
     def admitted(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
         """See `Engine.admitted`."""
         with self._lock:
-            known = torch.tensor([id in self._row_of for id in ids.tolist()]).bool()
+            known = torch.tensor([id in self._row_of for id in ids.tolist()], device="cpu").bool()
             return known | self._admission.admits(ids, seen, step)
 
     def open_watch(self) -> int:
@@ -396,7 +406,7 @@ class ReferenceEngine(CopyingEngine):
             unchanged = self._watches[watch]
             gone = [id for id in ids.tolist() if id in self._row_of and unchanged.get(id, False)]
             self._evict(gone)
-            return torch.tensor(gone, dtype=torch.int64)
+            return torch.tensor(gone, dtype=torch.int64, device="cpu")
 
     def _evict(self, ids: list[int]) -> None:
         self._remove(ids, "evicted")
@@ -410,7 +420,7 @@ class ReferenceEngine(CopyingEngine):
             return
         need = len(self) + len(new) - self.row_limit
         if need > 0 and callable(capacity.score):
-            make_room(self, torch.tensor(call, dtype=torch.int64), len(new))
+            make_room(self, torch.tensor(call, dtype=torch.int64, device="cpu"), len(new))
             need = len(self) + len(new) - self.row_limit
         if need <= 0:
             return
@@ -471,8 +481,8 @@ class ReferenceEngine(CopyingEngine):
         """See `Engine.pending`."""
         with self._lock:
             counts = self._admission.counts
-            return torch.tensor(list(counts), dtype=torch.int64), torch.tensor(
-                list(counts.values()), dtype=torch.int64
+            return torch.tensor(list(counts), dtype=torch.int64, device="cpu"), torch.tensor(
+                list(counts.values()), dtype=torch.int64, device="cpu"
             )
 
     def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
@@ -504,7 +514,7 @@ class ReferenceEngine(CopyingEngine):
 
     def _copy_rows(self, consumer: int) -> Chunk:
         ids = list(self._row_of) if consumer < 0 else list(self._touched[consumer])
-        return self._chunk(torch.tensor([self._row_of[id] for id in ids], dtype=torch.int64))
+        return self._chunk(torch.tensor([self._row_of[id] for id in ids], dtype=torch.int64, device="cpu"))
 
     def _is_live(self, row: int) -> bool:
         return self._row_of.get(int(self._ids_of[row])) == row
@@ -526,7 +536,9 @@ class ReferenceEngine(CopyingEngine):
             updated = list(self._touched[consumer])
             removed = [id for id in self._removed[consumer] if id not in self._row_of]
             self.track(consumer)
-        return torch.tensor(updated, dtype=torch.int64), torch.tensor(removed, dtype=torch.int64)
+        return torch.tensor(updated, dtype=torch.int64, device="cpu"), torch.tensor(
+            removed, dtype=torch.int64, device="cpu"
+        )
 
     def mark(self, consumer: int, ids: Tensor) -> None:
         """See `Engine.mark`."""
@@ -540,7 +552,9 @@ def _first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distinct ids in order of first occurrence, and the position of each id among them."""
     order: dict[int, int] = {}
     where = [order.setdefault(id, len(order)) for id in ids.tolist()]
-    return torch.tensor(list(order), dtype=torch.int64), torch.tensor(where, dtype=torch.int64)
+    return torch.tensor(list(order), dtype=torch.int64, device="cpu"), torch.tensor(
+        where, dtype=torch.int64, device="cpu"
+    )
 
 
 def _update_one_segment(

@@ -56,7 +56,7 @@ class IdLog:
     def take(self) -> Tensor:
         """Return the ids, int64, from the oldest on, and empty the log."""
         ids, self._ids = self._ids, []
-        return torch.tensor(ids, dtype=torch.int64)
+        return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 class AdmissionState:
@@ -104,7 +104,9 @@ class AdmissionState:
             Whether each gets a row, bool [n].
         """
         if isinstance(self._policy, MinCount):
-            before = torch.tensor([self.counts.get(id, 0) for id in ids.tolist()], dtype=torch.int64)
+            before = torch.tensor(
+                [self.counts.get(id, 0) for id in ids.tolist()], dtype=torch.int64, device="cpu"
+            )
             return (before + occurrences).clamp(max=MAX_COUNT) >= self._policy.n
         if not isinstance(self._policy, Probability):
             return torch.ones_like(ids, dtype=torch.bool)
@@ -113,7 +115,7 @@ class AdmissionState:
         most = int(occurrences.max()) if ids.numel() else 0
         block = max(1, _DRAWS // max(1, ids.numel()))
         for first in range(0, most, block):  # some draws of all ids at a time
-            numbers = torch.arange(first, min(most, first + block))
+            numbers = torch.arange(first, min(most, first + block), device="cpu")
             low = draw_bits(keys, numbers) < self._policy.limit
             admitted |= (low & (numbers < occurrences[:, None])).any(dim=1)
         return admitted

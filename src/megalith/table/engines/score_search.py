@@ -207,7 +207,7 @@ class _Pass:
         Returns:
             Their ids, int64.
         """
-        taken = [torch.empty(0, dtype=torch.int64)]
+        taken = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for group in self._groups:
             if n > 0 and len(group):
                 taken.append(group.take(n))
@@ -320,7 +320,7 @@ def _group_bounds(sample: Tensor, share: float) -> Tensor:
     """Return the largest score of each group. Groups are about as large as the number of rows that go at
     once, and all together have a share of the rows."""
     if sample.numel() < _SAMPLE or share >= 1:
-        return torch.tensor([math.inf], dtype=torch.float64)
+        return torch.tensor([math.inf], dtype=torch.float64, device="cpu")
     size = _SAMPLE // (PARTS * VISITED)
     largest = sample.sort().values[size - 1 : max(size, int(share * _SAMPLE)) : size]
     bounds: Tensor = torch.unique(largest)

@@ -114,7 +114,7 @@ def distinct_ids(
     occurrences = torch.ones_like(ids) if occurrences is None else occurrences
     if pooling is not None:
         ranges = [(int(bags.offsets[0]), int(bags.offsets[-1])) for bags in pooling.of(table)]
-        reached = torch.cat([torch.arange(begin, end) for begin, end in ranges] or [ids[:0]])
+        reached = torch.cat([torch.arange(begin, end, device="cpu") for begin, end in ranges] or [ids[:0]])
         ids, occurrences = ids[reached], occurrences[reached]
     distinct = dedup(ids)
     return distinct.ids, torch.zeros_like(distinct.ids).index_add_(0, distinct.inverse, occurrences)
@@ -131,7 +131,7 @@ def ids_without_bag(ids: Tensor, pooling: Pooling | None, table: str) -> Tensor:
     Returns:
         Their ids, int64 [k]; none without a pooling.
     """
-    outside = torch.full(ids.shape, pooling is not None)
+    outside = torch.full(ids.shape, pooling is not None, device="cpu")
     for bags in () if pooling is None else pooling.of(table):
         outside[int(bags.offsets[0]) : int(bags.offsets[-1])] = False
     return ids[outside]

@@ -74,7 +74,7 @@ class AdamSettings(Optimizer):
         m.copy_(m + (grads - m) * new1)
         v.copy_(v + (grads * grads - v) * new2)
         if not self.counts_rows:
-            return torch.tensor(self.correction(step), dtype=torch.float32)
+            return torch.tensor(self.correction(step), dtype=torch.float32, device="cpu")
         state["count"].add_(1.0)
         t = state["count"].double()
         beta1, beta2 = (as_float32(beta) for beta in self.betas)

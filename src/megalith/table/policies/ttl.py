@@ -51,7 +51,7 @@ class TTL(Eviction):
         age = (now - chunk.time).to(torch.float64)
         if not self.per_slot:
             return age >= self.seconds
-        ages = torch.full((NUM_SLOTS,), self.seconds, dtype=torch.float64)
+        ages = torch.full((NUM_SLOTS,), self.seconds, dtype=torch.float64, device="cpu")
         for slot, seconds in self.per_slot.items():
             ages[slot] = seconds
         return age >= ages[slot_of(chunk.ids)]

@@ -83,7 +83,7 @@ class SegmentPool:
             uint8 [size], uninitialized; it is not shared if it is small, or where that is not possible.
         """
         if size < SMALLEST or not SHARED_MEMORY:
-            return torch.empty(size, dtype=torch.uint8)
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
         wanted = max(_SEGMENT_SIZE, 1 << (size - 1).bit_length())
         with self._lock:
             self._take_back()

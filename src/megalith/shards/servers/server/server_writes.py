@@ -61,7 +61,7 @@ class OwnedTables:
             InputError: See there.
         """
         self._check_counts(ids, counts)
-        own = torch.tensor([counts], dtype=torch.int64)
+        own = torch.tensor([counts], dtype=torch.int64, device="cpu")
         (size,) = self.rows_wire.sizes(own, self.dims)
         if out is not None and out.size != size:
             raise InputError(f"a lookup of {size} bytes of rows was given {out.size} bytes for them")
@@ -95,7 +95,7 @@ class OwnedTables:
         pieces = {name: received[name].ids if name in received else self._no_ids for name in self.names}
         counts = [piece.numel() for piece in pieces.values()]
         flat = torch.empty(sum(map(mul, counts, self.dims)), device=self.shards.device)
-        found = self.rows.read(pieces, torch.tensor([counts], dtype=torch.int64), flat, step)
+        found = self.rows.read(pieces, torch.tensor([counts], dtype=torch.int64, device="cpu"), flat, step)
         views = dict(zip(self.names, self._views(flat, counts), strict=True))
         return found, {name: (pieces[name].clone(), views[name]) for name in received}
 
@@ -115,7 +115,7 @@ class OwnedTables:
         """
         counts = write.header["counts"]
         self._check_counts(write.arrays["ids"], counts)
-        (size,) = self.wire.sizes(torch.tensor([counts], dtype=torch.int64), self.dims)
+        (size,) = self.wire.sizes(torch.tensor([counts], dtype=torch.int64, device="cpu"), self.dims)
         if write.arrays["grads"].size != size:
             raise InputError(
                 f"a push of {size} bytes of gradients has {write.arrays['grads'].size}: workers and servers "
@@ -176,7 +176,7 @@ def apply_pushes(
             raise UsageError(
                 f"apply_gradients: step, scale and clip_norm must be equal on all workers (steps: {steps})"
             )
-    counts = torch.tensor([push.header["counts"] for push in pushes], dtype=torch.int64)
+    counts = torch.tensor([push.header["counts"] for push in pushes], dtype=torch.int64, device="cpu")
     time = max(push.header["time"] for push in pushes)
     rates: dict[str, list[float]] = {}
     for push in reversed(pushes):
@@ -200,7 +200,7 @@ def apply_pushes(
 def _sums(tables: OwnedTables, push: ServerWrite) -> dict[str, GradientSum]:
     counts = push.header["counts"]
     ids = tables.by_table(tensor_of(push.arrays["ids"]), counts)
-    own = torch.tensor([counts], dtype=torch.int64)
+    own = torch.tensor([counts], dtype=torch.int64, device="cpu")
     flat = tables.wire.decode(tensor_of(push.arrays["grads"]), own, tables.dims)
     floats = [n * dim for n, dim in zip(counts, tables.dims, strict=True)]
     grads = tables.by_table(flat, floats)
@@ -252,7 +252,7 @@ def _write_rows(tables: OwnedTables, header: _Header, arrays: _Arrays, *, add: b
 def _reinitialize(tables: OwnedTables, header: _Header, arrays: _Arrays) -> Array:
     ids = tables.by_table(tensor_of(arrays["ids"]), header["counts"])
     found = [tables.shards.local[name].reinitialize(x, time=header["time"]) for name, x in ids.items()]
-    return array_of(torch.cat(found) if found else torch.empty(0, dtype=torch.int32))
+    return array_of(torch.cat(found) if found else torch.empty(0, dtype=torch.int32, device="cpu"))
 
 
 def _remove(tables: OwnedTables, header: _Header, arrays: _Arrays) -> dict[str, int]:

@@ -41,7 +41,7 @@ def push_writes(
         One write per server; None: nothing to send.
     """
     dims = [config.dim for config in shards.configs.values()]
-    widths = torch.tensor(dims, dtype=torch.int64)
+    widths = torch.tensor(dims, dtype=torch.int64, device="cpu")
     header = {
         "step": numbers.step,
         "time": numbers.time if timed else None,

@@ -64,7 +64,7 @@ class ServerRows(Shards):
     def _write_rows(self, kind: str, rows: Rows, time: float | None) -> None:
         header = {"time": self._check_time(time)}
         routed, flat = self.preparer.rows(rows)
-        dims = torch.tensor([config.dim for config in self.configs.values()], dtype=torch.int64)
+        dims = torch.tensor([config.dim for config in self.configs.values()], dtype=torch.int64, device="cpu")
         pieces = flat.split_with_sizes((routed.deduped.counts @ dims).tolist())
         self.links.write_ids(kind, header, routed, {"rows": pieces})
 
@@ -81,7 +81,7 @@ class ServerRows(Shards):
         if any(part is None and size for part, size in zip(found, sizes, strict=True)):
             raise UsageError("reinitialize: a server applied it, but its result was lost with the server")
         parts = [tensor_of(part) for part in found if part is not None]
-        return routed.status(torch.cat([torch.empty(0, dtype=torch.int32), *parts]), ids)
+        return routed.status(torch.cat([torch.empty(0, dtype=torch.int32, device="cpu"), *parts]), ids)
 
     def remove(self, ids: Ids) -> dict[str, int]:
         """See `Shards.remove`."""

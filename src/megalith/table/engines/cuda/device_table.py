@@ -314,7 +314,9 @@ class DeviceTable:
         if not self._spare:
             count = max(1, min(known, HOST_BLOCK // (8 * words)))
             pinned = self.device.type == "cuda"
-            self._spare = list(torch.zeros(count * words, dtype=torch.int64, pin_memory=pinned).split(words))
+            self._spare = list(
+                torch.zeros(count * words, dtype=torch.int64, pin_memory=pinned, device="cpu").split(words)
+            )
         return self._spare.pop()
 
     def _set_chunks(self, chunks: list[Tensor]) -> None:

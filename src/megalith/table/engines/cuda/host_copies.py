@@ -157,7 +157,7 @@ class HostCopies:
         """Return uninitialized columns in one block of pinned memory."""
         sizes = [column.numel() * column.element_size() for column in columns]
         places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        block = torch.empty(sum(places), dtype=torch.uint8, pin_memory=self._stream is not None)
+        block = torch.empty(sum(places), dtype=torch.uint8, pin_memory=self._stream is not None, device="cpu")
         return [
             place[:size].view(column.dtype).view(column.shape)
             for place, size, column in zip(block.split(places), sizes, columns, strict=True)

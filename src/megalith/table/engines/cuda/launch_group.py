@@ -89,7 +89,7 @@ class LaunchGroup:
         self.generation = 0
         self._versions: list[int] = []
         self._checked = -1
-        self._descriptors = torch.empty(0)
+        self._descriptors = torch.empty(0, device="cpu")
         self._spans: dict[tuple[int, ...], Tensor] = {}
         self._reports: deque[CounterReport] = deque()
         self._counters: list[Tensor] = []
@@ -115,7 +115,7 @@ class LaunchGroup:
         host = torch.frombuffer(array("q", values), dtype=torch.int64)
         if self.device.type == "cpu":
             return host.clone()
-        return torch.empty(len(values), dtype=torch.int64, pin_memory=True).copy_(host)
+        return torch.empty(len(values), dtype=torch.int64, pin_memory=True, device="cpu").copy_(host)
 
     def write(self, target: Tensor, values: Sequence[int]) -> Tensor:
         """Copy integers to given memory on the device without waiting for it.
@@ -461,7 +461,7 @@ class LaunchGroup:
         """Send the numbers of rows to the host, for later calls."""
         if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
-        host = torch.empty(created.numel(), dtype=torch.int64, pin_memory=True)
+        host = torch.empty(created.numel(), dtype=torch.int64, pin_memory=True, device="cpu")
         host.copy_(created, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

@@ -290,7 +290,9 @@ class StoredRows(StreamedRows):
         with self.order:
             counts = self.policies.admission.counts
             ids, numbers = list(counts), list(counts.values())
-            return torch.tensor(ids, dtype=torch.int64), torch.tensor(numbers, dtype=torch.int64)
+            return torch.tensor(ids, dtype=torch.int64, device="cpu"), torch.tensor(
+                numbers, dtype=torch.int64, device="cpu"
+            )
 
     def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
         """See `Engine.restore_pending`."""

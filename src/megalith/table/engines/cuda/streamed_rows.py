@@ -285,7 +285,7 @@ class StreamedRows(Engine):
         with self.order:
             if self.open_snapshot is not None:
                 raise InputError(f"table {self.name!r} already has an open snapshot: close it first")
-            none = torch.empty(0, dtype=torch.int64)
+            none = torch.empty(0, dtype=torch.int64, device="cpu")
             total, used = len(self), self.table.read_counters()[0]
             blocks = (
                 rows[(headers[2] & self._bit(consumer)) != 0] if touched_only else rows
