@@ -24,13 +24,13 @@ def benchmark() -> Any:
         yield importlib.import_module("table_gpu")
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
-        for name in ("table_gpu", "gpu_timing", "harness"):
+        for name in ("table_gpu", "gpu_workloads", "gpu_timing", "harness"):
             sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")
 def run(benchmark: Any) -> Any:
-    sizes = benchmark.Sizes(
+    sizes = importlib.import_module("gpu_workloads").Sizes(
         slots=1 << 8,
         tables=1,
         table_ids=16,

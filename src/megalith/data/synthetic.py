@@ -159,6 +159,7 @@ class SyntheticReader(Reader):
         self.seed = seed
         self.num_batches = num_batches
         self._num_dense = num_dense
+        self._mixed = torch.empty(0, dtype=torch.int64, device="cpu")
         self.bias, self.scale = bias, scale
         self.interaction = interaction if len(features) > 1 else 0.0
         self.drift_period = drift_period
@@ -269,7 +270,9 @@ class SyntheticReader(Reader):
     def _uniform(self, use: str, index: int, n: int) -> Tensor:
         """n uniform numbers between 0 and 1, float64, drawn from (seed, use, index)."""
         key = signed(table_key(self.seed, f"{_KEY}/draw/{use}/{index}"))
-        bits = mix(mix(torch.arange(n, device="cpu")) ^ key)
+        if self._mixed.numel() < n:  # the same numbers for every draw
+            self._mixed = mix(torch.arange(n, device="cpu"))
+        bits = mix(self._mixed[:n] ^ key)
         return (shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
