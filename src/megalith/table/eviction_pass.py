@@ -56,10 +56,15 @@ class EvictionPass:
         """
         removed = [torch.empty(0, dtype=torch.int64, device="cpu")]
         with self._lock:
-            self._at, more = 0, True
-            while more:
-                part, more = self._part(now, max(MIN_EVICT_ROWS, len(self._engine) // EVICT_PARTS))
-                removed.append(part)
+            self._at = 0
+            rows = max(MIN_EVICT_ROWS, len(self._engine) // EVICT_PARTS)
+            if self._policies:
+                with self._engine.scanning():  # a row that moves could be missed
+                    while self._at >= 0:
+                        removed.append(self._scan(now, rows))
+            while not self._engine.return_memory(rows):
+                pass
+            self._at = 0
         return torch.cat(removed)
 
     def part(self, now: int, rows: int, start: float | None = None) -> Tensor:

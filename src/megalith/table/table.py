@@ -275,6 +275,9 @@ class Table:
     def evict_part(self, now: float | None = None, *, rows: int, start: float | None = None) -> Tensor:
         """Continue a pass of `evict` for a limited number of rows; after the last row it starts again.
 
+        A row of the cuda engine that moves between GPU and host memory meanwhile may be visited in the next
+        pass instead of this one.
+
         Args:
             now: Time in seconds (None: now).
             rows: Number of rows to visit in this call.

@@ -98,10 +98,11 @@ def _times(table: Table) -> tuple[Tensor, Tensor]:
         [torch.empty(0, dtype=torch.int64, device="cpu")],
         0,
     )
-    while at >= 0:
-        chunk, at = table.engine_impl.scan_part(at, MERGE_ROWS, rows=False)
-        ids.append(chunk.ids)
-        times.append(chunk.time)
+    with table.engine_impl.scanning():
+        while at >= 0:
+            chunk, at = table.engine_impl.scan_part(at, MERGE_ROWS, rows=False)
+            ids.append(chunk.ids)
+            times.append(chunk.time)
     order = torch.argsort(torch.cat(ids))
     return torch.cat(ids)[order], torch.cat(times)[order]
 

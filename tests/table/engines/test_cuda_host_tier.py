@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from megalith import SGD, TTL, Adagrad, Capacity, EmbeddingCollection, Feature, Table, TableConfig, Zeros
+from megalith import (
+    SGD,
+    TTL,
+    Adagrad,
+    Capacity,
+    EmbeddingCollection,
+    Feature,
+    LocalShards,
+    Table,
+    TableConfig,
+    Zeros,
+)
 from megalith.errors import InputError
+from megalith.table import eviction_pass
 from megalith.table.engines import reference_policies, score_search
 from megalith.table.engines.cuda import host_tier
 from megalith.table.engines.cuda.engine import CudaEngine
-from tests.table.engines.cuda_configs import CONFIGS, OPTIMIZERS
+from tests.table.engines.cuda_configs import CONFIGS, OPTIMIZERS, Halving
 from tests.table.engines.programs import Program, everything
 
 ON_GPU = torch.cuda.is_available()
@@ -325,3 +339,84 @@ def test_a_budget_must_be_a_number_of_bytes() -> None:
     assert "device_bytes=4096" in repr(TableConfig("t", dim=2, optimizer=SGD(1.0), device_bytes=4096))
     table = Table(TableConfig("t", dim=2, optimizer=SGD(1.0), device_bytes=64), engine="reference")
     assert table.stats().host_tier is None
+
+
+def tiered(rows: int, **options: Any) -> Table:
+    """A table of 64 rows, 16 of them on the GPU."""
+    config = TableConfig("t", dim=2, optimizer=SGD(1.0), initializer=Zeros(), **options)
+    table = Table(limited(config, 16), engine="cuda")
+    table.assign(torch.arange(rows), torch.zeros(rows, 2), time=0)
+    return table
+
+
+def test_a_pass_of_evict_finds_rows_that_a_lookup_wants_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tiered(64, eviction=TTL(5))
+    monkeypatch.setattr(eviction_pass, "MIN_EVICT_ROWS", 20)
+    engine = table.engine_impl
+    plain, lookups = engine.scan_part, 0
+
+    def scan_part(*arguments: Any, **options: Any) -> Any:
+        nonlocal lookups
+        found = plain(*arguments, **options)
+        table.lookup(torch.arange(40, 48))  # as another thread would
+        lookups += 1
+        return found
+
+    monkeypatch.setattr(engine, "scan_part", scan_part)
+    assert sorted(table.evict(100).tolist()) == list(range(64))
+    assert lookups > 2
+
+
+def test_a_scan_in_separate_calls_keeps_rows_in_their_places_until_it_ends() -> None:
+    table = tiered(64)
+    engine = table.engine_impl
+    seen, at = [], 0
+    while at >= 0:
+        engine.keep_places(7, 60.0)
+        chunk, at = engine.scan_part(at, 20)
+        seen += chunk.ids.tolist()
+        table.lookup(torch.arange(40, 48))
+    assert sorted(seen) == list(range(64))
+    use = table.stats().host_tier
+    assert use is not None
+    assert use.moved == 0
+
+    engine.keep_places(8, -1.0)  # a lease that has ended
+    engine.keep_places(7, 0.0)
+    table.lookup(torch.arange(40, 48))
+    use = table.stats().host_tier
+    assert use is not None
+    assert use.moved == 8
+
+
+def test_rows_of_a_lookup_move_once_for_its_update() -> None:
+    """`lookup.rows` finds the rows of one table, an update those of all tables."""
+    plain = TableConfig("t", dim=2, optimizer=SGD(1.0), initializer=Zeros())
+    configs = [
+        TableConfig(name, dim=dim, optimizer=SGD(1.0), device_bytes=budget(16, plain))
+        for name, dim in (("a", 2), ("b", 2), ("c", 5))
+    ]
+    shards = LocalShards(configs, engine="cuda")
+    ids = {config.name: torch.arange(8) + 40 for config in configs}
+    shards.assign({config.name: (torch.arange(64), torch.zeros(64, config.dim)) for config in configs})
+    before = {name: shards.local[name].epoch for name in ids}
+    lookup = shards.lookup(ids)
+    grads = {name: torch.ones_like(lookup.rows[name]) for name in ids}
+    shards.apply_gradients(lookup, grads, step=0)
+    for name in ids:
+        assert shards.local[name].epoch == before[name] + 1  # one call moved rows
+        use = shards.local[name].stats().host_tier
+        assert use is not None
+        assert (use.hits, use.misses, use.moved) == (0, 8, 8)
+        assert bool((shards.local[name].lookup(ids[name]) == -1.0).all())
+
+
+def test_an_optimizer_in_torch_counts_a_use_once() -> None:
+    plain = TableConfig("t", dim=2, optimizer=Halving(0.1), initializer=Zeros())
+    config = TableConfig("t", dim=2, optimizer=Halving(0.1), device_bytes=budget(16, plain))
+    shards = LocalShards([config], engine="cuda")
+    shards.assign({"t": (torch.arange(64), torch.zeros(64, 2))})
+    shards.apply_gradients({"t": torch.arange(40, 48)}, {"t": torch.ones(8, 2)}, step=0)
+    use = shards.local["t"].stats().host_tier
+    assert use is not None
+    assert (use.hits, use.misses, use.moved) == (0, 8, 8)

@@ -9,6 +9,7 @@ from torch import Tensor
 from megalith import (
     SGD,
     Adagrad,
+    Capacity,
     EmbeddingCollection,
     Feature,
     Layout,
@@ -210,3 +211,20 @@ def test_tables_of_other_optimizers_precisions_or_padded_dims_have_launches_of_t
         TableConfig("f", dim=7, optimizer=Adagrad(0.1, eps=1e-3)),
     ]
     assert kinds(LocalShards(configs, engine="cuda")) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+
+
+def test_a_table_without_gradients_keeps_its_step() -> None:
+    configs = [
+        TableConfig("a", dim=5, optimizer=SGD(0.1)),
+        TableConfig("b", dim=8, optimizer=SGD(0.1), eviction=Capacity(rows=100, score="step")),
+    ]
+    steps = []
+    for engine in ("cuda", "reference"):
+        shards = LocalShards(configs, engine=engine)
+        shards.apply_gradients({"b": torch.arange(3)}, {"b": torch.ones(3, 8)}, step=1)
+        shards.apply_gradients({"a": torch.arange(3)}, {"a": torch.ones(3, 5)}, step=1000)
+        shards.assign({"b": (torch.arange(5, 7), torch.zeros(2, 8))})
+        chunk = next(iter(shards.local["b"].scan(10)))
+        assert chunk.step is not None
+        steps.append(dict(zip(chunk.ids.tolist(), chunk.step.tolist(), strict=True)))
+    assert steps[0] == steps[1] == {0: 1, 1: 1, 2: 1, 5: 1, 6: 1}

@@ -218,7 +218,8 @@ def scan_ids(tables: Mapping[str, Table]) -> dict[str, Tensor]:
 
 def _find(table: Table, ids: Tensor) -> tuple[Tensor, FoundRows, Tensor | None]:
     """Return the ids with a row, their rows, and the ids without one, if there are any."""
-    epoch, found = table.epoch, table.find(ids)
+    found, epoch = table.engine_impl.find(table.checks.ids(ids))
+    found = found.to(ids.device)
     if not ids.numel() or int(found.min()) >= 0:
         return ids.contiguous(), FoundRows(found, epoch), None
     there = found >= 0

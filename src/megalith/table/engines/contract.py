@@ -10,6 +10,7 @@ Every method may be called from several threads. Reads run in parallel; a write 
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,7 @@ class Engine(ABC):
         self.row_limit = self.limits.rows
         self.view = ServingView.of(config)
         self._scans = 0  # in progress
+        self._leases: dict[int, float] = {}  # scans in parts -> until when they keep rows in their places
         self._moving = ForkSafeLock()  # held while rows are moved, and while a scan begins or ends
         self.moves = 0
         score = None if config.capacity is None else config.capacity.score
@@ -307,6 +309,26 @@ class Engine(ABC):
                 if chunk.ids.numel():
                     yield chunk
 
+    @property
+    def places_kept(self) -> bool:
+        """Whether a scan is in progress, so that no row may move; the caller holds `_moving`."""
+        if self._leases:
+            now = time.monotonic()
+            self._leases = {scan: until for scan, until in self._leases.items() if until > now}
+        return self._scans > 0 or bool(self._leases)
+
+    def keep_places(self, scan: int, seconds: float) -> None:
+        """Keep all rows in their places for some time: for a scan whose parts are calls of their own.
+
+        Args:
+            scan: A number of the scan.
+            seconds: From now on; each part calls this again, and the last one with 0.
+        """
+        with self._moving:
+            self._leases.pop(scan, None)
+            if seconds > 0:
+                self._leases[scan] = time.monotonic() + seconds
+
     @contextmanager
     def scanning(self) -> Iterator[None]:
         """Keep all rows in their places, while a scan is in progress."""
@@ -430,7 +452,7 @@ class Engine(ABC):
             Whether nothing is left to do now.
         """
         with self._moving:
-            if self._scans > 0:
+            if self.places_kept:
                 return True
             epoch = self.epoch
             done = self.compact(limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,10 @@ from megalith.table import Chunk, MemoryUse, RowCounters, TableStats
 from megalith.table.validation import check_flag, check_start
 
 logger = logging.getLogger(__name__)
+
+
+SCAN_SECONDS = 60.0
+"""How long a server keeps rows in their places for the next part of a scan."""
 
 
 class ServerRows(Shards):
@@ -103,20 +108,30 @@ class ServerRows(Shards):
         return {name: torch.cat([tensor_of(part[name]) for part in found]) for name in self.configs}
 
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
-        """See `Shards.scan`, for the rows of all servers, server by server."""
+        """See `Shards.scan`, for the rows of all servers, server by server.
+
+        Servers keep rows in their places for `SCAN_SECONDS` after each chunk; a caller that takes longer for
+        a chunk may miss rows that moved meanwhile.
+        """
         self.check_name(table)
         size = checks.integer(chunk_size, "scan: chunk_size")
         self.flush()
         return self._scan(table, size)
 
     def _scan(self, table: str, size: int) -> Iterator[Chunk]:
+        scan = random.getrandbits(62)
         for link in self.links:
             at = 0
             while at >= 0:
-                arrays, at = link.result(link.run(_scan_part, table, at, size, background=False))
+                arrays, at = link.result(link.run(_scan_part, table, at, size, scan, background=False))
                 chunk = chunk_of(arrays)
-                if chunk.ids.numel():
-                    yield chunk
+                try:
+                    if chunk.ids.numel():
+                        yield chunk
+                except GeneratorExit:
+                    if at >= 0:
+                        link.result(link.run(_end_scan, table, scan, background=False))
+                    raise
 
     def restore(self, table: str, chunk: Chunk) -> None:
         """See `Shards.restore`."""
@@ -194,9 +209,17 @@ class ServerRows(Shards):
 # ---- what runs on servers
 
 
-def _scan_part(part: ShardsPart, table: str, at: int, size: int) -> tuple[dict[str, Array], int]:
-    chunk, following = part.shards.local[table].engine_impl.scan_part(at, size)
+def _scan_part(part: ShardsPart, table: str, at: int, size: int, scan: int) -> tuple[dict[str, Array], int]:
+    engine = part.shards.local[table].engine_impl
+    engine.keep_places(scan, SCAN_SECONDS)
+    chunk, following = engine.scan_part(at, size)
+    if following < 0:
+        _end_scan(part, table, scan)
     return chunk_arrays(chunk), following
+
+
+def _end_scan(part: ShardsPart, table: str, scan: int) -> None:
+    part.shards.local[table].engine_impl.keep_places(scan, 0.0)
 
 
 def _reserve(part: ShardsPart, rows: Mapping[str, int]) -> None:

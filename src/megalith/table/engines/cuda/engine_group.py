@@ -8,7 +8,7 @@ tables are concatenated once, in `find`, and the result is kept with the row num
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,7 +59,8 @@ class SharedLaunches:
     def __init__(self, engines: Sequence[CudaEngine]) -> None:
         self.engines = list(engines)
         self.names = [engine.name for engine in engines]
-        self.group = LaunchGroup([engine.table for engine in engines])
+        one = len(self.engines) == 1  # rows that its engine found are then known here
+        self.group = self.engines[0].group if one else LaunchGroup([engine.table for engine in engines])
         self.plans = PoolingPlans()
         self.recorded = RecordedCalls(self.group)
         self.slots = SearchSlots(self.group)
@@ -81,13 +82,21 @@ class SharedLaunches:
         hold(found)
         return found
 
-    def search(self, columns: list[Tensor], sizes: list[int], *, counted: bool = True) -> JoinedRows:
+    def search(
+        self,
+        columns: list[Tensor],
+        sizes: list[int],
+        *,
+        counted: bool = True,
+        fetched: Collection[CudaEngine] = (),
+    ) -> JoinedRows:
         """Find the rows of ids; those in host memory move to the device.
 
         Args:
             columns: The ids of each table.
             sizes: Their numbers.
             counted: As for `StreamedRows.fetch`.
+            fetched: Tables whose rows have been moved for this lookup.
 
         Returns:
             The rows of all tables.
@@ -96,7 +105,8 @@ class SharedLaunches:
         found = self.group.find(ids, sizes)
         if self._tiered:
             for engine, own, rows in zip(self.engines, columns, found.rows.split(sizes), strict=True):
-                engine.fetch(own, rows, counted=counted)
+                if engine not in fetched:
+                    engine.fetch(own, rows, counted=counted)
         return JoinedRows(ids, found, sizes)
 
     def find(self, ids: Mapping[str, Tensor]) -> tuple[JoinedRows, dict[str, FoundRows]]:
@@ -138,8 +148,9 @@ class SharedLaunches:
         torch.cat(columns, out=slot.ids)
         addresses = plan.output_addresses(bags, outputs)
         aligned = [plan.is_aligned(cut, addresses) for cut in plan.launches]
-        # Each launch reads aligned descriptors: Triton compiles a kernel once more for those that are not.
-        fields = [_even(plan.fill(cut, bags, addresses)) for cut in plan.launches]
+        # A part has an even number of fields, so each launch reads aligned descriptors: Triton compiles a
+        # kernel once more for those that are not.
+        fields = [plan.fill(cut, bags, addresses) for cut in plan.launches]
         written = slot.write_fields([x for own in fields for x in own])
 
         def launch() -> None:
@@ -175,7 +186,9 @@ class SharedLaunches:
             if size:
                 by = engine.known(found.get(engine.name), self.group, number)
                 if by is None or (kept is not None and by is not kept) or by.sizes != sizes:
-                    return self.search(columns, sizes, counted=ids.keys().isdisjoint(found))
+                    unused = ids.keys().isdisjoint(found)
+                    fetched = [e for e in self._tiered if e.known(found.get(e.name), e.group) is not None]
+                    return self.search(columns, sizes, counted=unused, fetched=fetched)
                 kept = by
         return self.search(columns, sizes) if kept is None else JoinedRows(*kept[2:])
 
@@ -394,7 +407,7 @@ class CudaEngineGroup(EngineGroup):
                     for engine, name, column in zip(shared.engines, shared.names, columns, strict=True)
                 ]
                 known = None
-                if not shared.active:
+                if not shared.active and shared.group.layout.has_rules:
                     rows = shared.joined(own, found)
                     known = rows.ids, rows.search
                 if pooling is None:
@@ -421,7 +434,3 @@ def _moved(tensors: Mapping[str, Tensor], device: torch.device) -> Mapping[str, 
     if all(tensor.device == device for tensor in tensors.values()):
         return tensors
     return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-
-
-def _even(fields: list[int]) -> list[int]:
-    return fields + [0] * (len(fields) % 2)

@@ -72,6 +72,11 @@ class HostTier:
         """Whether rows may be in host memory."""
         return self._table.row_capacity > self.boundary
 
+    @property
+    def bytes(self) -> int:
+        """GPU memory for the uses of rows."""
+        return 4 * (self._scores.numel() + self._stamps.numel())
+
     def use(self, rows: int) -> HostTierUse:
         """Return the numbers of the tier. Waits for the device.
 

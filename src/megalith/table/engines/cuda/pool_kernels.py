@@ -43,7 +43,7 @@ BEGIN = tl.constexpr(14)  # without offsets: the table's occurrence that is the 
 ROW_START = tl.constexpr(15)  # first column of the row
 ROW_WIDTH = tl.constexpr(16)  # number of columns
 ROW_OFFSET = tl.constexpr(17)  # bytes from the start of the row to the first column
-PART_FIELDS = tl.constexpr(18)
+PART_FIELDS = tl.constexpr(18)  # even, so that the descriptors of any part are aligned
 
 
 @triton.jit

@@ -391,7 +391,9 @@ class StoredRows(StreamedRows):
             used, table = len(self), self.table
             weights = used * sum(s.dim * PRECISIONS[s.precision] for s in self.config.segments)
             states = used * 4 * self.layout.state_floats
-            side = used * self.layout.stride - weights - states
+            side = (
+                used * self.layout.stride - weights - states + (0 if self.tier is None else self.tier.bytes)
+            )
             slack = (table.row_capacity - used) * self.layout.stride + 4 * table.free.numel()
             index = 8 * table.entries.numel()
             return MemoryUse(index, weights, states, side, self.policies.memory(), slack)

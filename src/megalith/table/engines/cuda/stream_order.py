@@ -64,12 +64,14 @@ class StreamOrder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.RLock()
+        self._owner = 0  # the thread of the calls in progress
         self._last: torch.cuda.Stream | None = None
         self.last_handle = -1
         self._changed: list[ExitStack | None] = []  # of each call in progress
 
     def __enter__(self) -> None:
         self.lock.acquire()
+        self._owner = threading.get_ident()
         self._changed.append(enter_call(self.device))
         self.follow(current_handle(self.device))
 
@@ -77,7 +79,14 @@ class StreamOrder:
         changed = self._changed.pop()
         if changed is not None:
             changed.close()
+        if not self._changed:
+            self._owner = 0
         self.lock.release()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this thread is within a call."""
+        return self._owner == threading.get_ident()
 
     def follow(self, handle: int) -> None:
         """Make the current stream wait for the stream of the previous call.

@@ -142,7 +142,7 @@ class StreamedRows(Engine):
             return  # when the graph is replayed, the host does not note that rows moved
         # A thread that holds the lock to return memory waits for this one.
         with self._moving.without_waiting() as alone:
-            if alone and not self._scans and self.open_snapshot is None:
+            if alone and not self.places_kept and self.open_snapshot is None:
                 self.writes += 1
                 self._epoch += 1
                 tier.fetch(ids, rows, counted=counted)
@@ -159,9 +159,12 @@ class StreamedRows(Engine):
             self.open_snapshot.save(rows)
 
     def wait_for_reader(self) -> None:
-        """Wait until an open snapshot has room for saved rows; before a call that writes takes the lock."""
+        """Wait until an open snapshot has room for saved rows; before a call that writes takes the lock.
+
+        A call within another one does not wait: the reader may need the lock that the other one holds.
+        """
         snapshot = self.open_snapshot
-        if snapshot is not None:
+        if snapshot is not None and not self.order.is_held:
             snapshot.wait_for_reader()
 
     # ---- scans

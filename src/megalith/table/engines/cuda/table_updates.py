@@ -134,8 +134,9 @@ def _update_in_kernels(
     else:
         launch()
     group.report(sizes)
-    for update in updates:
-        update.engine.wrote(update.step.step)
+    for update, size in zip(updates, sizes, strict=True):
+        if size:  # the step of a table without ids is that of another table
+            update.engine.wrote(update.step.step)
 
 
 def _stage_one_in_torch(update: TableUpdate, gradients: Gradients) -> Callable[[], None]:
