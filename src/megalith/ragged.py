@@ -97,7 +97,7 @@ class Ragged:
             weights: The weights of each row, with the same lengths.
 
         Returns:
-            A Ragged with one row per list, on the CPU.
+            A Ragged with one row per list, on the default device of torch, like a `torch.tensor`.
 
         Raises:
             InputError: An argument is not a list of lists of numbers, or a number does not fit the type.
@@ -110,7 +110,8 @@ class Ragged:
             flat, weight_lengths = _flat_tensor(weights, "weights", torch.float32)
             if weight_lengths != lengths:
                 raise InputError("Ragged: weights must have the same lengths as rows")
-        return cls.from_lengths(values, torch.tensor(lengths, dtype=torch.int64, device="cpu"), weights=flat)
+        splits = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+        return cls.from_lengths(values, splits, weights=flat).to(torch.get_default_device())
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Ragged:

@@ -46,6 +46,16 @@ def ids(*values: int) -> Tensor:
     return torch.tensor(values, device=CPU)
 
 
+def ragged(*rows: list[int]) -> Ragged:
+    return Ragged.from_lengths(ids(*(id for row in rows for id in row)), ids(*map(len, rows)))
+
+
+def test_a_ragged_of_lists_is_on_the_default_device() -> None:
+    assert Ragged.from_lists([[1], [2, 3]]).values.is_meta
+    with torch.device("cpu"):
+        assert Ragged.from_lists([[1], [2, 3]]).values.tolist() == [1, 2, 3]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_calls_of_a_table(engine: str) -> None:
     table = Table(TableConfig("t", dim=2, optimizer=Adagrad(0.1)), engine=engine)
@@ -91,7 +101,7 @@ def test_a_collection_trains_and_is_saved(engine: str, tmp_path: Path) -> None:
     collection = EmbeddingCollection(tables, features, engine=engine)
     columns = {
         "one": ids(1, 2, 3),
-        "mean": Ragged.from_lists([[1], [], [2, 3]]),
+        "mean": ragged([1], [], [2, 3]),
         "first": torch.tensor([[1, 2], [3, 4], [5, 6]], device=CPU),
         "rows": hash_strings(["x", "y", "x"]),
     }
@@ -116,7 +126,7 @@ def test_layouts_and_joint_steps(engine: str) -> None:
         clip_norm=1.0,
         engine=engine,
     )
-    columns = {"x": ids(1, 2), "y": Ragged.from_lists([[1], [2, 3]])}
+    columns = {"x": ids(1, 2), "y": ragged([1], [2, 3])}
     for _ in range(2):
         collection(columns)["both"].sum().backward()
     assert float(collection.grad_norm()) > 0

@@ -179,7 +179,7 @@ def test_a_table_of_four_times_its_budget_trains_as_one_without() -> None:
             assert use.host_rows > 2 * use.device_rows
             assert use.moved > 0
             # A batch has 26,000 distinct rows, the GPU 18,432 places; updates find what lookups moved.
-            assert 0.55 < use.hit_rate < 0.65
+            assert 0.5 < use.hit_rate < 0.65
     assert torch.equal(*results)
 
 
