@@ -190,7 +190,7 @@ class DeviceTable:
             if used - free + n > MAX_ROWS:
                 raise TableFullError(f"table {self.config.name!r}: more than {MAX_ROWS} rows")
             # Reports of the device come some calls later: room for several calls avoids waiting for it.
-            ahead = n * CALLS_AHEAD if n * CALLS_AHEAD * self.layout.stride <= AHEAD_BYTES else n
+            ahead = n * max(1, min(CALLS_AHEAD, AHEAD_BYTES // (n * self.layout.stride)))
             if used - free + self._removed_slots + ahead > self.slot_limit:
                 self._rehash(used - free + ahead)
             if used + max(0, ahead - free) > self.row_capacity:
