@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megalith.ops.pooling import Pooling
 from megalith.table.engines.cuda.launch_group import RowSearch
-from megalith.table.engines.cuda.pooling_parts import PoolingPlan, PoolingPlans, on_device
+from megalith.table.engines.cuda.pooling_parts import on_device
+from megalith.table.engines.cuda.pooling_plans import PoolingPlan, PoolingPlans
 from megalith.table.engines.cuda.row_steps import Gradients
 from megalith.table.engines.cuda.stored_rows import StoredRows
 from megalith.table.engines.cuda.stream_order import hold

@@ -19,14 +19,8 @@ from megalith.ops.pooling import Bags, Pooling
 from megalith.table.engines.contract import Engine
 from megalith.table.engines.cuda.engine import CudaEngine, FoundBy
 from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
-from megalith.table.engines.cuda.pooling_parts import (
-    Cut,
-    PoolingPlan,
-    PoolingPlans,
-    TablePart,
-    on_device,
-    waves,
-)
+from megalith.table.engines.cuda.pooling_parts import Cut, TablePart, on_device, waves
+from megalith.table.engines.cuda.pooling_plans import PoolingPlan, PoolingPlans
 from megalith.table.engines.cuda.recorded_calls import RecordedCalls, SearchSlots
 from megalith.table.engines.cuda.row_steps import Gradients
 from megalith.table.engines.cuda.shared_layout import launch_kind

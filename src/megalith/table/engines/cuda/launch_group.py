@@ -7,7 +7,6 @@ memory runs out.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 from megalith.table.engines.cuda import index_kernels, row_kernels
 from megalith.table.engines.cuda.device_table import BLOCK, WARPS, DeviceTable
 from megalith.table.engines.cuda.kernel_launch import Bound
+from megalith.table.engines.cuda.launch_memory import LaunchMemory
 from megalith.table.engines.cuda.shared_layout import SharedLayout
 from megalith.table.engines.cuda.stream_order import retire
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, padded
@@ -67,7 +67,7 @@ class CounterReport(NamedTuple):
     requested: list[int]
 
 
-class LaunchGroup:
+class LaunchGroup(LaunchMemory):
     """Launches over tables.
 
     Args:
@@ -76,74 +76,25 @@ class LaunchGroup:
     Attributes:
         layout: The joint layout of their rows.
         bound: Kernels with their constants, by use.
-        generation: Advances when memory that launches refer to is replaced.
     """
 
     def __init__(self, tables: Sequence[DeviceTable]) -> None:
+        super().__init__(tables[0].device)
         self.tables = list(tables)
         self.layout = SharedLayout.of([table.layout for table in tables])
-        self.device = tables[0].device
         self.fields = tables[0].num_fields
         self.kinds = {"FIELDS": self.fields, **self.layout.places}
         self.bound: dict[tuple[object, ...], Bound] = {}
-        self.generation = 0
         self._versions: list[int] = []
         self._checked = -1
         self._descriptors = torch.empty(0, device="cpu")
         self._spans: dict[tuple[int, ...], Tensor] = {}
         self._reports: deque[CounterReport] = deque()
         self._counters: list[Tensor] = []
-        self._scratch: dict[str, Tensor] = {}
         # Programs for each table of a launch that does not know its size.
         self.few_programs = MAX_PROGRAMS // len(self.tables) + 1
 
     # ---- descriptors
-
-    def upload(self, values: Sequence[int]) -> Tensor:
-        """Copy integers to the device without waiting for it.
-
-        Args:
-            values: The integers.
-
-        Returns:
-            int64 [n] on the device.
-        """
-        return self._pinned(values).to(self.device, non_blocking=True)
-
-    def _pinned(self, values: Sequence[int]) -> Tensor:
-        """Return integers in memory from which the device copies without waiting."""
-        host = torch.frombuffer(array("q", values), dtype=torch.int64)
-        if self.device.type == "cpu":
-            return host.clone()
-        return torch.empty(len(values), dtype=torch.int64, pin_memory=True, device="cpu").copy_(host)
-
-    def write(self, target: Tensor, values: Sequence[int]) -> Tensor:
-        """Copy integers to given memory on the device without waiting for it.
-
-        Args:
-            target: int64 [n].
-            values: The integers.
-
-        Returns:
-            The target.
-        """
-        return target.copy_(self._pinned(values), non_blocking=True)
-
-    def overwrite(self, use: str, values: Sequence[int]) -> Tensor:
-        """Copy integers to the same memory at each call, without waiting for the device.
-
-        Args:
-            use: What they are for.
-            values: The integers.
-
-        Returns:
-            int64 [n] on the device.
-        """
-        known = self.scratch(use, len(values), torch.int64)
-        if known.numel() != len(values):
-            self._scratch.pop(use)
-            known = self.scratch(use, len(values), torch.int64)
-        return self.write(known, values)
 
     def descriptors(self) -> Tensor:
         """Return the descriptors of the tables, int64 [tables * fields]."""
@@ -209,43 +160,6 @@ class LaunchGroup:
             zeros = torch.zeros(COUNTERS_AHEAD, width, dtype=torch.int32, device=self.device)
             self._counters = list(zeros[:, :count].unbind())
         return self._counters.pop()
-
-    def scratch(self, use: str, n: int, dtype: torch.dtype) -> Tensor:
-        """Return memory that is needed until the end of a call; later calls use it again.
-
-        Args:
-            use: What it is for; different in one call.
-            n: Number of elements.
-            dtype: Their type.
-
-        Returns:
-            At least n elements of any content.
-        """
-        known = self._scratch.get(use)
-        if known is None or known.numel() < n or known.dtype != dtype:
-            room = n
-            if known is not None:
-                retire(known)
-                room += n // 8
-            self.generation += 1
-            known = self._scratch[use] = torch.empty(room, dtype=dtype, device=self.device)
-        return known
-
-    def filled(self, use: str, n: int, value: float, dtype: torch.dtype) -> Tensor:
-        """Return memory that is filled with a value when it is allocated; callers leave it so.
-
-        Args:
-            use: What it is for.
-            n: Number of elements.
-            value: The value.
-            dtype: Their type.
-
-        Returns:
-            At least n elements.
-        """
-        known = self._scratch.get(use)
-        memory = self.scratch(use, n, dtype)
-        return memory if memory is known else memory.fill_(value)
 
     # ---- rows
 
