@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,14 +106,16 @@ def on_device(pooling: Pooling, device: torch.device) -> Pooling:
 
 def _is_ready(bags: Bags, device: torch.device) -> bool:
     for tensor in (bags.offsets, bags.weights, bags.divisor):
-        if tensor is not None and (tensor.device != device or not tensor.is_contiguous()):
+        # What is not a tensor is left to the checks of the pooling.
+        if isinstance(tensor, Tensor) and (tensor.device != device or not tensor.is_contiguous()):
             return False
     return True
 
 
 def _packed(bags: Bags) -> Bags:
-    weights, divisor = (None if x is None else x.contiguous() for x in (bags.weights, bags.divisor))
-    return replace(bags, offsets=bags.offsets.contiguous(), weights=weights, divisor=divisor)
+    tensors: dict[str, Any] = {"offsets": bags.offsets, "weights": bags.weights, "divisor": bags.divisor}
+    packed: dict[str, Any] = {k: x.contiguous() for k, x in tensors.items() if isinstance(x, Tensor)}
+    return replace(bags, **packed)
 
 
 def waves(parts: Sequence[TablePart]) -> list[list[TablePart]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -460,12 +461,19 @@ def _structure(names: Sequence[str], bags: Mapping[str, tuple[Bags, ...]]) -> li
         of_table = bags.get(name, ())
         found.append(len(of_table))
         for own in of_table:
-            found += (id(own.parts), own.first, own.shared, own.offsets.shape[0])
+            found += (id(own.parts), own.first, own.shared, *_shape(name, own.offsets))
             if own.first is None:
                 found += (own.offsets.dtype, own.offsets.device)
             for tensor in (own.weights, own.divisor):
-                found.append(None if tensor is None else (tensor.shape, tensor.dtype, tensor.device))
+                found.append(None if tensor is None else (*_shape(name, tensor), tensor.dtype, tensor.device))
     return found
+
+
+def _shape(table: str, tensor: Any) -> tuple[int, ...]:
+    if not isinstance(tensor, Tensor):
+        kind = type(tensor).__name__
+        raise InputError(f"table {table!r}: offsets, weights and divisor must be tensors, got {kind}")
+    return tuple(tensor.shape)
 
 
 def _check(pooling: Pooling, table: str, size: int, dim: int, device: torch.device) -> None:
