@@ -4,7 +4,7 @@
 
 26 tables of 200,000 rows of dims 36, 48, 56 and 64 in turns, Adagrad, one id per feature and row of a batch,
 drawn by a power law. A step looks the ids up, concatenates the outputs and updates the rows with a given
-gradient; there is no dense part. Three variants take turns in one process:
+gradient; the model has no dense part. Three variants take turns in one process:
 
     together     all tables share launches, because their padded dims are equal
     by dim       tables share launches only if their dims are equal (four sets)

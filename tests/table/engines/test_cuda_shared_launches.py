@@ -21,6 +21,7 @@ from megalith import (
     TableConfig,
 )
 from megalith.ops import Bags, OutputSlice, Pooling
+from megalith.table.engines.cuda import kernel_launch
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
 from megalith.table.engines.cuda.shared_layout import shared_number
 from megalith.table.table_data import Step
@@ -37,7 +38,7 @@ def kinds(shards: LocalShards) -> list[list[str]]:
     return [shared.names for shared in group._shared]
 
 
-def random_ids(config: TableConfig, generator: torch.Generator) -> Tensor:
+def random_ids(generator: torch.Generator) -> Tensor:
     count = int(torch.randint(1, IDS, (), generator=generator))
     return torch.randint(0, MOST, (count,), generator=generator)
 
@@ -52,9 +53,7 @@ def test_lookups_and_updates_have_the_bits_of_tables_alone(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     exact = name not in ("atomic", "atomic_segments")  # sums by atomic additions have no fixed order
     for step in range(4):
-        ids = {
-            config.name: random_ids(config, generator) for config in configs if step != 2 or config.dim % 2
-        }
+        ids = {config.name: random_ids(generator) for config in configs if step != 2 or config.dim % 2}
         grads = {
             n: torch.randn(own.numel(), together.local[n].dim, generator=generator) for n, own in ids.items()
         }
@@ -156,8 +155,6 @@ def test_a_collection_of_tables_of_different_dims_trains_as_on_the_reference_eng
 
 def test_tables_of_different_dims_use_one_set_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pooling and updating several tables takes as many launches as for one of them."""
-    from megalith.table.engines.cuda import kernel_launch
-
     launches: list[str] = []
     plain = kernel_launch.LaunchedKernel.bind
 

@@ -346,13 +346,12 @@ class DeviceTable:
         self.counters[1] = free.numel()
         self.read_counters()
 
-    def move(self, sources: Tensor, targets: Tensor, *, swap: bool = False) -> None:
-        """Copy whole rows, or exchange them.
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole rows.
 
         Args:
-            sources: int32 [n]; distinct if rows are exchanged.
+            sources: int32 [n].
             targets: int32 [n], distinct and not among the sources.
-            swap: Whether the targets move to the sources.
         """
         layout = self.layout
         if sources.numel():
@@ -363,7 +362,6 @@ class DeviceTable:
                 sources.numel(),
                 SHIFT=layout.shift,
                 STRIDE=layout.stride,
-                SWAP=swap,
                 BLOCK=8,
                 WORDS=64,
             )

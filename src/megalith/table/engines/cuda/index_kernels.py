@@ -338,20 +338,6 @@ def remove_ids(entries, mask, ids, n, BLOCK: tl.constexpr):
 
 @launched
 @triton.jit(do_not_specialize=["n", "mask"])
-def renumber_rows(entries, mask, ids, rows, n, BLOCK: tl.constexpr):
-    """Change the rows of distinct ids that have one."""
-    at, active, mask, id, own, slot = own_ids(ids, n, mask, BLOCK)
-    row = tl.load(rows + at, mask=active, other=-1).to(tl.int64)
-    while tl.max(active.to(tl.int32), 0) > 0:
-        key = tl.load(entries + 2 * slot, mask=active, other=EMPTY)
-        hit = active & ((key == id) | own)
-        tl.store(entries + 2 * slot + 1, row, mask=hit)
-        active = active & (key != EMPTY) & (hit == 0)
-        slot = (slot + 1) & mask
-
-
-@launched
-@triton.jit(do_not_specialize=["n", "mask"])
 def insert_rows(entries, mask, ids, rows, n, BLOCK: tl.constexpr):
     """Insert distinct ids with known rows into an index that does not have them."""
     at, active, mask, id, own, slot = own_ids(ids, n, mask, BLOCK)

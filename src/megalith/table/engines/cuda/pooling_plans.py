@@ -214,11 +214,6 @@ class PoolingPlan:
 
     # ---- backward
 
-    @property
-    def is_strided(self) -> bool:
-        """Whether the gradients of each table's occurrences are rows of one output."""
-        return self._strided is not None
-
     def gradients(self, bags: Sequence[Bags], grads: Sequence[Tensor]) -> Gradients:
         """Find the gradients of the occurrences.
 

@@ -349,11 +349,10 @@ def move_rows(
     n,
     SHIFT: tl.constexpr,
     STRIDE: tl.constexpr,
-    SWAP: tl.constexpr,
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Copy whole rows, 8 bytes at a time, or exchange them; all rows are distinct."""
+    """Copy whole rows, 8 bytes at a time; all rows are distinct."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     source = row_address(chunks, tl.load(sources + at, mask=inside, other=0), SHIFT, STRIDE, inside)
@@ -363,7 +362,4 @@ def move_rows(
         both = inside[:, None] & (word < STRIDE // 8)
         one = source[:, None].to(tl.pointer_type(tl.int64)) + word
         other = target[:, None].to(tl.pointer_type(tl.int64)) + word
-        value = tl.load(one, mask=both, other=0)
-        if SWAP:
-            tl.store(one, tl.load(other, mask=both, other=0), mask=both)
-        tl.store(other, value, mask=both)
+        tl.store(other, tl.load(one, mask=both, other=0), mask=both)

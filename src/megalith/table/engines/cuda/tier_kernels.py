@@ -3,7 +3,7 @@
     note_uses       each distinct row of the batch gets the tick as its stamp; its use is added to its score;
                     rows in host memory are listed, in any order
     (torch.sort)    the listed rows by their numbers, which is the order of their addresses
-    rate_places     the scores of some places in GPU memory; infinite where there is no row that may leave
+    rate_places     the scores of some places in GPU memory; infinite where no row may leave
     (torch.sort)    these places by score
     pair_rows       the k-th listed row gets the number of the k-th place, and the row there gets its number:
                     in the index and in the scores
