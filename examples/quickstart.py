@@ -6,7 +6,7 @@ and new items keep appearing. A row has two segments: a bias trained by FTRL and
     python examples/quickstart.py [directory]
 """
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -96,8 +96,13 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Train a click model, evaluate it, save it and load it.")
+    parser.add_argument(
+        "directory", type=Path, nargs="?", help="where the checkpoint is saved; default: removed at the end"
+    )
+    directory = parser.parse_args().directory
+    if directory is not None:
+        main(directory)
     else:
         with tempfile.TemporaryDirectory() as folder:
             main(Path(folder))

@@ -40,6 +40,14 @@ def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "checkpoint" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_help_runs_nothing(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert "usage:" in done.stdout.lower()
+    assert not list(tmp_path.iterdir())
+
+
 def test_online(capsys: pytest.CaptureFixture[str]) -> None:
     online = load("online")
     online.WARM_UP = 100

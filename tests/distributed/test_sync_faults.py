@@ -23,7 +23,6 @@ from megalith import (
     Adagrad,
     EmbeddingCollection,
     Feature,
-    LocalShards,
     Ragged,
     Router,
     SyncShards,
@@ -150,11 +149,6 @@ BAD: dict[str, tuple[Callable[[Calls], Said], str, str]] = {
     "ids of floats": (lambda c: c.lookup({"a": torch.ones(3)}), "InputError", "table 'a': ids must be int64"),
     "ids of two dims": (lambda c: c.lookup({"b": IDS[None]}), "InputError", "table 'b': ids must have shape"),
     "ids of no table": (lambda c: c.lookup({"z": IDS}), "UnknownNameError", "unknown table 'z'"),
-    "prepared elsewhere": (
-        lambda c: c.lookup(LocalShards(TABLES).prepare({"a": IDS})),
-        "InputError",
-        "prepared by other Shards",
-    ),
     "gradient NaN": (lambda c: c.push({"a": ROWS * NAN}), "InputError", "table 'a': grads hold NaN or Inf"),
     "gradient shape": (
         lambda c: c.push({"b": ROWS}),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalith import (
     SGD,
@@ -18,6 +19,7 @@ from megalith import (
     Layout,
     LocalShards,
     Mean,
+    MinCount,
     Normal,
     Ragged,
     Slice,
@@ -299,10 +301,32 @@ def test_cut_occurrences_are_not_created(engine: str) -> None:
     assert contents(made) == {1: [-1], 2: [-1], 5: [-1], 3: [-1]}  # 3 by its last occurrence alone
 
 
-def test_an_id_takes_part_even_without_a_gradient(engine: str) -> None:
-    made = collection(Feature("a", "t"), Feature("b", "t"), engine=engine)
-    made({"a": ints(1), "b": ints(2)})["a"].sum().backward()
-    assert contents(made) == {1: [-1], 2: [0]}
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_a_feature_without_a_gradient_writes_nothing(engine: str, update: str) -> None:
+    tables = [zeros(admission=MinCount(1)), zeros("other"), zeros("frozen", trainable=False)]
+    features = [Feature("a", "t"), Feature("b", "t"), Feature("c", "other"), Feature("d", "frozen")]
+    made = EmbeddingCollection(tables, features, engine=engine, update=update)
+    batch = {"a": ints(1), "b": ints(2), "c": ints(3), "d": ints(4)}
+    made(batch)["a"].sum().backward()
+    if update == "step":
+        made.step()
+    assert contents(made) == {1: [-1]}
+    assert made.shards.stats()["t"].counters.pending == 0
+    made(batch)["b"].sum().backward()
+    made(batch)["c"].sum().backward()  # with update="step", another forward of the same step
+    if update == "step":
+        made.step()
+    assert contents(made) == {1: [-1], 2: [-1]}
+    assert contents(made, "other") == {3: [-1]}
+    assert contents(made, "frozen") == {}
+
+
+def test_a_feature_in_several_layouts_is_written_if_one_has_a_gradient() -> None:
+    slices = {"whole": [Slice("a", 0, 2), Slice("b", 0, 2)], "half": [Slice("b", 0, 1)]}
+    layouts = [Layout(name, parts, kind="concat") for name, parts in slices.items()]
+    made = collection(Feature("a", "t"), Feature("b", "t"), dim=2, layouts=layouts)
+    made({"a": ints(1), "b": ints(2)})["half"].sum().backward()
+    assert contents(made) == {2: [-1, 0]}
 
 
 def test_features_of_one_table_make_one_step_per_id(engine: str) -> None:
@@ -371,12 +395,70 @@ def test_a_collection_of_frozen_tables_alone() -> None:
     assert contents(made) == {}
 
 
+# ---- freezing
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("of", ["collection", "model", "parameters"])
+def test_freezing_freezes_and_unfreezing_unfreezes(engine: str, update: str, of: str) -> None:
+    made = collection(engine=engine, update=update, evict_every=40)
+    head = nn.Linear(1, 1)
+    model = nn.ModuleList([made, head])
+
+    def set_frozen(frozen: bool) -> None:
+        if of == "parameters":
+            for parameter in model.parameters():
+                parameter.requires_grad = not frozen
+        else:
+            (made if of == "collection" else model).requires_grad_(not frozen)
+        head.requires_grad_(True)
+
+    def step(*ids: int) -> None:
+        head(made({"a": ints(*ids)})["a"]).sum().backward()
+        if update == "step":
+            made.step()
+
+    step(1)
+    before = contents(made)
+    set_frozen(True)
+    step(1, 2)
+    step(1, 2)
+    assert contents(made) == before
+    assert made.global_step == 1
+    assert not made({"a": ints(1)})["a"].requires_grad
+    set_frozen(False)
+    step(2)
+    assert contents(made).keys() == {1, 2}
+    assert made.global_step == 2
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "Adafactor", "LBFGS", "NAdam", "Rprop"])
+def test_optimizers_and_clipping_that_meet_the_anchor_change_nothing(name: str) -> None:
+    made, head = collection(), nn.Linear(1, 1)
+    model = nn.ModuleList([made, head])
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = head(made({"a": ints(1, 2)})["a"]).square().sum()
+        loss.backward()
+        return loss
+
+    for norm in (2.0, math.inf):
+        closure()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=norm)
+        optimizer.step(closure)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [p.tolist() for p in made.parameters()] == [[0]]
+    assert len(contents(made)) == 2
+
+
 # ---- the module
 
 
-def test_it_has_no_parameters_and_shows_what_it_is() -> None:
+def test_its_parameter_is_an_anchor_and_it_shows_what_it_is() -> None:
     made = filled(Feature("a", "t"), Feature("b", "t"), update="step")
-    assert list(made.parameters()) == []
+    assert {name: p.tolist() for name, p in made.named_parameters()} == {"rows_anchor": [0]}
     assert list(made.buffers()) == []
     assert [f.name for f in made.features] == ["a", "b"]
     assert repr(made) == "EmbeddingCollection(features=['a', 'b'], tables=t (2), update='step')"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -18,6 +20,29 @@ BATCH = {"a": torch.tensor([1, 2])}
 
 def new() -> EmbeddingCollection:
     return EmbeddingCollection([TABLE], [Feature("a", "t")])
+
+
+def test_the_first_forwards_of_several_threads_use_the_same_tables() -> None:
+    threads = 4
+    for _ in range(20):
+        made, start = new(), Barrier(threads)
+
+        def train(number: int, made: EmbeddingCollection = made, start: Barrier = start) -> None:
+            start.wait(60)
+            for size in (1, 2, 3):  # of other sizes, so that what is kept of a batch changes
+                made({"a": torch.arange(size) + 10 * number})["a"].sum().backward()
+
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(train, number) for number in range(threads)]:
+                done.result(60)
+        ids = torch.arange(threads)[:, None] * 10 + torch.arange(3)
+        steps = torch.tensor([3.0, 2.0, 1.0]).repeat(threads)  # id k of a thread is in 3 - k of its forwards
+        rows = LocalShards([TABLE]).lookup({"t": ids.flatten()}).rows["t"]
+        for _ in range(3):
+            rows -= (steps > 0)[:, None].float()
+            steps -= 1
+        assert made.shards.stats()["t"].rows == ids.numel()
+        assert torch.equal(made.shards.lookup({"t": ids.flatten()}).rows["t"], rows)
 
 
 USES: dict[str, Callable[[EmbeddingCollection, Path], Any]] = {

@@ -87,7 +87,7 @@ def test_it_is_part_of_a_models_state_dict() -> None:
     columns = two_tables("cpu").configs["user"].state_columns  # of Adam and Adagrad
     state = through_a_file(model.state_dict())
     assert sorted(state) == sorted(
-        ["head.weight", "head.bias", f"embeddings.{HEADER}"]
+        ["head.weight", "head.bias", "embeddings.rows_anchor", f"embeddings.{HEADER}"]
         + [f"embeddings.{key(f'{table}/{piece}')}" for table in ("user", "item") for piece in PIECES]
         + [f"embeddings.{key(f'user/state/{column.key}')}" for column in columns]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,45 @@ from megalith.errors import InputError, UsageError
 from tests.nn.support import assign, collection, column, contents, floats, ints, times, zeros
 from tests.table.support import assert_close, assert_same_bits, dyadic, whole
 
+# ---- a forgotten step()
+
+
+def test_a_forgotten_step_warns_once_and_raises_at_the_limit() -> None:
+    made = collection(update="step", max_pending=70)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(70):
+            made({"a": ints(1)})["a"].sum().backward()
+    assert [str(each.message).partition(":")[0] for each in caught] == ['EmbeddingCollection(update="step")']
+    assert "64 backwards wait for step()" in str(caught[0].message)
+    with pytest.raises(UsageError, match=r"collection\.step\(\).*zero_grad\(\).*max_pending"):
+        made({"a": ints(1)})["a"].sum().backward()
+    made.step()  # what was pending is not lost
+    assert contents(made) == {1: [-70]}
+    for _ in range(70):
+        made({"a": ints(1)})["a"].sum().backward()
+    made.zero_grad()
+    made({"a": ints(1)})["a"].sum().backward()
+    made.step()
+    assert contents(made) == {1: [-71]}
+
+
+def test_several_forwards_of_one_backward_count_once() -> None:
+    made = collection(update="step", max_pending=2)
+    for _ in range(2):
+        sum(made({"a": ints(1)})["a"].sum() for _ in range(5)).backward()  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="2 backwards"):
+        made({"a": ints(1)})["a"].sum().backward()
+    made.step()
+    assert contents(made) == {1: [-10]}
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2.5, True, "many"])
+def test_max_pending_is_a_positive_integer(limit: Any) -> None:
+    with pytest.raises(InputError, match="max_pending"):
+        collection(update="step", max_pending=limit)
+
+
 # ---- update="backward"
 
 
@@ -51,7 +91,7 @@ def test_a_second_backward_through_one_forward_raises(update: str) -> None:
         out["b"].sum().backward()  # the other output of the same forward
     if update == "step":
         made.step()
-    assert contents(made) == {1: [-1], 2: [0]}
+    assert contents(made) == {1: [-1]}
     assert made.global_step == 1
 
 

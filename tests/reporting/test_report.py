@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from megalith import Adagrad, EmbeddingCollection, Feature, TableConfig, checkpoint
+from megalith.errors import InputError
 from megalith.reporting.report import write_report
 
 SECTIONS = ["Learning", "Calibration", "Table growth", "Id frequency", "Age of rows", "Configuration"]
@@ -254,9 +255,17 @@ def test_a_section_without_input_reports_that_and_the_others_stay(
     assert absent == (["Learning", "Table growth"] if missing == "metrics.jsonl" else [title])
 
 
-def test_an_empty_directory_gives_a_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["", "missing"])
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=r"not the directory of a run.*megalith train --run"):
+        write_report(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_has_just_begun_gives_a_page(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     page = write_report(tmp_path).read_text()
-    assert page.count("Not shown") == len(SECTIONS)
+    assert page.count("Not shown") == len(SECTIONS) - 1
     assert set(numbers(page).values()) == {"\N{EN DASH}"}
 
 

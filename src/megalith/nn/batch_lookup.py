@@ -13,17 +13,20 @@ started for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalith.errors import UsageError
 from megalith.nn.feature_plan import CompiledBatch
+from megalith.ops.pooling import Pooling
 from megalith.ragged import Ragged
 from megalith.shards import Lookup
 from megalith.shards.lookup import versions
+from megalith.table import TableConfig
 
 
 class BatchLookup:
@@ -38,6 +41,7 @@ class BatchLookup:
         step: The global step at forward.
         time: The last-update time of the rows, in seconds; None: the clock of their owner.
         grads: One gradient per output, after backward.
+        trained: The part of the pooling that is updated, after backward.
     """
 
     def __init__(self, batch: CompiledBatch, lookup: Lookup, push: bool = False) -> None:
@@ -47,6 +51,7 @@ class BatchLookup:
         self.step = 0
         self.time: float | None = None
         self.grads: list[Tensor] | None = None
+        self.trained = batch.pooling
         self._versions = self._splits_versions()
 
     def _splits_versions(self) -> list[int]:
@@ -54,6 +59,29 @@ class BatchLookup:
         if self.batch.device.type != "cpu":
             return []
         return versions([column.row_splits for column in self.batch.columns.values()])
+
+    def select_trained(
+        self, configs: Mapping[str, TableConfig], grads: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Set `trained`; return a gradient for each output, zeros for one that was not used (None).
+
+        Only features of trainable tables are updated, and only those whose outputs have a gradient: rows
+        must not be created because another output of the same forward was used.
+        """
+        pooling = self.batch.pooling
+        given = [grad is not None for grad in grads]
+        if not all(given) or not all(config.trainable for config in configs.values()):
+            bags = {
+                table: tuple(b for b in own if any(given[part.output] for part in b.parts))
+                for table, own in pooling.bags.items()
+                if configs[table].trainable
+            }
+            self.trained = Pooling(pooling.outputs, {table: own for table, own in bags.items() if own})
+        device = next((grad.device for grad in grads if grad is not None), torch.device("cpu"))
+        return [
+            torch.zeros(shape, dtype=torch.float32, device=device) if grad is None else grad
+            for grad, shape in zip(grads, pooling.outputs, strict=True)
+        ]
 
     def check_unchanged(self) -> None:
         """Raise UsageError if ids or row_splits were modified in place since the lookup."""

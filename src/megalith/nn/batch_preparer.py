@@ -36,7 +36,7 @@ class BatchPreparer:
         self, plan: FeaturePlan, prepare_ids: Callable[[Mapping[str, Tensor]], PreparedIds], absent_ok: bool
     ) -> None:
         self._plan = plan
-        self._prepare_ids = prepare_ids
+        self.prepare_ids = prepare_ids
         self._absent_ok = absent_ok
         self._splits = SingleSplits()
 
@@ -50,7 +50,7 @@ class BatchPreparer:
             InputError: For a batch or column of a wrong type, shape, dtype or device.
             UnknownNameError: For a feature that is not in the batch, unless `absent_ok`.
         """
-        return self._plan.compile(self._columns(batch), self._prepare_ids)
+        return self._plan.compile(self._columns(batch), self.prepare_ids)
 
     def _columns(self, batch: Any) -> dict[str, Ragged]:
         if not isinstance(batch, Mapping):
@@ -96,8 +96,9 @@ class SingleSplits:
         self._given.clear()
         if len(self._known) > 4:
             self._known.clear()
-        for key in [key for key, splits in self._known.items() if versions([splits]) != [0]]:
-            del self._known[key]
+        for key, splits in list(self._known.items()):
+            if versions([splits]) != [0]:
+                self._known.pop(key, None)  # another thread may have removed it
 
     def of(self, size: int, device: torch.device) -> Tensor:
         """Return the row_splits of a column.

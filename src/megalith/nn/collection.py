@@ -7,12 +7,14 @@ optimizer step per distinct id. The rows are in the tables of the shards; there 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from megalith.distributed.dense_parameters import ANCHOR
 from megalith.errors import InputError, RankFailedError, UsageError
 from megalith.library import span
 from megalith.nn.batch_lookup import BatchLookup, StartedBatch
@@ -32,21 +34,26 @@ from megalith.nn.table_state import (
     restore_state,
     state_key,
 )
-from megalith.ops.checks import as_number, flag
+from megalith.ops.checks import as_number, flag, integer
 from megalith.ops.pooling import Pooling
 from megalith.shards import Lookup, Shards
-from megalith.shards.gradient_sums import GradientSum, total
+from megalith.shards.gradient_sums import GradientSum, empty_sum, total
 from megalith.shards.joint_pooling import sum_gradients
 from megalith.table import Table, TableConfig
 
 UPDATES = ("backward", "step")
 REDUCTIONS = ("mean", "sum")
+WARN_PENDING = 64
+"""Number of pending backwards at which a forgotten `step()` is likely."""
 
 
 class EmbeddingCollection(nn.Module):
     """Embeddings of many features, in tables that grow with the data.
 
-    In eval mode, and without gradients, nothing is ever written.
+    In eval mode, and without gradients, nothing is ever written. `requires_grad_(False)`, of the collection
+    or of a model that contains it, freezes all tables until `requires_grad_(True)`; over ranks, call it on
+    all of them. For this the collection has a parameter of one element, which stays 0. A table is written
+    only for features whose outputs receive a gradient.
 
     Shapes: F is the number of features, B the batch size, L the number of ids of an example (it may differ
     between examples), D the dim of a table.
@@ -85,6 +92,7 @@ class EmbeddingCollection(nn.Module):
         clip_norm: Limits the norm of each distinct row's summed gradient.
         evict_every: Apply the eviction policies of the tables during training: one pass in this number of
             steps (at least 40), a small part after each step. None: only `shards.evict()` does.
+        max_pending: With update="step", how many backwards may wait for `step()`; one more raises.
         allow_micro_steps: With update="backward", do not raise if the dense part accumulates gradients over
             several backwards or uses a GradScaler.
         engine: As for `Table`.
@@ -105,6 +113,7 @@ class EmbeddingCollection(nn.Module):
         clip_value: float | None = None,
         clip_norm: float | None = None,
         evict_every: int | None = None,
+        max_pending: int = 256,
         allow_micro_steps: bool = False,
         engine: str | None = None,
         seed: int | None = None,
@@ -124,13 +133,18 @@ class EmbeddingCollection(nn.Module):
         self.plan = FeaturePlan(features, layouts, self.configs)
         self._preparer: BatchPreparer | None = None
         self._pending: list[BatchLookup] = []
+        self.max_pending = integer(max_pending, "EmbeddingCollection: max_pending")
+        self._backwards = 0  # that are pending; a backward may pass through several forwards
+        self._last_backward = -1
+        self._warned = False
         allowed = flag(allow_micro_steps, "EmbeddingCollection: allow_micro_steps")
         watched = update == "backward" and not allowed
         self._guard = MicroStepGuard() if watched else None
         # torch.compile leaves `_forward` alone. Not at import: torch's compiler takes seconds to import.
         self._eager_forward = torch.compiler.disable(EmbeddingCollection._forward)
-        # It connects outputs to the graph and never has a gradient of its own.
-        self._anchor = torch.zeros((), device="cpu", requires_grad=True)
+        # It connects outputs to the graph, and a model's requires_grad_ reaches it. It has an element and a
+        # gradient of 0 because FSDP2, some optimizers and the checkpoints of optimizers fail without.
+        self.register_parameter(ANCHOR, nn.Parameter(torch.zeros(1, device=torch.get_default_device())))
 
     @property
     def features(self) -> list[Feature]:
@@ -180,10 +194,13 @@ class EmbeddingCollection(nn.Module):
 
     def _forward(self, batch: Any, time: float | None) -> dict[str, Any]:
         started = batch.take(self) if isinstance(batch, StartedBatch) else None
-        own = started or self._start(batch)
+        if started is not None and started.lookup.moved:
+            own = self._look_up(started.batch)
+        else:
+            own = started or self._start(batch)
         compiled = own.batch
         own.lookup.step = self.lookup_step
-        if self.training and torch.is_grad_enabled():
+        if self.trains:
             own.step, own.time = self.global_step, time
             outputs = _Pool.apply(self._anchor, self, own)
         else:
@@ -192,9 +209,19 @@ class EmbeddingCollection(nn.Module):
         return self.plan.assemble(compiled, outputs)
 
     @property
+    def trains(self) -> bool:
+        """Whether a forward made now leads to an update: in training, with gradients, not frozen."""
+        return self.training and torch.is_grad_enabled() and self._anchor.requires_grad
+
+    @property
     def lookup_step(self) -> int | None:
-        """The step of a lookup made now (`Lookup.step`): None in eval mode and without gradients."""
-        return self.global_step if self.training and torch.is_grad_enabled() else None
+        """The step of a lookup made now (`Lookup.step`): None if no update follows."""
+        return self.global_step if self.trains else None
+
+    @property
+    def _anchor(self) -> Tensor:
+        anchor: Tensor = getattr(self, ANCHOR)
+        return anchor
 
     def start(self, batch: Any) -> StartedBatch:
         """Send the ids of a batch ahead of its forward, which takes the result instead of the batch.
@@ -215,7 +242,10 @@ class EmbeddingCollection(nn.Module):
             compiled = self.prepare(batch)
         except Exception as error:
             shards.fail(error)  # otherwise the other ranks would wait for this one
-        return BatchLookup(compiled, shards.lookup(compiled.prepared))
+        return self._look_up(compiled)
+
+    def _look_up(self, compiled: CompiledBatch) -> BatchLookup:
+        return BatchLookup(compiled, self.shards.lookup(compiled.prepared))
 
     def prepare(self, batch: Any) -> CompiledBatch:
         """Do the part of forward that needs no table; forward takes the result and returns the same bits.
@@ -240,24 +270,28 @@ class EmbeddingCollection(nn.Module):
 
     def preparer(self) -> BatchPreparer:
         """Return `prepare` as an object that can be pickled."""
-        shards = self.shards
-        if self._preparer is None:
-            self._preparer = BatchPreparer(self.plan, shards.preparer, shards.world_size > 1)
-        return self._preparer
+        shards, preparer = self.shards, self._preparer
+        if preparer is None or preparer.prepare_ids is not shards.preparer:  # it changes with a resize
+            preparer = BatchPreparer(self.plan, shards.preparer, shards.world_size > 1)
+            self._preparer = preparer
+        return preparer
 
     # ---- updates
 
-    def _collect(self, own: BatchLookup, grads: Sequence[Tensor]) -> None:
-        """Take the output gradients of a forward; apply them with update="backward"."""
+    def _collect(self, own: BatchLookup, grads: Sequence[Tensor | None]) -> None:
+        """Take the gradients of outputs (None: not used); apply them with update="backward"."""
         if own.grads is not None:
             raise UsageError(
                 "backward has already run through this forward; run forward again for another update"
             )
         # Gradients kept for step() are copied: their memory may be shared with a parameter's .grad.
         keep = self.update == "step"
+        if keep:
+            self._count_backward()
+        given = own.select_trained(self.configs, grads)
         if self.shards.device.type == "cpu":
-            grads = to_host(grads)
-        own.grads = [g.to(self.shards.device, torch.float32, copy=keep) for g in grads]
+            given = to_host(given)
+        own.grads = [g.to(self.shards.device, torch.float32, copy=keep) for g in given]
         if keep:
             self._pending.append(own)
             return
@@ -267,6 +301,24 @@ class EmbeddingCollection(nn.Module):
             except UsageError as error:
                 own.lookup.fail(error)  # the other ranks wait for the gradients
         self._update_rows([own], 1.0)
+
+    def _count_backward(self) -> None:
+        """Count the backwards that wait for `step()`; a loop that never calls it would train nothing."""
+        task = torch._C._current_graph_task_id()
+        if self._pending and task == self._last_backward:
+            return
+        pending = self._backwards if self._pending else 0
+        forgotten = (
+            f'EmbeddingCollection(update="step"): the gradients of {pending} backwards wait for step(), so '
+            "no row is trained. Call collection.step() after each step of the dense optimizer, or "
+            "zero_grad() to drop the gradients"
+        )
+        if pending >= self.max_pending:
+            raise UsageError(f"{forgotten}; to accumulate more, pass max_pending")
+        if pending == WARN_PENDING and not self._warned:
+            self._warned = True
+            warnings.warn(f"{forgotten}; above max_pending={self.max_pending} it raises", stacklevel=2)
+        self._backwards, self._last_backward = pending + 1, task
 
     def step(self, *, scale: float = 1.0) -> None:
         """Apply all gradients collected since the last step as one optimizer step per distinct id.
@@ -317,8 +369,8 @@ class EmbeddingCollection(nn.Module):
     def fail(self, lookup: Lookup, error: Exception, *, leave: bool = False) -> NoReturn:
         """Fail the update of a forward that this rank will not make; see `Lookup.fail`.
 
-        In eval mode, or if several forwards wait for one `step()`, no rank waits for that update and nothing
-        is sent.
+        In eval mode, if the tables are frozen, or if several forwards wait for one `step()`, no rank waits
+        for that update and nothing is sent.
 
         Args:
             lookup: The lookup of the forward.
@@ -328,7 +380,8 @@ class EmbeddingCollection(nn.Module):
         Raises:
             Exception: Always; it is `error`, unless the exchange with the other ranks fails.
         """
-        if self.training and all(each.lookup is lookup for each in self._pending):
+        trains = self.training and self._anchor.requires_grad
+        if trains and all(each.lookup is lookup for each in self._pending):
             lookup.fail(error, leave=leave)
         raise error
 
@@ -337,7 +390,7 @@ class EmbeddingCollection(nn.Module):
         if self.reduction == "mean":
             scale = scale / self.shards.sources  # before clipping, so that it does not depend on the size
         lookup: Any = first.lookup
-        pooling: Pooling | None = self._trained(first.batch.pooling)
+        pooling: Pooling | None = first.trained
         occurrences: dict[str, Tensor] | None = None
         try:
             for each in pending:
@@ -379,11 +432,15 @@ class EmbeddingCollection(nn.Module):
             raise InputError("EmbeddingCollection: output gradients contain NaN or Inf")
         sums, at = [], 0
         for each in pending:
-            pooling = self._trained(each.batch.pooling)
-            own = grads[at : at + len(pooling.outputs)]
+            own = grads[at : at + len(each.trained.outputs)]
             at += len(own)
-            sums.append(sum_gradients(self.configs, each.lookup.ids, pooling, own))
-        return {table: total([each[table] for each in sums]) for table in sums[0]}
+            sums.append(sum_gradients(self.configs, each.lookup.ids, each.trained, own))
+        tables = [table for table in self.configs if any(table in each for each in sums)]
+        # A micro-batch without gradients for a table keeps its position in the tree of sums.
+        return {
+            table: total([each.get(table) or empty_sum(self.configs[table]) for each in sums])
+            for table in tables
+        }
 
     def _clipped(self, grads: list[Tensor], scale: float) -> list[Tensor]:
         """Clamp output gradients so that, multiplied by scale, they are within clip_value."""
@@ -394,18 +451,13 @@ class EmbeddingCollection(nn.Module):
         bound = self.clip_value / abs(scale)
         return [g.clamp(-bound, bound) for g in grads]
 
-    def _trained(self, pooling: Pooling) -> Pooling:
-        """Return the part of a pooling that is updated: the trainable tables."""
-        configs = self.configs
-        if all(config.trainable for config in configs.values()):
-            return pooling
-        return Pooling(pooling.outputs, {t: b for t, b in pooling.bags.items() if configs[t].trainable})
-
     # ---- state
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Add the rows of this rank, for `state_dict`. It does not choose the shards."""
         state = collect_state(self._choice.decided, self.configs, self.global_step)
+        # torch.distributed.checkpoint misses a parameter that has no key.
+        state[ANCHOR] = self._anchor if keep_vars else self._anchor.detach()
         destination.update({prefix + key: tensor for key, tensor in state.items()})
 
     def _load_from_state_dict(
@@ -421,7 +473,7 @@ class EmbeddingCollection(nn.Module):
         """Restore the rows of this rank, for `load_state_dict`; see `restore_state`."""
         own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         saved = {key: value for key, value in own.items() if is_state_key(key)}
-        unexpected_keys += [prefix + key for key in own if key not in saved]
+        unexpected_keys += [prefix + key for key in own if key not in saved and key != ANCHOR]
         if saved:
             self.global_step = restore_state(self.shards, saved)
         else:
@@ -451,14 +503,15 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, collection: EmbeddingCollection, own: BatchLookup) -> Any:
-        ctx.collection, ctx.own = collection, own
+        ctx.collection, ctx.own, ctx.anchor = collection, own, anchor
+        ctx.set_materialize_grads(False)
         return tuple(own.lookup.pool(own.batch.pooling))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.collection._collect(ctx.own, grads)
-        return None, None, None
+        return torch.zeros_like(ctx.anchor), None, None
 
 
 def _bound(name: str, value: Any) -> float | None:

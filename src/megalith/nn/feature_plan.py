@@ -208,7 +208,8 @@ class FeaturePlan:
             InputError: If columns differ in their number of rows or their device.
         """
         splits = self._common_splits(columns)
-        if splits is not None and self._single_pooling is not None and self._single_pooling[0] is splits:
+        known = self._single_pooling  # read once: another thread may replace it
+        if splits is not None and known is not None and known[0] is splits:
             ids = {
                 table: columns[features[0].name].values
                 if len(features) == 1
@@ -216,7 +217,7 @@ class FeaturePlan:
                 for table, features in self.tables.items()
             }
             size = splits.shape[0] - 1
-            return CompiledBatch(prepare_ids(ids), self._single_pooling[1], size, columns, splits.device)
+            return CompiledBatch(prepare_ids(ids), known[1], size, columns, splits.device)
         size = self._batch_size(columns)
         device = _device(columns)
         # Columns stay on the device of the tables; from any other device they come to the CPU.

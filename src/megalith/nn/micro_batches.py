@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.distributed.absent_ranks import naming_absent_ranks
+from megalith.distributed.dense_parameters import dense_parameters
 from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, UsageError
 from megalith.nn.collection import EmbeddingCollection
@@ -78,7 +79,12 @@ class MicroBatches:
         for collection in self._collections:
             if collection.update != "step" or collection.reduction != "mean":
                 raise UsageError('MicroBatches: collections need update="step" and reduction="mean"')
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+            if len(self.mine) > collection.max_pending:
+                raise InputError(
+                    f"MicroBatches: {len(self.mine)} micro-batches per step need "
+                    f"EmbeddingCollection(max_pending={len(self.mine)}), got {collection.max_pending}"
+                )
+        self._parameters = [p for _, p in dense_parameters(model) if p.requires_grad]
 
     @property
     def mine(self) -> range:

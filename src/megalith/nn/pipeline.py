@@ -27,7 +27,6 @@ from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megalith.distributed.absent_ranks import GRACE
@@ -140,7 +139,7 @@ class _PipelineEpoch:
                 lookup.wait_ids()  # a bad batch of another rank raises here
             self._fetch(lookups)
             self._fill(self._pipeline.depth)
-            trains = torch.is_grad_enabled()
+            trains = [each.trains for each in self._collections]
             try:
                 yield batch
             except BaseException:
@@ -206,7 +205,7 @@ class _PipelineEpoch:
 
     # ---- leaving early
 
-    def _leave(self, current: list[Lookup], trains: bool) -> None:
+    def _leave(self, current: list[Lookup], trains: list[bool]) -> None:
         """Take part in the next calls of ranks that continue; wait some seconds for them."""
         if all(each.shards.world_size == 1 for each in self._collections):
             return
@@ -217,7 +216,7 @@ class _PipelineEpoch:
         thread.start()
         thread.join(GRACE)
 
-    def _fail_all(self, current: list[Lookup], trains: bool) -> None:
+    def _fail_all(self, current: list[Lookup], trains: list[bool]) -> None:
         """Fail the first call of the ranks that continue which can fail.
 
         This is the update of the current batch or, if it was made, the next lookup, or the update after that.
@@ -239,9 +238,9 @@ class _PipelineEpoch:
                         each.shards.fail(error, series=self._series_of(each), leave=True)
             self._fail_updates(lookups, error, trains)
 
-    def _fail_updates(self, lookups: list[Lookup], error: Exception, trains: bool) -> None:
-        for each, lookup in zip(self._collections, lookups, strict=True):
-            if trains:
+    def _fail_updates(self, lookups: list[Lookup], error: Exception, trains: list[bool]) -> None:
+        for each, lookup, training in zip(self._collections, lookups, trains, strict=True):
+            if training:
                 with suppress(MegalithError):  # the error itself, or that of the series
                     each.fail(lookup, error, leave=True)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -53,6 +54,7 @@ class ShardsChoice:
 
     def __init__(self, tables: Sequence[TableConfig] | Shards, engine: str | None, seed: int | None) -> None:
         self._shards: Shards | None = None
+        self._lock = threading.Lock()
         self._given = isinstance(tables, Shards)
         if isinstance(tables, Shards):
             if engine is not None or seed is not None:
@@ -87,7 +89,9 @@ class ShardsChoice:
             UsageError: If the tables would be separate ones on each of several ranks.
         """
         if self._shards is None:
-            self._shards = self._choose()
+            with self._lock:  # the first forwards of several threads must use the same tables
+                if self._shards is None:
+                    self._shards = self._choose()
         elif not self._given and isinstance(self._shards, LocalShards) and world_size() > 1:
             raise UsageError(
                 f"EmbeddingCollection: tables {', '.join(map(repr, self.configs))} were used before the "

@@ -16,7 +16,7 @@ from typing import Any
 
 from megalith.checkpoint import read_manifest
 from megalith.checkpoint.manifest import full_name
-from megalith.errors import MegalithError
+from megalith.errors import InputError, MegalithError
 from megalith.reporting import charts, inspection
 from megalith.reporting.charts import Axis, Series, bar_chart, line_chart, scatter_chart, thin
 from megalith.reporting.report_html import STYLE, card, facts_table, html_table, plots, section
@@ -26,6 +26,7 @@ from megalith.units import byte_unit, show_bytes, show_number, show_span, show_t
 MAX_POINTS, MEAN_POINTS = 300, 60
 MAX_SERIES = 6
 MAX_AGE_CHARTS = 4
+RUN_FILES = ("config.json", "metrics.jsonl", "evaluation.json", "frequencies.json", "checkpoint")
 DASH = "\N{EN DASH}"
 _COUNTERS = ("created", "evicted", "removed", "refused", "pending")
 
@@ -41,7 +42,15 @@ def write_report(run_dir: Path, out: Path | None = None, *, comparison: Path | N
 
     Returns:
         The file.
+
+    Raises:
+        InputError: The directory holds no file of a run; nothing was written.
     """
+    if not any((run_dir / name).exists() for name in RUN_FILES):
+        raise InputError(
+            f"{run_dir} is not the directory of a run: it has none of {', '.join(RUN_FILES)}; give the "
+            "directory that `megalith train --run` wrote"
+        )
     run = RunFiles(run_dir)
     target = run_dir / "report.html" if out is None else out
     sections = [

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalith.ops import dedup
+from megalith.table import TableConfig
 
 
 class GradientSum(NamedTuple):
@@ -38,6 +39,12 @@ class GradientSum(NamedTuple):
         """
         seen = None if self.occurrences is None else self.occurrences[mask]
         return GradientSum(self.ids[mask], self.grads[mask], seen)
+
+
+def empty_sum(config: TableConfig) -> GradientSum:
+    """Return the sum of no gradients of a table."""
+    ids = torch.empty(0, dtype=torch.int64, device="cpu")
+    return GradientSum(ids, torch.empty(0, config.dim, dtype=torch.float32, device="cpu"))
 
 
 def add(a: GradientSum, b: GradientSum) -> GradientSum:

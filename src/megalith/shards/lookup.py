@@ -67,6 +67,11 @@ class Lookup(ABC):
         if not isinstance(table, str) or table not in self.ids:
             raise UnknownNameError(f"table {table!r} was not looked up (looked up: {', '.join(self.ids)})")
 
+    @property
+    def moved(self) -> bool:
+        """Whether the tables were moved to other servers since: the ids must be looked up again."""
+        return False
+
     def wait_ids(self) -> None:
         """Wait until the ids have reached the owners of their rows; raise the error if that failed."""
         return

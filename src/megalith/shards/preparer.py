@@ -182,15 +182,12 @@ class RoutingPreparer(LocalPreparer):
             missing_ok: See `Shards.lookup`.
 
         Returns:
-            The ids; those that are prepared already as they are.
-
-        Raises:
-            InputError: They were prepared by shards that do not route, or route in another way.
+            The ids with their routes. Those that other shards prepared, or these before they moved to
+            another number of servers, are routed again.
         """
-        routed = ids if isinstance(ids, PreparedIds) else self(ids, missing_ok=missing_ok)
-        if not isinstance(routed, RoutedIds) or routed.routers != self._routes:
-            raise InputError("these ids were prepared by other Shards: prepare them with these")
-        return routed
+        if isinstance(ids, RoutedIds) and ids.routers == self._routes:
+            return ids
+        return self(ids.ids if isinstance(ids, PreparedIds) else ids, missing_ok=missing_ok)
 
     def rows(self, rows: Rows) -> tuple[RoutedIds, Tensor]:
         """Validate rows and sort them by owner.

@@ -18,6 +18,7 @@ from torch.optim.adam import adam
 
 from megalith import checkpoint
 from megalith.checkpoint.dense_state import dense_state
+from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import UsageError
 from megalith.nn import EmbeddingCollection, Feature
 from megalith.shards import ServerShards
@@ -81,8 +82,8 @@ class DenseWeights:
     def __init__(
         self, model: nn.Module, lr: float, place: Callable[[list[TableConfig]], ServerShards]
     ) -> None:
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        buffers = dense_state(model).keys() - dict(model.named_parameters()).keys()
+        self._parameters = [p for _, p in dense_parameters(model) if p.requires_grad]
+        buffers = dense_state(model).keys() - dict(dense_parameters(model)).keys()
         if buffers:
             raise UsageError(
                 f"the model has buffers ({', '.join(sorted(buffers))}), which parameter servers do not "

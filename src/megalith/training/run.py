@@ -26,6 +26,7 @@ import torch
 from megalith import checkpoint
 from megalith.data.reader_registry import FILE_READERS
 from megalith.distributed.dense_broadcast import broadcast_dense
+from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import InputError, UsageError
 from megalith.models import Model
 from megalith.nn import MicroBatches
@@ -193,7 +194,7 @@ class Run:
         self.model = model_for(
             self.config, self.source.train.feature_names, self.source.train.num_dense, place=place
         )
-        self.optimizer = torch.optim.Adam(self.model.parameters(), config.train.lr)
+        self.optimizer = torch.optim.Adam([p for _, p in dense_parameters(self.model)], config.train.lr)
         if self.ranks.size > 1:
             broadcast_dense(self.model, self.ranks.group, optimizer=self.optimizer)
         self._steps = self._make_steps()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.data import Batch
+from megalith.distributed.dense_parameters import dense_parameters
 from megalith.distributed.launcher_environment import read_launch
 from megalith.distributed.ranks import world_size
 from megalith.errors import UsageError
@@ -110,7 +111,7 @@ def moved(model: nn.Module, batch: Batch) -> Batch:
     Returns:
         The batch itself if it is there.
     """
-    first = next(model.parameters(), None)
+    first = next((parameter for _, parameter in dense_parameters(model)), None)
     if first is None or first.device == batch.labels.device:
         return batch
     return batch.to(first.device, non_blocking=True)

@@ -22,8 +22,10 @@ from megalith import (
     Feature,
     LocalShards,
     MinCount,
+    Pipeline,
     Servers,
     ServerShards,
+    Shards,
     TableConfig,
     checkpoint,
 )
@@ -89,8 +91,8 @@ def test_tables_move_to_other_numbers_of_servers(servers: Servers, one: Servers,
             assert (shards.router("a").num_shards, shards.seen_step) == (len(chosen), steps[-1])
             with pytest.raises(UsageError, match="look up again"):
                 shards.apply_gradients(before, {"a": torch.ones(1, 3)}, step=99)
-            with pytest.raises(InputError, match="prepare them with these"):
-                shards.lookup(prepared)
+            again = shards.lookup(prepared).rows["a"]  # routed to the new servers
+            assert torch.equal(again, shards.lookup({"a": ints(1)}).rows["a"])
             for name in ("a", "b"):
                 assert rows_of(shards, name) == rows_of(local, name)
                 assert shards.stats()[name].counters == local.stats()[name].counters
@@ -103,6 +105,33 @@ def test_tables_move_to_other_numbers_of_servers(servers: Servers, one: Servers,
                         assert sorted(mine.tolist()) == sorted(theirs.tolist())
         found = sorted(folder.name for folder in (tmp_path / "tables").iterdir())
         assert found == ["layout.json", "server-0-of-1"]
+
+
+def test_a_collection_in_use_continues_to_train(make: Make, servers: Servers, one: Servers) -> None:
+    """A resize between two steps, with lookups in progress, gives the bits of training without one."""
+
+    def train(shards: Shards, resize: bool) -> dict[int, list[Any]]:
+        made = EmbeddingCollection(shards, [Feature("x", "a"), Feature("y", "a")])
+        generator = torch.Generator().manual_seed(0)
+        ids = [torch.randint(50, (2, 8), generator=generator) for _ in range(12)]
+        batches = [{"x": each[0], "y": each[1]} for each in ids]
+        for batch in batches[:3]:
+            made(batch, time=7)["x"].square().sum().backward()
+        prepared = made.prepare(batches[3])
+        if resize:
+            shards.resize(one)  # type: ignore[attr-defined]
+        for number, batch in enumerate(Pipeline(made, [prepared, *batches[4:]], mode="ids", depth=2)):
+            (made(batch, time=7)["x"] * 0.5).sin().sum().backward()
+            if number == 4 and resize:
+                shards.resize(servers)  # type: ignore[attr-defined]
+        shards.flush()
+        return rows_of(shards, "a")
+
+    options: dict[str, Any] = {"mode": "sync", "seed": 3}
+    config = TableConfig("a", dim=3, optimizer=Adagrad(0.1))
+    moved = train(make(config, **options), True)
+    assert moved == train(make(config, **options), False)
+    assert moved == train(LocalShards([config], seed=3), False)
 
 
 def test_the_other_workers_reconnect(make: Make, servers: Servers) -> None:

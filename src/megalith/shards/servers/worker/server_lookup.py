@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
+from megalith.errors import UsageError
 from megalith.shards.preparer import RoutedIds
 from megalith.shards.routed_lookup import RoutedLookup
 from megalith.shards.servers.server_messages import array_of
@@ -38,9 +39,19 @@ class ServerLookup(RoutedLookup):
         self._received: Tensor | None = None
         self._source: Tensor | None = None
 
+    @property
+    def moved(self) -> bool:
+        """See `Lookup.moved`."""
+        return self.links is not self.shards.links
+
+    def check_place(self) -> None:
+        """Raise UsageError if the tables were moved to other servers since."""
+        if self.moved:
+            raise UsageError("the tables were moved to other servers after this lookup: look up again")
+
     def fetch(self) -> None:
         """See `Lookup.fetch`."""
-        if self._reads is not None:
+        if self._reads is not None or self.moved:
             return
         deduped = self.routed.deduped
         sizes = self.shards.rows_wire.sizes(deduped.counts, list(self._dims.values()))
@@ -58,6 +69,7 @@ class ServerLookup(RoutedLookup):
     def source(self) -> Tensor:
         """See `RoutedLookup.source`. With an exact wire it is the memory that the servers have filled."""
         if self._source is None:
+            self.check_place()
             self.fetch()
             assert self._reads is not None
             assert self._received is not None

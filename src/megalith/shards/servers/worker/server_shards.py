@@ -406,8 +406,7 @@ class ServerShards(ServerRows):
                 lookup = self.lookup(lookup, step=step)
             if not isinstance(lookup, ServerLookup) or lookup.shards is not self:
                 raise InputError("this Lookup belongs to another Shards object")
-            if lookup.links is not self.links:
-                raise UsageError("the tables were moved to other servers after this lookup: look up again")
+            lookup.check_place()
             self._pushes.raise_errors()
             with span("megalith.gradients"):
                 writes = self._gradient_writes(
