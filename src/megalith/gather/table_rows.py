@@ -5,6 +5,7 @@
     tables          a row is added by
     LocalShards     every process, as each has all rows
     SyncShards      the rank that owns it
+    ServerShards    one of the ranks, which divide the rows
 
 A peer that trains tables keeps two of them, of the same configuration and seed: `local`, which it trains, and
 `shared`, which holds the rows of the last window and to which windows are applied.
@@ -29,6 +30,7 @@ from megalith.errors import InputError
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.ops import checks
 
+_BLOCK_BYTES = 32 << 20  # rows that parameter servers return at once
 ApplyRows = Callable[[str, Tensor, Tensor], None]
 """Takes the name of a table, ids int64 [n] ascending, and what to add to their rows, float32 [n, dim]."""
 
@@ -127,11 +129,10 @@ def row_taker(
             raise InputError(
                 f"tables must have the method {method}, as collection.shards has, got {checks.kind(tables)}"
             )
-    if not getattr(tables, "holds_rows", True):
-        raise InputError("tables are on parameter servers, of which a gather cannot read rows")
+    on_servers = not getattr(tables, "holds_rows", True)
     for table in schema.tables:
         router = tables.router(table.name)
-        shards = 1 if router is None else router.num_shards
+        shards = 1 if router is None or on_servers else router.num_shards
         if shards not in (1, ranks.size):
             raise InputError(
                 f"table {table.name!r} is divided over {shards} ranks, but {ranks.size} ranks gather: "
@@ -139,6 +140,11 @@ def row_taker(
             )
 
     def add(table: str, ids: Tensor, change: Tensor) -> None:
+        if on_servers:
+            # All wait, so that no rank reads its tables before the others have written.
+            part = slice(ranks.place, None, ranks.size)
+            ranks.agree("table rows", lambda: tables.assign_add({table: (ids[part], change[part])}))
+            return
         router = tables.router(table)
         if router is not None and router.num_shards > 1:
             own = router.owner(ids) == ranks.place
@@ -151,7 +157,8 @@ def row_taker(
 class PeerTables:
     """The tables of a peer: those that it trains, and those of the last window.
 
-    With SyncShards every rank has a PeerTables.
+    With SyncShards every rank has a PeerTables. Of ServerShards with several workers, one worker has it, and
+    calls it while no other one trains.
 
     Args:
         local: The shards that the peer trains.
@@ -238,5 +245,22 @@ def _touched(before: Mapping[str, Tensor], drained: Mapping[str, tuple[Tensor, T
 
 
 def _rows(shards: Any, name: str, ids: Tensor) -> Tensor:
-    """Return stored rows: what lookups return may be in a serving precision."""
-    return shards.local[name].lookup(ids, stored=True)  # type: ignore[no-any-return]
+    """Return stored rows: what lookups return may be in a serving precision, or travel in a lower one."""
+    if shards.holds_rows:
+        return shards.local[name].lookup(ids, stored=True)  # type: ignore[no-any-return]
+    router, dim = shards.router(name), shards.configs[name].dim
+    rows = torch.empty(ids.numel(), dim, device="cpu")
+    step = max(1, _BLOCK_BYTES // (4 * dim))
+    for block, out in zip(ids.cpu().split(step), rows.split(step), strict=True):
+        parts = shards.each_part(_rows_of_part, name, router, block.numpy())
+        owners = router.owner(block)
+        for server, part in enumerate(parts):
+            out[owners == server] = torch.from_numpy(part.copy())  # a received array is read-only
+    return rows.to(ids.device)
+
+
+def _rows_of_part(part: Any, name: str, router: TableRouter, ids: Any) -> Any:
+    """Runs on a server: its stored rows, as NumPy arrays."""
+    given = torch.from_numpy(ids.copy())
+    own = given[router.owner(given) == part.index]
+    return part.shards.local[name].lookup(own, stored=True).cpu().numpy()
