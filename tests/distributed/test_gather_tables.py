@@ -94,6 +94,31 @@ def test_changes_are_those_of_the_touched_rows_since_the_last_window() -> None:
         PeerTables(local, LocalShards([TableConfig("other", dim=2, optimizer=SGD(0.1))]))
 
 
+def test_rows_stay_changes_until_they_are_adopted() -> None:
+    """Rows that are trained after `changes` are neither overwritten nor forgotten."""
+    local, shared = LocalShards(CONFIGS, seed=1), LocalShards(CONFIGS, seed=1)
+    tables = PeerTables(local, shared)
+
+    def train(*ids: int) -> None:
+        grads = torch.ones(len(ids), 2)
+        local.apply_gradients({"users": torch.tensor(ids)}, {"users": grads}, step=0)
+
+    train(3, 5)
+    first = tables.changes()["users"]
+    train(5, 7)
+    found, change = tables.changes()["users"]
+    assert (first[0].tolist(), found.tolist()) == ([3, 5], [3, 5, 7])
+    torch.testing.assert_close(change, torch.tensor([[0.1], [0.2], [0.1]]).expand(3, 2))
+    shared.assign_add({"users": (found, -change)})
+    train(7, 9)
+    tables.adopt()  # 7 was sent: its row becomes that of the window
+    found, change = tables.changes()["users"]
+    assert found.tolist() == [9]
+    torch.testing.assert_close(change, torch.full((1, 2), 0.1))
+    tables.adopt()
+    assert tables.changes()["users"][0].tolist() == []
+
+
 def test_tables_that_are_not_shards_are_refused() -> None:
     with pytest.raises(InputError, match="tables must have the method assign_add"):
         run_window(plan(), {"w": torch.zeros(4, 4)}, OuterUpdate(SCHEMA), {}, tables=object())  # type: ignore[arg-type]

@@ -5,14 +5,14 @@ positions of largest magnitude are sent, coded in a few values that are computed
 per parameter; what was not sent stays in the feedback and is sent later. Changed rows of embedding tables are
 sent uncompressed.
 
-Weights that are sharded over ranks are compressed by the ranks together, each its own chunks. The payload has
-the same bytes for any number of ranks.
+Weights that are sharded over ranks are compressed by the ranks together, each its own chunks. Rows of tables
+that are divided over ranks travel to the first one. The payload has the same bytes for any number of ranks.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,8 @@ from megalith.errors import InputError, StoreError, UsageError
 from megalith.gather.payload import Header, Label, PackedRows, Payload, read_header, write_payload_file
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
 from megalith.gather.plan import Fault, Status, payload_key
+from megalith.gather.reduce import BLOCK_BYTES
+from megalith.gather.table_rows import RowChanges
 from megalith.ops import checks
 from megalith.ops.chunk_layout import as_matrix, from_chunks, to_chunks
 from megalith.ops.chunk_rows import (
@@ -52,7 +54,7 @@ TableRows = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Compressed:
-    """A compressed update. With ranks, only the first one has it; `parameters` is empty on the others."""
+    """A compressed update. With ranks, only the first one has it; it is empty on the others."""
 
     schema: PayloadSchema
     """The schema."""
@@ -184,30 +186,40 @@ def compress(
     Args:
         update: A floating point tensor for each parameter of the schema, whole or sharded over the ranks.
         schema: The schema.
-        tables: Changed rows, with distinct ids; other tables are sent empty. With ranks, those of the first.
+        tables: Changed rows, with distinct ids; other tables are sent empty. With ranks, each passes its own,
+            and those of all are sent. An id that several ranks pass is sent once, with rows that are equal.
         feedback: Keeps what is not sent; it changes here.
-        ranks: The ranks over which parameters are sharded.
+        ranks: The ranks over which parameters are sharded or tables are divided. The first one has the rows
+            of all in memory; the others have their own and one block.
 
     Returns:
         The compressed update, on the first rank.
 
     Raises:
         InputError: Names, shapes or values do not match; the feedback has not changed.
+        RankFailedError: Another rank raised an error; the feedback has not changed.
     """
-    checks.instance(schema, PayloadSchema, "schema")
-    if feedback is not None:
-        checks.instance(feedback, ErrorFeedback, "feedback")
     together = Ranks.or_alone(ranks)
-    given = checks.mapping({} if tables is None else tables, "tables", '{"users": (ids, rows)}')
 
     def check() -> tuple[dict[str, Part], dict[str, tuple[Tensor, Tensor]]]:
+        checks.instance(schema, PayloadSchema, "schema")
+        if feedback is not None:
+            checks.instance(feedback, ErrorFeedback, "feedback")
+        given = checks.mapping({} if tables is None else tables, "tables", '{"users": (ids, rows)}')
         parts = _check_update(update, schema, together)
         for name, left in feedback.left.items() if feedback is not None else ():
             if name in parts and local_tensor(left).shape != parts[name].tensor.shape:
                 raise InputError(f"the feedback of {name!r} and its update are sharded differently")
+        if isinstance(tables, RowChanges) and tables.num_ranks not in (1, together.size):
+            raise InputError(
+                f"tables are the rows of one of {tables.num_ranks} ranks, but {together.size} "
+                "ranks compress: call it on all of them, with ranks=Ranks.of_group()"
+            )
         return parts, {name: _sorted_rows(schema, name, rows) for name, rows in given.items()}
 
     parts, sorted_tables = together.agree("update", check)
+    if together.size > 1 and schema.tables:
+        sorted_tables = _rows_of_all(schema, sorted_tables, together)
     packed = []
     for spec in schema.parameters:
         part = parts[spec.name]
@@ -444,6 +456,9 @@ def _check_update(update: Mapping[str, Tensor], schema: PayloadSchema, ranks: Ra
     return parts
 
 
+# ---- rows of tables
+
+
 def _sorted_rows(schema: PayloadSchema, name: str, rows: object) -> tuple[Tensor, Tensor]:
     dims = {table.name: table.dim for table in schema.tables}
     if name not in dims:
@@ -459,3 +474,69 @@ def _sorted_rows(schema: PayloadSchema, name: str, rows: object) -> tuple[Tensor
     if bool((found[1:] == found[:-1]).any()):
         raise InputError(f"table {name!r}: an id appears twice; add its rows first")
     return found, values[order].to(torch.float32).cpu()
+
+
+def _rows_of_all(
+    schema: PayloadSchema, tables: Mapping[str, tuple[Tensor, Tensor]], ranks: Ranks
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """On the first rank, the rows of all ranks, sorted by id; nothing on the others. A collective call."""
+    counts = ranks.messages("row counts", {name: ids.numel() for name, (ids, _) in tables.items()})
+    found, differences = {}, []
+    for table in schema.tables:
+        if not any(table.name in each for each in counts):
+            continue
+        sizes = [each.get(table.name, 0) for each in counts]
+        empty = torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, table.dim, device="cpu")
+        ids, rows = tables.get(table.name, empty)
+        pieces: list[list[Tensor]] = [[] for _ in sizes]
+        for place, block in _blocks_of_all("ids", ids[:, None], sizes, ranks):
+            pieces[place].append(block[:, 0])
+        sent = [torch.cat([empty[0], *blocks]) for blocks in pieces]
+        merged = torch.cat(sent).unique()
+        out = torch.empty(len(merged), table.dim, device="cpu")
+        known = torch.zeros(len(merged), dtype=torch.bool, device="cpu")
+        done = [0] * len(sizes)
+        for place, block in _blocks_of_all("rows", rows, sizes, ranks):
+            keys = sent[place][done[place] : done[place] + len(block)]
+            done[place] += len(block)
+            at = torch.searchsorted(merged, keys)
+            again = known[at]
+            if bool(again.any()):  # copies of tables; a router gives each id to one rank
+                differs = (out[at[again]] != block[again]).any(1)
+                for key in keys[again][differs][:1].tolist():
+                    differences.append((table.name, ranks.members[place], key))
+            out[at], known[at] = block, True
+        if ranks.leads:
+            found[table.name] = merged, out
+
+    def check() -> None:
+        for name, rank, key in differences[:1]:
+            raise InputError(
+                f"table {name!r}: rank {rank} and a rank before it have different changes of id {key}: train "
+                "one SyncShards on all ranks, or make each rank a peer with a uid of its own"
+            )
+
+    ranks.agree("rows", check)
+    return found
+
+
+def _blocks_of_all(
+    what: str, data: Tensor, sizes: Sequence[int], ranks: Ranks
+) -> Iterator[tuple[int, Tensor]]:
+    """On the first rank, lines of all ranks: place and block, rank by rank. A collective call."""
+    width = data.shape[1]
+    step = max(1, BLOCK_BYTES // (data.element_size() * width))
+    for place, size in enumerate(sizes):
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            if place == 0:  # the rows of the first rank need not travel
+                if ranks.leads:
+                    yield place, data[start:stop]
+                continue
+            mine = data[start:stop] if ranks.place == place else data[:0]
+            send, receive = [0] * ranks.size, [0] * ranks.size
+            send[0] = mine.numel()
+            receive[place] = (stop - start) * width if ranks.leads else 0
+            got = ranks.all_to_all(what, mine.reshape(-1), send, receive)
+            if ranks.leads:
+                yield place, got.view(-1, width)
