@@ -1,8 +1,8 @@
-"""Every function and class explains its arguments and results: the API reference is made from this.
+"""Every public function and class explains its arguments and results: the API reference is made from this.
 
 | what | its docstring |
 | --- | --- |
-| a class, function or method without a leading underscore | a first paragraph that ends with a period |
+| a public class, function or method | a first paragraph that ends with a period |
 | its parameters | `Args:` names each; those of `__init__` are explained by the class |
 | its result, if it has parameters | `Returns:` or `Yields:` |
 | an override without a docstring, or "See `Base.method`" | that of the base |
@@ -44,7 +44,7 @@ PUBLIC = [
     "megalith.table",
     "megalith.training",
 ]
-"""Packages whose dataclasses must explain every field, because users construct them."""
+"""Packages whose `__all__` are the public names."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -190,7 +190,7 @@ def field_texts(node: ast.ClassDef) -> dict[str, str]:
 
 def problems(path: str) -> Iterator[str]:
     for node in modules()[path].body:
-        if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
+        if not isinstance(node, Function | ast.ClassDef) or node.name not in public_names():
             continue
         where = f"{path}:{node.lineno} {node.name}"
         if isinstance(node, Function):

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.storage.json_records import json_digest, to_json
@@ -231,7 +230,7 @@ def named_weights(model: Weights, *, frozen: bool = False) -> dict[str, Tensor]:
         raise InputError(f"expected a model or its parameters by name, got {checks.kind(model)}")
     while isinstance(inner := _inner(model), nn.Module):
         model = inner
-    named: Iterable[tuple[str, Any]] = dense_parameters(model)
+    named: Iterable[tuple[str, Any]] = model.named_parameters()
     return {
         name.replace("_orig_mod.", ""): tensor for name, tensor in named if frozen or tensor.requires_grad
     }
