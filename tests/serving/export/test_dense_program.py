@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megalith import SGD, EmbeddingCollection, Feature, Layout, Slice, TableConfig
 from megalith.checkpoint.dense_state import dense_state
+from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import ExportError, InputError
 from megalith.models import Model
 from megalith.serving.export.dense_program import DenseProgram
@@ -67,7 +68,7 @@ def test_any_batch_size(program: DenseProgram, size: int) -> None:
 
 def test_weights_have_the_models_names(program: DenseProgram) -> None:
     assert program.names == {"deep.weight": (1, 2), "deep.bias": (1,)}
-    assert program.names.keys() == program.weights.keys() == dict(Wide().named_parameters()).keys()
+    assert program.names.keys() == program.weights.keys() == dict(dense_parameters(Wide())).keys()
 
 
 def test_weights_are_replaced_and_reset(program: DenseProgram) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith import SGD, EmbeddingCollection, Feature, FirstN, Layout, Mean, Ragged, Slice, TableConfig
+from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import ExportError, InputError, RemoteError
 from megalith.serving.export.exporter import export_model
 from megalith.serving.export.model_parts import ModelParts, ServingModule
@@ -88,7 +89,7 @@ def test_the_model_of_the_quick_start_is_exported_as_it_is(tmp_path: Path) -> No
     found = servable.predict(BATCH)
     assert list(found) == ["output"]
     torch.testing.assert_close(found["output"], wanted_of(model, BATCH))
-    assert servable.dense_names.keys() == dict(model.named_parameters()).keys()
+    assert servable.dense_names.keys() == dict(dense_parameters(model)).keys()
 
 
 def test_several_outputs_have_their_names_shapes_and_dtypes(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith import SGD, EmbeddingCollection, Feature, FirstN, Layout, Mean, Ragged, Slice, TableConfig
+from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import ExportError, InputError, RemoteError, UnknownNameError, UsageError
 from megalith.models import Model
 from megalith.serving.export.dense_program import DenseProgram
@@ -299,7 +300,7 @@ def test_written_rows_are_predicted_from(servable: Servable) -> None:
         for table, config in further.embeddings.shards.configs.items()
     }
     further.embeddings.shards.assign(rows)
-    servable.apply(rows, {}, dict(further.named_parameters()))
+    servable.apply(rows, {}, dict(dense_parameters(further)))
     features, _ = request(20)
     assert_close(servable.predict(features)["logits"], logits_of(further, features))
     servable.reset()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megalith import SGD, FixedPoint, LocalShards, OneBit, TableConfig, checkpoint
+from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import InputError
 from megalith.serving.discovery import Replica as Found
 from megalith.serving.discovery import StaticDiscovery
@@ -289,7 +290,7 @@ def test_dense_weights_that_are_not_finite_are_held_back_and_logged(
 ) -> None:
     replica = online.replica()
     publisher = online.publisher([replica])
-    name, weight = next(online.model.named_parameters())
+    name, weight = next(dense_parameters(online.model))
     before = weight.detach().clone()
     with torch.no_grad():
         weight[0] = torch.nan

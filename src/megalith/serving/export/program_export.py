@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalith.distributed.dense_parameters import ANCHOR
 from megalith.errors import InputError, MegalithError
 from megalith.serving.export.archive import write_archive
 from megalith.serving.export.integer_division import guard_divisions
@@ -71,6 +72,8 @@ def export_program(
     dense_part = _DensePart(parts, names, activations)
     model = parts.module
     training = [module for module in model.modules() if module.training]
+    # The anchors of collections are not weights of the dense part.
+    anchors = [(each, each._parameters.pop(ANCHOR)) for each in parts.collections]
     model.eval()
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -96,6 +99,8 @@ def export_program(
             f"without branches on values ({error})"
         ) from error
     finally:
+        for each, anchor in anchors:
+            each.register_parameter(ANCHOR, anchor)
         for module in training:
             module.training = True
     path.write_bytes(data)
