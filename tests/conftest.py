@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests import stacks
 
 # `make test` repeats the same examples on every machine; `make soak` explores new ones.
 settings.register_profile("fixed", deadline=None, print_blob=True, derandomize=True)
@@ -89,11 +95,53 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = items[first::step]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets every Python process that a test starts write its stacks when it is asked; see stacks.py."""
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist inherit the environment
+        os.environ[stacks.FOLDER] = tempfile.mkdtemp(prefix="megalith-stacks-")
+        hook = str(Path(__file__).parent / "child_stacks")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [hook, os.environ.get("PYTHONPATH")]))
+        sys.path.append(hook)  # commands of Megalith start their processes with it
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Prints where the stacks are; without any, removes the folder."""
+    if not hasattr(config, "workerinput"):
+        folder = Path(os.environ[stacks.FOLDER])
+        if any(path.stat().st_size for path in folder.iterdir()):
+            print(f"\nThe stacks of tests that exceeded their time limit are in {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: Any, settings: Any) -> bool:
+    """Keeps the stacks, kills what the test has started, then does what pytest-timeout does."""
+    import pytest_timeout
+
+    def expire() -> None:
+        try:
+            stacks.keep(item.nodeid)
+            stacks.kill_tree(os.getpid(), itself=False)
+        finally:
+            pytest_timeout.timeout_timer(item, settings)  # ends this process
+
+    timer = threading.Timer(settings.timeout, expire)
+    timer.daemon = True
+    timer.start()
+    item.cancel_timeout = timer.cancel
+    return True
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object | None) -> None:
     """Stops the whole run as soon as pytest-xdist loses a worker; its report names the test."""
     session = node.config.pluginmanager.getplugin("dsession")
     if error and not session.shouldstop:
-        session.shouldstop = f"worker lost: {error}"
+        session.shouldstop = (
+            f"worker lost: {error}. The first test that is reported as crashed is the one that ended its "
+            "process or exceeded its time limit; the others ran when their workers were stopped"
+        )
         for other in session.nodemanager.group:  # xdist would let them finish all the tests they were given
+            stacks.kill_tree(other._io.popen.pid, itself=False)
             other._io.kill()

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,10 +43,15 @@ class ServeProcess:
     def wait_for(self, pattern: str) -> str:
         """Waits for a line that matches a pattern, and returns its group."""
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if found := re.search(pattern, line):
-                return found[1]
+        alarm = threading.Timer(LIMIT, self.process.kill)  # ends the output
+        alarm.start()
+        try:
+            for line in self.process.stdout:
+                self.lines.append(line)
+                if found := re.search(pattern, line):
+                    return found[1]
+        finally:
+            alarm.cancel()
         raise AssertionError(f"{pattern!r} not in {self.lines}; {self.process.communicate(timeout=LIMIT)[1]}")
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:

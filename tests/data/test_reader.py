@@ -144,5 +144,7 @@ def test_selected_rows_keep_weights_of_ids() -> None:
 
 def test_importing_the_readers_imports_no_pyarrow() -> None:
     code = "import sys, megalith.data; print('pyarrow' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.strip() == "False"

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ from megalith.shards.servers.server_messages import Failure, SpaceSpec
 from megalith.training import Run, RunConfig, load_trained, worker_pool
 from megalith.training.training_worker import TrainingWorker
 from megalith.training.worker_batches import WorkerBatches
+from megalith.training.worker_pool import PoolWorker, WorkerPool
 from tests.cli.test_train import megalith, write_clicks, write_config
 from tests.distributed.ending_worker import EndingWorker
 from tests.serving.sync.test_training import PushWatcher, assert_served
@@ -37,6 +39,8 @@ from tests.serving.zookeeper import free_port
 from tests.test_docs import ROOT, snippets
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
+TIMEOUT = 60.0
+"""Seconds of every wait of a run: its error must come before the time limit of a test."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,7 +57,7 @@ def config(num_batches: int, **train: Any) -> RunConfig:
         {
             "data": {"kind": "synthetic", "batch_size": 32, "options": {"num_batches": num_batches}},
             "model": {"dim": 4, "options": {"hidden": [8]}},
-            "train": {"log_every": 4, "threads": 1, "timeout": 120.0, **train},
+            "train": {"log_every": 4, "threads": 1, "timeout": TIMEOUT, **train},
         }
     )
 
@@ -104,16 +108,21 @@ def workers(run: Run) -> WorkerBatches:
 
 def wait_for_started(run: Run) -> None:
     """Waits until the processes of workers that join have started; they join at the next step."""
-    starting = [each.prepared for each in workers(run).pool._starting.values()]
-    ray_module().wait(starting, num_returns=len(starting), timeout=200.0)
+    wait_for_all([each.prepared for each in workers(run).pool._starting.values()])
+
+
+def wait_for_all(calls: list[Any]) -> None:
+    if calls:
+        _, missing = ray_module().wait(calls, num_returns=len(calls), timeout=TIMEOUT)
+        assert not missing, (
+            f"{len(missing)} of {len(calls)} calls of workers have no answer after {TIMEOUT} s"
+        )
 
 
 def leave_one(run: Run) -> None:
     """Lets worker 2 leave, and waits until it has computed what is in its queue; then it has its turn."""
     run.set_workers(1)
-    waiting = [reference for _, reference in workers(run).pool.workers[2].calls]
-    if waiting:
-        ray_module().wait(waiting, num_returns=len(waiting), timeout=200.0)
+    wait_for_all([reference for _, reference in workers(run).pool.workers[2].calls])
 
 
 def kill_server(run: Run, number: int = 0) -> None:
@@ -225,7 +234,7 @@ def write_bad_rows(path: Path) -> RunConfig:
     schema = {"label": "click", "features": {"user": "user", "item": "item"}}
     data = {"kind": "csv", "path": str(path), "batch_size": 8, "schema": schema, "on_error": "skip"}
     model = {"dim": 4, "options": {"hidden": [8]}}
-    return RunConfig.from_dict({"data": data, "model": model, "train": {"threads": 1, "timeout": 120.0}})
+    return RunConfig.from_dict({"data": data, "model": model, "train": {"threads": 1, "timeout": TIMEOUT}})
 
 
 @pytest.mark.soak
@@ -341,6 +350,29 @@ def test_a_stopped_run_on_a_file_continues_on_another_number_of_servers(
     alone = megalith("train", "--config", path, "--run", tmp_path / "b")
     assert alone.exit_code == 0, alone.output
     assert_same(tmp_path / "a", tmp_path / "b")
+
+
+def test_processes_of_ray_have_the_priority_of_the_run() -> None:
+    """With Ray's own default, 15, they get no CPU while other tests compute, and runs exceed their limits."""
+    ray = ray_module()
+    assert ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote(), timeout=TIMEOUT) == os.nice(0)
+
+
+def test_a_worker_that_hangs_is_named() -> None:
+    """Ray reports a process that has ended, but not one that is stopped."""
+    ray = ray_module()
+    hanging = ray.remote(num_cpus=0)(lambda: time.sleep(1000)).remote()
+    worker = PoolWorker(3, None, pid=77, calls=deque([(("step", ()), hanging)]))
+    pool = WorkerPool.__new__(WorkerPool)
+    pool.workers, pool._silence, pool._last = {3: worker}, 0.2, 0
+    message = r"no answer within 0.2 s to step of worker 3 \(pid 77\): the process hangs.* --resume"
+    try:
+        with pytest.raises(RankTimeoutError, match=message):
+            pool.wait()
+        with pytest.raises(RankTimeoutError, match=message):
+            pool.answer(worker)
+    finally:
+        ray.cancel(hanging, force=True)
 
 
 def test_an_error_of_leaving_is_returned() -> None:

@@ -6,6 +6,7 @@ is killed or its standard input ends.
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ class ServerProcess:
     def wait(self) -> str:
         """Its address, as soon as it serves."""
         assert self._process.stdout is not None
+        ready = select.select([self._process.stdout], [], [], LIMIT)[0]
+        assert ready, f"the server has not started after {LIMIT:g} s"
         address = self._process.stdout.readline().strip()
         assert address, "the server did not start; see its output"
         return address

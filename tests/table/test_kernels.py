@@ -83,7 +83,8 @@ print(_native.kernels(), "torch" in sys.modules)
     environment = {k: v for k, v in os.environ.items() if k != "MEGALITH_KERNELS"}
     if variable is not None:
         environment["MEGALITH_KERNELS"] = variable
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     return done.stdout.strip().removesuffix(" False"), done.stderr
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import select
+import signal
 from pathlib import Path
 
 import pytest
@@ -48,9 +50,11 @@ def test_a_process_that_was_forked_does_not_hold_the_lock(tmp_path: Path) -> Non
         held, ends = os.pipe(), os.pipe()
         child = os.fork()
         if not child:
+            signal.alarm(60)
             os.write(held[1], b"1" if lock._file is None else b"0")
             os.read(ends[0], 1)
             os._exit(0)
+        assert select.select([held[0]], [], [], 60)[0], "the child has not answered after 60 s"
         assert os.read(held[0], 1) == b"1"
     try:
         with RunLock(tmp_path):  # the child process is still alive

@@ -7,7 +7,6 @@ requests: they can be written again from checkpoints that are kept.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,12 +19,15 @@ from megalith.serving.discovery.contract import check_name
 from megalith.serving.export.signature import Signature
 from megalith.serving.server.version_directories import versions_of
 from megalith.serving.server.version_rules import VersionRules, is_named
+from megalith.storage.file_locks import take_lock
 from megalith.training.exporting import export_run
 from megalith.training.run_model import CHECKPOINT, config_of
 
 EXPORTS = "exports"
 KEPT_EXPORTS = 2
 """Exports that stay: the newest, and the one before, to which an operator may return."""
+LOCK_SECONDS = 1800.0
+"""Seconds that the export of another process may take."""
 _LOCK = ".lock"
 
 
@@ -41,7 +43,7 @@ def export_newest(run: Path, name: str | None) -> Path:
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
-        ExportError: The version cannot be written.
+        ExportError: The version cannot be written, or another process exports for too long.
     """
     name = name or config_of(read_manifest(run / CHECKPOINT), run).model.name
     out = run / EXPORTS / check_name(name, "the name of the model")
@@ -74,8 +76,14 @@ def _locked(path: Path) -> Iterator[None]:
     """Wait for the lock of a file, and hold it; on a file system without locks, hold nothing."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
+        locked = True
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+            locked = take_lock(file, LOCK_SECONDS)
+        if not locked:
+            raise ExportError(
+                f"{path}: another process has held the lock of the exports for {LOCK_SECONDS:g} s: end it if "
+                "it hangs (`fuser` of this file names it), then start again"
+            )
         yield
     finally:
         os.close(file)

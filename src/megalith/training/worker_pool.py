@@ -9,7 +9,8 @@ number, continues after its answered writes and gets the calls that were not ans
 
 The others train while a worker starts and opens its data; only joining the servers is waited for. Both have a
 time limit. A worker that is added to a run and does not join in time is given up, and the run continues
-without it; the run raises if it is one of the first workers, or replaces one.
+without it; the run raises if it is one of the first workers, or replaces one. Ray reports a process that
+ends, but not one that hangs: the run raises if no worker answers for a time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 from megalith.errors import MegalithError, RankTimeoutError, UsageError
 from megalith.shards.servers.ray.ray_servers import ray_module
 from megalith.shards.servers.server_messages import Failure
+from megalith.shards.servers.worker.server_link import GRACE
 from megalith.training.training_worker import TrainingWorker, worker_failure
 from megalith.training.worker_messages import Call, WorkerSetup, Written
 
@@ -95,6 +97,8 @@ class WorkerPool:
         self._setup = setup
         self._calls_again, self._forget = calls_again, forget
         self._timeout = setup.config.train.timeout
+        # Longer than the wait of a worker for a server, so that the worker reports which server is silent.
+        self._silence = 2 * (self._timeout + GRACE)
         self.workers: dict[int, PoolWorker] = {}
         self.replaced = self.given_up = 0
         self.lost_writes = 0
@@ -234,13 +238,19 @@ class WorkerPool:
 
         Returns:
             The worker, the call and its result, which may be a Failure.
+
+        Raises:
+            RankTimeoutError: No worker has answered in time.
         """
         ray = ray_module()
         while True:
             busy = [worker for worker in self.workers.values() if worker.calls]
             turns = sorted(busy, key=lambda worker: (worker.number <= self._last, worker.number))
             oldest = {worker.calls[0][1]: worker for worker in turns}
-            done, _ = ray.wait(list(oldest), num_returns=1)  # the first of those that are done
+            # The first of those that are done.
+            done, _ = ray.wait(list(oldest), num_returns=1, timeout=self._silence)
+            if not done:
+                raise self._silent(turns)
             worker = oldest[done[0]]
             self._last = worker.number
             found = self._answer(worker)
@@ -255,6 +265,9 @@ class WorkerPool:
 
         Returns:
             The call and its result, which may be a Failure.
+
+        Raises:
+            RankTimeoutError: It has not answered in time.
         """
         while True:
             found = self._answer(worker)
@@ -266,7 +279,9 @@ class WorkerPool:
         ray = ray_module()
         call, reference = worker.calls[0]
         try:
-            result = ray.get(reference)
+            result = ray.get(reference, timeout=self._silence)
+        except ray.exceptions.GetTimeoutError:
+            raise self._silent([worker]) from None
         except ray.exceptions.RayActorError:
             self._replace(worker)
             return None
@@ -274,6 +289,16 @@ class WorkerPool:
             result = Failure(_task_failure(worker, error))
         worker.calls.popleft()
         return call, result
+
+    def _silent(self, waiting: list[PoolWorker]) -> RankTimeoutError:
+        calls = ", ".join(
+            f"{each.calls[0][0][0]} of worker {each.number} (pid {each.pid})" for each in waiting
+        )
+        return RankTimeoutError(
+            f"no answer within {self._silence:g} s to {calls}: the process hangs, is stopped, or waits for "
+            "its data. `py-spy dump --pid` on its machine and Ray's logs of it (session_latest/logs) show "
+            "where; continue from the last save with --resume. Set train.timeout higher if steps take longer"
+        )
 
     def _replace(self, worker: PoolWorker) -> None:
         logger.warning("worker %d has ended and is replaced", worker.number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -17,6 +18,7 @@ import torch
 
 from megalith.errors import ExportError
 from megalith.serving.export import exporter as module
+from megalith.serving.export import staging
 from megalith.serving.export.exporter import export_model
 from megalith.serving.export.servable import Fetch, Servable
 from megalith.serving.export.signature import Signature
@@ -76,6 +78,20 @@ def test_the_staging_directory_of_an_export_in_progress_is_kept(
     for part in parts:
         assert {"1", "2"} <= {path.name for path in (tmp_path / part).iterdir()}
     assert not list(tmp_path.rglob(".draft*"))
+
+
+def test_another_export_that_hangs_is_not_waited_for_without_end(
+    tmp_path: Path, fast: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_LOCK_SECONDS", 0.05)
+    held = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ExportError, match=f"{tmp_path}: another process has held the lock .* for 0.05 s"):
+            export_model(wide(), tmp_path, name="m", version=1)
+    finally:
+        os.close(held)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:

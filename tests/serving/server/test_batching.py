@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from megalith.errors import InputError, RemoteError
+from megalith.serving.server import model_server
 from megalith.serving.server.batching import Batcher
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.request_errors import Code, RequestError
@@ -382,6 +384,17 @@ def test_stopping_answers_what_was_accepted_and_refuses_the_rest(tmp_path: Path)
         assert first.result(LIMIT)
         stopping.join(LIMIT)
         assert not stopping.is_alive()
+
+
+def test_stopping_does_not_wait_without_end_for_grpc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_server, "LAST_SECONDS", 0.02)
+    monkeypatch.setattr(model_server, "CANCEL_SECONDS", 0.02)
+    with held(tmp_path) as hold:
+        hold.server._servers.append(SimpleNamespace(stop=lambda seconds: threading.Event()))
+        hold.server.stop()
+    assert "gRPC has not ended 0.02 s after it was stopped" in caplog.text
 
 
 def test_stopping_has_a_deadline(tmp_path: Path) -> None:

@@ -34,4 +34,4 @@ def make(servers: Servers) -> Iterator[Make]:
 
     yield create
     for each in made:
-        ray_module().get([actor.close.remote(each.name) for actor in servers.actors])
+        ray_module().get([actor.close.remote(each.name) for actor in servers.actors], timeout=60)

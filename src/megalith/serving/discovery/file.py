@@ -7,21 +7,20 @@ file and rename it. A half-written file is ignored: a file that cannot be read c
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import threading
-import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megalith.errors import DiscoveryError, InputError, UsageError
 from megalith.ops import checks
 from megalith.serving.discovery.contract import Discovery, Replica, Replicas, ServiceName, parse_replica
+from megalith.storage.file_locks import take_lock
 from megalith.storage.strict_json import parse_json
 
 logger = logging.getLogger(__name__)
@@ -182,19 +181,13 @@ class FileDiscovery(Discovery):
     def _locked(self) -> Iterator[None]:
         """Hold the lock file, which all processes that rewrite the file use."""
         path = self.path.with_name(f".{self.path.name}.lock")
-        deadline = time.monotonic() + LOCK_SECONDS
         try:
             file = path.open("a")
         except OSError as error:
             raise DiscoveryError(f"{path}: cannot be written: {error.strerror}") from None
         with file:
-            while True:
-                with suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                if time.monotonic() > deadline:
-                    raise DiscoveryError(f"{path}: another process has held the lock for {LOCK_SECONDS:g} s")
-                time.sleep(0.01)
+            if not take_lock(file.fileno(), LOCK_SECONDS):
+                raise DiscoveryError(f"{path}: another process has held the lock for {LOCK_SECONDS:g} s")
             yield
 
 

@@ -7,7 +7,6 @@ next export to the same place.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -19,8 +18,11 @@ from pathlib import Path
 from megalith.errors import ExportError, InputError
 from megalith.serving.export.signature import NAME, STANDALONE, Signature
 from megalith.storage.atomic import sync_path
+from megalith.storage.file_locks import take_lock
 
 _STAGING_PREFIX = ".draft-"
+_LOCK_SECONDS = 60.0
+"""Seconds that another export to the same place may take to make its directory."""
 
 
 class StagingDirectories:
@@ -69,7 +71,7 @@ class StagingDirectories:
         try:
             for part in self.parts:
                 self._make(part)
-        except OSError:
+        except (OSError, ExportError):
             self.__exit__()
             raise
         return self
@@ -81,13 +83,13 @@ class StagingDirectories:
         with ExitStack() as exclusive:
             with suppress(OSError):  # without locks, no staging directory is removed
                 # Otherwise another process could see a directory before it is locked.
-                exclusive.enter_context(_locked(base))
+                exclusive.enter_context(_locked(base, _LOCK_SECONDS))
             for abandoned in base.glob(f"{_STAGING_PREFIX}*"):
-                with suppress(OSError), _locked(abandoned, wait=False):
+                with suppress(OSError, ExportError), _locked(abandoned):
                     shutil.rmtree(abandoned, ignore_errors=True)
             self.path(part).mkdir()
             with suppress(OSError):
-                self._locks.enter_context(_locked(self.path(part)))
+                self._locks.enter_context(_locked(self.path(part), _LOCK_SECONDS))
 
     def __exit__(self, *_: object) -> None:
         for part in self.parts:
@@ -128,11 +130,20 @@ class StagingDirectories:
 
 
 @contextmanager
-def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a lock that the system releases when the process ends, even if it is killed. Raise OSError."""
+def _locked(directory: Path, seconds: float = 0.0) -> Iterator[None]:
+    """Hold a lock that the system releases when the process ends, even if it is killed.
+
+    Raises:
+        ExportError: Another process has held it all the time.
+        OSError: There are no locks.
+    """
     handle = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        if not take_lock(handle, seconds):
+            raise ExportError(
+                f"{directory}: another process has held the lock of this directory for {seconds:g} s: end it "
+                "if it hangs (`fuser` of the directory names it), or choose another directory"
+            )
         yield
     finally:
         os.close(handle)

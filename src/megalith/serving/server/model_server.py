@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 SERVICES = (PREDICTION_SERVICE, MODEL_SERVICE, OIP_SERVICE)
 LAST_SECONDS = 1.0
 """Seconds in which computed responses may reach their clients when the server stops."""
+CANCEL_SECONDS = 30.0
+"""Seconds that gRPC may take to cancel calls when the server stops."""
 SPARE_REQUESTS = 16
 """Requests that are accepted beyond `max_concurrent`, to be refused with the number in progress."""
 KEPT_BYTES = 64 << 20
@@ -182,7 +184,11 @@ class ModelServer:
         if self._rest is not None:
             self._rest.stop(LAST_SECONDS)
         for stopped in [server.stop(LAST_SECONDS) for server in self._servers]:
-            stopped.wait()
+            if not stopped.wait(LAST_SECONDS + CANCEL_SECONDS):
+                logger.error(
+                    "gRPC has not ended %g s after it was stopped: calls end with this process",
+                    CANCEL_SECONDS,
+                )
         if self._guard is not None:
             self._guard.close()
         self._repository.stop(max(0.0, end - time.monotonic()))

@@ -84,7 +84,7 @@ def test_synchronous_workers_have_the_bits_of_one_process(servers: Servers, step
         for each in workers:
             each.flush()
         assert rows_of(workers[0]) == rows_of(expected)
-        ray_module().get([actor.close.remote(options["name"]) for actor in servers.actors])
+        ray_module().get([actor.close.remote(options["name"]) for actor in servers.actors], timeout=60)
 
 
 def test_a_lookup_of_a_synchronous_worker_sees_the_gradients_of_all(make: Make) -> None:
@@ -136,10 +136,26 @@ def test_a_write_that_cannot_be_sent_does_not_use_up_a_number(
     assert read(shards, "t", 2, 3) == [[-2], [-1]]
 
 
-def test_functions_in_the_background_have_no_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_in_the_background_have_no_limit_while_their_server_answers(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_link, "GRACE", 0.0)
-    shards = make(table(), timeout=0.2)
-    assert shards.each_part(nap, 0.4, background=True) == [0.4, 0.4]
+    shards = make(table(), timeout=1.0)
+    assert shards.each_part(nap, 1.4, background=True) == [1.4, 1.4]
+
+
+def test_a_server_that_is_stopped_during_a_function_in_the_background_is_named(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_link, "GRACE", 0.0)
+    shards = make(table(), timeout=1.0)
+    stopped = shards.describe_servers()[1]["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with pytest.raises(RankTimeoutError, match="server 1 did not answer nap of worker 0 within 1 s: its"):
+            shards.each_part(nap, 0.0, background=True)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
 
 
 def test_close_raises_the_error_of_the_last_push_and_leaves(make: Make) -> None:

@@ -194,7 +194,7 @@ class ServerLink:
                 name, self._worker, self._token, number, function, *args, background=background
             )
 
-        # A save or load in the background takes as long as it takes; Ray notices if the server ends.
+        # A save or load in the background takes its time, as long as the server answers other calls.
         return self._started(
             PendingCall(send, function.__name__, repeatable=repeatable, limited=not background)
         )
@@ -286,15 +286,18 @@ class ServerLink:
         deadline = clock.monotonic() + self._timeout
         while True:
             try:
-                left = max(0.0, deadline - clock.monotonic()) if pending.limited else None
+                left = max(0.0, deadline - clock.monotonic()) if pending.limited else self._timeout
                 result = self._wait(pending.reference, left)
                 if not isinstance(result, Failure) or not isinstance(result.error, ServerRestartedError):
                     break
                 self._reconnect(pending, deadline, result.error)
             except ray.exceptions.GetTimeoutError:
+                if not pending.limited and self._is_alive():
+                    continue
                 raise RankTimeoutError(
                     f"server {self._index} did not answer {pending.what} of worker {self._worker} within "
-                    f"{self._timeout:g} s"
+                    f"{self._timeout:g} s: its process may hang or be stopped. Ray's logs of that process "
+                    "(session_latest/logs) show more; set the timeout higher if it needs more time"
                 ) from None
             except ChannelLostError:
                 self._connect_again(pending, deadline)
@@ -309,7 +312,18 @@ class ServerLink:
             raise result.error
         return result
 
-    def _wait(self, reference: Any, timeout: float | None) -> Any:
+    def _is_alive(self) -> bool:
+        """Return whether the server answers, or has ended, which the call in progress then reports."""
+        ray = ray_module()
+        try:
+            ray.get(self._actor.describe_all.remote(), timeout=self._timeout)
+        except ray.exceptions.GetTimeoutError:
+            return False
+        except ray.exceptions.RayActorError:
+            return True
+        return True
+
+    def _wait(self, reference: Any, timeout: float) -> Any:
         ray = ray_module()
         if not isinstance(reference, ChannelReply):
             return ray.get(reference, timeout=timeout)
