@@ -159,6 +159,7 @@ def test_tests_mirror_the_sources() -> None:
     other = {
         "benchmarks": "benchmarks as scripts",
         "checkpoint/malformed": "damaged checkpoints",
+        "golden": "files of an earlier version",
         "integrations": "frameworks that are not installed for `make test`; `make test-integrations` runs it",
     }
     folders = {str(path.parent.relative_to(TESTS)) for path in TESTS.rglob("test_*.py")} - {"."}
