@@ -13,6 +13,11 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NATIVE := CMakeLists.txt $(wildcard native/*.* native/optimizers/*)
 
+# ccache, if it is installed, keeps what was compiled: another clone of the same sources compiles nothing.
+export CMAKE_CXX_COMPILER_LAUNCHER := $(shell command -v ccache)
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
+
 # A run that hangs is killed: pytest-timeout (pyproject.toml) ends the process of a test that runs too long,
 # pytest-xdist stops when a worker is lost, and `timeout` ends everything else.
 PYTEST := timeout --kill-after=30 3000 $(BIN)/python -m pytest

@@ -127,6 +127,7 @@ def pytest_timeout_set_timer(item: Any, settings: Any) -> bool:
             pytest_timeout.timeout_timer(item, settings)  # ends this process
 
     timer = threading.Timer(settings.timeout, expire)
+    timer.name = f"pytest_timeout {item.nodeid}"
     timer.daemon = True
     timer.start()
     item.cancel_timeout = timer.cancel
