@@ -28,10 +28,11 @@ demo: $(VENV)/installed
 	$(BIN)/megalith train --data movielens --run runs/demo --start-over --fallback --device auto \
 	  --comparison benchmarks/results/quality.json
 
-test: lint test-native test-python
+# The quickest answer first: unit tests, which begin the Python tests.
+test: test-python lint test-native
 
 test-python: $(VENV)/dev
-	$(PYTEST) -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --ignore tests/integrations
+	$(PYTEST) -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --ignore tests/integrations --durations 10
 
 # On a machine with a GPU, offline: GPU_PYTHON is a Python with torch, triton, pytest and hypothesis. The native
 # module is not needed. GPU_OPTIONS: see tests/gpu_parts.py, for example GPU_OPTIONS="--parts ops,ranks".

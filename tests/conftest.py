@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,17 +73,23 @@ def restore_threads() -> Iterator[None]:
 # Files of these folders mostly wait for other processes, the others compute: a worker of pytest-xdist that
 # waits leaves a core to one that computes.
 WAITING = ("tests/distributed/", "tests/cli/", "tests/serving/", "tests/gather/", "tests/shards/servers/")
+# Quick tests of single functions and classes.
+FIRST = ("tests/test_", "tests/golden/", "tests/ops/", "tests/storage/", "tests/nn/", "tests/table/test_")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mixes the two kinds of files; those that wait come to an end first, so that none is left alone."""
+    """Puts unit tests first, so that a failure shows soon, then mixes files that wait and files that compute.
+
+    Files that wait come to an end before the others, so that none is left alone.
+    """
+    kinds: dict[str, list[str]] = {"first": [], "waiting": [], "other": []}
+    for name in sorted({item.nodeid.partition("::")[0] for item in items}):
+        kind = "first" if name.startswith(FIRST) else "waiting" if name.startswith(WAITING) else "other"
+        kinds[kind].append(name)
     place: dict[str, float] = {}
-    for waiting in (False, True):
-        names = {
-            item.nodeid.partition("::")[0] for item in items if item.nodeid.startswith(WAITING) == waiting
-        }
-        last = 0.85 if waiting else 1.0
-        place |= {name: last * i / len(names) for i, name in enumerate(sorted(names))}
+    for kind, begin, end in (("first", 0.0, 0.1), ("waiting", 0.1, 0.85), ("other", 0.1, 1.0)):
+        names = kinds[kind]
+        place |= {name: begin + (end - begin) * i / len(names) for i, name in enumerate(names)}
 
     def order(item: pytest.Item) -> tuple[float, str]:
         name = item.nodeid.partition("::")[0]
@@ -146,3 +153,16 @@ def pytest_testnodedown(node: Any, error: object | None) -> None:
         for other in session.nodemanager.group:  # xdist would let them finish all the tests they were given
             stacks.kill_tree(other._io.popen.pid, itself=False)
             other._io.kill()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Ends a whole run with the number of tests of each package."""
+    counts: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) == "call":
+                folder = report.nodeid.split("/")[1]
+                counts[folder if not folder.startswith("test_") else "top level"] += 1
+    if len(counts) > 1:
+        terminalreporter.section("tests per package")
+        terminalreporter.line(", ".join(f"{name} {count:,}" for name, count in counts.most_common()))

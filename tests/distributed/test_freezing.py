@@ -62,6 +62,22 @@ def test_rows_are_frozen_and_unfrozen(wrapper: str) -> None:
     assert run_ranks(frozen_and_unfrozen, wrapper) == own
 
 
+def ddp_in_eval_mode() -> tuple[list[int], bool]:
+    """Under DDP, whose parameters all wait for a gradient, a collection in eval mode is read only."""
+    model = Model()
+    wrapped = WRAPPERS["DDP"](model)
+    model.embeddings.eval()
+    for _ in range(3):
+        wrapped(torch.arange(4)).sum().backward()
+    model.embeddings.train()
+    wrapped(torch.arange(2)).sum().backward()
+    return ids_of(model.embeddings.shards), bool(model.head.weight.grad is not None)
+
+
+def test_eval_mode_of_a_collection_under_ddp() -> None:
+    assert run_ranks(ddp_in_eval_mode) == [([0], True), ([1], True)]
+
+
 def trained_and_saved(wrapper: str) -> tuple[list[int], int]:
     """A model whose optimizer has all parameters trains; its state is saved and loaded."""
     model = Model()

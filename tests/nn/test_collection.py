@@ -453,6 +453,18 @@ def test_optimizers_and_clipping_that_meet_the_anchor_change_nothing(name: str) 
     assert len(contents(made)) == 2
 
 
+def test_a_model_on_the_meta_device_gets_its_anchor_with_its_weights() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList([collection(), nn.Linear(1, 1)])
+    full = nn.ModuleList([collection(), nn.Linear(1, 1)]).state_dict()
+    model.load_state_dict(full, assign=True)
+    assert [p.is_meta for p in model.parameters()] == [False] * 3
+    model.to_empty(device="cpu")
+    for module in (model[0], model[1]):
+        module.reset_parameters()  # type: ignore[operator]
+    assert model[0].rows_anchor.tolist() == [0]  # type: ignore[union-attr,operator]
+
+
 # ---- the module
 
 

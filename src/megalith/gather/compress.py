@@ -21,6 +21,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from megalith.distributed.dense_parameters import is_anchor
 from megalith.distributed.surviving_ranks import Ranks
 from megalith.distributed.tensor_parts import Part, Span, local_tensor, move_lines, part_of, shard_spans
 from megalith.errors import InputError, StoreError, UsageError
@@ -437,6 +438,10 @@ def _unpack_lines(packed: PackedRows, spec: ParameterSpec, span: Span | None) ->
 
 def _check_update(update: Mapping[str, Tensor], schema: PayloadSchema, ranks: Ranks) -> dict[str, Part]:
     given = checks.mapping(update, "update", "{'weight': tensor}")
+    # A dict of all parameters of a model has the anchors of its collections, which do not travel.
+    given = {
+        name: tensor for name, tensor in given.items() if not (isinstance(name, str) and is_anchor(name))
+    }
     names = {spec.name for spec in schema.parameters}
     for name in sorted(names ^ set(given)):
         problem = "has no update" if name in names else "has an update but is not in the schema"

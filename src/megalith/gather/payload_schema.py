@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megalith.distributed.dense_parameters import dense_parameters, is_anchor
 from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.storage.json_records import json_digest, to_json
@@ -225,12 +226,12 @@ def named_weights(model: Weights, *, frozen: bool = False) -> dict[str, Tensor]:
                 raise InputError(
                     f"parameters must be tensors by name, got {name!r:.40}: {checks.kind(tensor)}"
                 )
-        return dict(model)
+        return {name: tensor for name, tensor in model.items() if not is_anchor(name)}
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a model or its parameters by name, got {checks.kind(model)}")
     while isinstance(inner := _inner(model), nn.Module):
         model = inner
-    named: Iterable[tuple[str, Any]] = model.named_parameters()
+    named: Iterable[tuple[str, Any]] = dense_parameters(model)
     return {
         name.replace("_orig_mod.", ""): tensor for name, tensor in named if frozen or tensor.requires_grad
     }

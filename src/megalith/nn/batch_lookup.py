@@ -41,6 +41,7 @@ class BatchLookup:
         step: The global step at forward.
         time: The last-update time of the rows, in seconds; None: the clock of their owner.
         grads: One gradient per output, after backward.
+        backward: The number of that backward.
         trained: The part of the pooling that is updated, after backward.
     """
 
@@ -51,6 +52,7 @@ class BatchLookup:
         self.step = 0
         self.time: float | None = None
         self.grads: list[Tensor] | None = None
+        self.backward = -1
         self.trained = batch.pooling
         self._versions = self._splits_versions()
 

@@ -1,7 +1,8 @@
 """EmbeddingCollection: the module that a user holds. Features in, tensors out, sparse updates in backward.
 
 It compiles its features once (`FeaturePlan`), looks up ids in a `Shards`, and turns output gradients into one
-optimizer step per distinct id. The rows are in the tables of the shards; there is no nn.Parameter here.
+optimizer step per distinct id. The rows are in the tables of the shards; the only nn.Parameter here is an
+anchor, through which `requires_grad_` of a model reaches the collection.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.distributed.dense_parameters import ANCHOR
+from megalith.distributed.ranks import has_process_group
 from megalith.errors import InputError, RankFailedError, UsageError
 from megalith.library import span
 from megalith.nn.batch_lookup import BatchLookup, StartedBatch
@@ -134,8 +136,6 @@ class EmbeddingCollection(nn.Module):
         self._preparer: BatchPreparer | None = None
         self._pending: list[BatchLookup] = []
         self.max_pending = integer(max_pending, "EmbeddingCollection: max_pending")
-        self._backwards = 0  # that are pending; a backward may pass through several forwards
-        self._last_backward = -1
         self._warned = False
         allowed = flag(allow_micro_steps, "EmbeddingCollection: allow_micro_steps")
         watched = update == "backward" and not allowed
@@ -195,14 +195,14 @@ class EmbeddingCollection(nn.Module):
     def _forward(self, batch: Any, time: float | None) -> dict[str, Any]:
         started = batch.take(self) if isinstance(batch, StartedBatch) else None
         if started is not None and started.lookup.moved:
-            own = self._look_up(started.batch)
+            own = BatchLookup(started.batch, self.shards.lookup(started.batch.prepared), started.push)
         else:
             own = started or self._start(batch)
         compiled = own.batch
         own.lookup.step = self.lookup_step
-        if self.trains:
+        if self.trains or self._in_graph():
             own.step, own.time = self.global_step, time
-            outputs = _Pool.apply(self._anchor, self, own)
+            outputs = _Pool.apply(self._anchor, self, own, self.trains)
         else:
             outputs = own.lookup.pool(compiled.pooling)
         outputs = to_device(outputs, compiled.device)
@@ -217,6 +217,10 @@ class EmbeddingCollection(nn.Module):
     def lookup_step(self) -> int | None:
         """The step of a lookup made now (`Lookup.step`): None if no update follows."""
         return self.global_step if self.trains else None
+
+    def _in_graph(self) -> bool:
+        """Return whether a forward in eval mode gives the anchor a gradient, which DDP would wait for."""
+        return torch.is_grad_enabled() and self._anchor.requires_grad and has_process_group()
 
     @property
     def _anchor(self) -> Tensor:
@@ -242,10 +246,7 @@ class EmbeddingCollection(nn.Module):
             compiled = self.prepare(batch)
         except Exception as error:
             shards.fail(error)  # otherwise the other ranks would wait for this one
-        return self._look_up(compiled)
-
-    def _look_up(self, compiled: CompiledBatch) -> BatchLookup:
-        return BatchLookup(compiled, self.shards.lookup(compiled.prepared))
+        return BatchLookup(compiled, shards.lookup(compiled.prepared))
 
     def prepare(self, batch: Any) -> CompiledBatch:
         """Do the part of forward that needs no table; forward takes the result and returns the same bits.
@@ -288,6 +289,7 @@ class EmbeddingCollection(nn.Module):
         keep = self.update == "step"
         if keep:
             self._count_backward()
+        own.backward = torch._C._current_graph_task_id()
         given = own.select_trained(self.configs, grads)
         if self.shards.device.type == "cpu":
             given = to_host(given)
@@ -304,10 +306,10 @@ class EmbeddingCollection(nn.Module):
 
     def _count_backward(self) -> None:
         """Count the backwards that wait for `step()`; a loop that never calls it would train nothing."""
-        task = torch._C._current_graph_task_id()
-        if self._pending and task == self._last_backward:
+        backwards = {each.backward for each in self._pending}
+        pending = len(backwards)
+        if pending < min(WARN_PENDING, self.max_pending) or torch._C._current_graph_task_id() in backwards:
             return
-        pending = self._backwards if self._pending else 0
         forgotten = (
             f'EmbeddingCollection(update="step"): the gradients of {pending} backwards wait for step(), so '
             "no row is trained. Call collection.step() after each step of the dense optimizer, or "
@@ -318,7 +320,6 @@ class EmbeddingCollection(nn.Module):
         if pending == WARN_PENDING and not self._warned:
             self._warned = True
             warnings.warn(f"{forgotten}; above max_pending={self.max_pending} it raises", stacklevel=2)
-        self._backwards, self._last_backward = pending + 1, task
 
     def step(self, *, scale: float = 1.0) -> None:
         """Apply all gradients collected since the last step as one optimizer step per distinct id.
@@ -389,6 +390,8 @@ class EmbeddingCollection(nn.Module):
         first = pending[0]
         if self.reduction == "mean":
             scale = scale / self.shards.sources  # before clipping, so that it does not depend on the size
+        # Of several forwards, or after the tables have moved, ids with their sums are sent.
+        summing = len(pending) > 1 or first.lookup.moved
         lookup: Any = first.lookup
         pooling: Pooling | None = first.trained
         occurrences: dict[str, Tensor] | None = None
@@ -396,7 +399,7 @@ class EmbeddingCollection(nn.Module):
             for each in pending:
                 each.check_unchanged()
             gradients: Any = self._clipped([g for p in pending for g in p.grads or ()], scale)
-            if len(pending) > 1:
+            if summing:
                 with span("megalith.gradients"):
                     sums = self._tree(pending, gradients)
                 lookup = {table: part.ids for table, part in sums.items()}
@@ -406,7 +409,7 @@ class EmbeddingCollection(nn.Module):
                 }
                 pooling = None
         except Exception as error:  # the other ranks wait, for new ids or for the gradients of the lookup
-            if len(pending) > 1:
+            if summing:
                 self.shards.fail(error, "apply_gradients")
             first.lookup.fail(error)
         times = [p.time for p in pending if p.time is not None]
@@ -435,10 +438,11 @@ class EmbeddingCollection(nn.Module):
             own = grads[at : at + len(each.trained.outputs)]
             at += len(own)
             sums.append(sum_gradients(self.configs, each.lookup.ids, each.trained, own))
+        device = self.shards.device
         tables = [table for table in self.configs if any(table in each for each in sums)]
         # A micro-batch without gradients for a table keeps its position in the tree of sums.
         return {
-            table: total([each.get(table) or empty_sum(self.configs[table]) for each in sums])
+            table: total([each.get(table) or empty_sum(self.configs[table], device) for each in sums])
             for table in tables
         }
 
@@ -452,6 +456,11 @@ class EmbeddingCollection(nn.Module):
         return [g.clamp(-bound, bound) for g in grads]
 
     # ---- state
+
+    def reset_parameters(self) -> None:
+        """Set the parameter of the collection to 0 after `to_empty`, as modules of torch do; rows stay."""
+        with torch.no_grad():
+            self._anchor.zero_()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Add the rows of this rank, for `state_dict`. It does not choose the shards."""
@@ -474,6 +483,9 @@ class EmbeddingCollection(nn.Module):
         own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         saved = {key: value for key, value in own.items() if is_state_key(key)}
         unexpected_keys += [prefix + key for key in own if key not in saved and key != ANCHOR]
+        if ANCHOR in own and local_metadata.get("assign_to_params_buffers"):
+            self.register_parameter(ANCHOR, nn.Parameter(own[ANCHOR], self._anchor.requires_grad))
+        self.reset_parameters()
         if saved:
             self.global_step = restore_state(self.shards, saved)
         else:
@@ -502,16 +514,19 @@ class _Pool(torch.autograd.Function):
     """Reads outputs; passes their gradients to the collection."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, collection: EmbeddingCollection, own: BatchLookup) -> Any:
-        ctx.collection, ctx.own, ctx.anchor = collection, own, anchor
+    def forward(
+        ctx: Any, anchor: Tensor, collection: EmbeddingCollection, own: BatchLookup, trains: bool
+    ) -> Any:
+        ctx.collection, ctx.own, ctx.anchor, ctx.trains = collection, own, anchor, trains
         ctx.set_materialize_grads(False)
         return tuple(own.lookup.pool(own.batch.pooling))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.collection._collect(ctx.own, grads)
-        return torch.zeros_like(ctx.anchor), None, None
+        if ctx.trains:
+            ctx.collection._collect(ctx.own, grads)
+        return torch.zeros_like(ctx.anchor), None, None, None
 
 
 def _bound(name: str, value: Any) -> float | None:

@@ -41,10 +41,10 @@ class GradientSum(NamedTuple):
         return GradientSum(self.ids[mask], self.grads[mask], seen)
 
 
-def empty_sum(config: TableConfig) -> GradientSum:
+def empty_sum(config: TableConfig, device: torch.device) -> GradientSum:
     """Return the sum of no gradients of a table."""
-    ids = torch.empty(0, dtype=torch.int64, device="cpu")
-    return GradientSum(ids, torch.empty(0, config.dim, dtype=torch.float32, device="cpu"))
+    ids = torch.empty(0, dtype=torch.int64, device=device)
+    return GradientSum(ids, torch.empty(0, config.dim, dtype=torch.float32, device=device))
 
 
 def add(a: GradientSum, b: GradientSum) -> GradientSum:

@@ -74,8 +74,8 @@ def export_program(
     training = [module for module in model.modules() if module.training]
     # The anchors of collections are not weights of the dense part.
     anchors = [(each, each._parameters.pop(ANCHOR)) for each in parts.collections]
-    model.eval()
     try:
+        model.eval()
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             rows, dense = _inputs(parts, TRACED_SIZE)

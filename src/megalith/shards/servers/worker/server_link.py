@@ -320,7 +320,7 @@ class ServerLink:
         except ray.exceptions.GetTimeoutError:
             return False
         except ray.exceptions.RayActorError:
-            return True
+            pass
         return True
 
     def _wait(self, reference: Any, timeout: float) -> Any:
