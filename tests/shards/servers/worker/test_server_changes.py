@@ -134,6 +134,28 @@ def test_a_collection_in_use_continues_to_train(make: Make, servers: Servers, on
     assert moved == train(LocalShards([config], seed=3), False)
 
 
+def test_frozen_tables_and_unused_features_are_not_written(make: Make) -> None:
+    shards = make(table("a"), table("b"), mode="sync")
+    made = EmbeddingCollection(shards, [Feature(name, name) for name in "ab"])
+
+    def step(*ids: int, use: str) -> None:
+        out = made({"a": ints(*ids), "b": ints(*ids)})
+        used = sum(out[name].sum() for name in use)
+        if isinstance(used, Tensor) and used.requires_grad:
+            used.backward()
+
+    step(1, use="a")
+    made.requires_grad_(False)
+    step(1, 2, use="ab")
+    made.requires_grad_(True)
+    step(3, use="b")
+    shards.flush()
+    assert [{i: row[0] for i, row in rows_of(shards, name).items()} for name in "ab"] == [
+        {1: [-1.0]},
+        {3: [-1.0]},
+    ]
+
+
 def test_the_other_workers_reconnect(make: Make, servers: Servers) -> None:
     options: dict[str, Any] = {"mode": "sync", "num_workers": 2, "name": next(NAMES)}
     first, second = (make(table(), worker=worker, **options) for worker in (0, 1))
