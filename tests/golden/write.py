@@ -69,6 +69,7 @@ from megalith import (
     checkpoint,
 )
 from megalith.checkpoint import Manifest
+from megalith.distributed.dense_parameters import dense_parameters
 from megalith.table import Chunk, Table
 
 FILES = Path(__file__).parent / "files"
@@ -253,7 +254,7 @@ class Trained(nn.Module):
 
 def new_training() -> tuple[Trained, torch.optim.Optimizer]:
     model = Trained()
-    return model, torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    return model, torch.optim.SGD([weight for _, weight in dense_parameters(model)], lr=0.125, momentum=0.5)
 
 
 def train(model: Trained, optimizer: torch.optim.Optimizer, step: int) -> None:
