@@ -1,4 +1,4 @@
-"""The rules of the source tree: imports point one way, and a class or module name has one meaning.
+"""The rules of the source tree: imports point one way, and a class name has one meaning.
 
 CONTRIBUTING.md shows the packages as a picture. These tests read the sources and import nothing.
 """
@@ -35,12 +35,6 @@ GATHER_IMPORTS = {"errors", "units", "ops", "distributed", "storage"}
 
 ALLOWED_IMPORTS: dict[tuple[str, str], str] = {}
 """Exceptions: (module, package it imports) -> the reason."""
-
-REPEATED_MODULE_NAMES = {
-    "__init__": "a package's own file",
-    "contract": "the interface that a package's implementations share",
-}
-"""Module names that several packages may have, and why. Files of cli/ are named after their command."""
 
 
 class Import(NamedTuple):
@@ -144,13 +138,12 @@ def test_a_class_name_is_defined_once() -> None:
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
-def test_a_module_name_is_used_once() -> None:
+def test_a_module_name_is_used_once_in_its_package() -> None:
     homes = defaultdict(list)
     for path in modules():
-        package = package_of(name_of(path))
-        if package == "cli" or path.stem in REPEATED_MODULE_NAMES:
-            continue
-        homes[path.stem].append(name_of(path))
+        name = name_of(path)
+        if path.stem != "__init__" and package_of(name) != "compat":  # compat repeats names of other systems
+            homes[package_of(name), path.stem].append(name)
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
