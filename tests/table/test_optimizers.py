@@ -178,8 +178,8 @@ def sparse_adam_program(ids: int, dim: int) -> list[tuple[Tensor, Tensor]]:
     return steps
 
 
-@pytest.mark.parametrize("dim", [3, 8])
-def test_adam_trains_as_sparse_adam(engine: str, dim: int) -> None:
+def test_adam_trains_as_sparse_adam(engine: str) -> None:
+    dim = 11  # a vector of eight and single weights
     weights = torch.randn(30, dim, generator=torch.Generator().manual_seed(1))
     embedding = torch.nn.Embedding(30, dim, sparse=True, _weight=weights.clone())
     oracle = torch.optim.SparseAdam(embedding.parameters(), lr=0.05)
