@@ -131,7 +131,9 @@ def test_time_becomes_the_rows_time(name: str) -> None:
     assert set(chunk.time.tolist()) == {1234}
 
 
-@every_model
+@pytest.mark.parametrize(
+    "name", ["deepfm", "din", *(pytest.param(name, marks=pytest.mark.soak) for name in ("dlrm", "dcnv2"))]
+)
 def test_the_compiled_dense_part_trains_alike(name: str) -> None:
     reader = synthetic_reader(16, num_dense=2)
     batches = [reader.batch(0), synthetic_reader(24, num_dense=2).batch(1), reader.batch(2)]
