@@ -306,7 +306,6 @@ def test_nothing_moves_while_all_rows_fit_in_gpu_memory() -> None:
     assert not table.engine_impl.fetches
 
 
-@gpu_or_soak
 def test_a_table_that_was_cleared_or_compacted_fetches_rows_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference_policies, "MIN_COMPACT", 32)
     table = filled(80, 16)
