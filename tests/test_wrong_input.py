@@ -102,19 +102,8 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 ANYTHING = ("None", "text", "3", "ints", "dict of ints", "float tensor", "object")
 OPTIONAL = (
-    *(
-        "text",
-        "empty text",
-        "bad URL",
-        "-1",
-        "1.5",
-        "ints",
-        "texts",
-        "pair",
-        "dict by int",
-        "dict of tensors",
-    ),
-    *("0-d tensor", "int tensor", "float tensor", "3-d tensor", "meta ints", "class", "function", "object"),
+    *("text", "empty text", "bad URL", "-1", "1.5", "ints", "texts", "pair", "dict by int", "object"),
+    *("dict of tensors", "0-d tensor", "int tensor", "float tensor", "3-d tensor", "meta ints"),
 )
 """For an argument that is not given, so that its kind is unknown."""
 NUMBERS = ("None", "text", "-1", "1.5", "nan", "True", "complex", "ints", "int tensor", "object")
