@@ -1,4 +1,4 @@
-"""The rules of the source tree: imports point one way, and a class or module name has one meaning.
+"""The rules of the source tree: imports point one way, and a class name has one meaning.
 
 CONTRIBUTING.md shows the packages as a picture. These tests read the sources and import nothing.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,12 +36,6 @@ GATHER_IMPORTS = {"errors", "units", "ops", "distributed", "storage"}
 ALLOWED_IMPORTS: dict[tuple[str, str], str] = {}
 """Exceptions: (module, package it imports) -> the reason."""
 
-REPEATED_MODULE_NAMES = {
-    "__init__": "a package's own file",
-    "contract": "the interface that a package's implementations share",
-}
-"""Module names that several packages may have, and why. Files of cli/ are named after their command."""
-
 
 class Import(NamedTuple):
     """An import statement of a module, at its top or inside a function."""
@@ -55,19 +49,26 @@ def modules() -> list[Path]:
     return sorted(SOURCES.rglob("*.py"))
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def name_of(path: Path) -> str:
     """megalith/nn/features.py -> nn.features; a package's __init__.py -> the package."""
     parts = path.relative_to(SOURCES).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-def imports(path: Path) -> Iterator[Import]:
+@cache
+def imports(path: Path) -> list[Import]:
     """The packages of megalith that a module imports, imports inside functions included.
 
     `from megalith import ops` counts as ops. A string such as "megalith.compat.monolith" does not count:
     that is how commands and registries load compat.
     """
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = []
+    for node in ast.walk(tree(path)):
         targets: list[str] = []
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -77,7 +78,8 @@ def imports(path: Path) -> Iterator[Import]:
         for target in targets:
             root, _, rest = target.partition(".")
             if root == "megalith" and rest:
-                yield Import(name_of(path), getattr(node, "lineno", 0), rest)
+                found.append(Import(name_of(path), getattr(node, "lineno", 0), rest))
+    return found
 
 
 def package_of(module: str) -> str:
@@ -138,19 +140,18 @@ def test_exceptions_are_still_needed() -> None:
 def test_a_class_name_is_defined_once() -> None:
     homes = defaultdict(list)
     for path in modules():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree(path).body:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(name_of(path))
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
-def test_a_module_name_is_used_once() -> None:
+def test_a_module_name_is_used_once_in_its_package() -> None:
     homes = defaultdict(list)
     for path in modules():
-        package = package_of(name_of(path))
-        if package == "cli" or path.stem in REPEATED_MODULE_NAMES:
-            continue
-        homes[path.stem].append(name_of(path))
+        name = name_of(path)
+        if path.stem != "__init__" and package_of(name) != "compat":  # compat repeats names of other systems
+            homes[package_of(name), path.stem].append(name)
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
@@ -199,7 +200,7 @@ def test_every_new_tensor_names_its_device() -> None:
     for path in modules():
         if path.is_relative_to(SOURCES / "models"):
             continue
-        for call in ast.walk(ast.parse(path.read_text())):
+        for call in ast.walk(tree(path)):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
                 of_torch = isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
                 named = any(keyword.arg in ("device", None) for keyword in call.keywords)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.metrics import AUC, BinnedAUC, Calibration, auc, log_loss
+from tests.fixed_examples import fixed_examples
 
 LOGITS = st.sampled_from([-30.0, -2.5, -1.0, -0.0, 0.0, 1e-9, 0.5, 2.0, 40.0]) | st.floats(-50, 50, width=32)
 WEIGHTS = st.sampled_from([0.0, 0.5, 1.0, 3.0])
@@ -49,6 +50,7 @@ def same(a: float, b: float) -> None:
 # ---- AUC
 
 
+@fixed_examples(40)
 @given(ROWS)
 def test_auc_is_the_share_of_pairs_in_order(rows: list[Any]) -> None:
     scores, labels, weights = columns(rows)
@@ -56,6 +58,7 @@ def test_auc_is_the_share_of_pairs_in_order(rows: list[Any]) -> None:
     same(auc(scores, labels), pairs_auc(scores, labels, torch.ones(len(rows))))
 
 
+@fixed_examples(40)
 @given(ROWS)
 def test_auc_knows_only_the_order(rows: list[Any]) -> None:
     scores, labels, weights = columns(rows)
@@ -92,6 +95,7 @@ def test_auc_of_many_rows_is_that_of_ranks() -> None:
     assert auc(torch.from_numpy(scores), torch.from_numpy(labels)) == expected
 
 
+@fixed_examples(40)
 @given(st.lists(ROWS, max_size=4))
 def test_auc_in_chunks_is_the_auc_of_all(chunks: list[list[Any]]) -> None:
     metric = AUC()
@@ -117,6 +121,7 @@ def test_what_was_taken_is_a_copy() -> None:
     assert metric.compute() == 1.0
 
 
+@fixed_examples(40)
 @given(st.lists(ROWS, max_size=4))
 def test_binned_auc_is_the_auc_of_rounded_scores(chunks: list[list[Any]]) -> None:
     metric = BinnedAUC()
@@ -128,6 +133,7 @@ def test_binned_auc_is_the_auc_of_rounded_scores(chunks: list[list[Any]]) -> Non
     assert math.isnan(metric.compute())
 
 
+@fixed_examples(40)
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=20))
 def test_binned_auc_keeps_the_order_of_all_floats(scores: list[float]) -> None:
     given_scores = torch.tensor(scores)
@@ -149,6 +155,7 @@ def test_binned_auc_is_close() -> None:
 # ---- log loss
 
 
+@fixed_examples(40)
 @given(ROWS)
 def test_log_loss_is_the_mean_surprise(rows: list[Any]) -> None:
     logits, labels, weights = columns(rows)
@@ -166,6 +173,7 @@ def test_log_loss_by_hand() -> None:
 # ---- calibration
 
 
+@fixed_examples(40)
 @given(st.lists(ROWS, max_size=3), st.integers(1, 7))
 def test_calibration_is_means_by_bin(chunks: list[list[Any]], num_bins: int) -> None:
     metric = Calibration(num_bins)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megalith import Ragged
 from megalith.errors import InputError
+from tests.fixed_examples import fixed_examples
 
 ROWS = st.lists(st.lists(st.integers(1, 2**40), max_size=5), max_size=8)
 
@@ -19,6 +20,7 @@ def lists(*rows: list[int]) -> Ragged:
     return Ragged.from_lists(list(rows))
 
 
+@fixed_examples(40)
 @given(rows=ROWS)
 def test_every_way_round_gives_the_rows_back(rows: list[list[int]]) -> None:
     ragged = Ragged.from_lists(rows)

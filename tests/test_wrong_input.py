@@ -1,16 +1,17 @@
 """Every public function, constructor and method, called with wrong input, raises a MegalithError or works.
 
-`tests/valid_calls` lists calls with valid arguments. Each argument in turn is replaced by each of `WRONG`. A
-raw TypeError, AttributeError, RuntimeError or torch error is a bug: the caller cannot see what was wrong. A
-call that works is fine here; other tests check results. Methods are found by reflection, and
-`test_every_public_name_is_swept` compares the calls with what the packages export, so a new name is either
-called or listed in `CANNOT_BE_CALLED` with a reason.
+`tests/valid_calls` lists calls with valid arguments. Each argument in turn is replaced by the values of
+`WRONG` that `wrong_for` chooses by the kind of the valid value: types that users confuse with it, and values
+of its type at the edges. A raw TypeError, AttributeError, RuntimeError or torch error is a bug: the caller
+cannot see what was wrong. A call that works is fine here; other tests check results. Methods are found by
+reflection, and `test_every_public_name_is_swept` compares the calls with what the packages export, so a new
+name is either called or listed in `CANNOT_BE_CALLED` with a reason.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,47 @@ WRONG: dict[str, Callable[[], Any]] = {
     ),
 }
 
+ANYTHING = ("None", "text", "3", "ints", "dict of ints", "float tensor", "object")
+OPTIONAL = (
+    *("text", "empty text", "bad URL", "-1", "1.5", "ints", "texts", "pair", "dict by int", "object"),
+    *("dict of tensors", "0-d tensor", "int tensor", "float tensor", "3-d tensor", "meta ints"),
+)
+"""For an argument that is not given, so that its kind is unknown."""
+NUMBERS = ("None", "text", "-1", "1.5", "nan", "True", "complex", "ints", "int tensor", "object")
+TEXTS = ("None", "empty text", "bad URL", "bytes", "3", "texts", "missing path", "object")
+TENSORS = (
+    *("None", "3", "floats", "dict of tensors", "array", "0-d tensor", "float tensor", "3-d tensor"),
+    *("empty tensor", "bool tensor", "complex tensor", "uint64 tensor", "sparse tensor", "meta ints"),
+    *("meta floats", "object"),
+)
+COLUMNS = (*TENSORS, "nested Nones", "int tensor", "Ragged of floats", "Ragged on meta")
+SEQUENCES = (
+    *("None", "text", "3", "empty list", "ints", "floats", "texts", "nested Nones", "list of tensors"),
+    *("pair", "set", "dict of tensors", "object"),
+)
+MAPPINGS = (
+    *("None", "text", "ints", "empty dict", "dict of ints", "dict of tensors", "dict of floats"),
+    *("dict of pairs", "dict by int", "object"),
+)
+FUNCTIONS = ("None", "text", "3", "int tensor", "object")
+KINDS: list[tuple[type | tuple[type, ...], tuple[str, ...]]] = [
+    ((bool, int, float), NUMBERS),
+    ((str, bytes, Path), TEXTS),
+    (torch.Tensor, TENSORS),
+    (megalith.Ragged, COLUMNS),
+    (Mapping, MAPPINGS),
+    ((list, tuple, set), SEQUENCES),
+]
+
+
+def wrong_for(valid: object) -> tuple[str, ...]:
+    """The wrong values to try instead of a valid one: names in `WRONG`."""
+    if valid is None:
+        return OPTIONAL
+    fitting = (names for kind, names in KINDS if isinstance(valid, kind))
+    return next(fitting, FUNCTIONS if callable(valid) and not isinstance(valid, type) else ANYTHING)
+
+
 # ---- valid calls
 
 GROUPS: dict[str, Callable[[], Iterator[Call]]] = {
@@ -183,14 +225,12 @@ def test_a_wrong_argument_raises_a_megalith_error_or_works(group: str) -> None:
 
 
 def raw_errors(calls: Iterable[Call]) -> list[str]:
-    """Makes each call with each wrong value of each argument; returns the errors that users must not see."""
+    """Makes each call with the wrong values of each argument; returns the errors that users must not see."""
     raw = []
     for call, arguments in calls:
         for argument, valid in arguments.items():
-            for kind, wrong in WRONG.items():
-                value = wrong()
-                if callable(valid) and callable(value):
-                    continue  # what a user's function raises is the user's
+            for kind in wrong_for(valid):
+                value = WRONG[kind]()
                 if argument in SECONDS and kind in ("3", "1.5"):
                     continue
                 error = attempt(call, arguments | {argument: value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megalith import FTRL, Adagrad, Normal
@@ -10,6 +11,7 @@ from megalith.metrics import auc
 from megalith.models import DeepFM, EmbeddingConfig, forward_batch
 
 
+@pytest.mark.soak  # `make test` shows that training lowers the loss (test_models.py)
 def test_a_deepfm_nearly_reaches_the_auc_of_the_true_probabilities() -> None:
     """Its AUC above 0.5 is at least 95 % of that of the true probabilities, on later batches than trained on.
 

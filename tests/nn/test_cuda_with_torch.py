@@ -26,6 +26,7 @@ from megalith import (
 )
 from megalith.library import native_module
 from megalith.table import Chunk
+from tests.table.engines.cuda_configs import cases, gpu_or_soak
 from tests.table.engines.programs import everything
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,6 +59,7 @@ def trained(engine: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return rows.cpu(), [weight.detach().cpu() for weight in head.parameters()]
 
 
+@gpu_or_soak
 def test_amp_and_a_compiled_head_train_as_with_the_reference_engine(bfloat16_matmul: None) -> None:
     (rows, weights), (expected, others) = trained("cuda"), trained("reference")
     torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-6)
@@ -65,6 +67,7 @@ def test_amp_and_a_compiled_head_train_as_with_the_reference_engine(bfloat16_mat
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
 
 
+@gpu_or_soak
 def test_training_follows_an_evaluation_in_inference_mode() -> None:
     config = TableConfig("t", dim=2, optimizer=SGD(1.0), initializer=Zeros())
     columns = {"x": torch.tensor([1, 2, 1], device=DEVICE)}
@@ -80,7 +83,7 @@ def test_training_follows_an_evaluation_in_inference_mode() -> None:
     assert len(collection.tables["t"]) == 1
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", cases([True, False], True))
 def test_rows_that_were_made_in_inference_mode_can_be_trained(deterministic: bool) -> None:
     config = TableConfig(
         "t",
@@ -121,7 +124,7 @@ def trained_rows(engine: str) -> list[Chunk]:
     return [everything(collection.tables[name]) for name in ("a", "b")]
 
 
-@pytest.mark.parametrize("engine", ["cuda", "reference", "cpu"])
+@pytest.mark.parametrize("engine", cases(["cuda", "reference", "cpu"], "reference", "cpu"))
 def test_rows_stay_float32_under_another_default_type(engine: str) -> None:
     if engine == "cpu" and native_module() is None:
         pytest.skip("the native module is not built for this Python")

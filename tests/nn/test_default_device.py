@@ -30,6 +30,7 @@ from megalith import (
     checkpoint,
     hash_strings,
 )
+from tests.table.engines.cuda_configs import cases
 
 CPU = torch.device("cpu")
 ENGINES = ["reference", "cpu", "cuda"]
@@ -86,7 +87,7 @@ def test_policies(engine: str) -> None:
     assert sorted(table.evict(100).tolist()) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", cases(ENGINES, "reference", "cpu"))
 def test_a_collection_trains_and_is_saved(engine: str, tmp_path: Path) -> None:
     features = [
         Feature("one", "a"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from megalith import (
     Sum,
     TableConfig,
 )
+from tests.fixed_examples import fixed_examples
 from tests.table.support import OPTIMIZERS, assert_close, assert_same_bits, dyadic, whole
 
 IDS = [0, -1, 1, 2, 3, 2**62, -(2**63)]
@@ -130,7 +131,7 @@ def make(world: World, engine: str) -> EmbeddingCollection:
     return made
 
 
-@settings(max_examples=60)
+@fixed_examples(30, 60)
 @given(worlds())
 def test_engines_agree(world: World) -> None:
     cpu, reference = make(world, "cpu"), make(world, "reference")
@@ -156,7 +157,7 @@ def test_engines_agree(world: World) -> None:
         assert_close(mine.rows, twin.rows, rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=40)
+@fixed_examples(20, 40)
 @given(worlds(with_layouts=True))
 def test_layouts_are_made_of_features(world: World) -> None:
     """What a layout shows of a feature is what the feature alone gives."""

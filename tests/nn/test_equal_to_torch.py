@@ -1,8 +1,8 @@
-"""A model on EmbeddingCollection and the same model on nn.EmbeddingBag stay the same over 200 steps.
+"""A model on EmbeddingCollection and the same model on nn.EmbeddingBag stay the same over 100 steps.
 
 The torch model has a fixed vocabulary (sparse ids are remapped to 0, 1, 2, ...) and the same initial rows;
 both have the same dense part under the same torch.optim optimizer. Tolerances: what is read before any
-update is equal to the bit for rows of one id; after 200 steps weights, losses and optimizer state are equal
+update is equal to the bit for rows of one id; after 100 steps weights, losses and optimizer state are equal
 within 1e-5 (relative and absolute), because torch sums duplicate gradients in another order.
 """
 
@@ -29,7 +29,7 @@ from megalith import (
 )
 from megalith.table import Optimizer
 
-STEPS, BATCH, DIM, WORDS = 200, 16, 6, 40
+STEPS, BATCH, DIM, WORDS = 100, 16, 6, 40
 TOLERANCE: Any = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -113,7 +113,7 @@ OPTIMIZERS: dict[str, Pair] = {
 
 @pytest.mark.parametrize("update", ["backward", "step"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_200_steps(name: str, update: str) -> None:
+def test_both_train_alike(name: str, update: str) -> None:
     ours_optimizer, optimizer = OPTIMIZERS[name]
     tables = [
         TableConfig(t, dim=DIM, optimizer=ours_optimizer, initializer=Normal(0.0, 0.3))
@@ -150,7 +150,7 @@ def test_200_steps(name: str, update: str) -> None:
     for t, ids in words.items():
         rows = ours.shards.lookup({t: ids}).rows[t]
         expected = theirs.get_parameter(t)
-        assert (rows - initial[t]).abs().max() > 0.1  # they went somewhere
+        assert (rows - initial[t]).abs().max() > 0.05  # they went somewhere
         torch.testing.assert_close(rows, expected.detach(), **TOLERANCE)
         if name.startswith("adagrad"):
             (chunk,) = ours.shards.scan(t)

@@ -26,6 +26,7 @@ from megalith import (
     TableConfig,
 )
 from megalith.errors import InputError, UsageError
+from tests.fixed_examples import fixed_examples
 from tests.nn.support import assign, collection, column, contents, floats, ints, times, zeros
 from tests.table.support import assert_close, assert_same_bits, dyadic, whole
 
@@ -183,6 +184,7 @@ def train(made: EmbeddingCollection, batches: list[dict[str, Any]], factors: lis
         sum((out[name] * factor[name]).sum() for name in factor).backward()
 
 
+@fixed_examples(40)
 @given(
     cut=st.integers(0, 6),
     ids=st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=6, max_size=6),

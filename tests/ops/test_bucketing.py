@@ -15,6 +15,7 @@ from megalith import Ragged, Router
 from megalith.ops import bucketize, dedup, match, place_rows, split_rows
 from megalith.ops.bucketing import _bucketize_twin, _dedup_twin, _match_twin, _place_twin, _split_any
 from megalith.routing import MODES
+from tests.fixed_examples import fixed_examples
 from tests.ops.support import (
     FLOATS,
     HIGHEST,
@@ -86,6 +87,7 @@ def test_dedup_of_nothing(lists: int) -> None:
     assert found.offsets.tolist() == []
 
 
+@fixed_examples(50)
 @given(data=st.data(), ids=id_tensors(), distinct=st.booleans())
 def test_dedup_is_its_twin_and_leads_back(data: st.DataObject, ids: Tensor, distinct: bool) -> None:
     cuts = data.draw(splits(ids.numel()))
@@ -109,6 +111,7 @@ def test_dedup_is_its_twin_and_leads_back(data: st.DataObject, ids: Tensor, dist
     assert int(found.counts.sum()) == found.ids.numel()
 
 
+@fixed_examples(50)
 @given(ids=id_tensors())
 def test_an_id_is_the_same_in_either_type(ids: Tensor) -> None:
     router = Router("hash_roundrobin", 3)
@@ -126,6 +129,7 @@ def test_match_finds_first_occurrences() -> None:
     assert match(ints(), ints(5), missing_ok=True).tolist() == [-1]
 
 
+@fixed_examples(50)
 @given(keys=id_tensors(), queries=id_tensors())
 def test_match_is_its_twin(keys: Tensor, queries: Tensor) -> None:
     found = match(keys, queries, missing_ok=True)
@@ -147,6 +151,7 @@ def test_bucketize_is_shard_major_and_keeps_order() -> None:
     assert found.permute.tolist() == [0, 3, 1, 4, 2]
 
 
+@fixed_examples(50)
 @given(data=st.data(), ids=id_tensors(), router=routers(), weighted=st.booleans())
 def test_bucketize_is_a_plain_model_in_every_mode(
     data: st.DataObject, ids: Tensor, router: Router, weighted: bool
@@ -188,6 +193,7 @@ def test_weights_of_a_bucketized_column_take_gradients() -> None:
 # ---- rows that move as a whole
 
 
+@fixed_examples(50)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_split_and_place_are_their_twins(data: st.DataObject, seed: int) -> None:
     n, parts = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 5))

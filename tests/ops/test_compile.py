@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from types import FunctionType
 from typing import Any
@@ -230,6 +230,31 @@ INSIDE_OTHERS = {
 # Strings are not tensors; `pool` and `unpool` are twins of `pool_rows`, for tables.
 NOT_COMPILED = {"hash_bytes", "hash_strings", "pool", "unpool"}
 
+SLOW = {
+    "aligned_flat_split",
+    "fid_v1_to_v2",
+    "fill_with_offset_map_gradient",
+    "fused_embedding_to_layout_grad",
+    "fused_gather_embeddings_by_input_gradient",
+    "fused_reduce_and_split",
+    "fused_reduce_sum_and_split",
+    "fused_sorted_segment_sum",
+    "gather_embeddings_by_ids_gradient_back_prop",
+    "gather_embeddings_by_input",
+    "layout of ids sharded in the graph",
+    "layout version 4",
+    "map_id_to_embedding_gradient_back_prop",
+    "reduce_sqrtn",
+    "reorder_by_indices",
+    "slot_of",
+    "split_by_indices",
+}
+"""Models whose ops are in other models too: they are compiled by `make soak`."""
+
+
+def named(models: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in models]
+
 
 def outcome(model: Callable[[Tensor], Any]) -> tuple[list[Tensor], Tensor]:
     """All tensors a model gives, and the gradient of its floats' weighted sum."""
@@ -253,7 +278,7 @@ def test_every_public_function_is_here() -> None:
     assert functions - NOT_COMPILED - INSIDE_OTHERS == set(MODELS)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", named(MODELS))
 def test_a_model_compiles_to_one_graph(name: str) -> None:
     torch._dynamo.reset()
     expected = outcome(MODELS[name])
@@ -265,7 +290,7 @@ def test_a_model_compiles_to_one_graph(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", SIZES_AS_TENSORS)
+@pytest.mark.parametrize("name", named(SIZES_AS_TENSORS))
 def test_sizes_in_tensors_compile_to_one_graph(name: str) -> None:
     torch._dynamo.reset()
     model = SIZES_AS_TENSORS[name]
@@ -312,6 +337,7 @@ def test_a_dynamic_model_trains_as_in_eager() -> None:
         torch.testing.assert_close(compiled.table.grad, eager.table.grad)
 
 
+@pytest.mark.soak  # 20 seconds in the C++ compiler
 def test_inductor_compiles_what_it_is_given() -> None:
     torch._dynamo.reset()
     table = torch.linspace(-1, 1, 80).view(20, 4).requires_grad_()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
@@ -14,6 +14,7 @@ from torch.autograd import gradcheck
 from megalith.errors import UsageError
 from megalith.ops import Bags, OutputSlice, pool_rows, segment_sum
 from megalith.ops.pool_rows import _pool_twin, _unpool_twin, arguments
+from tests.fixed_examples import fixed_examples
 from tests.ops.support import FLOATS, assert_same, assert_threads_do_not_show, randn, strided
 
 ROWS = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
@@ -172,7 +173,7 @@ def cases(draw: st.DrawFn, dtypes: list[torch.dtype] = FLOATS) -> Case:
     return Case(source, ints(*indices), features, outputs, dim if flat else None)
 
 
-@settings(max_examples=150)
+@fixed_examples(80, 150)
 @given(case=cases())
 def test_pooling_and_its_gradient_are_their_twins(case: Case) -> None:
     outputs = case()
@@ -186,7 +187,7 @@ def test_pooling_and_its_gradient_are_their_twins(case: Case) -> None:
     assert_same(actual, case.twin_gradient(grads))
 
 
-@settings(max_examples=30)
+@fixed_examples(12, 30)
 @given(case=cases([torch.float64]))
 def test_gradcheck(case: Case) -> None:
     assert gradcheck(case, case.source.clone().requires_grad_())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from megalith.shards import block_order
 from megalith.shards.block_order import begins_of, join_blocks
 from megalith.shards.gradient_message import GradientMessage, GradientPush, push_head, read_head
 from megalith.shards.wire import make_wire
+from tests.fixed_examples import fixed_examples
 from tests.table.support import assert_same_bits
 
 
@@ -40,7 +41,7 @@ def pushes(draw: st.DrawFn) -> Any:
 
 @pytest.mark.parametrize("counting", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-@settings(max_examples=40)
+@fixed_examples(20, 60)
 @given(given_pushes=pushes())
 def test_an_owner_decodes_by_table_what_ranks_sent(precision: str, counting: bool, given_pushes: Any) -> None:
     counts, dims, ranks = given_pushes
@@ -74,7 +75,7 @@ def test_an_owner_decodes_by_table_what_ranks_sent(precision: str, counting: boo
             assert torch.equal(received.occurrences[t], torch.cat(occurrences))
 
 
-@settings(max_examples=40)
+@fixed_examples(20, 60)
 @given(data=st.data())
 def test_blocks_are_joined_alike_with_and_without_native_code(data: Any) -> None:
     ranks, tables = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from megalith.shards.gradient_sums import GradientSum, add, halves, total
 from megalith.shards.joint_pooling import JointPooling, sum_gradients
 from megalith.shards.preparer import RoutingPreparer, make_routers
 from megalith.shards.wire import ROW_WIRES, check_wire, make_wire
+from tests.fixed_examples import fixed_examples
 from tests.table.support import EXTREME_IDS, assert_close, assert_same_bits, ints
 
 # ---- wires
@@ -51,7 +52,7 @@ def error_bound(name: str, flat: Tensor, counts: Tensor, dims: Sequence[int]) ->
 
 
 @pytest.mark.parametrize("name", ROW_WIRES)
-@settings(max_examples=40)
+@fixed_examples(20, 60)
 @given(given_blocks=blocks())
 def test_what_travels_comes_out_within_the_precision(name: str, given_blocks: Any) -> None:
     flat, counts, dims = given_blocks
@@ -67,7 +68,7 @@ def test_what_travels_comes_out_within_the_precision(name: str, given_blocks: An
 
 
 @pytest.mark.parametrize("name", ROW_WIRES)
-@settings(max_examples=40)
+@fixed_examples(20, 60)
 @given(given_blocks=blocks())
 def test_each_peer_can_read_its_part_alone(name: str, given_blocks: Any) -> None:
     flat, counts, dims = given_blocks
@@ -143,6 +144,7 @@ def by_id(part: GradientSum) -> dict[int, Tensor]:
     return dict(zip(part.ids.tolist(), part.grads, strict=True))
 
 
+@fixed_examples(50)
 @given(parts=some_parts(st.integers(1, 8)))
 def test_sums_go_by_the_tree_and_absent_ids_add_nothing(parts: list[GradientSum]) -> None:
     summed = by_id(total(parts))
@@ -153,6 +155,7 @@ def test_sums_go_by_the_tree_and_absent_ids_add_nothing(parts: list[GradientSum]
         assert_same_bits(got, expected)
 
 
+@fixed_examples(50)
 @given(parts=some_parts(st.sampled_from([2, 4, 8])))
 def test_the_bits_of_a_sum_do_not_know_where_ranks_begin(parts: list[GradientSum]) -> None:
     whole = by_id(total(parts))
@@ -164,6 +167,7 @@ def test_the_bits_of_a_sum_do_not_know_where_ranks_begin(parts: list[GradientSum
             assert_same_bits(got, whole[i])
 
 
+@fixed_examples(50)
 @given(parts=some_parts(st.integers(1, 5)))
 def test_halves_are_left_for_whoever_makes_the_last_sum(parts: list[GradientSum]) -> None:
     before = [GradientSum(part.ids.clone(), part.grads.clone()) for part in parts]
@@ -187,6 +191,7 @@ def routers(ranks: int, *modes: str) -> dict[str, Router]:
     return dict(zip(CONFIGS, made, strict=True))
 
 
+@fixed_examples(50)
 @given(
     ids=st.fixed_dictionaries({}, optional=dict.fromkeys(CONFIGS, IDS)),
     ranks=st.integers(1, 4),
@@ -326,6 +331,7 @@ def local(ids: Mapping[str, Tensor]) -> LocalShards:
     return shards
 
 
+@fixed_examples(50)
 @given(given_pooled=pooled(), ranks=st.integers(1, 3))
 def test_a_joined_pooling_reads_what_each_table_would(given_pooled: Any, ranks: int) -> None:
     ids, pooling = given_pooled
@@ -339,6 +345,7 @@ def test_a_joined_pooling_reads_what_each_table_would(given_pooled: Any, ranks: 
         assert_same_bits(a, b)
 
 
+@fixed_examples(50)
 @given(given_pooled=pooled(), seed=st.integers(0, 99))
 def test_gradients_are_summed_per_distinct_id_that_reached_an_output(given_pooled: Any, seed: int) -> None:
     ids, pooling = given_pooled

@@ -33,6 +33,7 @@ from megalith.ops import Pooling
 from megalith.table import Optimizer, State
 from megalith.table.optimizers import native_rule
 from tests.checkpoint.memory import MemoryStore
+from tests.fixed_examples import fixed_examples
 from tests.table.support import (
     assert_close,
     assert_same_bits,
@@ -112,6 +113,7 @@ def test_a_derived_optimizer_runs_its_own_step(engine: str) -> None:
     assert native_rule(DelayCompensated(Adam())) is not None
 
 
+@fixed_examples(30)
 @given(
     which=st.sampled_from(range(len(CUSTOM))),
     dim=st.sampled_from([1, 3, 8]),

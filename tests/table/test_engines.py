@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -43,6 +43,7 @@ from megalith import (
 )
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk
+from tests.fixed_examples import fixed_examples
 from tests.table.support import (
     HIGHEST,
     LOWEST,
@@ -335,7 +336,7 @@ class Engines(RuleBasedStateMachine):
             assert_close(actual.state[key], expected.state[key], atol=DRIFT)
 
 
-Engines.TestCase.settings = settings(max_examples=50, stateful_step_count=50)
+Engines.TestCase.settings = fixed_examples(25, 50, stateful_step_count=50)
 TestEngines = Engines.TestCase
 
 
@@ -350,7 +351,7 @@ TestEngines = Engines.TestCase
     steps=st.lists(st.sampled_from([0, 1, 999, 2**24, 2**40]), min_size=2, max_size=2).map(sorted),
     seed=seeds,
 )
-@settings(max_examples=6)
+@fixed_examples(4, 20)
 def test_each_step_on_many_duplicated_ids(
     name: str, dim: int, distinct: int, occurrences: int, steps: list[int], seed: int
 ) -> None:
@@ -382,7 +383,7 @@ def test_each_step_on_many_duplicated_ids(
     missing=st.sampled_from(["initial", "zeros"]),
     seed=seeds,
 )
-@settings(max_examples=40)
+@fixed_examples(25, 40)
 def test_pooled_reads_and_updates_of_ordinary_numbers(
     dim: int, bags: int, weighted: bool, divided: bool, missing: str, seed: int
 ) -> None:

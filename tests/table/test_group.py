@@ -14,6 +14,7 @@ from megalith import SGD, Adagrad, Adam, LocalShards, MinCount, Normal, Table, T
 from megalith.errors import InputError
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Optimizer
+from tests.fixed_examples import fixed_examples
 from tests.table.support import assert_same_bits, assert_same_tables, ints, whole
 
 
@@ -76,6 +77,7 @@ def make_batch(configs: list[TableConfig], rows: int, seed: int) -> Batch:
     return Batch(ids, Pooling(((rows, width), (rows, 1)), bags), grads)
 
 
+@fixed_examples(15, 100)
 @given(st.lists(CONFIGS, min_size=1, max_size=4), st.sampled_from([0, 1, 7, 2500]), st.integers(0, 2**32))
 def test_all_tables_together_equal_one_at_a_time(configs: list[TableConfig], rows: int, seed: int) -> None:
     configs = [replace(config, name=f"t{k}") for k, config in enumerate(configs)]

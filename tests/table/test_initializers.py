@@ -26,6 +26,7 @@ from megalith import (
 from megalith.errors import InputError
 from megalith.table import Initializer
 from megalith.table.initializers import initial_rows, table_key
+from tests.fixed_examples import fixed_examples
 from tests.table.support import EXTREME_IDS, HIGHEST, LOWEST, assert_same_bits, ints, sgd_table, whole
 
 RANDOM = [
@@ -92,6 +93,7 @@ def test_both_engines_draw_the_same_bits(initializer: Initializer) -> None:
     assert_same_bits(native, reference)
 
 
+@fixed_examples(30)
 @given(
     seed=st.integers(-(2**63), 2**63 - 1),
     name=st.text(min_size=1, max_size=8),
@@ -198,6 +200,7 @@ def test_uniform_fills_all_its_cells_alike() -> None:
     assert chi_square < 255 + 5 * math.sqrt(2 * 255)
 
 
+@fixed_examples(30)
 @given(
     low=st.floats(-100, 100, width=32),
     span=st.floats(0, 100, width=32),

@@ -37,10 +37,10 @@ def wide(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.mark.parametrize("dim", [1, 3, 8, 16, 20, 32, 64, 100])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_set_of_kernels_gives_the_bits_of_the_portable_one(name: str, dim: int, wide: str) -> None:
-    assert_same_tables(life(cpu_table(config(name, dim), kernels=wide)), portable_life(name, dim))
+def test_every_set_of_kernels_gives_the_bits_of_the_portable_one(name: str, wide: str) -> None:
+    for dim in (1, 3, 8, 16, 20, 32, 64, 100):
+        assert_same_tables(life(cpu_table(config(name, dim), kernels=wide)), portable_life(name, dim))
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 63, 64, 65, 127, 128, 1000, 5000])

@@ -382,15 +382,17 @@ for _ in range(2):
         assert 'engine="reference"' in str(error), error
     else:
         raise SystemExit("made a native table without the native module")
+print(sorted(name for name in ("typer", "rich", "grpc", "ray", "triton") if name in sys.modules))
 """
 
 
-def test_megalith_imports_without_the_native_module() -> None:
+def test_megalith_imports_without_the_native_module_and_libraries_of_commands_or_networks() -> None:
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT_NATIVE], capture_output=True, text=True, timeout=120
     )
 
     assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
 
 
 def test_ids_at_the_edge_of_64_bits_survive_the_native_layer(exchange_api: bool) -> None:

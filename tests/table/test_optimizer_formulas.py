@@ -233,15 +233,17 @@ FORMULAS: dict[str, Formula] = {
 }
 
 
-@pytest.mark.parametrize("dim", [1, 8, 13])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_follows_its_formula(engine: str, name: str, dim: int) -> None:
-    weights, grads = training_example(rows=3, dim=dim)
-    expected = [FORMULAS[name](weights[row].tolist(), [g[row].tolist() for g in grads]) for row in range(3)]
+def test_every_optimizer_follows_its_formula(engine: str, name: str) -> None:
+    for dim in (1, 8, 13):
+        weights, grads = training_example(rows=3, dim=dim)
+        expected = [
+            FORMULAS[name](weights[row].tolist(), [g[row].tolist() for g in grads]) for row in range(3)
+        ]
 
-    table = train_rows(engine, OPTIMIZERS[name], weights, grads)
+        table = train_rows(engine, OPTIMIZERS[name], weights, grads)
 
-    assert_close(table.lookup(torch.arange(3)), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+        assert_close(table.lookup(torch.arange(3)), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_every_registered_optimizer_has_a_formula_here() -> None:

@@ -178,8 +178,8 @@ def sparse_adam_program(ids: int, dim: int) -> list[tuple[Tensor, Tensor]]:
     return steps
 
 
-@pytest.mark.parametrize("dim", [3, 8])
-def test_adam_trains_as_sparse_adam(engine: str, dim: int) -> None:
+def test_adam_trains_as_sparse_adam(engine: str) -> None:
+    dim = 11  # a vector of eight and single weights
     weights = torch.randn(30, dim, generator=torch.Generator().manual_seed(1))
     embedding = torch.nn.Embedding(30, dim, sparse=True, _weight=weights.clone())
     oracle = torch.optim.SparseAdam(embedding.parameters(), lr=0.05)
@@ -333,13 +333,13 @@ def test_duplicates_are_summed_before_one_step(engine: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dim", [1, 8, 11])
-def test_no_gradients_are_no_step(engine: str, name: str, dim: int) -> None:
-    table = sgd_table(engine, dim, optimizer=OPTIMIZERS[name])
-    table.assign(ints(1), torch.ones(1, dim))
+def test_no_gradients_are_no_step(engine: str, name: str) -> None:
+    for dim in (1, 8, 11):
+        table = sgd_table(engine, dim, optimizer=OPTIMIZERS[name])
+        table.assign(ints(1), torch.ones(1, dim))
 
-    with unchanged(table):
-        table.apply_gradients(ints(), torch.ones(0, dim), step=0)
+        with unchanged(table):
+            table.apply_gradients(ints(), torch.ones(0, dim), step=0)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -416,7 +416,6 @@ def test_a_rate_of_zero_leaves_weights_but_not_state(engine: str) -> None:
 # ---- what is refused
 
 
-@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, "0.1", None])
 @pytest.mark.parametrize(
     ("make", "field"),
     [
@@ -436,9 +435,10 @@ def test_a_rate_of_zero_leaves_weights_but_not_state(engine: str) -> None:
         (MovingAverage, "momentum"),
     ],
 )
-def test_settings_are_finite_and_not_negative(make: type[Optimizer], field: str, value: Any) -> None:
-    with pytest.raises(InputError, match=f"{make.__name__}: {field}"):
-        make(**{field: value})
+def test_settings_are_finite_and_not_negative(make: type[Optimizer], field: str) -> None:
+    for value in (-0.1, math.nan, math.inf, "0.1", None):
+        with pytest.raises(InputError, match=f"{make.__name__}: {field}"):
+            make(**{field: value})
 
 
 @pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, math.nan), (0.9,), ()])

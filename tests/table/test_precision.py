@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 from torch import Tensor
@@ -27,6 +27,7 @@ from megalith import (
 from megalith.errors import InputError
 from megalith.table.optimizers import Optimizer
 from megalith.table.rounding import DTYPES, round_step
+from tests.fixed_examples import fixed_examples
 from tests.table.support import (
     OPTIMIZERS,
     assert_close,
@@ -166,7 +167,7 @@ def test_steps_have_equal_bits_on_every_engine_if_the_optimizer_is_exact(
     dim=st.sampled_from([1, 8, 11, 64, 72]),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=40)
+@fixed_examples(25, 40)
 def test_a_step_of_any_optimizer_differs_by_one_rounding_at_most(
     name: str, precision: str, dim: int, seed: int
 ) -> None:
@@ -355,5 +356,5 @@ class NarrowEngines(Engines):
         self.start(config, seed)
 
 
-NarrowEngines.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+NarrowEngines.TestCase.settings = fixed_examples(12, 25, stateful_step_count=40)
 TestNarrowEngines = NarrowEngines.TestCase

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megalith import SGD, Adam, Constant, Momentum, Piecewise, PolynomialDecay, Uniform, Warmup
 from megalith.errors import InputError
 from megalith.table.schedules import rate_at
+from tests.fixed_examples import fixed_examples
 
 NOT_RATES = [-0.1, math.nan, math.inf, -math.inf, "0.1", None, True]
 
@@ -54,6 +55,7 @@ def test_a_cycling_decay_starts_again(step: int, rate: float) -> None:
     assert schedule(step) == pytest.approx(rate, abs=1e-15)
 
 
+@fixed_examples(30)
 @given(
     initial=st.floats(0, 10),
     end=st.floats(0, 10),

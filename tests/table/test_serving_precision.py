@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 from torch import Tensor
@@ -33,6 +33,7 @@ from megalith import (
 from megalith.errors import InputError, UsageError
 from megalith.table import Optimizer, ServingPrecision
 from megalith.table.one_bit import tanh
+from tests.fixed_examples import fixed_examples
 from tests.table.support import assert_close, assert_same_bits, cpu_table, dyadic, ints, summed, whole
 from tests.table.test_engines import Engines
 
@@ -206,7 +207,7 @@ def test_ids_without_a_row_read_as_the_view_of_their_initial_row_or_as_zeros(eng
     step=st.one_of(st.none(), st.integers(0, 10**6)),
     missing=st.sampled_from(["initial", "zeros"]),
 )
-@settings(max_examples=15)
+@fixed_examples(8, 30)
 def test_equal_rows_read_with_equal_bits_on_all_engines(seed: int, step: int | None, missing: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     magnitudes = 10.0 ** torch.randint(-5, 3, (30, 1), generator=generator)
@@ -247,7 +248,7 @@ class ViewEngines(Engines):
             assert_same_bits(actual, expected)
 
 
-ViewEngines.TestCase.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+ViewEngines.TestCase.settings = fixed_examples(8, 25, stateful_step_count=30)
 TestViewEngines = ViewEngines.TestCase
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith import Adagrad, Normal, Segment, Table, TableConfig
 from megalith.errors import InputError
 from megalith.ops import Bags, OutputSlice, Pooling
+from tests.fixed_examples import fixed_examples
 from tests.table.support import assert_close, assert_same_bits, dyadic, ints, sgd_table, unchanged, whole
 
 ROWS = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
@@ -134,7 +135,7 @@ def train(engine: str, pooling: Pooling, ids: Tensor, seed: int) -> tuple[list[T
     return outputs, table
 
 
-@settings(max_examples=25)
+@fixed_examples(12, 50)
 @given(
     batch=st.sampled_from([2, 4, 8]),
     lengths=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=4),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megalith import Adagrad, Adam, Segment, Table, TableConfig
 from megalith.errors import InputError, UsageError
 from megalith.table import Chunk
+from tests.fixed_examples import fixed_examples
 from tests.table.support import EXTREME_IDS, ints
 
 CONFIG = TableConfig("t", segments=[Segment(2, optimizer=Adam(0.1)), Segment(1, optimizer=Adagrad(0.1))])
@@ -124,6 +125,7 @@ ACTIONS = st.lists(
 )
 
 
+@fixed_examples(40)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=30), ACTIONS, ACTIONS)
 def test_any_writes_leave_a_snapshot_alone(
     first: list[int],

@@ -1,9 +1,12 @@
-"""The tables that the tests of the cuda engine run."""
+"""The tables that the tests of the cuda engine run, and which tests run in Triton's interpreter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
+import pytest
+import torch
 from torch import Tensor
 
 from megalith import (
@@ -39,6 +42,20 @@ from megalith import (
     Zeros,
 )
 from megalith.table import Optimizer
+
+ON_GPU = torch.cuda.is_available()
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def gpu_or_soak(test: Test) -> Test:
+    """A test that runs on a GPU, and in Triton's interpreter, which is slow, only in `make soak`."""
+    return test if ON_GPU else pytest.mark.soak(test)
+
+
+def cases(values: Iterable[object], *in_interpreter: object) -> list[Any]:
+    """Parameters of a test; without a GPU, those that are not in `in_interpreter` run only in `make soak`."""
+    marks = () if ON_GPU else (pytest.mark.soak,)
+    return [pytest.param(value, marks=() if value in in_interpreter else marks) for value in values]
 
 
 class Halving(Optimizer):

@@ -7,9 +7,9 @@ import torch
 
 from megalith import SGD, Adam, EmbeddingCollection, Feature, Mean, Ragged, Segment, Table, TableConfig
 from megalith.errors import InputError
+from tests.table.engines.cuda_configs import ON_GPU, gpu_or_soak
 from tests.table.engines.programs import Program, everything
 
-ON_GPU = torch.cuda.is_available()
 SIZES = {"distinct": 3000, "batch": 5000} if ON_GPU else {"distinct": 10, "batch": 9}
 CONFIGS = {
     "one": TableConfig("t", dim=5, optimizer=Adam(0.1), deterministic=False),
@@ -21,6 +21,7 @@ CONFIGS = {
 }
 
 
+@gpu_or_soak
 @pytest.mark.parametrize("name", CONFIGS)
 def test_programs_of_updates(name: str) -> None:
     calls = ("update", "update", "update_pooled", "lookup")
@@ -28,6 +29,7 @@ def test_programs_of_updates(name: str) -> None:
     Program(CONFIGS[name], 5, calls=calls, **SIZES).run(60 if ON_GPU else 5)
 
 
+@gpu_or_soak
 def test_tables_with_and_without_atomic_additions_train_alike() -> None:
     column = Ragged.from_lists([[1, 2, 1], [4], [3, 1]])
     results = []

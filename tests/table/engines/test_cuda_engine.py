@@ -1,6 +1,7 @@
 """The cuda engine against the reference engine: random programs of calls.
 
-Without a GPU the kernels run in Triton's interpreter, at small sizes; `make test-gpu` runs larger ones.
+Without a GPU the kernels run in the interpreter of Triton at small sizes: a few cases in `make test`, the
+others in `make soak`. `make test-gpu` runs all of them with larger sizes.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
 from megalith.table.engines.cuda.step_settings import find_rule
 from megalith.table.optimizers import OPTIMIZERS as LIBRARY
-from tests.table.engines.cuda_configs import CONFIGS, OPTIMIZERS, Halving
+from tests.table.engines.cuda_configs import CONFIGS, ON_GPU, OPTIMIZERS, Halving, cases, gpu_or_soak
 from tests.table.engines.programs import Program, everything
 
-ON_GPU = torch.cuda.is_available()
 SIZES = {"distinct": 3000, "batch": 5000} if ON_GPU else {"distinct": 12, "batch": 9}
 CALLS = 60 if ON_GPU else 8
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", cases(OPTIMIZERS, "adam_row", "group_ftrl", "delay_compensated_rowwise", "in_torch")
+)
 def test_steps_of_each_optimizer(name: str) -> None:
     optimizer: Optimizer = OPTIMIZERS[name]
     dim = 1 if name == "batch_softmax" else 5
@@ -61,6 +63,7 @@ def test_every_optimizer_of_the_library_has_a_kernel() -> None:
     assert {type(optimizer) for optimizer in OPTIMIZERS.values()} - {Halving} == set(LIBRARY.values())
 
 
+@gpu_or_soak
 def test_the_bias_correction_of_a_row_with_a_large_update_count() -> None:
     config = TableConfig("t", dim=2, optimizer=Adam(0.1, bias_correction="row"), initializer=Zeros())
     tables = [Table(config, engine=name) for name in ("cuda", "reference")]
@@ -74,6 +77,7 @@ def test_the_bias_correction_of_a_row_with_a_large_update_count() -> None:
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-6, atol=0.0)
 
 
+@gpu_or_soak
 def test_a_search_for_low_scores_in_parts_removes_the_rows_of_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,7 +103,7 @@ def test_a_score_function_gets_tensors_on_the_device_of_the_table() -> None:
     assert devices == {triton_runtime.find_device()}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", cases(CONFIGS, "segments", "lfu"))
 def test_programs_of_calls(name: str) -> None:
     for seed in range(4 if ON_GPU else 1):
         sizes = dict(SIZES) if CONFIGS[name].capacity is None else {"distinct": 20, "batch": 9}
@@ -107,12 +111,13 @@ def test_programs_of_calls(name: str) -> None:
 
 
 @pytest.mark.skipif(native_module() is None, reason="the native module is not built for this Python")
-@pytest.mark.parametrize("name", CONFIGS if ON_GPU else ["segments", "min_count"])
+@pytest.mark.parametrize("name", cases(CONFIGS, "min_count"))
 def test_programs_of_calls_against_the_cpu_engine(name: str) -> None:
     sizes = dict(SIZES) if CONFIGS[name].capacity is None else {"distinct": 20, "batch": 9}
     Program(CONFIGS[name], 21, engines=("cuda", "cpu"), **sizes).run(CALLS)
 
 
+@gpu_or_soak
 def test_tables_of_a_collection_share_launches_and_train_as_on_the_reference_engine() -> None:
     configs = [
         TableConfig("a", dim=4, optimizer=Adagrad(0.1)),
@@ -146,6 +151,7 @@ def test_tables_of_a_collection_share_launches_and_train_as_on_the_reference_eng
         torch.testing.assert_close(got.rows, expected.rows, rtol=1e-6, atol=1e-7)
 
 
+@gpu_or_soak
 def test_repeated_steps_of_the_same_sizes_use_their_memory_again() -> None:
     configs = [
         TableConfig("a", dim=4, optimizer=Adagrad(0.1)),
@@ -188,6 +194,7 @@ def test_an_occurrence_in_no_bag_has_no_gradient() -> None:
     assert torch.equal(got.rows, expected.rows)
 
 
+@gpu_or_soak
 def test_a_table_grows_without_losing_a_row() -> None:
     config = TableConfig("t", dim=2, optimizer=SGD(1.0))
     table = Table(config, engine="cuda")
@@ -204,6 +211,7 @@ def test_a_table_grows_without_losing_a_row() -> None:
     assert bool((table.find(ids[[i for i in range(120) if i % 30 < 7]]) < 0).all())
 
 
+@gpu_or_soak
 def test_two_runs_of_an_update_give_the_same_bits() -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 5, (60,), generator=generator)  # rows that cross several chunks

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from megalith import SGD, EmbeddingCollection, Feature, Table, TableConfig, Zeros
 from megalith.table.engines.cuda.device_table import CALLS_AHEAD, DeviceTable
 from megalith.table.engines.cuda.engine import CudaEngine
+from tests.table.engines.cuda_configs import gpu_or_soak
 
 CONFIG = TableConfig("t", dim=2, optimizer=SGD(1.0), initializer=Zeros())
 ROWS, STRIDE = 16, 64
@@ -47,6 +48,7 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, allocations: int) -> None:
     monkeypatch.setattr(torch, "zeros", limited)
 
 
+@gpu_or_soak
 def test_updates_of_known_ids_do_not_read_the_counters_after_rows_were_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -62,6 +64,7 @@ def test_updates_of_known_ids_do_not_read_the_counters_after_rows_were_removed(
     assert bool((table.find(torch.tensor([50, 60])) >= 0).all())
 
 
+@gpu_or_soak
 def test_removed_rows_give_their_places_to_new_ones() -> None:
     table = small_chunks()
     capacity = 0
@@ -75,6 +78,7 @@ def test_removed_rows_give_their_places_to_new_ones() -> None:
     assert memory_of(table).row_capacity == capacity
 
 
+@gpu_or_soak
 def test_a_table_that_cannot_grow_is_unchanged_and_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     table = small_chunks()
     table.assign(torch.arange(10), torch.ones(10, 2))

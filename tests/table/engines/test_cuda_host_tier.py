@@ -24,10 +24,9 @@ from megalith.table import eviction_pass
 from megalith.table.engines import reference_policies, score_search
 from megalith.table.engines.cuda import host_tier
 from megalith.table.engines.cuda.engine import CudaEngine
-from tests.table.engines.cuda_configs import CONFIGS, OPTIMIZERS, Halving
+from tests.table.engines.cuda_configs import CONFIGS, ON_GPU, OPTIMIZERS, Halving, cases, gpu_or_soak
 from tests.table.engines.programs import Program, everything
 
-ON_GPU = torch.cuda.is_available()
 SIZES = {"distinct": 5000, "batch": 3000} if ON_GPU else {"distinct": 60, "batch": 24}
 
 WITHOUT_CAPACITY = [name for name, config in CONFIGS.items() if config.capacity is None]
@@ -71,6 +70,7 @@ def numbers(table: Table) -> tuple[int, int, int]:
     return use.hits, use.misses, use.moved
 
 
+@gpu_or_soak
 @pytest.mark.parametrize("seed", range(4 if ON_GPU else 1))
 def test_programs_of_calls_beyond_the_budget(seed: int) -> None:
     config = limited(TableConfig("t", dim=3, optimizer=Adagrad(0.1), eviction=TTL(50)), 16)
@@ -81,12 +81,13 @@ def test_programs_of_calls_beyond_the_budget(seed: int) -> None:
     assert use.host_rows > 0
 
 
+@gpu_or_soak
 def test_programs_of_calls_beyond_the_budget_with_an_optimizer_in_torch() -> None:
     program = Program(limited(TableConfig("t", dim=3, optimizer=OPTIMIZERS["in_torch"]), 16), 11, **SIZES)
     program.run(40 if ON_GPU else 8)
 
 
-@pytest.mark.parametrize("name", WITHOUT_CAPACITY if ON_GPU else ["float16", "min_count"])
+@pytest.mark.parametrize("name", cases(WITHOUT_CAPACITY, "min_count"))
 def test_programs_of_calls_beyond_the_budget_with_segments_and_policies(name: str) -> None:
     program = Program(limited(CONFIGS[name], 16), 210, **SIZES)
     program.run(40 if ON_GPU else 6)
@@ -94,6 +95,7 @@ def test_programs_of_calls_beyond_the_budget_with_segments_and_policies(name: st
     program.compare()
 
 
+@gpu_or_soak
 def test_rows_in_use_move_to_the_gpu_and_the_hit_rate_shows_it() -> None:
     config = limited(TableConfig("t", dim=2, optimizer=SGD(1.0), initializer=Zeros()), 16)
     table = Table(config, engine="cuda")
@@ -117,6 +119,7 @@ def test_rows_in_use_move_to_the_gpu_and_the_hit_rate_shows_it() -> None:
     assert table.find(torch.arange(100)).unique().numel() == 100
 
 
+@gpu_or_soak
 def test_rows_in_use_move_to_the_gpu_after_rows_there_were_removed() -> None:
     table = Table(
         limited(TableConfig("t", dim=2, optimizer=SGD(1.0), initializer=Zeros()), 16), engine="cuda"
@@ -183,6 +186,7 @@ def test_no_row_moves_during_a_scan() -> None:
     assert numbers(table) == (2, 4, 0)
 
 
+@gpu_or_soak
 def test_a_lookup_moves_rows_and_lookups_in_progress_are_updated_rightly() -> None:
     table = filled(40, 16)
     first, second = torch.arange(16, 32), torch.arange(24, 40)
@@ -200,6 +204,7 @@ def test_a_lookup_moves_rows_and_lookups_in_progress_are_updated_rightly() -> No
     assert table.find(torch.arange(40)).unique().numel() == 40
 
 
+@gpu_or_soak
 def test_a_row_that_a_lookup_found_is_not_counted_again_by_its_update() -> None:
     table = filled(40, 16)
     ids, others = torch.arange(20, 28), torch.arange(30, 34)
@@ -218,6 +223,7 @@ def test_a_row_that_a_lookup_found_is_not_counted_again_by_its_update() -> None:
     assert numbers(table) == (16, 12, 12)
 
 
+@gpu_or_soak
 def test_a_batch_with_more_rows_than_the_gpu_has_places() -> None:
     table = filled(100, 16)
     every, most = torch.arange(100), torch.arange(16, 100)
@@ -230,6 +236,7 @@ def test_a_batch_with_more_rows_than_the_gpu_has_places() -> None:
     assert table.lookup(every).cpu()[:, 0].tolist() == [-2.0 * (id >= 16) for id in range(100)]
 
 
+@gpu_or_soak
 def test_a_free_place_is_not_exchanged() -> None:
     table = filled(60, 16)
     table.remove(torch.arange(12))
@@ -244,6 +251,7 @@ def test_a_free_place_is_not_exchanged() -> None:
     assert table.lookup(ids).cpu()[:, 0].tolist() == [float(id >= 100) for id in ids]
 
 
+@gpu_or_soak
 def test_a_row_of_the_batch_does_not_leave_for_another_one_of_it() -> None:
     table = filled(60, 16)
     for step in range(5):  # all the others are used more
@@ -254,6 +262,7 @@ def test_a_row_of_the_batch_does_not_leave_for_another_one_of_it() -> None:
     assert numbers(table) == (5 * 6 + 10, 10, 6)
 
 
+@gpu_or_soak
 @pytest.mark.parametrize("last_tick", [host_tier.LAST_TICK, 5])
 def test_rows_in_frequent_use_stay_on_the_gpu_while_others_are_used_once(
     last_tick: int, monkeypatch: pytest.MonkeyPatch
@@ -273,6 +282,7 @@ def test_rows_in_frequent_use_stay_on_the_gpu_while_others_are_used_once(
     assert (use.hits, use.misses) == (9 * 10 + 9, 10 + 180 - 9)
 
 
+@gpu_or_soak
 def test_rows_are_in_the_same_places_in_each_run() -> None:
     found = []
     for _ in range(2):
@@ -311,6 +321,7 @@ def test_a_table_that_was_cleared_or_compacted_fetches_rows_again(monkeypatch: p
     assert table.lookup(torch.arange(30)).cpu()[:, 0].tolist() == [-float(id >= 16) for id in range(30)]
 
 
+@gpu_or_soak
 def test_collections_beyond_their_budget_train_as_those_without() -> None:
     bases = [TableConfig(name, dim=4, optimizer=Adagrad(0.1)) for name in "tu"]
     results, read = [], []
@@ -349,6 +360,7 @@ def tiered(rows: int, **options: Any) -> Table:
     return table
 
 
+@gpu_or_soak
 def test_a_pass_of_evict_finds_rows_that_a_lookup_wants_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     table = tiered(64, eviction=TTL(5))
     monkeypatch.setattr(eviction_pass, "MIN_EVICT_ROWS", 20)
@@ -367,6 +379,7 @@ def test_a_pass_of_evict_finds_rows_that_a_lookup_wants_meanwhile(monkeypatch: p
     assert lookups > 2
 
 
+@gpu_or_soak
 def test_a_scan_in_separate_calls_keeps_rows_in_their_places_until_it_ends() -> None:
     table = tiered(64)
     engine = table.engine_impl
@@ -389,6 +402,7 @@ def test_a_scan_in_separate_calls_keeps_rows_in_their_places_until_it_ends() -> 
     assert use.moved == 8
 
 
+@gpu_or_soak
 def test_rows_of_a_lookup_move_once_for_its_update() -> None:
     """`lookup.rows` finds the rows of one table, an update those of all tables."""
     plain = TableConfig("t", dim=2, optimizer=SGD(1.0), initializer=Zeros())

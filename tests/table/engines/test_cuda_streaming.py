@@ -17,7 +17,7 @@ from megalith.table.engines.cuda import host_copies, streamed_rows
 from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
 from megalith.table.engines.group import EngineGroup
-from tests.table.engines.cuda_configs import Halving
+from tests.table.engines.cuda_configs import Halving, cases, gpu_or_soak
 from tests.table.support import ints
 
 SEGMENTS = [Segment(2, optimizer=Adagrad(0.1)), Segment(1, optimizer=SGD(0.1), precision="float16")]
@@ -77,7 +77,7 @@ def change(table: Table, what: str, ids: list[int]) -> None:
 CHANGES = ("train", "assign", "remove", "reinitialize", "restore", "train", "assign", "clear")
 
 
-@pytest.mark.parametrize("name", list(TABLES))
+@pytest.mark.parametrize("name", cases(TABLES, "segments"))
 def test_a_snapshot_holds_what_was_there_whatever_is_written_later(name: str) -> None:
     chance = random.Random(3)
     table = filled(TABLES[name])
@@ -132,6 +132,7 @@ def test_writers_wait_while_there_is_no_room_for_saved_rows() -> None:
     assert torch.equal(table.lookup(ints(264, 271)).cpu(), torch.ones(2, 3))
 
 
+@gpu_or_soak
 def test_a_snapshot_that_closes_lets_writers_continue() -> None:
     table = filled(TABLES["segments"])
     snapshot = table.snapshot(buffer_bytes=1)
@@ -143,6 +144,7 @@ def test_a_snapshot_that_closes_lets_writers_continue() -> None:
     assert not writer.is_alive()
 
 
+@gpu_or_soak
 def test_rows_keep_their_place_in_a_host_tier_while_a_snapshot_is_open() -> None:
     plain = TableConfig("t", dim=2, optimizer=SGD(1.0), initializer=Zeros())
     size = 16 * CudaEngine(plain).layout.stride
@@ -166,7 +168,7 @@ def test_rows_keep_their_place_in_a_host_tier_while_a_snapshot_is_open() -> None
     assert use.moved == 4
 
 
-@pytest.mark.parametrize("chunk_size", [7, 16, 100])
+@pytest.mark.parametrize("chunk_size", cases([7, 16, 100], 16))
 def test_a_scan_yields_every_row_once_and_sees_writes_between_chunks(chunk_size: int) -> None:
     table = filled(TABLES["segments"])
     seen: list[int] = []
@@ -184,7 +186,7 @@ def test_a_scan_yields_every_row_once_and_sees_writes_between_chunks(chunk_size:
     assert (306 in seen) == (chunk_size == 100)
 
 
-@pytest.mark.parametrize("name", list(TABLES))
+@pytest.mark.parametrize("name", cases(TABLES, "counted"))
 def test_restored_rows_are_those_that_were_scanned(name: str) -> None:
     table, other = filled(TABLES[name]), Table(TABLES[name], engine="cuda")
     (chunk,) = table.scan()
@@ -208,8 +210,10 @@ def test_restored_rows_are_those_that_were_scanned(name: str) -> None:
     assert {id: got[id] for id in ids[3:]} == {id: expected[id] for id in ids[3:]}
 
 
-@pytest.mark.parametrize("tables", [("a", "b"), ("a", "wide"), ("a", "b", "wide"), ("a", "rounded")])
-@pytest.mark.parametrize("peers", [1, 3])
+@pytest.mark.parametrize(
+    "tables", cases([("a", "b"), ("a", "wide"), ("a", "b", "wide"), ("a", "rounded")], ("a", "b", "wide"))
+)
+@pytest.mark.parametrize("peers", cases([1, 3], 3))
 def test_rows_of_several_peers_are_read_by_peer_then_table(tables: tuple[str, ...], peers: int) -> None:
     configs = {
         "a": TableConfig("a", dim=3, optimizer=SGD(0.1)),

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
@@ -36,6 +35,7 @@ from megalith.table import Admission, Chunk, Eviction, Optimizer
 from megalith.table.engines import score_search
 from megalith.table.engines.score_search import MIN_PART
 from megalith.table.snapshot import Snapshot
+from tests.fixed_examples import fixed_examples
 from tests.table.support import as_sets, assert_close, assert_same_bits, dyadic, ints, summed
 
 CONSUMERS = ("publisher", "delta")
@@ -367,7 +367,7 @@ class LargePrograms(PolicyPrograms):
     parts: ClassVar[list[int]] = [3_000, 5_000, 20_000]
 
 
-SmallPrograms.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
+SmallPrograms.TestCase.settings = fixed_examples(25, 80, stateful_step_count=40)
 TestSmallPrograms = SmallPrograms.TestCase
-LargePrograms.TestCase.settings = settings(max_examples=4, stateful_step_count=15)
+LargePrograms.TestCase.settings = fixed_examples(2, 8, stateful_step_count=15)
 TestLargePrograms = LargePrograms.TestCase
