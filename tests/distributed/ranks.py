@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 SECONDS = 120
-IMPORTED = ["torch._dynamo", "megalith", "megalith.checkpoint", "pytest", "hypothesis"]
+IMPORTED = ["torch._dynamo", "megalith", "megalith.checkpoint", "megalith.training", "pytest", "hypothesis"]
+IMPORTED += ["pyarrow.parquet", "torch.utils.tensorboard"]  # if they are installed; a run imports them
 
 
 def run_ranks(

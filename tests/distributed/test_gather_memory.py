@@ -4,7 +4,9 @@ first window on, and not growing with windows or peers."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,12 +66,12 @@ class Growth:
 def write(folder: Path, side: int, windows: tuple[int, ...], peers: int) -> None:
     schema = PayloadSchema.of({"w": torch.zeros(side, side)})
     make = torch.Generator().manual_seed(0)
-    made = [compress({"w": torch.randn(side, side, generator=make)}, schema) for _ in range(min(peers, 16))]
+    made = [compress({"w": torch.randn(side, side, generator=make)}, schema) for _ in range(4)]
     for window in windows:
         for uid in range(peers):
             path = folder / payload_key(RUN, window, uid)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(made[uid % 16].to_bytes(Label(RUN, window, uid)))
+            path.write_bytes(made[uid % 4].to_bytes(Label(RUN, window, uid)))
 
 
 def grown(
@@ -106,6 +108,19 @@ def grown(
     return found, used, peak
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
+    """The payloads of all windows, written once for all numbers of ranks."""
+
+    @functools.cache
+    def folder(side: int, peers: int) -> Path:
+        made = tmp_path_factory.mktemp(f"side-{side}")
+        write(made, side, WINDOWS, peers)
+        return made
+
+    return folder
+
+
 @needs_linux
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(
@@ -114,11 +129,10 @@ def grown(
     ids=["16 MiB", "64 MiB"],
 )
 def test_a_window_stays_within_its_budget(
-    tmp_path: Path, side: int, peers: int, budget: int, ranks: int
+    written: Callable[[int, int], Path], side: int, peers: int, budget: int, ranks: int
 ) -> None:
-    write(tmp_path, side, WINDOWS, peers)
-    windows = [(window, peers) for window in WINDOWS]
-    for found, used, ledger in run_ranks(grown, str(tmp_path), side, windows, budget, world_size=ranks):
+    folder, windows = str(written(side, peers)), [(window, peers) for window in WINDOWS]
+    for found, used, ledger in run_ranks(grown, folder, side, windows, budget, world_size=ranks):
         assert ledger <= budget
         assert max(found) <= budget + OVERHEAD, found
         assert used[-1] - used[1] <= FLAT, used  # nothing accumulates; the first window makes threads

@@ -37,6 +37,7 @@ def wait_until(what: Callable[[], bool], message: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.soak  # 24 s of the CPU; `make test` stops a run with SIGINT
 @pytest.mark.timeout(2 * LIMIT + 60)
 def test_sigterm_to_all_processes_ends_the_run_and_leaves_none(tmp_path: Path) -> None:
     """Ray's own processes end too, so the run may lose its servers before or after it has saved."""

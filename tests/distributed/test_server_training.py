@@ -403,7 +403,7 @@ def test_servers_push_their_rows_to_serving_while_workers_train(tmp_path: Path) 
     """A parameter server is killed: it has no publisher then, and a new session sends everything."""
     port = free_port()
     publish = {"publish": f"static:127.0.0.1:{port}", "publish_interval": 1e-3, "publish_name": "clicks"}
-    settings = {"servers": 2, "workers": 2, "server_log": "sync", "save_every": 12, **publish}
+    settings = {"servers": 2, "server_log": "sync", "save_every": 12, **publish}
     with ExitStack() as stack:
         run = stack.enter_context(Run(config(36, **settings), tmp_path / "run"))
         watcher = PushedScript(run, stack, port, {20: lambda: kill_server(run, 1)})

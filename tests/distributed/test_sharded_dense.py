@@ -119,19 +119,18 @@ def save_all(folder: Path, sharded: bool) -> list[Dense]:
     return [full, later, content(model, optimizer)]
 
 
-def load_all(folders: list[Path], sharded: bool) -> list[tuple[Dense, Dense, bool]]:
-    """The asynchronous save and the chain, each into a fresh model that trains until step 6."""
+def load_all(paths: list[Path], sharded: bool) -> list[tuple[Dense, Dense, bool]]:
+    """Each save into a fresh model that trains until step 6."""
     found = []
-    for folder in folders:
-        for name, done in (("async", 4), ("chain", 3)):
-            model, optimizer = built(sharded=sharded, seed=9)
-            checkpoint.load(model, folder / name, optimizer=optimizer)
-            loaded = content(model, optimizer)
-            parts = [p for p in model.tower.parameters() if isinstance(p, DTensor)]
-            state = [v for p in parts for v in optimizer.state[p].values() if v.dim()]
-            kinds = all(isinstance(v, DTensor) for v in state) and bool(parts) == sharded
-            train(model, optimizer, range(done, 6))
-            found.append((loaded, content(model, optimizer), kinds))
+    for path in paths:
+        model, optimizer = built(sharded=sharded, seed=9)
+        checkpoint.load(model, path, optimizer=optimizer)
+        loaded = content(model, optimizer)
+        parts = [p for p in model.tower.parameters() if isinstance(p, DTensor)]
+        state = [v for p in parts for v in optimizer.state[p].values() if v.dim()]
+        kinds = all(isinstance(v, DTensor) for v in state) and bool(parts) == sharded
+        train(model, optimizer, range(4 if path.name == "async" else 3, 6))
+        found.append((loaded, content(model, optimizer), kinds))
     return found
 
 
@@ -143,15 +142,15 @@ def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path) -> None:
             for actual, expected in zip(ranks, (full, later, end), strict=True):
                 assert_equal(actual, expected)
     folders = [tmp_path / name for name in ("plain", "1", "2", "4")]
-    loads = [load_all(folders, False)]
-    for size in (1, 2, 4):
-        loads += run_ranks(load_all, folders, True, world_size=size)
-    for rank in loads:
-        for number, (loaded, trained, kinds) in enumerate(rank):
-            assert kinds
-            if number % 2 == 0:
-                assert_equal(loaded, later)
-            assert_equal(trained, end)
+    for turn, size in enumerate((0, 1, 2, 4)):  # the asynchronous save and the chain in turn
+        paths = [folder / ("async", "chain")[(turn + n) % 2] for n, folder in enumerate(folders)]
+        ranks = run_ranks(load_all, paths, True, world_size=size) if size else [load_all(paths, False)]
+        for rank in ranks:
+            for path, (loaded, trained, kinds) in zip(paths, rank, strict=True):
+                assert kinds
+                if path.name == "async":
+                    assert_equal(loaded, later)
+                assert_equal(trained, end)
 
 
 # ---- other placements

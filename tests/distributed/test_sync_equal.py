@@ -40,7 +40,8 @@ from megalith.table import Chunk
 from tests.distributed.ranks import run_ranks
 from tests.table.support import EXTREME_IDS, OPTIMIZERS, whole
 
-SEEDS = {1: range(8), 2: range(10, 28), 3: range(30, 40), 4: range(50, 64)}
+SEEDS = {1: range(4), 2: range(10, 19), 3: range(30, 35), 4: range(50, 57)}
+MORE_SEEDS = {1: range(4, 8), 2: range(100, 200), 3: range(300, 350), 4: range(500, 550)}
 """By number of ranks."""
 Row = tuple[list[int], list[float]]
 
@@ -334,4 +335,11 @@ def on_a_rank(seeds: range) -> list[str]:
 @pytest.mark.parametrize("ranks", SEEDS)
 def test_ranks_train_what_one_process_trains_on_the_joined_batch(ranks: int) -> None:
     for rank, problems in enumerate(run_ranks(on_a_rank, SEEDS[ranks], world_size=ranks)):
+        assert problems == [], f"rank {rank}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", MORE_SEEDS)
+def test_ranks_train_what_one_process_trains_in_many_cases(ranks: int) -> None:
+    for rank, problems in enumerate(run_ranks(on_a_rank, MORE_SEEDS[ranks], world_size=ranks)):
         assert problems == [], f"rank {rank}"

@@ -180,9 +180,7 @@ def on_a_rank(options: dict[str, Any]) -> dict[str, Any]:
     return {each.__name__: each(options) for each in work}
 
 
-@pytest.fixture(
-    scope="module", params=[(1, "gloo"), (2, "gloo"), (2, "auto"), (4, "gloo"), (4, "auto")], ids=str
-)
+@pytest.fixture(scope="module", params=[(1, "gloo"), (2, "gloo"), (4, "auto")], ids=str)
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     size, transport = request.param
     return run_ranks(on_a_rank, {"transport": transport, "timeout": 60.0}, world_size=size)

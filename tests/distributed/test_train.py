@@ -266,7 +266,7 @@ def test_comm_metrics_reach_the_log_and_tensorboard(tmp_path: Path) -> None:
     assert [each.sum for each in drawn] == sent != [0, 0]
 
 
-@pytest.mark.parametrize(("mode", "block_size"), MODES)
+@pytest.mark.parametrize(("mode", "block_size"), MODES[1:])  # the first is the default
 def test_the_routing_mode_reaches_the_tables_and_the_checkpoint(
     tmp_path: Path, whole: Path, mode: str, block_size: int | None
 ) -> None:
@@ -368,7 +368,7 @@ def test_each_rank_decodes_its_own_row_groups_only(tmp_path: Path, file: str) ->
     assert result.log_loss == pytest.approx(first[3], rel=1e-6)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1)])
 def test_shards_are_continued_on_any_number_of_ranks_without_a_row_lost_or_repeated(
     tmp_path: Path, file: str, before: int, after: int
 ) -> None:
@@ -384,8 +384,9 @@ def test_shards_are_continued_on_any_number_of_ranks_without_a_row_lost_or_repea
     assert len(model.embeddings.shards.local["row"]) == ROWS
 
 
-@pytest.mark.parametrize(("files", "stop_at"), [(3, 7), (1, 2), (1, 3)])
-@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize(
+    ("files", "stop_at", "after"), [(3, 7, 1), (3, 7, 2), (1, 2, 1), (1, 2, 2), (1, 3, 2)]
+)
 def test_shards_read_a_file_that_is_appended_in_the_midst_of_an_epoch(
     tmp_path: Path, files: int, stop_at: int, after: int
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.errors import InputError
@@ -47,6 +47,7 @@ def test_more_bins_are_closer(bins: int, most: float) -> None:
     assert float((lookup[codes.long()] - values).norm() / values.norm()) < most
 
 
+@settings(max_examples=30)
 @given(st.sampled_from([4, 6, 16, 256]), st.booleans(), st.integers(1, 8), st.integers(0, 10**6))
 def test_payload_decompresses_to_what_was_compressed(bins: int, dct: bool, keep: int, seed: int) -> None:
     schema = small_schema(bins=bins, dct=dct, keep=keep, users=3)

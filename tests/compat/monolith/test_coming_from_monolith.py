@@ -189,7 +189,7 @@ def test_our_names_can_be_imported_and_planned_names_cannot() -> None:
 
 READS_AT_IMPORT = """
 import importlib.util, os, sys
-import torch, torch._dynamo, torch.distributed, numpy, google.protobuf, grpc
+import torch, torch.distributed, numpy, google.protobuf, grpc
 
 package = os.path.dirname(importlib.util.find_spec("megalith").origin)
 reads = []

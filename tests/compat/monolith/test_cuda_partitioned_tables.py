@@ -1,6 +1,7 @@
 """PartitionedHashTable on the cuda engine: the layouts of CPU tables, after rounds of random gradients.
 
-Without a GPU the kernels run in Triton's interpreter; `make test-gpu` runs the test on a GPU.
+Without a GPU the kernels run in Triton's interpreter, one case in `make test` and the other in `make soak`;
+`make test-gpu` runs both on a GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from megalith import LocalShards, Ragged
 from megalith.compat.monolith import PartitionedHashTable
 from tests.compat.monolith.test_partitioned_tables import SLICES, params
 
+WITHOUT_A_GPU = [] if torch.cuda.is_available() else [pytest.mark.soak]
 
-@pytest.mark.parametrize("native", [False, True])
+
+@pytest.mark.parametrize("native", [pytest.param(False, marks=WITHOUT_A_GPU), True])
 def test_tables_on_a_gpu_have_the_layouts_of_tables_on_the_cpu(native: bool) -> None:
     context = SimpleNamespace(sharding_sparse_fids_op_params=params(native, num_ps=1))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet  # type: ignore[import-untyped]
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.compat.monolith.examples import FLOATS, IDS, KINDS, NO_VALUES, Kind, decode_records
@@ -338,6 +338,7 @@ RECORDS: dict[Kind, Any] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=50)
 @given(data=st.data(), label_index=st.integers(0, 2))
 def test_valid_records_give_the_columns_that_protobuf_reads(kind: Kind, data: Any, label_index: int) -> None:
     messages = data.draw(st.lists(RECORDS[kind], min_size=1, max_size=3))
@@ -347,6 +348,7 @@ def test_valid_records_give_the_columns_that_protobuf_reads(kind: Kind, data: An
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_concatenated_records_are_merged_as_protobuf_merges_them(kind: Kind, data: Any) -> None:
     merged = data.draw(RECORDS[kind]) + data.draw(RECORDS[kind])

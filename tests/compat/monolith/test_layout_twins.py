@@ -48,7 +48,7 @@ def any_configs(draw: st.DrawFn) -> FeatureConfigs:
     return FeatureConfigs(features, out)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(cfgs=any_configs(), data=st.data(), seed=st.integers(0, 2**16))
 def test_layouts_are_their_twins(cfgs: FeatureConfigs, data: st.DataObject, seed: int) -> None:
     batch, ps = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 3))

@@ -258,16 +258,6 @@ def test_requests_need_a_started_backend(opened: Open) -> None:
             backend.decl_saved_model(SavedModel("movies", "entry"), SavedModelDeployConfig())
 
 
-def test_requests_say_that_zookeeper_is_away(zookeeper: ZooKeeper, opened: Open) -> None:
-    discovery = opened()
-    zookeeper.kill()
-    try:
-        with pytest.raises(DiscoveryError, match=zookeeper.hosts):
-            discovery.decl_saved_model(SavedModel("movies", "entry"), SavedModelDeployConfig())
-    finally:
-        zookeeper.start()
-
-
 def test_what_zookeeper_refuses_is_an_error_and_harms_nothing_else(
     zookeeper: ZooKeeper, root: str, opened: Open
 ) -> None:
@@ -281,12 +271,16 @@ def test_what_zookeeper_refuses_is_an_error_and_harms_nothing_else(
         assert client.get_children(f"/{root}/binding/books") == ["entry:default:a"]
 
 
-def test_stop_does_not_wait_for_a_zookeeper_that_is_away(zookeeper: ZooKeeper, opened: Open) -> None:
-    discovery = opened(session_seconds=60.0)
+def test_requests_say_that_zookeeper_is_away_and_stop_does_not_wait_for_it(
+    zookeeper: ZooKeeper, opened: Open
+) -> None:
+    other, discovery = opened(), opened(session_seconds=60.0)
     discovery.register("movies:entry", Replica("10.0.0.1:8500"))
     watcher = ReplicaWatcher(discovery, "movies")
     zookeeper.kill()
     try:
+        with pytest.raises(DiscoveryError, match=zookeeper.hosts):
+            other.decl_saved_model(SavedModel("movies", "entry"), SavedModelDeployConfig())
         within_limit(watcher.stop)
         within_limit(discovery.stop)
     finally:

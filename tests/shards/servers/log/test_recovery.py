@@ -1,7 +1,7 @@
 """The log of a server: what was recorded is applied again with the same bits, and nothing twice.
 
 Servers end here by being forgotten: nothing is closed or flushed, as with kill -9. Real processes are killed
-in `test_server_shards.py`.
+in `worker/modes_tests.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""ServerShards on two real Ray servers.
+"""ServerShards on two real Ray servers; `test_on_servers.py` runs these tests.
 
-Each test has tables of its own on the same servers. The guide of the servers and the sweep of wrong input of
+The guide of the servers and the sweep of wrong input of
 `tests/test_wrong_input.py` run here too.
 """
 
@@ -242,7 +242,7 @@ def test_one_id_per_owner(make: Make) -> None:
     assert shards.stats()["t"].capacity >= 1000
 
 
-def test_a_function_runswhere_the_rows_are(make: Make) -> None:
+def test_a_function_runs_where_the_rows_are(make: Make) -> None:
     shards = make(table())
     found = shards.each_part(where, 5)
     assert [part[:2] for part in found] == [(0, 5), (1, 5)]

@@ -76,35 +76,35 @@ def train(shards: Any, steps: range) -> None:
 
 def test_tables_move_to_other_numbers_of_servers(servers: Servers, one: Servers, tmp_path: Path) -> None:
     recovery = checkpoint.recovery(tmp_path)
-    with Servers(3, restart=True) as three:
-        shards = ServerShards(CONFIGS, servers=one, router="hash_roundrobin", recovery=recovery, timeout=60.0)
-        local = LocalShards(CONFIGS)
-        for each in (shards, local):
-            each.track("sync")
-        for number, chosen in enumerate((servers, three, one)):
-            steps = range(4 * number, 4 * number + 4)
-            train(shards, steps)
-            train(local, steps)
-            before = shards.lookup({"a": ints(1)})
-            prepared = shards.prepare({"a": ints(1)})
-            assert shards.resize(chosen) is chosen is shards.servers
-            assert (shards.router("a").num_shards, shards.seen_step) == (len(chosen), steps[-1])
-            with pytest.raises(UsageError, match="look up again"):
-                shards.apply_gradients(before, {"a": torch.ones(1, 3)}, step=99)
-            again = shards.lookup(prepared).rows["a"]  # routed to the new servers
-            assert torch.equal(again, shards.lookup({"a": ints(1)}).rows["a"])
+    options: dict[str, Any] = {"name": "moved", "recovery": recovery, "timeout": 60.0}
+    shards = ServerShards(CONFIGS, servers=one, router="hash_roundrobin", **options)
+    local = LocalShards(CONFIGS)
+    for each in (shards, local):
+        each.track("sync")
+    for number, chosen in enumerate((servers, one)):
+        steps = range(4 * number, 4 * number + 4)
+        train(shards, steps)
+        train(local, steps)
+        before = shards.lookup({"a": ints(1)})
+        prepared = shards.prepare({"a": ints(1)})
+        assert shards.resize(chosen) is chosen is shards.servers
+        assert (shards.router("a").num_shards, shards.seen_step) == (len(chosen), steps[-1])
+        with pytest.raises(UsageError, match="look up again"):
+            shards.apply_gradients(before, {"a": torch.ones(1, 3)}, step=99)
+        again = shards.lookup(prepared).rows["a"]  # routed to the new servers
+        assert torch.equal(again, shards.lookup({"a": ints(1)}).rows["a"])
+        for name in ("a", "b"):
+            assert rows_of(shards, name) == rows_of(local, name)
+            assert shards.stats()[name].counters == local.stats()[name].counters
+        assert shards.describe_servers()[0]["step"] == steps[-1]
+        assert shards.stats()["b"].counters.pending == local.stats()["b"].counters.pending > number
+        if chosen is one:  # what was touched before both moves, and not drained
+            found, expected = shards.drain_touched("sync"), local.drain_touched("sync")
             for name in ("a", "b"):
-                assert rows_of(shards, name) == rows_of(local, name)
-                assert shards.stats()[name].counters == local.stats()[name].counters
-            assert shards.describe_servers()[0]["step"] == steps[-1]
-            assert shards.stats()["b"].counters.pending == local.stats()["b"].counters.pending > number
-            if number == 1:  # what was touched before both moves, and not drained
-                found, expected = shards.drain_touched("sync"), local.drain_touched("sync")
-                for name in ("a", "b"):
-                    for mine, theirs in zip(found[name], expected[name], strict=True):
-                        assert sorted(mine.tolist()) == sorted(theirs.tolist())
-        found = sorted(folder.name for folder in (tmp_path / "tables").iterdir())
-        assert found == ["layout.json", "server-0-of-1"]
+                for mine, theirs in zip(found[name], expected[name], strict=True):
+                    assert sorted(mine.tolist()) == sorted(theirs.tolist())
+    found = sorted(folder.name for folder in (tmp_path / "moved").iterdir())
+    assert found == ["layout.json", "server-0-of-1"]
 
 
 def test_a_collection_in_use_continues_to_train(make: Make, servers: Servers, one: Servers) -> None:
@@ -156,14 +156,14 @@ def test_frozen_tables_and_unused_features_are_not_written(make: Make) -> None:
     ]
 
 
-def test_the_other_workers_reconnect(make: Make, servers: Servers) -> None:
+def test_the_other_workers_reconnect(make: Make, one: Servers) -> None:
     options: dict[str, Any] = {"mode": "sync", "num_workers": 2, "name": next(NAMES)}
     first, second = (make(table(), worker=worker, **options) for worker in (0, 1))
     for each in (first, second):
         push(each, [1, 2], [[1.0], [1.0]])
     first.flush()
     second.flush()
-    moved = first.resize(1)
+    moved = first.resize(one)
     push(first, [1], [[1.0]], 1)
     with pytest.raises(UsageError, match="call reconnect"):
         read(second, "t", 1)
@@ -483,7 +483,7 @@ def test_an_entry_reads_live_rows(make: Make, tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError):
         reader.lookup({"x": ints(1)})
     with pytest.raises(UsageError, match="no server has tables named"):
-        ServerReader("other")
+        ServerReader("nowhere")
     for wrong in ({"name": 3}, {"name": "live", "timeout": -1.0}, {"name": "live", "address": 3}):
         with pytest.raises(InputError):
             ServerReader(**wrong)  # type: ignore[arg-type]
