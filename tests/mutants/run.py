@@ -354,8 +354,12 @@ def main() -> None:
             tree = trees.get()
             again = {mutant["n"] for mutant in mutants}
             suspects = sorted({r["test"] for n, r in results.items() if n in again and "test" in r})
-            tree.pytest(suspects, 60 + 60 * len(suspects)) if suspects else None
-            failing = set(tree.lines("failed")) if suspects else set()
+            failing: set[str] = set()
+            if suspects:
+                tree.pytest(suspects, 60 + 60 * len(suspects))
+                failing = set(tree.lines("failed"))
+                if not set(suspects) <= failing | set(tree.lines("passed")):
+                    raise RuntimeError(f"some of these tests did not run without a mutant: {suspects}")
             trees.put(tree)
             broken |= failing
             mutants = [m for m in mutants if results[m["n"]].get("test") in failing]
