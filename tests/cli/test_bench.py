@@ -124,9 +124,9 @@ def test_invalid_settings_are_named(changes: Any, error: type, printed: str) -> 
 
 def test_without_a_launcher_it_measures_two_local_ranks_as_json_and_plots_them(tmp_path: Path) -> None:
     page = tmp_path / "comm.html"
-    found = json.loads(
-        run(sys.executable, "-m", "megalith", "bench", "comm", *QUICK, "--json", "--plot", str(page))
-    )
+    result = bench(*QUICK, "--json", "--plot", str(page))
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
     assert found["ranks"] == 2
     assert found["left_out"] == 0
     assert found["machine"]["torch"] == torch.__version__
@@ -136,11 +136,11 @@ def test_without_a_launcher_it_measures_two_local_ranks_as_json_and_plots_them(t
         for transport in (("gloo",) if pattern == "all_reduce" else ("gloo", "shared_memory"))
         for size in (1024, 65536)
     ]
-    for result in found["results"]:
-        assert 3 <= result["calls"] <= 5
-        assert 0 < result["best"] <= result["latency"]
-        part = 1 if result["pattern"] == "all_reduce" else 0.5  # of two ranks each keeps half, on average
-        assert result["goodput"] == pytest.approx(result["size"] * part / result["latency"], rel=0.01)
+    for each in found["results"]:
+        assert 3 <= each["calls"] <= 5
+        assert 0 < each["best"] <= each["latency"]
+        part = 1 if each["pattern"] == "all_reduce" else 0.5  # of two ranks each keeps half, on average
+        assert each["goodput"] == pytest.approx(each["size"] * part / each["latency"], rel=0.01)
     drawn = page.read_text()
     assert drawn.count("<svg") == 4  # latency and goodput of each transport
     assert drawn.count("<circle") == 2 * len(found["results"])

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,54 +15,20 @@ from megalith.cli.main import app
 from megalith.errors import InputError
 from megalith.models import Model
 from megalith.serving.discovery import FileDiscovery
+from megalith.serving.server import repository
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.version_rules import VersionRules
 from megalith.training.run_exports import export_newest
 from megalith.training.run_model import load_trained
+from tests.forked import Forked, megalith
 from tests.serving.exports import ServerClient, export_version, logits, request_of, rows
 
-LIMIT = 120.0
 FEATURES, DENSE = rows(2)
 
 
-class ServeProcess:
+def served(tmp_path: Path, *arguments: object) -> Forked:
     """`megalith serve` in a separate process."""
-
-    def __init__(self, *arguments: object) -> None:
-        command = [sys.executable, "-m", "megalith", "serve", *map(str, arguments), "--port", "0"]
-        command += [] if "--trial" in arguments else ["--trial", "never"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.lines: list[str] = []
-
-    def wait_for(self, pattern: str) -> str:
-        """Waits for a line that matches a pattern, and returns its group."""
-        assert self.process.stdout is not None
-        alarm = threading.Timer(LIMIT, self.process.kill)  # ends the output
-        alarm.start()
-        try:
-            for line in self.process.stdout:
-                self.lines.append(line)
-                if found := re.search(pattern, line):
-                    return found[1]
-        finally:
-            alarm.cancel()
-        raise AssertionError(f"{pattern!r} not in {self.lines}; {self.process.communicate(timeout=LIMIT)[1]}")
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        self.process.communicate(timeout=LIMIT)
-        return self.process.returncode
-
-
-@contextmanager
-def served(*arguments: object) -> Iterator[ServeProcess]:
-    made = ServeProcess(*arguments)
-    try:
-        yield made
-    finally:
-        if made.process.poll() is None:
-            made.process.kill()
-            made.process.communicate(timeout=LIMIT)
+    return Forked(tmp_path / "output", megalith, "serve", *arguments, "--port", 0)
 
 
 def train(run: Path, *more: str) -> Model:
@@ -82,9 +42,9 @@ def train(run: Path, *more: str) -> Model:
 def test_a_signal_stops_the_server(tmp_path: Path) -> None:
     model = export_version(tmp_path / "exports")
     found = tmp_path / "servers.json"
-    with served(tmp_path / "exports", "--discovery", f"file:{found}", "--trial", "always") as server:
-        address = server.wait_for(r"gRPC on (\S+)")
-        assert "movies version 1\n" in server.lines
+    with served(tmp_path, tmp_path / "exports", "--discovery", f"file:{found}", "--trial", "never") as server:
+        address = server.printed(r"gRPC on (\S+)\n")
+        assert "movies version 1\n" in server.output
         with ServerClient(address) as ask:
             outputs = ask({**FEATURES, "dense": DENSE})
             torch.testing.assert_close(outputs["logits"], logits(model, FEATURES, DENSE))
@@ -98,10 +58,10 @@ def test_a_signal_stops_the_server(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("restore_threads")
 def test_following_a_run_waits_for_its_first_checkpoint_and_serves_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with served(run, "--follow", "--model-name", "clicks") as server:
-        server.wait_for("(waiting) for the first checkpoint")
+    with served(tmp_path, run, "--follow", "--model-name", "clicks", "--trial", "never") as server:
+        server.printed("(waiting) for the first checkpoint")
         model = train(run)
-        with ServerClient(server.wait_for(r"gRPC on (\S+)")) as ask:
+        with ServerClient(server.printed(r"gRPC on (\S+)\n")) as ask:
             for name, table in model.embeddings.shards.local.items():
                 ids = torch.cat([chunk.ids for chunk in table.scan()])
                 rows = ask({name: ids}, signature="lookup", model="clicks")[name]
@@ -162,12 +122,15 @@ def test_errors_are_one_line(
 def test_a_signal_ends_a_start_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export_version(tmp_path)
     ended: list[str] = []
+    tried: list[Path] = []
 
     def opens(server: ModelServer, directory: Path) -> Any:
         signal.raise_signal(signal.SIGTERM)
         ended.append("it continued")
 
+    monkeypatch.setattr(repository, "try_version", lambda directory, stopping: tried.append(directory))
     monkeypatch.setattr(ModelServer, "_open", opens)
-    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0", "--trial", "never"])
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0"])
     assert (result.exit_code, ended) == (0, [])
+    assert len(tried) == 1  # unlike a ModelServer, the command tries the first version too
     assert "shutting down" in result.stdout

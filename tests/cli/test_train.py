@@ -5,12 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,8 @@ from megalith.data import SyntheticReader
 from megalith.models import DeepFM
 from megalith.serving.export.signature import Signature
 from megalith.training import Run
+from tests import forked
+from tests.forked import Forked
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
 COMMANDS = ("train", "eval", "predict", "report", "table", "plan")
@@ -329,26 +328,19 @@ def test_eval_and_predict_have_the_data_flags_of_train_and_report_dropped_rows(t
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_saves_and_the_run_can_be_resumed(tmp_path: Path, number: int) -> None:
+def test_ctrl_c_saves_and_the_run_can_be_resumed(tmp_path: Path, number: signal.Signals) -> None:
     run = tmp_path / "run"
     config = tmp_path / "run.toml"
     config.write_text(
         '[data]\nkind = "synthetic"\nbatch_size = 32\noptions = { num_batches = 50 }\n'
         "[train]\nepochs = 100000\nlog_every = 1\nthreads = 1\n"
     )
-    command = [sys.executable, "-m", "megalith", "train", "--config", str(config), "--run", str(run)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     log = run / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (log.exists() and log.read_text().count("\n") >= 3):
-        assert process.poll() is None, process.stdout.read() if process.stdout else ""
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.kill(process.pid, number)
-    output, _ = process.communicate(timeout=60)
+    with Forked(tmp_path / "output", forked.megalith, "train", "--config", config, "--run", run) as process:
+        process.wait_for(lambda: log.exists() and log.read_text().count("\n") >= 3)
+        assert process.end(number) == 130, process.output
 
-    assert process.returncode == 130, output
-    assert "stopped after step" in output
+    assert "stopped after step" in process.output
     step = json.loads((run / "checkpoint/manifest.json").read_text())["progress"]["step"]
     resumed = megalith("train", "--run", run, "--resume", "--max-steps", step + 2)
     assert resumed.exit_code == 0, resumed.output

@@ -5,11 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,9 +14,9 @@ from megalith import checkpoint
 from megalith.cli.main import app
 from megalith.errors import CheckpointError
 from megalith.training import RunConfig
+from tests.forked import Forked, torchrun
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
-LIMIT = 240
 
 
 def megalith(*arguments: object) -> Result:
@@ -40,34 +35,9 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-@contextmanager
-def torchrun(output: Path, *arguments: object, restarts: int = 0) -> Iterator[subprocess.Popen[bytes]]:
-    """Two ranks of `megalith train`; what they print goes to a file. Killed at the end if they still run."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", str(restarts), "-m", "megalith", "train", *map(str, arguments)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with output.open("wb") as file:
-        process = subprocess.Popen(command, env=environ, stdout=file, stderr=file)
-        try:
-            yield process
-        finally:
-            for pid in [*ranks_of(process), process.pid]:
-                if process.poll() is None:
-                    os.kill(pid, signal.SIGKILL)
-            process.wait(LIMIT)
-
-
-def ranks_of(launcher: subprocess.Popen[bytes]) -> list[int]:
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-    return [int(pid) for pid in children.read_text().split()] if children.exists() else []
-
-
-def wait_for(what: Callable[[], bool], process: subprocess.Popen[bytes], output: Path) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not what():
-        assert process.poll() is None, output.read_text()
-        assert time.monotonic() < deadline, output.read_text()
-        time.sleep(0.02)
+def launched(tmp_path: Path, *arguments: object, restarts: int = 0) -> Forked:
+    """Two ranks of `megalith train` under the agent of torchrun, in a process of its own."""
+    return Forked(tmp_path / "output", torchrun, 2, restarts, "train", *arguments)
 
 
 def step(run: Path) -> int:
@@ -81,18 +51,18 @@ def step(run: Path) -> int:
 def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_happened(
     tmp_path: Path, config: Path
 ) -> None:
-    run, output = tmp_path / "run", tmp_path / "output"
+    run = tmp_path / "run"
     arguments = ("--config", config, "--run-dir", run, "--resume")  # starts, and continues when restarted
-    with torchrun(output, *arguments, restarts=1) as launcher:
-        wait_for(lambda: step(run) >= 5, launcher, output)
-        ranks = ranks_of(launcher)
+    with launched(tmp_path, *arguments, restarts=1) as launcher:
+        launcher.wait_for(lambda: step(run) >= 5)
+        ranks = launcher.children
         assert len(ranks) == 2
         before = step(run)
         os.kill(ranks[1], signal.SIGKILL)
-        assert launcher.wait(LIMIT) == 0, output.read_text()
+        assert launcher.end() == 0, launcher.output
     assert before < 80
     assert step(run) == 80
-    assert len(re.findall("deepfm on synthetic clicks.*, 2 ranks", output.read_text())) == 2  # rank 0 of each
+    assert len(re.findall("deepfm on synthetic clicks.*, 2 ranks", launcher.output)) == 2  # rank 0 of each
 
     alone = megalith("train", "--config", config, "--run", tmp_path / "alone")
     assert alone.exit_code == 0, alone.output
@@ -103,15 +73,14 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_happened(
 
 
 def test_a_signal_to_the_launcher_stops_all_ranks_at_one_step_and_saves(tmp_path: Path, config: Path) -> None:
-    run, output = tmp_path / "run", tmp_path / "output"
+    run = tmp_path / "run"
     flags = ("--config", config, "--run-dir", run, "--max-steps", 100000, "--save-every", 100000)
-    with torchrun(output, *flags, "--log-every", 1, "--comm-metrics=user") as launcher:
+    with launched(tmp_path, *flags, "--log-every", 1, "--comm-metrics=user") as launcher:
         log = run / "metrics.jsonl"
-        wait_for(lambda: log.exists() and log.read_text().count("\n") >= 3, launcher, output)
-        os.kill(launcher.pid, signal.SIGTERM)
-        launcher.wait(LIMIT)
-    printed = re.findall(r"stopped after step ([\d,]+)", output.read_text())
-    assert len(printed) == 1, output.read_text()
+        launcher.wait_for(lambda: log.exists() and log.read_text().count("\n") >= 3)
+        launcher.end(signal.SIGTERM)
+    printed = re.findall(r"stopped after step ([\d,]+)", launcher.output)
+    assert len(printed) == 1, launcher.output
     stopped = step(run)
     assert stopped == int(printed[0].replace(",", "")) >= 3
     on_one_rank = megalith("train", "--run", run, "--resume", "--max-steps", stopped + 2)

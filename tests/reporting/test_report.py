@@ -363,8 +363,8 @@ def chromium(tmp_path: Path, page: Path, *flags: str) -> str:
     return done.stdout
 
 
-def probe(tmp_path: Path, page: Path, width: int) -> tuple[int, list[str]]:
-    """How many charts a browser draws, and which labels have no room."""
+def probe(tmp_path: Path, page: Path, width: int) -> tuple[str, int, list[str]]:
+    """The page as a browser has it, how many charts it draws, and which labels have no room."""
     open_page = re.sub(r"<meta http-equiv.*?>", "", page.read_text()).replace(
         "</body>", f"{LAYOUT_PROBE}</body>"
     )
@@ -372,7 +372,7 @@ def probe(tmp_path: Path, page: Path, width: int) -> tuple[int, list[str]]:
     copy.write_text(open_page)
     dom = chromium(tmp_path, copy, f"--window-size={width},1000", "--dump-dom")
     found = dict(re.findall(r'data-(wrong|charts)="(.*?)"', dom))
-    return int(found["charts"]), json.loads(unescape(found["wrong"]))
+    return dom, int(found["charts"]), json.loads(unescape(found["wrong"]))
 
 
 def decode_png(data: bytes) -> tuple[int, int, list[bytes]]:
@@ -444,18 +444,17 @@ def test_a_browser_paints_the_page(
     assert len(colours) > 50
 
 
-def test_a_browser_finds_every_section(run: Path, tmp_path: Path) -> None:
-    page = write_report(run, comparison=comparison(tmp_path / "c.json"))
-    dom = chromium(tmp_path, page, "--dump-dom")
+@pytest.mark.parametrize(
+    ("width", "names"),
+    [(1280, ["user", "item"]), (560, [f"feature number {i} of many" for i in range(9)])],
+)
+def test_a_browser_finds_every_section_and_labels_have_room(
+    tmp_path: Path, width: int, names: list[str]
+) -> None:
+    page = write_report(make_run(tmp_path / "demo", names), comparison=comparison(tmp_path / "c.json"))
+    dom, charts, wrong = probe(tmp_path, page, width)
     for title in [*SECTIONS, "Comparison"]:
         assert f"<h2>{title}</h2>" in dom
     assert not re.search("NaN|undefined", dom)
-
-
-@pytest.mark.parametrize("width", [1280, 560])
-@pytest.mark.parametrize("names", [["user", "item"], [f"feature number {i} of many" for i in range(9)]])
-def test_labels_have_room(tmp_path: Path, width: int, names: list[str]) -> None:
-    page = write_report(make_run(tmp_path / "demo", names))
-    charts, wrong = probe(tmp_path, page, width)
     assert charts == 6 + min(len(names), 4)
     assert wrong == []

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import select
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megalith.errors import DiscoveryError, UsageError
 from megalith.serving.discovery import Replica, ZooKeeperDiscovery
+from tests.forked import Forked
 from tests.serving.zookeeper import (
     LIMIT,
     Cable,
@@ -27,7 +27,6 @@ from tests.serving.zookeeper import (
 )
 
 __all__ = ["root", "zookeeper"]
-IMPORT_SECONDS = 120.0
 Open = Callable[..., ZooKeeperDiscovery]
 
 
@@ -187,23 +186,19 @@ def test_threads_may_register_at_once(opened: Open) -> None:
 # ---- failures
 
 
-def test_a_killed_server_vanishes(zookeeper: ZooKeeper, root: str, opened: Open) -> None:
+def test_a_killed_server_vanishes(zookeeper: ZooKeeper, root: str, opened: Open, tmp_path: Path) -> None:
     changes = watched(opened(), "movies:entry")
-    code = (
-        "import sys; from megalith.serving.discovery import Replica, ZooKeeperDiscovery\n"
-        "discovery = ZooKeeperDiscovery(sys.argv[1], sys.argv[2], session_seconds=1.0)\n"
-        "print('imported', flush=True); discovery.start()\n"
-        "discovery.register('movies:entry', Replica('10.0.0.1:8500')); sys.stdin.read()\n"
-    )
-    command = [sys.executable, "-c", code, zookeeper.hosts, root]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
-        try:
-            assert server.stdout is not None
-            assert select.select([server.stdout], [], [], IMPORT_SECONDS)[0], "importing torch took too long"
-            changes.until_addresses("10.0.0.1:8500")
-        finally:
-            server.kill()
+    with Forked(tmp_path / "output", registered, zookeeper.hosts, root) as server:
+        changes.until_addresses("10.0.0.1:8500")
+        server.end(signal.SIGKILL)
         changes.until_addresses()
+
+
+def registered(hosts: str, root: str) -> None:
+    discovery = ZooKeeperDiscovery(hosts, root, session_seconds=1.0)
+    discovery.start()
+    discovery.register("movies:entry", Replica("10.0.0.1:8500"))
+    signal.pause()
 
 
 def test_a_restart_of_zookeeper_is_survived(zookeeper: ZooKeeper, opened: Open) -> None:

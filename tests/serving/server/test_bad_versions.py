@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import shutil
-import subprocess
-import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -18,9 +16,10 @@ from megalith.errors import ExportError
 from megalith.serving.export.archive import check_archive
 from megalith.serving.export.exporter import export_model
 from megalith.serving.export.servable import Servable
-from megalith.serving.export.trial import try_version
+from megalith.serving.export.trial import _die_first, try_version
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
+from tests.forked import Forked
 from tests.serving.export.test_dense_program import Wide
 from tests.serving.exports import ServerClient, request_of
 
@@ -96,13 +95,15 @@ def test_a_trial_stops_with_the_server(exports: Path) -> None:
     try_version(exports / "2", stopping)  # its child is killed at once
 
 
-def test_a_trial_is_ended_before_the_server_for_lack_of_memory() -> None:
-    code = (
-        "from pathlib import Path; from megalith.serving.export.trial import _die_first;"
-        "_die_first(); print(Path('/proc/self/oom_score_adj').read_text())"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert printed.stdout.strip() == "1000", printed.stderr
+def test_a_trial_is_ended_before_the_server_for_lack_of_memory(tmp_path: Path) -> None:
+    with Forked(tmp_path / "output", die_first) as process:
+        assert process.end() == 0, process.output
+        assert process.output.strip() == "1000"
+
+
+def die_first() -> None:
+    _die_first()
+    print(Path("/proc/self/oom_score_adj").read_text())
 
 
 def test_versions_that_were_deleted_are_forgotten(exports: Path, served: Path) -> None:

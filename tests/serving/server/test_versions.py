@@ -27,12 +27,6 @@ FEATURES, DENSE = rows(4)
 INPUTS = {**FEATURES, "dense": DENSE}
 
 
-@pytest.fixture(autouse=True)
-def _without_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """test_bad_versions.py shows what a trial does; here each would cost the start of a process."""
-    monkeypatch.setattr(repository, "try_version", lambda directory, stopping: None)
-
-
 def statuses(ask: ServerClient, name: str = "movies") -> dict[int, tuple[int, str]]:
     request = GetModelStatusRequest()
     request.model_spec.name = name
