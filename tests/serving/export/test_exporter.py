@@ -253,6 +253,13 @@ def test_rows_that_cannot_be_stored_name_their_table(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("chunks", [None, 3, [None], [(torch.arange(2),)], [(torch.arange(2), [1.0])]])
+def test_what_a_source_of_rows_returns_is_checked(tmp_path: Path, fast: None, chunks: Any) -> None:
+    with pytest.raises(InputError, match=r"rows\('t'\) must return"):
+        export_model(Wide(), tmp_path, name="m", version=1, rows=lambda table: chunks)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_table_that_changes_meanwhile_is_noticed(tmp_path: Path, fast: None) -> None:
     calls = []
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ def export_model(
         writer.write(found, on_rows)
 
     if rows is not None:
-        write(rows)
+        write(_checked_rows(rows))
     elif ranks.size == 1:
         write(_live_rows(tables))
     else:
@@ -432,6 +432,26 @@ class _TableExporter:
                 finite = (part.abs().nan_to_num(0.0, 0.0, 0.0).max() for part in parts)
                 largest = [max(a, float(b)) for a, b in zip(largest, finite, strict=True)]
         return torch.cat(found), largest
+
+
+def _checked_rows(rows: RowSource) -> RowSource:
+    """Return a source that checks the form of what a user's function returns; writers check ids and rows."""
+
+    def checked(table: str) -> Iterator[tuple[Tensor, Tensor]]:
+        chunks: Any = rows(table)
+        if not isinstance(chunks, Iterable):
+            raise InputError(
+                f"export: rows({table!r}) must return chunks (ids, rows), got {type(chunks).__name__}"
+            )
+        for chunk in chunks:
+            if not isinstance(chunk, tuple | list) or [isinstance(x, Tensor) for x in chunk] != [True, True]:
+                raise InputError(
+                    f"export: rows({table!r}) must return pairs of tensors, int64 [k] and float32 [k, dim], "
+                    f"got {type(chunk).__name__}"
+                )
+            yield chunk[0], chunk[1]
+
+    return checked
 
 
 def _live_rows(tables: Mapping[str, Shards]) -> RowSource:
