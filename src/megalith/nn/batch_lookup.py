@@ -72,13 +72,14 @@ class BatchLookup:
         """
         pooling = self.batch.pooling
         given = [grad is not None for grad in grads]
-        if not all(given) or not all(config.trainable for config in configs.values()):
-            bags = {
-                table: tuple(b for b in own if any(given[part.output] for part in b.parts))
-                for table, own in pooling.bags.items()
-                if configs[table].trainable
-            }
-            self.trained = Pooling(pooling.outputs, {table: own for table, own in bags.items() if own})
+        if all(given) and all(config.trainable for config in configs.values()):
+            return [grad for grad in grads if grad is not None]
+        bags = {
+            table: tuple(b for b in own if any(given[part.output] for part in b.parts))
+            for table, own in pooling.bags.items()
+            if configs[table].trainable
+        }
+        self.trained = Pooling(pooling.outputs, {table: own for table, own in bags.items() if own})
         device = next((grad.device for grad in grads if grad is not None), torch.device("cpu"))
         return [
             torch.zeros(shape, dtype=torch.float32, device=device) if grad is None else grad

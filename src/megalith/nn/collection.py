@@ -199,10 +199,11 @@ class EmbeddingCollection(nn.Module):
         else:
             own = started or self._start(batch)
         compiled = own.batch
-        own.lookup.step = self.lookup_step
-        if self.trains or self._in_graph():
+        trains = self.trains
+        own.lookup.step = self.global_step if trains else None
+        if trains or self._in_graph():
             own.step, own.time = self.global_step, time
-            outputs = _Pool.apply(self._anchor, self, own, self.trains)
+            outputs = _Pool.apply(self._anchor, self, own, trains)
         else:
             outputs = own.lookup.pool(compiled.pooling)
         outputs = to_device(outputs, compiled.device)
@@ -224,8 +225,8 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def _anchor(self) -> Tensor:
-        anchor: Tensor = getattr(self, ANCHOR)
-        return anchor
+        anchor = self._parameters.get(ANCHOR)  # `getattr` takes longer, but FSDP1 puts a view there
+        return getattr(self, ANCHOR) if anchor is None else anchor
 
     def start(self, batch: Any) -> StartedBatch:
         """Send the ids of a batch ahead of its forward, which takes the result instead of the batch.
