@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ExportError
+from megalith.serving.export import trial
 from megalith.serving.export.archive import check_archive
 from megalith.serving.export.exporter import export_model
 from megalith.serving.export.servable import Servable
-from megalith.serving.export.trial import _die_first, try_version
+from megalith.serving.export.trial import try_version
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from tests.forked import Forked
@@ -89,6 +90,13 @@ def test_a_division_ends_no_server(exports: Path, served: Path) -> None:
     assert Servable(exports / "2").predict(INPUTS)["logits"].tolist() == [smallest, smallest]
 
 
+def test_versions_that_work_pass_their_trial(exports: Path, tmp_path: Path) -> None:
+    try_version(exports / "1", threading.Event())
+    export_model(Dividing(1), tmp_path, name="movies", version=1, num_shards=2)
+    for part in ("ps_0", "ps_1", "entry"):
+        trial._run(tmp_path / part / "1")  # as the child does, which hides other errors than signals
+
+
 def test_a_trial_stops_with_the_server(exports: Path) -> None:
     stopping = threading.Event()
     stopping.set()
@@ -102,7 +110,7 @@ def test_a_trial_is_ended_before_the_server_for_lack_of_memory(tmp_path: Path) -
 
 
 def die_first() -> None:
-    _die_first()
+    trial._die_first()
     print(Path("/proc/self/oom_score_adj").read_text())
 
 
