@@ -115,7 +115,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Prints where the stacks are; without any, removes the folder."""
     if not hasattr(config, "workerinput"):
         folder = Path(os.environ[stacks.FOLDER])
-        if any(path.stat().st_size for path in folder.iterdir()):
+        if any("exceeded its time limit" in path.read_text(errors="replace") for path in folder.iterdir()):
             print(f"\nThe stacks of tests that exceeded their time limit are in {folder}", file=sys.stderr)
         else:
             shutil.rmtree(folder, ignore_errors=True)
