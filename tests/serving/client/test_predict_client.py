@@ -202,7 +202,7 @@ def test_two_hanging_servers_share_one_deadline() -> None:
         assert sorted(raised.value.targets) == sorted(server.address for server in hanging)
         remaining = sorted(server.seen[0].time_remaining or 0.0 for server in hanging)
         assert remaining[0] <= 1.0
-        assert remaining[1] <= 2.0
+        assert remaining[1] <= 2.1  # gRPC rounds deadlines up
         hanging[0].released.set()
 
 
