@@ -7,67 +7,30 @@ from torch import Tensor
 
 
 def signed(x: int) -> int:
-    """Return the int64 with the same 64 bits as an unsigned number.
-
-    Args:
-        x: 0 to 2^64 - 1; numbers from 2^63 become negative.
-
-    Returns:
-        The number as torch stores it, -2^63 to 2^63 - 1.
-    """
+    """Return the int64 with the same 64 bits as an unsigned number."""
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift to the right and fill with zeros (torch fills with the sign bit).
-
-    Args:
-        x: int64, any shape.
-        bits: Number of bits, 1 to 63.
-
-    Returns:
-        int64 of the same shape, never negative.
-    """
+    """Shift to the right and fill with zeros (torch fills with the sign bit)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def unsigned_divmod(x: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
-    """Divide the unsigned values of an int64 tensor.
-
-    Args:
-        x: int64, any shape.
-        divisor: Positive, below 2^62.
-
-    Returns:
-        Quotient and remainder, int64 of the same shape.
-    """
+    """Divide the unsigned values of an int64 tensor."""
     quotient = shift_right(x, 1) // divisor * 2
     rest = x - quotient * divisor  # at most 2 * divisor
     return quotient + rest // divisor, rest % divisor
 
 
 def mix64(x: Tensor) -> Tensor:
-    """Mix the 64 bits of each number. It is a bijection and the twin of mix64 in native/hash.hpp.
-
-    Args:
-        x: int64, any shape.
-
-    Returns:
-        int64 of the same shape.
-    """
+    """Mix the 64 bits of each number. It is a bijection and the twin of mix64 in native/hash.hpp."""
     x = (x ^ shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
     x = (x ^ shift_right(x, 27)) * signed(0x94D049BB133111EB)
     return x ^ shift_right(x, 31)
 
 
 def show_id_dtype(dtype: torch.dtype) -> str:
-    """Describe a dtype that ids cannot have, for an error message.
-
-    Args:
-        dtype: The dtype of the rejected tensor.
-
-    Returns:
-        Its name, with the remedy in parentheses if there is one.
-    """
+    """Describe a dtype that ids cannot have, for an error message."""
     hint = " (ids.view(torch.int64) keeps all 64 bits)" if dtype == torch.uint64 else ""
     return f"{dtype}{hint}"

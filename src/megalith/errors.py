@@ -98,13 +98,7 @@ class DiscoveryError(MegalithError, ConnectionError):
 
 
 class RemoteError(MegalithError, ConnectionError):
-    """A server does not answer in time, rejects a request, or sends an unexpected answer.
-
-    Args:
-        message: What happened, where, and the remedy.
-        code: The name of the gRPC status, such as "UNAVAILABLE".
-        targets: The addresses that were tried, in order.
-    """
+    """A server does not answer in time, rejects a request, or sends an unexpected answer."""
 
     def __init__(self, message: str, *, code: str = "UNKNOWN", targets: tuple[str, ...] = ()) -> None:
         super().__init__(message)

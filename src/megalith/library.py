@@ -33,14 +33,7 @@ _NO_SPAN: AbstractContextManager[Any] = nullcontext()
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Name a phase of a step in torch's profiler.
-
-    Args:
-        name: Name of the phase, such as "megalith.pool".
-
-    Returns:
-        A context manager; it does nothing and costs about 0.2 us while no profiler runs.
-    """
+    """Name a phase of a step in torch's profiler."""
     return torch.profiler.record_function(name) if profiler._is_profiler_enabled else _NO_SPAN
 
 
@@ -54,16 +47,7 @@ def native_module() -> ModuleType | None:
 
 
 def new_tensor(*shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """Allocate a CPU tensor for a result of native code, on huge pages if it is large.
-
-    Args:
-        shape: Shape of the tensor.
-        dtype: Type of its elements.
-        zero: Whether to fill it with zeros; otherwise it is uninitialized.
-
-    Returns:
-        An uninitialized tensor, or one of zeros.
-    """
+    """Allocate a CPU tensor for a result of native code, on huge pages if it is large."""
     out = torch.empty(shape, dtype=dtype, device="cpu")
     native = native_module()
     if native is not None and out.nbytes >= _LARGE:
@@ -72,26 +56,17 @@ def new_tensor(*shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Ten
 
 
 def keep_freed_memory(size: int) -> None:
-    """Let the C library keep freed memory for the next large message, for the whole process (glibc only).
-
-    Otherwise it returns the memory of every message of some megabytes to the system, and the page faults of
-    the next one take as long as its transport. A setting in the environment (MALLOC_TRIM_THRESHOLD_ or
-    MALLOC_MMAP_THRESHOLD_) takes precedence.
-
-    Args:
-        size: The maximum size of the memory kept by each heap, in bytes; a process has few heaps in use.
-    """
+    """Let the C library keep freed memory for the next large message, for the whole process (glibc only)."""
+    # Otherwise it returns the memory of every message of some megabytes to the system, and the page faults of
+    # the next one take as long as its transport. A setting in the environment (MALLOC_TRIM_THRESHOLD_ or
+    # MALLOC_MMAP_THRESHOLD_) takes precedence.
     native: Any = native_module()
     if native is not None and not any(f"MALLOC_{kind}_THRESHOLD_" in os.environ for kind in ("TRIM", "MMAP")):
         native.keep_freed_memory(size)
 
 
 def return_freed_memory(kept: int = 0) -> None:
-    """Return the memory that the C library keeps for later to the operating system, if it is glibc.
-
-    Args:
-        kept: Bytes that may stay at the end of the heap.
-    """
+    """Return the memory that the C library keeps for later to the operating system, if it is glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(kept))
@@ -101,11 +76,6 @@ class MessageBuffers:
     """Memory for messages; it is used again when the last tensor that shares it is freed. Thread-safe.
 
     The first write of a page of new memory costs several times as much as to fill it.
-
-    Args:
-        largest: The size in bytes from which memory is not kept; None: all sizes are.
-        huge_pages: Whether to ask for pages of 2 MiB. On some virtual machines the first write of such a page
-            is slow, which only pays off if the memory is used for a long time.
     """
 
     def __init__(self, largest: int | None = None, *, huge_pages: bool = True) -> None:
@@ -114,45 +84,22 @@ class MessageBuffers:
         self._largest = sys.maxsize if largest is None else largest
 
     def new(self, size: int) -> Tensor:
-        """Return memory for a message.
-
-        Args:
-            size: Bytes.
-
-        Returns:
-            uint8 [size], uninitialized.
-        """
+        """Return memory for a message."""
+        # returns: uint8 [size], uninitialized.
         if self._native is None or not _SMALL <= size < self._largest:
             return torch.empty(size, dtype=torch.uint8, device="cpu")
         return from_dlpack(self._native.get(size))
 
     def floats(self, rows: int, columns: int) -> Tensor:
-        """Return memory for rows of floats.
-
-        Args:
-            rows: Number of rows.
-            columns: Number of floats of a row.
-
-        Returns:
-            float32 [rows, columns], uninitialized.
-        """
+        """Return memory for rows of floats."""
+        # returns: float32 [rows, columns], uninitialized.
         return self.new(4 * rows * columns).view(torch.float32).view(rows, columns)
 
 
 def define_op(
     schema: str, *, native: Callable[..., Any], twin: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Register an op.
-
-    Args:
-        schema: Its schema, such as "route(Tensor ids, int[] rule) -> Tensor".
-        native: Implementation for CPU tensors.
-        twin: Implementation in plain torch.
-        fake: Returns empty results with the right shapes, for tracing.
-
-    Returns:
-        A function that calls the op.
-    """
+    """Register an op."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, twin, "CompositeExplicitAutograd")
@@ -164,14 +111,7 @@ def define_op(
 
 
 def copy_repeated(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy repeated arguments of an autograd.Function: torch.compile does not accept a tensor twice.
-
-    Args:
-        tensors: The tensor arguments in order.
-
-    Returns:
-        The same tensors; while torch.compile traces, a clone for each that occurred before.
-    """
+    """Copy repeated arguments of an autograd.Function: torch.compile does not accept a tensor twice."""
     if not torch.compiler.is_compiling():
         return list(tensors)
     return [t.clone() if any(t is other for other in tensors[:k]) else t for k, t in enumerate(tensors)]
@@ -185,15 +125,7 @@ def new_size() -> Any:
 def lazy_names(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make a package import each of its names when the name is first used.
-
-    Args:
-        package: The package's `__name__`.
-        modules: The names each module defines, separated by spaces; ".x" is module x of the package.
-
-    Returns:
-        The package's `__getattr__`, `__dir__` and `__all__`.
-    """
+    """Make a package import each of its names when the name is first used."""
     homes = {name: module for module, names in modules.items() for name in names.split()}
 
     def load(name: str) -> Any:

@@ -18,19 +18,11 @@ _BFLOATS = 2**16
 
 
 def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """Return the area under the ROC curve, exactly.
-
-    It is the probability that a random positive scores above a random negative, where a tie counts half: the
-    Mann-Whitney statistic divided by the number of pairs.
-
-    Args:
-        scores: float [n], not NaN.
-        labels: [n], 0 or 1.
-        weights: [n], not negative.
-
-    Returns:
-        The AUC; NaN if a class has no rows.
-    """
+    """Return the area under the ROC curve, exactly."""
+    # It is the probability that a random positive scores above a random negative, where a tie counts half:
+    # the Mann-Whitney statistic divided by the number of pairs.
+    #
+    # scores: float [n], not NaN; labels: [n], 0 or 1; weights: [n], not negative.
     return _exact(*_checked(scores, labels, weights))
 
 
@@ -41,13 +33,7 @@ class AUC:
         self._chunks: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def update(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Add a batch.
-
-        Args:
-            scores: As for `auc`.
-            labels: As for `auc`.
-            weights: As for `auc`.
-        """
+        """Add a batch."""
         self._chunks.append(_checked(scores, labels, weights))
 
     def compute(self) -> float:
@@ -65,23 +51,13 @@ class BinnedAUC:
     """The AUC of scores rounded to bfloat16, in bounded memory (1 MB), for progress bars.
 
     Rounding keeps the order of scores; scores that differ by less than 0.8 % may become ties.
-
-    Attributes:
-        sums: Weights of positives and of negatives by rounded score, float64 [2, 65536]. The sums of several
-            ranks can be added.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def update(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Add a batch.
-
-        Args:
-            scores: As for `auc`.
-            labels: As for `auc`.
-            weights: As for `auc`.
-        """
+        """Add a batch."""
         scores, labels, weights = _checked(scores, labels, weights)
         # Read as integers, floats of one sign are in order; the order of negative ones is reversed here.
         bits = scores.to(torch.bfloat16).view(torch.int16).long()
@@ -98,16 +74,8 @@ class BinnedAUC:
 
 
 def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """Return the mean of -ln(predicted probability of the label).
-
-    Args:
-        logits: float [n], not NaN.
-        labels: [n], 0 or 1.
-        weights: [n], not negative.
-
-    Returns:
-        The log loss; NaN without rows.
-    """
+    """Return the mean of -ln(predicted probability of the label)."""
+    # logits: float [n], not NaN; labels: [n], 0 or 1; weights: [n], not negative.
     logits, labels, weights = _checked(logits, labels, weights)
     wrong = torch.where(labels, -logits, logits).double()
     losses = torch.logaddexp(wrong, torch.zeros_like(wrong))
@@ -116,27 +84,16 @@ def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> f
 
 @dataclass(frozen=True, eq=False)
 class CalibrationBins:
-    """Predictions and labels in bins of the predicted probability.
+    """Predictions and labels in bins of the predicted probability."""
 
-    Attributes:
-        predicted: Mean predicted probability of each bin, float64 [bins]; NaN if the bin is empty.
-        observed: Mean label of each bin, float64 [bins]; NaN if the bin is empty.
-        weight: Number of rows of each bin, or the sum of their weights, float64 [bins].
-        ratio: Mean prediction divided by mean label of all rows; above 1 the model predicts too much.
-    """
-
-    predicted: Tensor
-    observed: Tensor
-    weight: Tensor
-    ratio: float
+    predicted: Tensor  # Mean predicted probability of each bin, float64 [bins]; NaN if the bin is empty
+    observed: Tensor  # Mean label of each bin, float64 [bins]; NaN if the bin is empty
+    weight: Tensor  # Number of rows of each bin, or the sum of their weights, float64 [bins]
+    ratio: float  # Mean prediction divided by mean label of all rows; above 1 the model predicts too much
 
 
 class Calibration:
-    """Predicted probabilities and observed labels of any number of batches, in bins of equal width.
-
-    Args:
-        num_bins: Number of bins.
-    """
+    """Predicted probabilities and observed labels of any number of batches, in bins of equal width."""
 
     def __init__(self, num_bins: int = 20) -> None:
         if isinstance(num_bins, bool) or not isinstance(num_bins, int) or num_bins < 1:
@@ -145,13 +102,7 @@ class Calibration:
         self.reset()
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Add a batch.
-
-        Args:
-            logits: As for `log_loss`.
-            labels: As for `log_loss`.
-            weights: As for `log_loss`.
-        """
+        """Add a batch."""
         logits, labels, weights = _checked(logits, labels, weights)
         predicted = logits.double().sigmoid()
         bins = (predicted * self.num_bins).long().clamp(max=self.num_bins - 1)

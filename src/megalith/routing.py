@@ -145,14 +145,7 @@ class Router:
 
 
 def mix(ids: Tensor) -> Tensor:
-    """Hash ids with MurmurHash3's 64-bit finalizer, a bijection.
-
-    Args:
-        ids: int64, any shape.
-
-    Returns:
-        int64 of the same shape.
-    """
+    """Hash ids with MurmurHash3's 64-bit finalizer, a bijection."""
     x = ids ^ shift_right(ids, 33)
     x = x * signed(0xFF51AFD7ED558CCD)
     x = x ^ shift_right(x, 33)

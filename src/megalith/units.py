@@ -12,14 +12,7 @@ _SPANS = ((YEAR, "year"), (MONTH, "month"), (DAY, "day"), (HOUR, "hour"), (MINUT
 
 
 def show_bytes(count: float) -> str:
-    """Format bytes: 1536 -> "1.5 KiB".
-
-    Args:
-        count: Number of bytes; may be negative or fractional.
-
-    Returns:
-        The number in the largest unit that makes it at least 1, up to TiB.
-    """
+    """Format bytes: 1536 -> "1.5 KiB"."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -28,27 +21,13 @@ def show_bytes(count: float) -> str:
 
 
 def byte_unit(largest: float) -> tuple[str, int]:
-    """Choose the unit for a series of byte counts, such as the axis of a chart.
-
-    Args:
-        largest: The largest count of the series.
-
-    Returns:
-        Name of the unit and its number of bytes; ("bytes", 1) for counts below 1024.
-    """
+    """Choose the unit for a series of byte counts, such as the axis of a chart."""
     units = [("bytes", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40)]
     return [unit for unit in units if unit[1] <= max(largest, 1)][-1]
 
 
 def show_span(seconds: float) -> str:
-    """Format a duration: 5400 -> "1.5 hours".
-
-    Args:
-        seconds: The duration in seconds.
-
-    Returns:
-        The duration in its largest unit from seconds to years, with three significant digits.
-    """
+    """Format a duration: 5400 -> "1.5 hours"."""
     for size, name in _SPANS:
         if abs(seconds) >= size:
             return _plural(seconds / size, name)
@@ -56,14 +35,7 @@ def show_span(seconds: float) -> str:
 
 
 def show_number(value: float) -> str:
-    """Format a number with four significant digits: 12345.678 -> "12,346", 0.00012345 -> "0.0001234".
-
-    Args:
-        value: The number.
-
-    Returns:
-        The text; integers below 10^15 keep all digits, and NaN and infinities are "not finite".
-    """
+    """Format a number with four significant digits: 12345.678 -> "12,346", 0.00012345 -> "0.0001234"."""
     if not math.isfinite(value):
         return "not finite"
     if value == int(value) and abs(value) < 1e15:
@@ -74,14 +46,7 @@ def show_number(value: float) -> str:
 
 
 def show_short(value: float) -> str:
-    """Format a number for an axis: 1200000 -> "1.2M", 0.25 -> "0.25", 1e-9 -> "1e-9".
-
-    Args:
-        value: The number.
-
-    Returns:
-        At most four significant digits with a suffix (k, M, G, T) or an exponent.
-    """
+    """Format a number for an axis: 1200000 -> "1.2M", 0.25 -> "0.25", 1e-9 -> "1e-9"."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -97,14 +62,7 @@ def show_short(value: float) -> str:
 
 
 def show_time(seconds: int) -> str:
-    """Format a time in UTC: 0 -> "1970-01-01 00:00:00 UTC".
-
-    Args:
-        seconds: Seconds since 1970.
-
-    Returns:
-        The text; "N s" for a time outside the range of the calendar.
-    """
+    """Format a time in UTC: 0 -> "1970-01-01 00:00:00 UTC"."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, OSError, ValueError):

@@ -26,74 +26,37 @@ CONSUMER = "checkpoint"
 
 
 def check_idle(collections: Mapping[str, EmbeddingCollection]) -> None:
-    """Raise if a save of one of the collections is in progress.
-
-    Args:
-        collections: The collections by module path.
-
-    Raises:
-        UsageError: One is; the message names the collection.
-    """
+    """Raise if a save of one of the collections is in progress."""
     for path, collection in collections.items():
         if collection.checkpoint_state.save_in_progress is not None:
             raise UsageError(f"a save of collection {path!r} is in progress: call wait() on its handle first")
 
 
 def set_busy(collection: EmbeddingCollection, job: object) -> None:
-    """Record that a save of a collection begins.
-
-    Args:
-        collection: The collection.
-        job: Identifies the save.
-    """
+    """Record that a save of a collection begins."""
     collection.checkpoint_state.save_in_progress = job
 
 
 def set_idle(collection: EmbeddingCollection, job: object) -> None:
-    """Record that a save has ended, successfully or not. Does nothing if another save is in progress.
-
-    Args:
-        collection: The collection.
-        job: Identifies the save, as passed to `set_busy`.
-    """
+    """Record that a save has ended, successfully or not. Does nothing if another save is in progress."""
     if collection.checkpoint_state.save_in_progress is job:
         collection.checkpoint_state.save_in_progress = None
 
 
 def set_last_save(collections: Iterable[EmbeddingCollection], store: Store, id: str) -> None:
-    """Record the save that the rows of these collections are now equal to.
-
-    Args:
-        collections: All collections of the model.
-        store: The store of the checkpoint.
-        id: The id of the save in its manifest.
-    """
+    """Record the save that the rows of these collections are now equal to."""
     for collection in collections:
         collection.checkpoint_state.last_save = (store.address, id)
 
 
 def forget_last_save(collections: Iterable[EmbeddingCollection]) -> None:
-    """Record that the rows are equal to no save, so that no delta can be added.
-
-    Args:
-        collections: All collections of the model.
-    """
+    """Record that the rows are equal to no save, so that no delta can be added."""
     for collection in collections:
         collection.checkpoint_state.last_save = None
 
 
 def check_last_save(collections: Iterable[EmbeddingCollection], store: Store, manifest: Manifest) -> None:
-    """Raise unless a delta of these collections can be added to a checkpoint.
-
-    Args:
-        collections: All collections of the model.
-        store: The store of the checkpoint.
-        manifest: The manifest of the checkpoint.
-
-    Raises:
-        UsageError: The model was last saved to or loaded from another place, or never.
-        CheckpointError: The checkpoint was changed since this model saved or loaded it.
-    """
+    """Raise unless a delta of these collections can be added to a checkpoint."""
     saves = {collection.checkpoint_state.last_save for collection in collections}
     save = saves.pop() if len(saves) == 1 else None
     if save is None or save[0] != store.address:
@@ -110,27 +73,13 @@ def check_last_save(collections: Iterable[EmbeddingCollection], store: Store, ma
 
 
 def track_changes(shards: Shards) -> None:
-    """Track the rows that change from now on, and forget earlier changes.
-
-    Args:
-        shards: The tables of a collection.
-    """
+    """Track the rows that change from now on, and forget earlier changes."""
     shards.track(CONSUMER)
     shards.drain_touched(CONSUMER)
 
 
 def ranks_of(model: nn.Module) -> RankGroup:
-    """Return the ranks that the tables of a model are spread over, or without tables its sharded weights.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The ranks that save and load it together; a single rank if nothing is spread.
-
-    Raises:
-        UsageError: Dense weights are sharded over ranks, but each rank has tables of its own.
-    """
+    """Return the ranks that the tables of a model are spread over, or without tables its sharded weights."""
     collections = collections_of(model)
     groups = [c.shards.ranks for c in collections.values()]
     ranks = max(groups, key=lambda ranks: ranks.size, default=RankGroup())
@@ -146,16 +95,7 @@ def ranks_of(model: nn.Module) -> RankGroup:
 
 
 def check_equal_options(ranks: RankGroup, call: str, options: Mapping[str, Any]) -> None:
-    """Raise on every rank unless all ranks pass equal options. A collective call.
-
-    Args:
-        ranks: The ranks that make this call.
-        call: The name of the function that takes the options, for the message.
-        options: The options by name, of types that can be compared.
-
-    Raises:
-        InputError: An option differs; the message names it, both ranks and both values.
-    """
+    """Raise on every rank unless all ranks pass equal options. A collective call."""
     everywhere = ranks.gather(dict(options))
     for rank, other in enumerate(everywhere):
         for name, value in everywhere[0].items():
@@ -167,28 +107,12 @@ def check_equal_options(ranks: RankGroup, call: str, options: Mapping[str, Any])
 
 
 def keep_routing(collection: EmbeddingCollection, table: str, routing: Routing) -> None:
-    """Remember the routing that a table was saved with; with one shard nothing else records it.
-
-    Args:
-        collection: The collection that the rows are loaded into.
-        table: The name of the table in it.
-        routing: The routing of the checkpoint.
-    """
+    """Remember the routing that a table was saved with; with one shard nothing else records it."""
     collection.checkpoint_state.routing[table] = routing.dist_type, routing.block_size
 
 
 def routing_of(shards: Shards, table: str, kept: Mapping[str, tuple[str, int | None]]) -> Routing:
-    """Return the routing of a table, as a save or an export records it.
-
-    Args:
-        shards: The tables of a collection.
-        table: The name of the table.
-        kept: What `keep_routing` remembers: `CheckpointState.routing`.
-
-    Returns:
-        The routing of the shards; with one shard, the mode of the table's config or else of the checkpoint
-        that was loaded last.
-    """
+    """Return the routing of a table, as a save or an export records it."""
     router = shards.router(table)
     if router is None:
         mode, block_size = kept.get(table, ("roundrobin", None))

@@ -59,30 +59,19 @@ class LargestChange:
 
 @dataclass(frozen=True)
 class TableDifference:
-    """The differences of a table that both checkpoints have.
+    """The differences of a table that both checkpoints have."""
 
-    Attributes:
-        before: Number of rows in the first checkpoint.
-        after: Number of rows in the second checkpoint.
-        added: Number of ids that only the second has.
-        removed: Number of ids that only the first has.
-        changed: Number of rows whose weights, optimizer state or count differ. Optimizer state is not
-            compared if its sizes differ, and rows are not compared if the dims differ.
-        times: Number of other rows whose last-update time differs.
-        weights: Number of rows whose weights differ.
-        largest: The largest difference of a weight.
-        settings: The dims, optimizers, routing and seed that differ.
-    """
-
-    before: int
-    after: int
-    added: int
-    removed: int
+    before: int  # Number of rows in the first checkpoint
+    after: int  # Number of rows in the second checkpoint
+    added: int  # Number of ids that only the second has
+    removed: int  # Number of ids that only the first has
+    # Number of rows whose weights, optimizer state or count differ. Optimizer state is not compared if its
+    # sizes differ, and rows are not compared if the dims differ.
     changed: int
-    times: int
-    weights: int
-    largest: LargestChange | None
-    settings: dict[str, Change]
+    times: int  # Number of other rows whose last-update time differs
+    weights: int  # Number of rows whose weights differ
+    largest: LargestChange | None  # The largest difference of a weight
+    settings: dict[str, Change]  # The dims, optimizers, routing and seed that differ
 
     @property
     def same(self) -> bool:

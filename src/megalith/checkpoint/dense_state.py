@@ -16,32 +16,14 @@ from megalith.shards import Shards
 
 
 def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
-    """Find the collections of a model.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The collections by module path, which is "" if the model itself is a collection.
-
-    Raises:
-        InputError: The model is not an nn.Module.
-    """
+    """Find the collections of a model."""
     if not isinstance(model, nn.Module):
         raise InputError(f"a checkpoint is of an nn.Module, got {type(model).__name__}")
     return {name: m for name, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
 
 
 def tables_of(collections: Mapping[str, EmbeddingCollection]) -> list[tuple[str, str, Shards]]:
-    """List the tables of a model.
-
-    Args:
-        collections: The collections by module path.
-
-    Returns:
-        (collection path, table name, shards) of each table. Tables of shards that several collections share
-        are listed once.
-    """
+    """List the tables of a model."""
     found: list[tuple[str, str, Shards]] = []
     seen: set[int] = set()
     for path, collection in collections.items():
@@ -52,17 +34,7 @@ def tables_of(collections: Mapping[str, EmbeddingCollection]) -> list[tuple[str,
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the dense weights of a model: what its checkpoint holds besides the rows of its collections.
-
-    Args:
-        model: The model. FSDP2 modules in it are resharded.
-
-    Returns:
-        Parameters and persistent buffers by name, not copies; a DTensor for a sharded weight.
-
-    Raises:
-        UsageError: A module has extra state, or is sharded by FSDP1; a checkpoint can hold neither.
-    """
+    """Return the dense weights of a model: what its checkpoint holds besides the rows of its collections."""
     flattened = fsdp1_module(model)
     if flattened is not None:
         raise UsageError(
@@ -87,17 +59,11 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class DenseMatch:
-    """Saved dense weights matched with those of a model.
+    """Saved dense weights matched with those of a model."""
 
-    Attributes:
-        pairs: Pairs of a tensor of the model and the saved tensor for it.
-        missing: Weights of the model that were not saved, or were saved with another shape.
-        extra: Saved weights that the model does not have.
-    """
-
-    pairs: list[tuple[Tensor, Tensor]]
-    missing: list[str]
-    extra: list[str]
+    pairs: list[tuple[Tensor, Tensor]]  # Pairs of a tensor of the model and the saved tensor for it
+    missing: list[str]  # Weights of the model that were not saved, or were saved with another shape
+    extra: list[str]  # Saved weights that the model does not have
 
     def copy(self) -> None:
         """Copy the saved tensors into the model; into a sharded weight, the part of this rank."""
@@ -106,19 +72,7 @@ class DenseMatch:
 
 
 def match_dense(model: nn.Module, saved: Mapping[str, Tensor], allow_missing: bool = False) -> DenseMatch:
-    """Match saved dense weights with those of a model, by name, without copying them.
-
-    Args:
-        model: The model.
-        saved: The saved weights by name.
-        allow_missing: Report weights that do not match instead of raising.
-
-    Returns:
-        The matching pairs, and what is missing or extra.
-
-    Raises:
-        CheckpointError: Names or shapes differ; the message names them.
-    """
+    """Match saved dense weights with those of a model, by name, without copying them."""
     state = dense_state(model)
     missing, extra = sorted(set(state) - set(saved)), sorted(set(saved) - set(state))
     if (missing or extra) and not allow_missing:

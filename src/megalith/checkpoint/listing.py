@@ -83,17 +83,7 @@ def _search(store: Store, depth: int) -> list[ListedCheckpoint]:
 
 
 def is_checkpoint(path: str | PathLike[str] | Store) -> bool:
-    """Find out whether a path holds a checkpoint, intact or damaged.
-
-    Args:
-        path: A directory, a URL or a store.
-
-    Returns:
-        Whether a manifest exists there; it is not read.
-
-    Raises:
-        OSError: An object store does not answer.
-    """
+    """Find out whether a path holds a checkpoint, intact or damaged."""
     try:
         open_store(path).size(NAME)
     except (FileNotFoundError, NotADirectoryError):

@@ -49,28 +49,20 @@ class Routing:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A table of one save.
+    """A table of one save."""
 
-    Attributes:
-        segments: The description of each segment: dim, precision, rounding, serving, optimizer, initializer,
-            state.
-        seed: The seed of the table's initial rows.
-        routing: How the rows were distributed over shards.
-        pieces: The files of rows.
-        live: Number of rows of the whole table at the time of the save.
-        removed: In a delta, the files of ids removed since the save before it.
-        pending: The files of ids without a row that an admission policy counted at the time of the save.
-        policies: The descriptions of the table's policies, the admission policy first; None if the manifest
-            does not record them.
-    """
-
+    # The description of each segment: dim, precision, rounding, serving, optimizer, initializer, state
     segments: list[dict[str, Any]]
-    seed: int
-    routing: Routing
-    pieces: list[Piece]
-    live: int = 0
+    seed: int  # The seed of the table's initial rows
+    routing: Routing  # How the rows were distributed over shards
+    pieces: list[Piece]  # The files of rows
+    live: int = 0  # Number of rows of the whole table at the time of the save
+    # In a delta, the files of ids removed since the save before it
     removed: list[Piece] = field(default_factory=list)
+    # The files of ids without a row that an admission policy counted at the time of the save
     pending: list[Piece] = field(default_factory=list)
+    # The descriptions of the table's policies, the admission policy first; None if the manifest does not
+    # record them
     policies: list[dict[str, Any]] | None = None
 
     def files(self) -> list[Piece]:
@@ -224,15 +216,7 @@ class Manifest(Save):
 
 
 def full_name(collection: str, table: str) -> str:
-    """Return the name of a table within the whole model.
-
-    Args:
-        collection: The module path of its collection, "" if the model itself is one.
-        table: Its name within the collection.
-
-    Returns:
-        "collection.table", or the table's name alone.
-    """
+    """Return the name of a table within the whole model."""
     return f"{collection}.{table}".lstrip(".")
 
 
@@ -278,15 +262,7 @@ def _check_tables(manifest: Manifest, where: str) -> None:
 
 
 def describe(config: TableConfig) -> list[dict[str, Any]]:
-    """Describe the segments of a table for the manifest.
-
-    Args:
-        config: The config of the table.
-
-    Returns:
-        JSON data per segment: dim, precision, rounding, serving, optimizer, initializer, state. Only dim,
-        the optimizer's name and the state are compared when loading.
-    """
+    """Describe the segments of a table for the manifest."""
     return [
         {
             "dim": segment.dim,
@@ -302,28 +278,13 @@ def describe(config: TableConfig) -> list[dict[str, Any]]:
 
 
 def describe_policies(config: TableConfig) -> list[dict[str, Any]]:
-    """Describe the policies of a table for the manifest.
-
-    Args:
-        config: The config of the table.
-
-    Returns:
-        JSON data per policy: name and settings.
-    """
+    """Describe the policies of a table for the manifest."""
     admission = [] if config.admission is None else [describe_policy(config.admission)]
     return admission + [describe_policy(policy) for policy in config.eviction]
 
 
 def show_policies(policies: list[dict[str, Any]] | None) -> str:
-    """Return the policies of a table as text.
-
-    Args:
-        policies: From `describe_policies` or a `TableEntry`.
-
-    Returns:
-        Such as "min_count(n=2, max_ids=100), ttl(seconds=60.0)"; settings that are None are left out. "none"
-        without policies, "not recorded" for None.
-    """
+    """Return the policies of a table as text."""
     if policies is None:
         return "not recorded"
     shown = []
@@ -403,19 +364,7 @@ def _routing(fields: JsonFields) -> Routing:
 
 
 def read_pieces(data: dict[str, Any], key: str, where: str) -> list[Piece]:
-    """Parse the pieces in a part of a manifest.
-
-    Args:
-        data: The JSON object that has them.
-        key: The name of the field: "pieces", "removed" or "pending".
-        where: The name of the file, for messages.
-
-    Returns:
-        The pieces.
-
-    Raises:
-        CheckpointError: A field is missing or wrong; the message names it.
-    """
+    """Parse the pieces in a part of a manifest."""
     return _pieces(JsonFields(data, lambda problem: CheckpointError(f"{where}: {problem}")), key)
 
 

@@ -23,22 +23,16 @@ from megalith.table import TableConfig
 
 @dataclass(frozen=True)
 class TableMatch:
-    """A table of the model and its entries in the base and the deltas.
+    """A table of the model and its entries in the base and the deltas."""
 
-    Attributes:
-        name: The table's name in the whole model.
-        local: Its name within its shards.
-        fresh: Whether optimizer state starts fresh instead of being loaded.
-        count: The update count of every loaded row, where the table keeps counts and the checkpoint does not;
-            None if the state is loaded as it is, apart from counts that the table does not keep.
-    """
-
-    name: str
+    name: str  # The table's name in the whole model
     config: TableConfig
     shards: Shards
-    local: str
+    local: str  # Its name within its shards
     entries: list[TableEntry]
-    fresh: bool
+    fresh: bool  # Whether optimizer state starts fresh instead of being loaded
+    # The update count of every loaded row, where the table keeps counts and the checkpoint does not; None if
+    # the state is loaded as it is, apart from counts that the table does not keep
     count: int | None = None
 
     @property
@@ -71,16 +65,11 @@ class TableMatch:
 
 @dataclass(frozen=True)
 class TableMatches:
-    """The matching tables.
-
-    Attributes:
-        missing: Tables of the model that keep their rows.
-        extra: Tables of the checkpoint that are not loaded.
-    """
+    """The matching tables."""
 
     matches: list[TableMatch]
-    missing: list[str]
-    extra: list[str]
+    missing: list[str]  # Tables of the model that keep their rows
+    extra: list[str]  # Tables of the checkpoint that are not loaded
 
     @property
     def is_exact(self) -> bool:
@@ -99,25 +88,7 @@ def match_tables(
     convert_bias_correction: bool,
     allow_missing: bool,
 ) -> TableMatches:
-    """Match the tables of a checkpoint with those of a model, by name. See `load` for the options.
-
-    Args:
-        manifest: The manifest of the checkpoint.
-        collections: The collections of the model by path.
-        where: The name of the checkpoint, for messages.
-        reroute: Whether the routing mode may differ.
-        rename: {name in the checkpoint: name in the model}.
-        drop_optimizer_state: True, or the tables whose optimizer state starts fresh.
-        convert_bias_correction: Whether update counts may be dropped or added.
-        allow_missing: Whether a table that differs counts as missing instead of raising.
-
-    Returns:
-        The matches, and the tables without one.
-
-    Raises:
-        CheckpointError: A table differs; the message names the table and the difference.
-        InputError: The routing differs, or an option names a table that does not exist.
-    """
+    """Match the tables of a checkpoint with those of a model, by name. See `load` for the options."""
     saved = manifest.tables()
     renamed = {rename.get(name, name): entries for name, entries in saved.items()}
     if len(renamed) != len(saved):

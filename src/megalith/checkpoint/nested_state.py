@@ -21,35 +21,13 @@ from megalith.errors import CheckpointError, InputError
 
 
 def pack(data: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Split nested data into JSON data and tensors.
-
-    Args:
-        data: None, bool, int, float, str, tensors, and lists, tuples and dicts of them; dict keys are str or
-            int.
-
-    Returns:
-        The JSON data, and the tensors by name, not copies.
-
-    Raises:
-        InputError: The data contains another type; the message names its position.
-    """
+    """Split nested data into JSON data and tensors."""
     tensors: dict[str, Tensor] = {}
     return _pack(data, "", tensors), tensors
 
 
 def unpack(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Restore the data that was given to `pack`.
-
-    Args:
-        data: The JSON data.
-        tensors: The tensors by name.
-
-    Returns:
-        The nested data, with the tensors themselves, not copies.
-
-    Raises:
-        CheckpointError: The JSON data is not valid, or a tensor is missing.
-    """
+    """Restore the data that was given to `pack`."""
     if isinstance(data, list):
         return [unpack(x, tensors) for x in data]
     if not isinstance(data, dict):

@@ -102,24 +102,9 @@ def export_parquet(
     tables: Sequence[str] | None = None,
     state: bool = True,
 ) -> dict[str, int]:
-    """Write tables of a collection, each as a dataset `directory/TABLE/part-RANK.parquet`.
-
-    Each rank writes the rows it holds. In file names, characters of a table's name other than letters, digits
-    and _.-~ are written as %XX.
-
-    Args:
-        collection: The collection.
-        directory: Where the datasets go.
-        tables: The tables to write; None writes all.
-        state: Whether to write the optimizer state.
-
-    Returns:
-        The number of rows written by table.
-
-    Raises:
-        UnknownNameError: The collection has no such table.
-        MissingDependencyError: Pyarrow is not installed.
-    """
+    """Write tables of a collection, each as a dataset `directory/TABLE/part-RANK.parquet`."""
+    # Each rank writes the rows it holds. In file names, characters of a table's name other than letters,
+    # digits and _.-~ are written as %XX.
     shards = collection.shards
     names = list(shards.configs) if tables is None else list(tables)
     for name in names:
@@ -137,21 +122,8 @@ def export_parquet(
 
 
 def write_parquet(path: str | Path, chunks: Iterable[Chunk], *, state: bool = True) -> int:
-    """Write the chunks of one table to a Parquet file.
-
-    If writing fails, the previous content of the file remains.
-
-    Args:
-        path: The file.
-        chunks: The rows. Without any chunk the file has no rows, and only the columns `id` and `time`.
-        state: Whether to write the optimizer state.
-
-    Returns:
-        The number of rows.
-
-    Raises:
-        MissingDependencyError: Pyarrow is not installed.
-    """
+    """Write the chunks of one table to a Parquet file."""
+    # If writing fails, the previous content of the file remains.
     pa, parquet = _arrow("pyarrow"), _arrow("pyarrow.parquet")
     target = Path(path)
     part = target.with_name(f".{target.name}.{os.getpid()}.tmp")

@@ -24,51 +24,26 @@ from megalith.table import Chunk, TableConfig
 
 @dataclass(frozen=True)
 class TableLoad:
-    """A table to load.
+    """A table to load."""
 
-    Attributes:
-        name: Its name in its shards.
-        entries: Its entries in the base and the deltas.
-        router: The routing of the model; None: the part owns all ids.
-        keeps_state: Whether optimizer state is loaded as it was saved.
-        fresh: Whether optimizer state starts fresh instead.
-        count: The update count of every row, where the checkpoint does not hold it.
-        alone: Whether there is one rank.
-    """
-
-    name: str
-    entries: Sequence[TableEntry]
-    router: Router | None
-    keeps_state: bool
-    fresh: bool
-    count: int | None
-    alone: bool
+    name: str  # Its name in its shards
+    entries: Sequence[TableEntry]  # Its entries in the base and the deltas
+    router: Router | None  # The routing of the model; None: the part owns all ids
+    keeps_state: bool  # Whether optimizer state is loaded as it was saved
+    fresh: bool  # Whether optimizer state starts fresh instead
+    count: int | None  # The update count of every row, where the checkpoint does not hold it
+    alone: bool  # Whether there is one rank
 
 
 def check_part_fits(part: ShardsPart, load: TableLoad) -> None:
-    """Raise TableFullError if the rows do not fit into the only part.
-
-    Args:
-        part: The part.
-        load: The table.
-    """
+    """Raise TableFullError if the rows do not fit into the only part."""
     part.shards.local[load.name].check_fits(load.entries[-1].live)
 
 
 def load_part(
     part: ShardsPart, store: Store, load: TableLoad, on_rows: Callable[[int], None] | None
 ) -> tuple[int, int]:
-    """Replace the rows of a table.
-
-    Args:
-        part: The part to load into.
-        store: Holds the files, which are verified.
-        load: The table.
-        on_rows: Called with the number of rows read so far.
-
-    Returns:
-        The number of rows read, and of rows that the part has now.
-    """
+    """Replace the rows of a table."""
     table = part.shards.local[load.name]
     table.clear()
     if load.alone and part.count == 1:
@@ -95,19 +70,7 @@ def load_part(
 
 
 def load_on_server(part: ShardsPart, store: Store, load: TableLoad) -> tuple[int, int]:
-    """Fetch and verify the files that a server needs, and load them.
-
-    Args:
-        part: The tables of the server.
-        store: The store of the checkpoint.
-        load: The table.
-
-    Returns:
-        See `load_part`.
-
-    Raises:
-        UsageError: The table is being loaded, for instance by a process that has ended.
-    """
+    """Fetch and verify the files that a server needs, and load them."""
     own = object()
     if part.loads.setdefault(load.name, own) is not own:
         raise UsageError(f"table {load.name!r} is being loaded on server {part.index}: load it again later")
@@ -126,16 +89,7 @@ def _load_files(part: ShardsPart, store: Store, load: TableLoad) -> tuple[int, i
 
 
 def relevant_pieces(entry: TableEntry, router: Router | None, index: int) -> list[Piece]:
-    """Return the files that may hold rows of a part: only its own if the routing is the same.
-
-    Args:
-        entry: The table in the base or a delta.
-        router: The routing of the model.
-        index: The number of the part.
-
-    Returns:
-        The files.
-    """
+    """Return the files that may hold rows of a part: only its own if the routing is the same."""
     saved = entry.routing
     if router is None:
         return entry.pieces
@@ -149,12 +103,7 @@ def relevant_pieces(entry: TableEntry, router: Router | None, index: int) -> lis
 
 
 def check_pending(store: Store, piece: Piece) -> None:
-    """Check a file of counted ids.
-
-    Args:
-        store: Holds the file.
-        piece: Its entry.
-    """
+    """Check a file of counted ids."""
     read_pending(store, piece)
 
 

@@ -30,17 +30,11 @@ BUFFER_BYTES = 64 << 20
 
 
 class SavedTable(NamedTuple):
-    """A table to save.
+    """A table to save."""
 
-    Attributes:
-        collection: The path of its collection.
-        name: Its name there.
-        folder: The folder of its files in the store.
-    """
-
-    collection: str
-    name: str
-    folder: str
+    collection: str  # The path of its collection
+    name: str  # Its name there
+    folder: str  # The folder of its files in the store
 
     @property
     def full_name(self) -> str:
@@ -62,17 +56,7 @@ class _FrozenTable:
 
 
 class PartSave:
-    """One part of a save. It is frozen when it is created; `close` must be called.
-
-    Args:
-        tables: The tables and where their files go.
-        shard: The number of the part.
-        track: Whether the touched rows of the consumer of saves are drained.
-        delta: Whether only these rows are written.
-
-    Attributes:
-        waited: Seconds for which writers waited for memory; known after `close`.
-    """
+    """One part of a save. It is frozen when it is created; `close` must be called."""
 
     def __init__(
         self, tables: Sequence[tuple[SavedTable, Table]], shard: int, *, track: bool, delta: bool
@@ -98,19 +82,6 @@ class PartSave:
     def write(
         self, store: Store, precision: str, on_rows: Callable[[int], None] | None = None
     ) -> dict[str, Any]:
-        """Write all rows.
-
-        Args:
-            store: The store of the checkpoint.
-            precision: The precision of the stored weights.
-            on_rows: Called with the number of rows written so far.
-
-        Returns:
-            By the full name of each table: its files, its number of rows and its seed, as JSON data.
-
-        Raises:
-            FileNotFoundError: Another save has deleted the files.
-        """
         shard = self._shard
         done = 0
         writer = PieceWriter(store, shard, precision)
@@ -146,12 +117,7 @@ class PartSave:
         return {frozen.saved.full_name: _report(frozen) for frozen in self._tables}
 
     def start(self, store: Store, precision: str) -> None:
-        """Write all rows in a thread. If that fails, the snapshots end: training must not wait for them.
-
-        Args:
-            store: See `write`.
-            precision: See `write`.
-        """
+        """Write all rows in a thread. If that fails, the snapshots end: training must not wait for them."""
         thread = threading.Thread(
             target=self._write_all, args=(store, precision), name="megalith save", daemon=True
         )
@@ -167,11 +133,7 @@ class PartSave:
             self._written.set_result(report)
 
     def written(self) -> dict[str, Any]:
-        """Wait until the thread of `start` has ended.
-
-        Returns:
-            What `write` returned; its error is raised.
-        """
+        """Wait until the thread of `start` has ended."""
         return self._written.result()
 
     def abandon(self) -> None:
@@ -179,11 +141,7 @@ class PartSave:
         self.close(give_back=True)
 
     def close(self, *, give_back: bool) -> None:
-        """End the snapshots. Only the first call has an effect.
-
-        Args:
-            give_back: Whether the rows count as changed again, because the save failed.
-        """
+        """End the snapshots. Only the first call has an effect."""
         for frozen in self._tables:
             frozen.snapshot.close(give_back=give_back)
         self.waited = sum(frozen.snapshot.waited for frozen in self._tables)
@@ -212,18 +170,7 @@ def freeze_on_server(
     store: Store,
     precision: str,
 ) -> None:
-    """Freeze the tables of a server and start writing them.
-
-    Args:
-        part: The tables of the server.
-        id: The id of the save.
-        tables: The tables to save.
-        track: See `PartSave`.
-        delta: See `PartSave`.
-        place: Where the checkpoint will be, for `PartRecovery.frozen`.
-        store: The store of the checkpoint.
-        precision: See `PartSave.write`.
-    """
+    """Freeze the tables of a server and start writing them."""
     own = [(saved, part.shards.local[saved.name]) for saved in tables]
     frozen = PartSave(own, part.index, track=track, delta=delta)
     try:
@@ -237,18 +184,7 @@ def freeze_on_server(
 
 
 def write_on_server(part: ShardsPart, id: str) -> dict[str, Any]:
-    """Wait until the frozen tables of a server are written.
-
-    Args:
-        part: The tables of the server.
-        id: The id of the save.
-
-    Returns:
-        See `PartSave.write`.
-
-    Raises:
-        UsageError: The server has ended the save, because the worker has left.
-    """
+    """Wait until the frozen tables of a server are written."""
     saved = part.kept.get(_key(id))
     if not isinstance(saved, PartSave):
         raise UsageError(f"server {part.index} does not have save {id}: this worker has left in the meantime")
@@ -256,16 +192,7 @@ def write_on_server(part: ShardsPart, id: str) -> dict[str, Any]:
 
 
 def close_on_server(part: ShardsPart, id: str, give_back: bool) -> float:
-    """End the save of a server. Nothing happens if it has none.
-
-    Args:
-        part: The tables of the server.
-        id: The id of the save.
-        give_back: See `PartSave.close`.
-
-    Returns:
-        See `PartSave.waited`.
-    """
+    """End the save of a server. Nothing happens if it has none."""
     saved = part.kept.pop(_key(id), None)
     if not isinstance(saved, PartSave):
         return 0.0

@@ -28,12 +28,6 @@ class PieceWriter:
     """Writes rows of snapshots as files of a store; its memory is BUFFERS buffers of PIECE_BYTES.
 
     Files are written by other threads: the error of a write is raised by a later call or by `flush`.
-
-    Args:
-        store: Where the files go.
-        shard: The shard that the rows belong to.
-        precision: The precision of the stored weights. "float32" is exact: each table is written in its own
-            precision.
     """
 
     def __init__(self, store: Store, shard: int, precision: str) -> None:
@@ -46,17 +40,7 @@ class PieceWriter:
         self._threads = ThreadPoolExecutor(BUFFERS - 1, "megalith piece writer")
 
     def write(self, snapshot: Snapshot, config: TableConfig, name: str, pieces: list[Piece]) -> int:
-        """Read the next rows of a snapshot, up to one file, and start writing them.
-
-        Args:
-            snapshot: The snapshot to read.
-            config: The config of its table.
-            name: The name of the file.
-            pieces: Receives the file's entry when it is written.
-
-        Returns:
-            The number of rows read; 0 at the end of the snapshot, and then no file is written.
-        """
+        """Read the next rows of a snapshot, up to one file, and start writing them."""
         chunk = self._empty_chunk(config, snapshot.rows)
         count = snapshot.read(chunk)
         if count:

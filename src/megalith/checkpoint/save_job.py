@@ -86,20 +86,15 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """The options of `save`, `save_delta` and `async_save`, which describe them.
-
-    Attributes:
-        track: Whether tables track the rows that change after this save.
-        delta: Whether only rows changed since the last save are written.
-    """
+    """The options of `save`, `save_delta` and `async_save`, which describe them."""
 
     optimizer: torch.optim.Optimizer | None
     progress: dict[str, Any] | None
     precision: str
     on_rows: Callable[[int], None] | None
     timeout: float
-    track: bool
-    delta: bool
+    track: bool  # Whether tables track the rows that change after this save
+    delta: bool  # Whether only rows changed since the last save are written
     on_complete: Callable[[], object] | None = None
 
     def check(self) -> None:
@@ -117,17 +112,7 @@ class SaveOptions:
 
 
 class SaveJob:
-    """A save of a model. A collective call: all ranks create the job together.
-
-    Args:
-        model: The model; its state at this moment is saved.
-        path: A directory, a URL or a store.
-        options: See `SaveOptions`.
-
-    Attributes:
-        id: The id of the save.
-        waited: Seconds for which training waited for memory; final when the job has ended.
-    """
+    """A save of a model. A collective call: all ranks create the job together."""
 
     def __init__(self, model: nn.Module, path: str | PathLike[str] | Store, options: SaveOptions) -> None:
         self.waited = 0.0
@@ -243,13 +228,8 @@ class SaveJob:
     # ---- writing
 
     def run(self) -> Manifest:
-        """Write everything and commit it.
-
-        If it fails, the previous checkpoint remains, and the rows count as changed again.
-
-        Returns:
-            The manifest of the checkpoint, on every rank.
-        """
+        """Write everything and commit it."""
+        # If it fails, the previous checkpoint remains, and the rows count as changed again.
         try:
             self._reports = self._write_tables()
             manifest = self._commit() if self._ranks.rank == 0 else self._report_and_wait()
@@ -425,18 +405,7 @@ def _rows_of(reports: list[dict[str, Any]]) -> int:
 
 
 def commit(store: Store, manifest: Manifest, replaced: Manifest | None = None) -> None:
-    """Write a manifest, which makes it the checkpoint, and delete the data folders that it does not name.
-
-    Args:
-        store: The store of the checkpoint.
-        manifest: The new manifest; its files are already written.
-        replaced: If given, only folders that this manifest names are deleted, so that a save in progress
-            keeps its files.
-
-    Raises:
-        CheckpointError: The manifest is too large to be read again.
-        OSError: The manifest cannot be written.
-    """
+    """Write a manifest, which makes it the checkpoint, and delete the data folders that it does not name."""
     text = manifest.to_json().encode()
     if len(text) > MAX_MANIFEST:
         raise CheckpointError(
@@ -455,14 +424,7 @@ def commit(store: Store, manifest: Manifest, replaced: Manifest | None = None) -
 
 
 def folders_of(manifest: Manifest) -> set[str]:
-    """List the folders that hold the files of a checkpoint.
-
-    Args:
-        manifest: Its manifest.
-
-    Returns:
-        Names of the top-level folders.
-    """
+    """List the folders that hold the files of a checkpoint."""
     return {PurePosixPath(file.path).parts[0] for file in manifest.all_files()}
 
 

@@ -46,52 +46,18 @@ def read_manifest(path: str | PathLike[str] | Store) -> Manifest:
 
 
 def write_tensors(store: Store, name: str, tensors: dict[str, Tensor], *, flush: bool = True) -> StoredFile:
-    """Write a file of tensors.
-
-    Args:
-        store: The store of the checkpoint.
-        name: The name of the file.
-        tensors: The tensors by name, of any shape and device.
-        flush: See `Store.write`.
-
-    Returns:
-        The file's manifest entry.
-    """
     return store.write(name, encode(tensors), flush=flush)
 
 
 def read_tensors(store: Store, entry: StoredFile) -> dict[str, Tensor]:
-    """Read a file of tensors without computing its checksum.
-
-    Args:
-        store: The store of the checkpoint.
-        entry: The file's manifest entry.
-
-    Returns:
-        The tensors by name.
-
-    Raises:
-        CheckpointError: The file is missing or not valid.
-    """
+    """Read a file of tensors without computing its checksum."""
     return decode(store.read_file(entry, CheckpointError), f"{store.where}/{entry.path}", CheckpointError)
 
 
 def write_chunk(
     store: Store, name: str, chunk: Chunk, shard: int, precision: torch.dtype, *, flush: bool = True
 ) -> Piece:
-    """Write rows of a table to a file.
-
-    Args:
-        store: The store of the checkpoint.
-        name: The name of the file.
-        chunk: The rows.
-        shard: The shard that owns them.
-        precision: The dtype of the stored weights; optimizer state remains float32.
-        flush: See `Store.write`.
-
-    Returns:
-        The file's manifest entry.
-    """
+    """Write rows of a table to a file."""
     stored = {"ids": chunk.ids, "rows": chunk.rows.to(precision), "time": chunk.time}
     stored |= {f"state/{key}": value for key, value in chunk.state.items()}
     stored |= {name: getattr(chunk, name) for name in _COUNTED if getattr(chunk, name) is not None}
@@ -99,19 +65,7 @@ def write_chunk(
 
 
 def read_chunk(store: Store, piece: Piece, entry: TableEntry) -> Chunk:
-    """Read a file of rows.
-
-    Args:
-        store: The store of the checkpoint.
-        piece: The file's manifest entry.
-        entry: The entry of its table.
-
-    Returns:
-        The rows, with weights as float32.
-
-    Raises:
-        CheckpointError: The file is missing, not valid, or differs from its entries.
-    """
+    """Read a file of rows."""
     where = f"{store.where}/{piece.file.path}"
     tensors = read_tensors(store, piece.file)
     _check_shapes({name: (t.dtype, list(t.shape)) for name, t in tensors.items()}, piece, entry, where)
@@ -128,34 +82,14 @@ def read_chunk(store: Store, piece: Piece, entry: TableEntry) -> Chunk:
 
 
 def write_pending(store: Store, name: str, ids: Tensor, counts: Tensor, shard: int) -> Piece:
-    """Write the counts of ids that have no row yet.
-
-    Args:
-        store: The store of the checkpoint.
-        name: The name of the file.
-        ids: int64 [n].
-        counts: int64 [n], positive.
-        shard: The shard that counts them.
-
-    Returns:
-        The file's manifest entry.
-    """
+    """Write the counts of ids that have no row yet."""
+    # ids: int64 [n]; counts: int64 [n], positive.
     return Piece(write_tensors(store, name, {"ids": ids, "count": counts}), shard=shard, rows=ids.numel())
 
 
 def read_pending(store: Store, piece: Piece) -> tuple[Tensor, Tensor]:
-    """Read the counts of ids that have no row yet.
-
-    Args:
-        store: The store of the checkpoint.
-        piece: The file's manifest entry.
-
-    Returns:
-        Ids and counts, int64 [n] each.
-
-    Raises:
-        CheckpointError: The file is missing, not valid, or differs from its entry.
-    """
+    """Read the counts of ids that have no row yet."""
+    # returns: ids and counts, int64 [n] each.
     where = f"{store.where}/{piece.file.path}"
     tensors = read_tensors(store, piece.file)
     for name in ("ids", "count"):
@@ -169,18 +103,8 @@ def read_pending(store: Store, piece: Piece) -> tuple[Tensor, Tensor]:
 
 
 def read_removed(store: Store, piece: Piece) -> Tensor:
-    """Read a file of removed ids.
-
-    Args:
-        store: The store of the checkpoint.
-        piece: The file's manifest entry.
-
-    Returns:
-        int64 [n].
-
-    Raises:
-        CheckpointError: The file is missing, not valid, or differs from its entry.
-    """
+    """Read a file of removed ids."""
+    # returns: int64 [n].
     tensors = read_tensors(store, piece.file)
     found = {name: (t.dtype, list(t.shape)) for name, t in tensors.items()}
     _check_removed(found, piece, f"{store.where}/{piece.file.path}")
@@ -188,18 +112,8 @@ def read_removed(store: Store, piece: Piece) -> Tensor:
 
 
 def check_piece(store: Store, piece: Piece, entry: TableEntry) -> None:
-    """Raise if `read_chunk` would, or if the file holds rows of another shard.
-
-    Only the header, the times and, with several shards, the ids of the file are read.
-
-    Args:
-        store: The store of the checkpoint.
-        piece: The file's manifest entry.
-        entry: The entry of its table.
-
-    Raises:
-        CheckpointError: The message names the file and the problem.
-    """
+    """Raise if `read_chunk` would, or if the file holds rows of another shard."""
+    # Only the header, the times and, with several shards, the ids of the file are read.
     where = f"{store.where}/{piece.file.path}"
     found = _places(store, piece.file)
     _check_shapes({name: (p.dtype, p.shape) for name, p in found.items()}, piece, entry, where)
@@ -214,15 +128,7 @@ def check_piece(store: Store, piece: Piece, entry: TableEntry) -> None:
 
 
 def check_removed(store: Store, piece: Piece) -> None:
-    """Raise if `read_removed` would. Only the header of the file is read.
-
-    Args:
-        store: The store of the checkpoint.
-        piece: The file's manifest entry.
-
-    Raises:
-        CheckpointError: The message names the file and the problem.
-    """
+    """Raise if `read_removed` would. Only the header of the file is read."""
     found = {name: (p.dtype, p.shape) for name, p in _places(store, piece.file).items()}
     _check_removed(found, piece, f"{store.where}/{piece.file.path}")
 
@@ -272,20 +178,8 @@ def _check_removed(found: Mapping[str, _Form], piece: Piece, where: str) -> None
 
 
 def latest_rows(store: Store, entries: Sequence[TableEntry]) -> Iterator[Chunk]:
-    """Yield each row of a table once, in its latest version, file by file.
-
-    The memory is that of one file and of the ids of all deltas.
-
-    Args:
-        store: The store of the files, which are already verified.
-        entries: The entries of the table in the base and in each delta.
-
-    Yields:
-        Chunks of rows, in the order of the files from the newest delta to the base.
-
-    Raises:
-        CheckpointError: A file is not valid.
-    """
+    """Yield each row of a table once, in its latest version, file by file."""
+    # The memory is that of one file and of the ids of all deltas.
     newer = torch.empty(0, dtype=torch.int64, device="cpu")
     for number, entry in reversed(list(enumerate(entries))):
         ids = []
@@ -304,15 +198,8 @@ def latest_rows(store: Store, entries: Sequence[TableEntry]) -> Iterator[Chunk]:
 
 
 def contains(ids: Tensor, queries: Tensor) -> Tensor:
-    """Find out which ids are in a set.
-
-    Args:
-        ids: The set, int64 [k], sorted.
-        queries: int64 [n].
-
-    Returns:
-        bool [n].
-    """
+    """Find out which ids are in a set."""
+    # ids: the set, int64 [k], sorted; queries: int64 [n]; returns: bool [n].
     if not ids.numel():
         return torch.zeros(queries.numel(), dtype=torch.bool, device="cpu")
     at = torch.searchsorted(ids, queries).clamp(max=ids.numel() - 1)

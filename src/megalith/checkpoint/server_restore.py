@@ -38,16 +38,7 @@ def recovery(directory: str | os.PathLike[str], *, log: str = "sync") -> Recover
 
 
 def place_of(shards: Shards, store: Store, tables: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return where a checkpoint is, for the server that will restore its rows from it.
-
-    Args:
-        shards: The shards of the tables.
-        store: The store of the checkpoint.
-        tables: The path of the collection and the name of each table.
-
-    Returns:
-        JSON data, which `restore_part` takes.
-    """
+    """Return where a checkpoint is, for the server that will restore its rows from it."""
     found = {}
     for path, name in tables:
         router = shards.router(name)
@@ -58,19 +49,7 @@ def place_of(shards: Shards, store: Store, tables: Sequence[tuple[str, str]]) ->
 
 
 def restore_part(part: ShardsPart, place: Mapping[str, Any], *, only: str) -> str | None:
-    """Load the rows of a server, if the checkpoint is that of a certain save.
-
-    Args:
-        part: The tables of the server.
-        place: What `place_of` returned.
-        only: The id of the save.
-
-    Returns:
-        The id of the checkpoint that is there; nothing was loaded if it is another one. None: there is none.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged.
-    """
+    """Load the rows of a server, if the checkpoint is that of a certain save."""
     store = open_store(place["store"])
     try:
         manifest = read_manifest(store)
@@ -87,15 +66,7 @@ def restore_part(part: ShardsPart, place: Mapping[str, Any], *, only: str) -> st
 
 
 def loaded_on_server(part: ShardsPart, id: str, place: Mapping[str, Any], exact: bool) -> None:
-    """Record that rows were loaded: a server that ends starts again from this checkpoint.
-
-    Args:
-        part: The tables of the server.
-        id: The id of the checkpoint.
-        place: What `place_of` returned.
-        exact: Whether the rows are those of the checkpoint. Otherwise the server cannot start again before
-            the next save.
-    """
+    """Record that rows were loaded: a server that ends starts again from this checkpoint."""
     if part.recovery is not None:
         id = id if exact else f"changed-{id}"
         part.recovery.frozen(id, place)

@@ -38,14 +38,7 @@ class _ProcessGroupRanks(RankGroup):
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether a value is a DTensor, without importing DTensor for plain tensors.
-
-    Args:
-        tensor: Anything.
-
-    Returns:
-        True for a DTensor, also for one that is replicated.
-    """
+    """Return whether a value is a DTensor, without importing DTensor for plain tensors."""
     if type(tensor) in _PLAIN or not isinstance(tensor, Tensor):
         return False  # without the import below, which takes a second
     from torch.distributed.tensor import DTensor
@@ -72,17 +65,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def ranks_of_weights(weights: Mapping[str, Tensor]) -> RankGroup:
-    """Return the ranks over which the weights of a model without collections are sharded.
-
-    Args:
-        weights: The dense weights by name.
-
-    Returns:
-        The ranks of the largest mesh; a single rank if no weight is sharded.
-
-    Raises:
-        UsageError: The mesh has several dimensions and does not cover all ranks.
-    """
+    """Return the ranks over which the weights of a model without collections are sharded."""
     meshes: list[Any] = [weight.device_mesh for weight in weights.values() if is_sharded(weight)]  # type: ignore[attr-defined]
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     if mesh is None or mesh.size() == 1:
@@ -98,17 +81,7 @@ def ranks_of_weights(weights: Mapping[str, Tensor]) -> RankGroup:
 
 
 def check_weights(tensors: Mapping[str, Tensor], ranks: RankGroup) -> None:
-    """Raise unless a checkpoint can hold these tensors. A collective call; it raises on every rank.
-
-    Args:
-        tensors: Dense weights or optimizer state by name.
-        ranks: The ranks that save or load together.
-
-    Raises:
-        UsageError: A tensor has no values (meta device), a placement that cannot be saved or loaded, or is
-            sharded over ranks that do not take part.
-        CheckpointError: Another rank raised UsageError, or ranks hold different sharded tensors.
-    """
+    """Raise unless a checkpoint can hold these tensors. A collective call; it raises on every rank."""
     members = ranks.gather(current_rank())
     problem = next(filter(None, (_problem(name, tensors[name], members) for name in tensors)), "")
     described = [
@@ -157,17 +130,8 @@ def _problem(name: str, tensor: Tensor, members: list[int]) -> str:
 
 
 def whole_copies(tensors: Mapping[str, Tensor], ranks: RankGroup) -> dict[str, Tensor]:
-    """Return whole copies of tensors on rank 0, and nothing on other ranks. A collective call.
-
-    Sharded tensors are gathered one at a time; tied ones once. Gathered copies are in CPU memory.
-
-    Args:
-        tensors: Tensors that `check_weights` has accepted.
-        ranks: The ranks that make this call.
-
-    Returns:
-        The copies by name on rank 0, which do not change while training continues.
-    """
+    """Return whole copies of tensors on rank 0, and nothing on other ranks. A collective call."""
+    # Sharded tensors are gathered one at a time; tied ones once. Gathered copies are in CPU memory.
     copies: dict[str, Tensor] = {}
     tied: dict[int, Tensor] = {}
     failure: Exception | None = None
@@ -203,12 +167,7 @@ def _copy(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def copy_into(tensor: Tensor, whole: Tensor) -> None:
-    """Copy a whole saved tensor into a tensor of the model; into a DTensor, the part of this rank.
-
-    Args:
-        tensor: The tensor of the model.
-        whole: The saved tensor, of the same shape.
-    """
+    """Copy a whole saved tensor into a tensor of the model; into a DTensor, the part of this rank."""
     with torch.no_grad():
         if is_sharded(tensor):
             _local(tensor).copy_(_local(distribute_like(whole, tensor)))
@@ -222,15 +181,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def distribute_like(whole: Tensor, like: Any) -> Tensor:
-    """Return a whole tensor as a DTensor with the placement of another one, without any exchange.
-
-    Args:
-        whole: The tensor, equal on all ranks.
-        like: The DTensor to follow; its shape may differ.
-
-    Returns:
-        The DTensor, with a copy of this rank's part on the device of `like`.
-    """
+    """Return a whole tensor as a DTensor with the placement of another one, without any exchange."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     made = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
@@ -241,19 +192,7 @@ def distribute_like(whole: Tensor, like: Any) -> Tensor:
 
 
 def distribute_state(state: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Distribute whole optimizer state like the parameters that it belongs to.
-
-    Args:
-        state: The loaded `state_dict` of an optimizer, with whole tensors.
-        optimizer: The optimizer that it will be loaded into.
-
-    Returns:
-        The `state_dict` with a DTensor for each tensor that has the shape of a sharded parameter. Plain
-        parameters keep whole tensors.
-
-    Raises:
-        CheckpointError: The placement of a tensor cannot be determined.
-    """
+    """Distribute whole optimizer state like the parameters that it belongs to."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(map(is_sharded, parameters)):
         return state

@@ -29,12 +29,7 @@ def _grid(*columns: str, title: str = "", right: tuple[str, ...] = ()) -> Table:
 
 
 def print_checkpoint(found: ListedCheckpoint, manifest: Manifest) -> None:
-    """Prints the saves and tables of a checkpoint.
-
-    Args:
-        found: The checkpoint as listed.
-        manifest: Its manifest.
-    """
+    """Prints the saves and tables of a checkpoint."""
     out = console()
     out.print(Text.assemble("checkpoint ", (found.path, "bold")), soft_wrap=True)
     saved = f"saved {manifest.latest.created} by megalith {manifest.megalith}"
@@ -71,12 +66,7 @@ def print_checkpoint(found: ListedCheckpoint, manifest: Manifest) -> None:
 
 
 def print_checkpoints(path: str, found: list[ListedCheckpoint]) -> None:
-    """Prints one line per checkpoint of a directory.
-
-    Args:
-        path: The directory, for the title.
-        found: Its checkpoints.
-    """
+    """Prints one line per checkpoint of a directory."""
     numbers = ("rows", "bytes", "deltas", "step")
     grid = _grid("checkpoint", "rows", "bytes", "deltas", "created", "step", title=path, right=numbers)
     for each in found:
@@ -96,14 +86,7 @@ def print_checkpoints(path: str, found: list[ListedCheckpoint]) -> None:
 
 
 def checkpoint_json(found: ListedCheckpoint) -> dict[str, Any]:
-    """Returns the JSON form of a listed checkpoint.
-
-    Args:
-        found: The checkpoint as listed; it may be incomplete.
-
-    Returns:
-        JSON-compatible values by name.
-    """
+    """Return the JSON form of a listed checkpoint."""
     about = {"path": found.path, "complete": found.manifest is not None, "problem": found.problem}
     if found.manifest is None:
         return {**about, "leftovers": found.leftovers}
@@ -149,11 +132,7 @@ def _name(t: TableSummary) -> str:
 
 
 def print_difference(found: Difference) -> None:
-    """Prints the differences of two checkpoints.
-
-    Args:
-        found: The result of `checkpoint.diff`.
-    """
+    """Prints the differences of two checkpoints."""
     out = console()
     if found.same:
         out.print("no differences" + (", except in times" if _times(found) else ""))
@@ -190,7 +169,7 @@ def print_difference(found: Difference) -> None:
 
 
 def _times(found: Difference) -> list[str]:
-    """Returns a line for each difference that comes from the clock."""
+    """Return a line for each difference that comes from the clock."""
     lines = [
         f"table {name}: {plural(t.times, 'row')} with only another time of the last update"
         for name, t in found.tables.items()

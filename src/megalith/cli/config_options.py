@@ -34,28 +34,9 @@ def config_options(
     metavars: Mapping[str, str] | None = None,
     only_given: bool = False,
 ) -> Callable[[Command], Command]:
-    """Replaces a parameter of a command with one option for each field of a config dataclass.
-
-    The command receives, as `parameter`, a dict of field name -> value for `config(**values)`. The options
-    take the place of the parameter in the order of the help. The command is called with keyword arguments.
-
-    Args:
-        parameter: The parameter to replace; annotate it `dict[str, Any]`.
-        config: A dataclass whose fields have types that typer knows: str, int, float, bool, Path, or None.
-        flags: Field -> flag, where it differs from the field's name: `{"max_rows": "--max-batch-rows"}`.
-            The flag of a bool may name its opposite: `"--save-async/--no-save-async"`.
-        omit: Fields without an option.
-        defaults: Field -> default of the command, where it differs from the dataclass's.
-        metavars: Field -> how the help shows the value.
-        only_given: Pass only the values given on the command line, for commands that also read them from
-            a file. The help then shows no defaults.
-
-    Returns:
-        A decorator for commands.
-
-    Raises:
-        ValueError: A name is not a field of `config`, or a field with an option has no docstring.
-    """
+    """Replaces a parameter of a command with one option for each field of a config dataclass."""
+    # The command receives, as `parameter`, a dict of field name -> value for `config(**values)`. The options
+    # take the place of the parameter in the order of the help. The command is called with keyword arguments.
     flags, metavars = flags or {}, metavars or {}
     known = {field.name: None if field.default is MISSING else field.default for field in fields(config)}
     unknown = {*flags, *omit, *(defaults or {}), *metavars} - known.keys()
@@ -103,14 +84,7 @@ def config_options(
 
 
 def field_docstrings(config: type) -> dict[str, str]:
-    """Returns the docstring below each field of a class, on one line; empty texts without source files.
-
-    Args:
-        config: A dataclass of a config.
-
-    Returns:
-        Field -> text.
-    """
+    """Return the docstring below each field of a class, on one line; empty texts without source files."""
     try:
         source = inspect.getsource(config)
     except OSError:  # an installation of compiled files only

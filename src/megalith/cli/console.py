@@ -17,10 +17,8 @@ errors = Console(stderr=True)
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Prints an expected error (MegalithError or OSError) to stderr and exits with code 1.
-
-    Warnings for the user are printed as a line too, without the place in the sources.
-    """
+    """Prints an expected error (MegalithError or OSError) to stderr and exits with code 1."""
+    # Warnings for the user are printed as a line too, without the place in the sources.
     try:
         with warnings.catch_warnings():
             show = warnings.showwarning

@@ -15,12 +15,7 @@ from megalith.distributed.process_group import init_process_group
 
 @contextmanager
 def launched(run: Path, timeout: float) -> Iterator[RankSetup]:
-    """Creates the process group of the launcher's ranks. Without a launcher there is one rank.
-
-    Args:
-        run: The directory that all ranks share.
-        timeout: Seconds to wait for the other ranks.
-    """
+    """Creates the process group of the launcher's ranks. Without a launcher there is one rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no launcher", LaunchWarning)
         setup = configure(run, merge_checkpoints=True, device="cpu")

@@ -29,29 +29,14 @@ _BAR_WIDTH = 36
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Returns a console that is wide enough for tables if the output is not a terminal.
-
-    Args:
-        stderr: Whether to print to stderr instead of stdout.
-
-    Returns:
-        The console.
-    """
+    """Return a console that is wide enough for tables if the output is not a terminal."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else _PIPED_WIDTH)
 
 
 @contextmanager
 def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar on stderr after two seconds if it is a terminal.
-
-    Args:
-        label: Text before the bar.
-        total: Amount of work. None: unknown.
-
-    Yields:
-        A function to call with the amount done.
-    """
+    """Shows a progress bar on stderr after two seconds if it is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     screen = console(stderr=True)
     bar = Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
@@ -77,16 +62,7 @@ def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
 
 
 def bar_table(title: str, what: str, bins: Sequence[tuple[str, int]]) -> Table:
-    """Returns a table of counts with bars.
-
-    Args:
-        title: Title of the table.
-        what: Header of the labels.
-        bins: Label and count of each row.
-
-    Returns:
-        A table to print on a console.
-    """
+    """Return a table of counts with bars."""
     most = max((count for _, count in bins), default=0)
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column(what, justify="right")
@@ -99,14 +75,7 @@ def bar_table(title: str, what: str, bins: Sequence[tuple[str, int]]) -> Table:
 
 
 def show_routing(routing: Routing) -> str:
-    """Returns a short description of a routing.
-
-    Args:
-        routing: The routing of a table in a manifest.
-
-    Returns:
-        Such as "roundrobin, 4 shards".
-    """
+    """Return a short description of a routing."""
     block = f", blocks of {routing.block_size:,}" if routing.block_size else ""
     return f"{routing.dist_type}, {plural(routing.num_shards, 'shard')}{block}" + (
         ", first shard empty" if routing.skip_first else ""
@@ -114,14 +83,7 @@ def show_routing(routing: Routing) -> str:
 
 
 def show_segments(table: TableSummary) -> str:
-    """Returns a short description of the segments of a table.
-
-    Args:
-        table: The summary of the table.
-
-    Returns:
-        Such as "1 adagrad + 16 adagrad bfloat16".
-    """
+    """Return a short description of the segments of a table."""
     return " + ".join(
         f"{s.dim} {s.optimizer}" + ("" if s.precision == "float32" else f" {show_precision(s)}")
         for s in table.segments
@@ -129,45 +91,21 @@ def show_segments(table: TableSummary) -> str:
 
 
 def show_precision(segment: SegmentSummary) -> str:
-    """Returns the precision of a segment, with its rounding and serving precision if they are not the usual.
-
-    Args:
-        segment: The summary of the segment.
-
-    Returns:
-        Such as "float32" or "bfloat16 stochastic".
-    """
+    """Return the precision of a segment, with its rounding and serving precision if unusual."""
     rounding = "" if segment.rounding == "nearest" else f" {segment.rounding}"
     serving = "" if segment.serving is None else f", served as {segment.serving}"
     return segment.precision + rounding + serving
 
 
 def plural(number: int, thing: str) -> str:
-    """Returns "1 row" or "2 rows".
-
-    Args:
-        number: The number.
-        thing: The noun in the singular; its plural ends in s.
-
-    Returns:
-        The number with separators, and the noun.
-    """
+    """Return "1 row" or "2 rows"."""
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
 def skipped_lines(
     skipped: Mapping[str, int], *, of: str = "", first: Mapping[str, str] = MappingProxyType({})
 ) -> list[str]:
-    """Returns a line for each reason for which rows were skipped.
-
-    Args:
-        skipped: Reason -> number of rows.
-        of: Which data the rows belong to.
-        first: Reason -> description of the first such row.
-
-    Returns:
-        The lines to print.
-    """
+    """Return a line for each reason for which rows were skipped."""
     where = f" of the {of}" if of else ""
     return [
         f"skipped {plural(count, 'row')}{where}: {reason}"
@@ -177,20 +115,12 @@ def skipped_lines(
 
 
 def print_line(text: str) -> None:
-    """Prints a line of plain text to stdout.
-
-    Args:
-        text: The line; markup is not interpreted.
-    """
+    """Prints a line of plain text to stdout."""
     console().print(Text(text), soft_wrap=True)
 
 
 def print_json(data: Any) -> None:
-    """Prints JSON to stdout. NaN and infinity become null.
-
-    Args:
-        data: Dicts, lists, texts and numbers.
-    """
+    """Prints JSON to stdout. NaN and infinity become null."""
     typer.echo(json.dumps(_finite(data), indent=1, allow_nan=False))
 
 

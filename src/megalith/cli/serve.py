@@ -180,14 +180,7 @@ def _stop_on_signal() -> Iterator[_StopEvent]:
 
 
 def _find_models(directory: Path, name: str | None, wait: bool, stop: threading.Event) -> Path | None:
-    """Returns the directory of the exports; the newest checkpoint of a run is exported first.
-
-    Args:
-        directory: What the user gave: exports, or a run.
-        name: The name of a run's model.
-        wait: Wait for a run's first checkpoint.
-        stop: Ends the wait; the result is then None.
-    """
+    """Return the directory of the exports; the newest checkpoint of a run is exported first."""
     manifest = directory / CHECKPOINT / MANIFEST
     if not manifest.exists():
         if not wait or _has_versions(directory):

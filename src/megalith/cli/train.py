@@ -40,15 +40,7 @@ class TrainCommand(TyperCommand):
     """The `train` command, where `--comm-metrics` may be given without a value: all tables."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Adds the value to a bare `--comm-metrics`.
-
-        Args:
-            ctx: The context of the command line.
-            args: The arguments after the name of the command.
-
-        Returns:
-            The arguments that are left over.
-        """
+        """Adds the value to a bare `--comm-metrics`."""
         return super().parse_args(
             ctx, ["--comm-metrics=*" if arg == "--comm-metrics" else arg for arg in args]
         )
@@ -236,10 +228,8 @@ def _stop_without_saving(run: Run, out: Console) -> NoReturn:
 
 @contextmanager
 def _stop_on_signal(run: Run) -> Iterator[None]:
-    """Stops the run after the current batch on Ctrl-C and SIGTERM, and at once on a second signal.
-
-    With several ranks a second signal has no effect: no rank may stop alone, and launchers repeat signals.
-    """
+    """Stops the run after the current batch on Ctrl-C and SIGTERM, and at once on a second signal."""
+    # With several ranks a second signal has no effect: no rank may stop alone, and launchers repeat signals.
 
     def handle(number: int, frame: FrameType | None) -> None:
         if run.stop_requested and run.ranks.size == 1:

@@ -24,9 +24,6 @@ from megalith.training.publishing import Pushed
 class TrainingBar(Watcher):
     """Shows samples, samples/s, loss, AUC, rows and memory, the lowest hit rate of GPU memory of tables with
     rows in host memory, and the rows written by a slow save.
-
-    Args:
-        run: The run to show.
     """
 
     def __init__(self, run: Run) -> None:
@@ -59,13 +56,11 @@ class TrainingBar(Watcher):
         self._progress.stop()
 
     def batch(self, step: int, samples: int, loss: float) -> None:
-        """See `Watcher.batch`."""
         speed = samples / self._run.seconds if self._run.seconds else 0.0
         note = f"{samples:,} samples  {speed:,.0f}/s  loss {loss:.4f}{self._more}"
         self._progress.update(self._task, completed=samples, note=note)
 
     def logged(self, record: Mapping[str, Any]) -> None:
-        """See `Watcher.logged`."""
         auc = "" if record["auc"] is None else f"  AUC {record['auc']:.4f}"
         rows = sum(record["rows"].values())
         rates = [use["hit_rate"] for use in record.get("host_tier", {}).values()]
@@ -73,24 +68,20 @@ class TrainingBar(Watcher):
         self._more = f"{auc}  {rows:,} rows  {record['memory'] / 2**20:,.1f} MiB{hits}"
 
     def saving(self, rows: int) -> None:
-        """See `Watcher.saving`."""
         self._began = time.monotonic()
         self._save = self._progress.add_task("saving", total=rows, note="", visible=False)
 
     def wrote(self, rows: int) -> None:
-        """See `Watcher.wrote`."""
         if self._save is not None and time.monotonic() - self._began > output.PATIENCE:
             note = f"{rows:,} rows"
             self._progress.update(self._save, completed=rows, note=note, visible=True, refresh=True)
 
     def saved(self) -> None:
-        """See `Watcher.saved`."""
         if self._save is not None:
             self._progress.remove_task(self._save)
         self._save = None
 
     def pushed(self, pushed: Pushed) -> None:
-        """See `Watcher.pushed`."""
         lines = [f"pushed {pushed.rows:,} rows to {output.plural(pushed.servers, 'server')}"]
         if not pushed.servers and not pushed.lagging:
             lines = [f"nothing was pushed: {self._run.config.train.publish} lists no server of this model"]

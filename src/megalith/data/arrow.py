@@ -36,17 +36,7 @@ _HINT_ROWS, _HINT_SHARE, _HINT_LENGTH = 200, 0.1, 10_000
 
 
 def arrow(module: str = "pyarrow") -> Any:
-    """Imports pyarrow or one of its modules.
-
-    Args:
-        module: Name of the module.
-
-    Returns:
-        The module.
-
-    Raises:
-        MissingDependencyError: pyarrow is not installed.
-    """
+    """Imports pyarrow or one of its modules."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -70,18 +60,9 @@ class ColumnFault:
 def numbers(
     array: Any, column: str, *, nan: NanRule | None = None
 ) -> tuple[NDArray[np.float64], Mask, list[ColumnFault]]:
-    """Converts a column to numbers.
-
-    Args:
-        array: Arrow array [n] of numbers or text.
-        column: Name of the column, for messages.
-        nan: "missing": NaN is a missing value. "error": the message about NaN names that option of dense
-            columns. None: NaN is an error without the option.
-
-    Returns:
-        float64 [n] with NaN for missing values, a mask of the missing values, and the rows that are not
-        finite numbers.
-    """
+    """Converts a column to numbers."""
+    # returns: float64 [n] with NaN for missing values, a mask of the missing values, and the rows that are
+    # not finite numbers.
     pa, pc = arrow(), arrow("pyarrow.compute")
     array = _plain(array)
     missing = np.asarray(array.is_null())
@@ -113,15 +94,8 @@ def numbers(
 
 
 def seconds(array: Any, column: str) -> tuple[NDArray[np.int64], list[ColumnFault]]:
-    """Converts a column to times in seconds.
-
-    Args:
-        array: Arrow array [n] of numbers, text, timestamps or dates.
-        column: Name of the column, for messages.
-
-    Returns:
-        int64 [n], and the rows that have no valid time.
-    """
+    """Converts a column to times in seconds."""
+    # returns: int64 [n], and the rows that have no valid time.
     pa, pc = arrow(), arrow("pyarrow.compute")
     if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
         array = pc.cast(pc.cast(array, pa.timestamp("s"), safe=False), pa.int64())
@@ -138,17 +112,8 @@ def seconds(array: Any, column: str) -> tuple[NDArray[np.int64], list[ColumnFaul
 
 
 def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[ColumnFault]]:
-    """Converts a column to ids.
-
-    A missing value is an empty row; a missing value in a list is left out.
-
-    Args:
-        array: Arrow array [n] of integers, text, or lists of them.
-        feature: How to read the column.
-
-    Returns:
-        A Ragged of n rows, and the rows that are not valid ids.
-    """
+    """Converts a column to ids."""
+    # A missing value is an empty row; a missing value in a list is left out.
     pa, pc = arrow(), arrow("pyarrow.compute")
     array = _plain(array)
     if feature.separator is not None and _is_text(array.type):
@@ -179,14 +144,7 @@ def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[ColumnFault]]:
 
 
 def why_not_ids(kind: Any) -> str | None:
-    """Returns why a column of an Arrow type cannot hold ids, or None if it can.
-
-    Args:
-        kind: The Arrow type; a dictionary or list type counts as that of its values.
-
-    Returns:
-        The reason, for an error message that begins with the name of the column.
-    """
+    """Return why a column of an Arrow type cannot hold ids, or None if it can."""
     types = arrow().types
     kind = _inner(kind)
     if _is_list(kind):
@@ -199,15 +157,7 @@ def why_not_ids(kind: Any) -> str | None:
 
 
 def list_hint(array: Any, feature: FeatureColumn) -> str | None:
-    """Returns a hint if a column of texts looks like lists of ids, each of which would become one id.
-
-    Args:
-        array: Arrow array [n]; the first 200 values are examined.
-        feature: How the column is read.
-
-    Returns:
-        What the column holds and which option splits it. None if the values do not look like lists.
-    """
+    """Return a hint if a column of texts looks like lists of ids, each of which would become one id."""
     array = _plain(array.slice(0, _HINT_ROWS))
     if feature.separator is not None or not _is_text(array.type):
         return None
@@ -231,15 +181,7 @@ def _list_matches(text: str) -> list[re.Match[str]]:
 
 
 def id_source(kind: Any, feature: FeatureColumn) -> IdSource | None:
-    """Returns where the ids of a column come from.
-
-    Args:
-        kind: Arrow type of the column, one that can hold ids.
-        feature: How the column is read.
-
-    Returns:
-        None if the column holds only nulls and may be read either way.
-    """
+    """Return where the ids of a column come from."""
     if feature.hash is not None:
         return "xxhash64" if feature.hash else "integer"
     kind = _inner(kind)
@@ -251,15 +193,7 @@ def id_source(kind: Any, feature: FeatureColumn) -> IdSource | None:
 
 
 def why_not_numbers(kind: Any, *, time: bool = False) -> str | None:
-    """Returns why a column of an Arrow type cannot hold numbers (or times), or None if it can.
-
-    Args:
-        kind: The Arrow type.
-        time: Accept timestamps and dates too.
-
-    Returns:
-        The reason, for an error message that begins with the name of the column.
-    """
+    """Return why a column of an Arrow type cannot hold numbers (or times), or None if it can."""
     types = arrow().types
     kind = _inner(kind)
     known = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal, types.is_null)

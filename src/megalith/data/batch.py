@@ -42,7 +42,7 @@ class Batch:
         return self.labels.shape[0]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """Returns the batch on another device.
+        """Return the batch on another device.
 
         Args:
             device: The device.
@@ -58,11 +58,11 @@ class Batch:
         return self._moved(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """Returns the batch in pinned memory. DataLoader calls it."""
+        """Return the batch in pinned memory. DataLoader calls it."""
         return self._moved(lambda x: x.pin_memory())
 
     def part(self, start: int, end: int) -> Self:
-        """Returns a range of rows without a copy. Time and position stay those of the batch.
+        """Return a range of rows without a copy. Time and position stay those of the batch.
 
         Args:
             start: First row.
@@ -125,7 +125,7 @@ class Samples:
         return self.labels.shape[0]
 
     def __getitem__(self, rows: slice) -> Samples:
-        """Returns a range of rows without a copy."""
+        """Return a range of rows without a copy."""
         return Samples(
             {name: ragged[rows] for name, ragged in self.features.items()},
             self.labels[rows],
@@ -139,7 +139,7 @@ class Samples:
         return [*sorted(self.features), *others]
 
     def select(self, rows: Tensor) -> Samples:
-        """Returns some rows.
+        """Return some rows.
 
         Args:
             rows: Indices of the rows in the order of the result, int64 [m].
@@ -160,7 +160,7 @@ class Samples:
         )
 
     def to_batch(self, position: Position) -> Batch:
-        """Returns the rows as a batch.
+        """Return the rows as a batch.
 
         Args:
             position: Position of the reader after the rows.

@@ -48,7 +48,7 @@ class ColumnChunk(NamedTuple):
     numbers: NDArray[np.int64]
     """Number of each row in the file, int64 [n]."""
     after: Callable[[int], Position]
-    """Returns the position after the row with a number."""
+    """Return the position after the row with a number."""
 
 
 class ColumnReader(Reader):
@@ -92,7 +92,6 @@ class ColumnReader(Reader):
     def from_config(
         cls, path: str, schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
     ) -> Self:
-        """See `Reader.from_config`."""
         checks.mapping(schema, "config: [data.schema]", '{"features": {"user": "user"}, "label": "clicked"}')
         if not schema.get("features"):
             raise InputError(f"config: [data.schema] must name the feature and label columns of {path}")
@@ -106,7 +105,7 @@ class ColumnReader(Reader):
         return self._schema
 
     def with_schema(self, schema: Schema) -> Self:
-        """Returns a reader of the same files with another schema, such as one that `fit` returned.
+        """Return a reader of the same files with another schema, such as one that `fit` returned.
 
         Args:
             schema: The new schema. It reads the same columns as that of this reader, or some of them.
@@ -130,12 +129,10 @@ class ColumnReader(Reader):
 
     @property
     def feature_names(self) -> list[str]:
-        """See `Reader.feature_names`."""
         return list(self.schema.feature_columns)
 
     @property
     def num_dense(self) -> int:
-        """See `Reader.num_dense`."""
         return self.schema.num_dense
 
     # ---- shards. `split`: a shard is its share of every file or row group; otherwise it is whole ones.

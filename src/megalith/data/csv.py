@@ -211,10 +211,8 @@ class CsvReader(ColumnReader):
     def _parse(
         self, path: Path, names: list[str], block: _Block, done: int, at: Position
     ) -> ColumnChunk | None:
-        """This shard's part of a block without its first `done` lines, or None if no line is left.
-
-        at: a position in this file.
-        """
+        """This shard's part of a block without its first `done` lines, or None if no line is left."""
+        # at: a position in this file.
         data, size = block.data, block.data.count(b"\n")
         start, stop = self._share(size, at["split"])
         low = min(start + done, stop)
@@ -363,7 +361,7 @@ class CriteoReader(CsvReader):
     def from_config(
         cls, path: str, schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
     ) -> Self:
-        """See `Reader.from_config`. A schema with features replaces the default one: it is fitted."""
+        # A schema with features replaces the default one: it is fitted.
         checks.mapping(schema, "config: [data.schema]", '{"features": {"C1": "C1"}}')
         checks.flag(labelled, "reader: labelled")
         reader = cls(path, **(options if labelled else {**options, "labelled": False}))
@@ -371,10 +369,8 @@ class CriteoReader(CsvReader):
 
 
 def _in_file(position: Position, offset: int = 0, line: int = 0, done: int = 0) -> Position:
-    """The position at a block of the same file.
-
-    offset, line: of the block's first line. done: lines of this shard's part of the block that were read.
-    """
+    """The position at a block of the same file."""
+    # offset, line: of the block's first line. done: lines of this shard's part of the block that were read.
     return {**position, "offset": offset, "line": line, "done": done}
 
 

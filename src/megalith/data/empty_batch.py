@@ -36,16 +36,8 @@ _COLUMNS = ("labels", "dense", "weights")
 
 
 def describe(batch: Batch) -> bytes:
-    """Returns the columns of a batch as JSON: {"features": {name: {"values", "weights"}}, "labels", ...}.
-
-    A column is [dtype, widths after the first dimension], or null if the batch does not have it.
-
-    Args:
-        batch: The batch; its rows are not part of the description.
-
-    Returns:
-        JSON, for `make_empty_batch` on another rank.
-    """
+    """Return the columns of a batch as JSON: {"features": {name: {"values", "weights"}}, "labels", ...}."""
+    # A column is [dtype, widths after the first dimension], or null if the batch does not have it.
     features = {
         name: {"values": _column(ragged.values), "weights": _column(ragged.weights)}
         for name, ragged in batch.features.items()
@@ -54,18 +46,7 @@ def describe(batch: Batch) -> bytes:
 
 
 def make_empty_batch(text: bytes, *, where: str) -> Batch:
-    """Returns a batch with zero rows and the described columns, on the CPU, without time and position.
-
-    Args:
-        text: The result of `describe`.
-        where: The sender, for messages.
-
-    Returns:
-        The batch.
-
-    Raises:
-        InputError: If the text is not a valid description.
-    """
+    """Return a batch with zero rows and the described columns, on the CPU, without time and position."""
     try:
         found = parse_json(text)
         features = {

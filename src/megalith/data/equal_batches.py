@@ -44,7 +44,7 @@ _MAX_DESCRIPTION = 1 << 24
 def pad_to_equal_batches(
     loader: Iterable[Batch], group: dist.ProcessGroup | None = None, *, timeout: float = TIMEOUT
 ) -> EqualBatchLoader:
-    """Returns the batches of a loader, then empty ones until the loaders of all ranks have run out.
+    """Return the batches of a loader, then empty ones until the loaders of all ranks have run out.
 
     This is a collective call, and so is every batch: all ranks of the group make it once and iterate equally
     often, to the end or to the same batch. With one rank, or without a process group, it adds nothing.
@@ -142,7 +142,7 @@ class EqualBatchLoader(Iterable[Batch]):
                 yield replace(empty, time=newest, position=dict(position))
 
     def _pull(self, source: Iterator[Batch], exchange: _EpochExchange, turn: int) -> Batch | None:
-        """Returns the next batch or None; reports an error to the other ranks before raising it."""
+        """Return the next batch or None; reports an error to the other ranks before raising it."""
         try:
             own = next(source, None)
             if own is not None and not isinstance(own, Batch):
@@ -170,7 +170,7 @@ class _EpochExchange:
     def statuses(
         self, turn: int, status: int, own: Batch | None
     ) -> tuple[list[int], list[int | None], list[int]]:
-        """Returns the statuses, times and numbers of rows of all ranks of the group."""
+        """Return the statuses, times and numbers of rows of all ranks of the group."""
         time = None if own is None else own.time
         shared = torch.zeros(len(self.ranks), 3, dtype=torch.int64, device="cpu")
         shared[self.index, 0] = status
@@ -182,7 +182,7 @@ class _EpochExchange:
         return statuses, [None if time == _NO_TIME else time for time in times], sizes
 
     def columns(self, turn: int, source_rank: int, own: Batch | None) -> Batch:
-        """Returns an empty batch with the columns of a rank that has a batch."""
+        """Return an empty batch with the columns of a rank that has a batch."""
         text = describe(own) if own is not None and self.index == source_rank else b""
         length = torch.tensor(len(text), device="cpu")
         with self._watched(turn, "columns"):
@@ -208,7 +208,7 @@ class _EpochExchange:
 
 
 def _own_group(parent: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
-    """Returns a gloo group of the same ranks, so that exchanges do not interleave with those of the model."""
+    """Return a gloo group of the same ranks, so that exchanges do not interleave with those of the model."""
     turn = parent.get_group_store().add(f"pad_to_equal_batches/{dist.get_rank(parent)}", 1)
     wait_for_all_ranks(parent, "pad_to_equal_batches", f"pad_to_equal_batches/{turn}", timeout)
     ranks = dist.get_process_group_ranks(parent)
@@ -225,7 +225,7 @@ def _each(loader: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _emptied(batch: Batch) -> Batch:
-    """Returns the batch without rows, as a copy: a view would keep the memory of the batch."""
+    """Return the batch without rows, as a copy: a view would keep the memory of the batch."""
     changed: dict[str, Any] = {
         "features": {name: _no_rows(ragged) for name, ragged in batch.features.items()}
     }

@@ -18,13 +18,7 @@ from megalith.errors import InputError
 
 
 class FilePositions:
-    """The parts of files that a shard reads, in order: whole files, or row groups.
-
-    Args:
-        key: Key of the index of a part in a position.
-        parts: Path of each part, and the number of the part in its file. Whole files are part 0.
-        root: Directory to which names are relative.
-    """
+    """The parts of files that a shard reads, in order: whole files, or row groups."""
 
     def __init__(self, key: str, parts: Sequence[tuple[Path, int]], root: Path) -> None:
         self.key = key
@@ -42,27 +36,11 @@ class FilePositions:
 
     @classmethod
     def of_files(cls, key: str, files: Sequence[Path], paths: Paths) -> FilePositions:
-        """Creates the positions of whole files.
-
-        Args:
-            key: Key of the index of a file in a position.
-            files: The files.
-            paths: What the user named.
-
-        Returns:
-            The positions, each file as one part.
-        """
+        """Creates the positions of whole files."""
         return cls(key, [(file, 0) for file in files], data_root(paths))
 
     def at(self, index: int) -> Position:
-        """Returns the entries of a position in a part.
-
-        Args:
-            index: Index of the part.
-
-        Returns:
-            The index, and what identifies the part and the parts before it.
-        """
+        """Return the entries of a position in a part."""
         name, size, number = self._parts[index] if self._parts else ("", 0, 0)
         return {
             self.key: index,
@@ -73,14 +51,7 @@ class FilePositions:
         }
 
     def check(self, position: Position) -> None:
-        """Checks that the parts up to a position are those that it was taken from.
-
-        Args:
-            position: The position.
-
-        Raises:
-            InputError: The index is out of range, another file is at that index, or a file has changed.
-        """
+        """Checks that the parts up to a position are those that it was taken from."""
         index = position_integer(position, self.key, max(len(self._parts) - 1, 0))
         if (index, position.get("name"), position.get("before")) == (0, "", 0):
             return  # it was taken when there was no part

@@ -13,21 +13,9 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def list_files(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
-    """Lists the files that paths, directories and patterns name, in the given order.
-
-    The files of a directory and the matches of a pattern are sorted by name. Files of a directory whose names
-    start with . or _ are left out.
-
-    Args:
-        paths: Files, directories or patterns such as "day_*.tsv.gz".
-        suffixes: The files of a directory to list.
-
-    Returns:
-        The files; a file that several paths name occurs several times.
-
-    Raises:
-        InputError: There is no file, or one of the paths names none.
-    """
+    """Lists the files that paths, directories and patterns name, in the given order."""
+    # The files of a directory and the matches of a pattern are sorted by name. Files of a directory whose
+    # names start with . or _ are left out.
     files: list[Path] = []
     for item in _as_list(paths):
         path = Path(item)
@@ -49,17 +37,10 @@ def list_files(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
 
 
 def data_root(paths: Paths) -> Path:
-    """Returns the directory to which the names of files are relative in positions.
-
-    It is the given directory, the directory of the given file, or the part of a pattern before its first
-    wildcard. For several paths it is that of the first one, so that it stays the same if paths are appended.
-
-    Args:
-        paths: Files, directories or patterns.
-
-    Returns:
-        An absolute path.
-    """
+    """Return the directory to which the names of files are relative in positions."""
+    # It is the given directory, the directory of the given file, or the part of a pattern before its first
+    # wildcard. For several paths it is that of the first one, so that it stays the same if paths are
+    # appended.
     return _root(Path(_as_list(paths)[0]).absolute())
 
 

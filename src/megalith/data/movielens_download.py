@@ -57,7 +57,7 @@ Downloaded from {address} to {directory}."""
 
 
 def default_cache() -> Path:
-    """Returns $XDG_CACHE_HOME/megalith, or ~/.cache/megalith."""
+    """Return $XDG_CACHE_HOME/megalith, or ~/.cache/megalith."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "megalith"
 
@@ -69,20 +69,7 @@ def fetch_movielens(
     notify: Callable[[str], None] | None = None,
     timeout: float = 60.0,
 ) -> Path:
-    """Downloads MovieLens-1M unless the cache holds an undamaged copy.
-
-    Args:
-        cache: The cache directory.
-        sources: The sources to try in order.
-        notify: Called with the licence notice after a download. None: print it to stderr.
-        timeout: Seconds to wait for a source.
-
-    Returns:
-        The directory with the files.
-
-    Raises:
-        DataUnavailableError: No source provides the data.
-    """
+    """Downloads MovieLens-1M unless the cache holds an undamaged copy."""
     directory = cache / "ml-1m"
     if _is_undamaged(directory):
         return directory

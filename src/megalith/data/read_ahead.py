@@ -15,17 +15,9 @@ _SECONDS = 0.1
 
 
 def read_ahead(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yields the same batches, read in a thread.
-
-    Reading and computing overlap where the caller waits for a GPU. The reader is ahead of what was yielded:
-    `batch.position` tells where to continue, `reader.position` does not.
-
-    Args:
-        batches: A reader, which nobody else uses until this iterator ends or is closed.
-
-    Yields:
-        The batches, in order. An error of the reader is raised after the batches before it.
-    """
+    """Yields the same batches, read in a thread."""
+    # Reading and computing overlap where the caller waits for a GPU. The reader is ahead of what was yielded:
+    # `batch.position` tells where to continue, `reader.position` does not.
     waiting: queue.Queue[Batch | BaseException | None] = queue.Queue(BATCHES)
     left = threading.Event()
     thread = threading.Thread(target=_read, args=(batches, waiting, left), name="read-ahead", daemon=True)

@@ -161,7 +161,7 @@ class Reader(IterableDataset[Batch], ABC):
         self._at = dict(position)
 
     def shard(self, rank: int, world_size: int) -> Self:
-        """Returns a reader of one rank's rows.
+        """Return a reader of one rank's rows.
 
         The shards of all ranks are disjoint and together hold all rows.
 
@@ -229,10 +229,8 @@ class Reader(IterableDataset[Batch], ABC):
         return {**position, "shard": [self.rank, self.world_size]}
 
     def _bad(self, reason: str, message: str, count: int = 1, rows: NDArray[np.int64] | None = None) -> None:
-        """Raises InputError about bad rows, or counts them if they are skipped.
-
-        rows: their numbers in the next block, int64 [count]; None: they are before that block.
-        """
+        """Raises InputError about bad rows, or counts them if they are skipped."""
+        # rows: their numbers in the next block, int64 [count]; None: they are before that block.
         if self.on_error == "raise":
             remedy = 'fix it, or pass on_error="skip" (command line: --on-error skip) to skip such rows'
             raise InputError(f"{message}; {remedy}")
@@ -302,12 +300,10 @@ class MemoryReader(Reader):
 
     @property
     def feature_names(self) -> list[str]:
-        """See `Reader.feature_names`."""
         return list(self.samples.features)
 
     @property
     def num_dense(self) -> int:
-        """See `Reader.num_dense`."""
         return 0 if self.samples.dense is None else self.samples.dense.shape[1]
 
     def _start(self) -> Position:
@@ -340,19 +336,6 @@ class MemoryReader(Reader):
 
 
 def position_integer(position: Position, key: str, most: int | None = None) -> int:
-    """Returns an integer of a position.
-
-    Args:
-        position: The position.
-        key: Key of the integer.
-        most: Largest valid value. None: there is no limit.
-
-    Returns:
-        The integer.
-
-    Raises:
-        InputError: The value is not an integer from 0 to `most`.
-    """
     value = position.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise InputError(f"reader: {key!r} of a position must be an integer of 0 or more, got {value!r}")

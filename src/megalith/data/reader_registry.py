@@ -21,14 +21,7 @@ FILE_READERS: Mapping[str, str] = {
 
 
 def reader_class(kind: str) -> type[Reader]:
-    """Returns the reader of a kind of file.
-
-    Args:
-        kind: A key of `FILE_READERS`.
-
-    Returns:
-        The class; its module is imported now.
-    """
+    """Return the reader of a kind of file."""
     module, _, name = FILE_READERS[kind].partition(":")
     found: type[Reader] = getattr(import_module(module), name)
     return found

@@ -165,7 +165,7 @@ class Schema:
         return sum(1 + column.indicator for column in self.dense_columns)
 
     def with_ids(self, sources: Mapping[str, IdSource]) -> Schema:
-        """Returns the schema with the recorded source of the ids of features.
+        """Return the schema with the recorded source of the ids of features.
 
         Args:
             sources: Feature name -> source. A feature that is not listed keeps its source.
@@ -222,7 +222,7 @@ class Schema:
         return Schema(label=None, features={}, dense=columns) if columns else None
 
     def fitted(self, raw: NDArray[np.float64] | Iterable[NDArray[np.float64]]) -> Schema:
-        """Returns the schema with the missing means and standard deviations.
+        """Return the schema with the missing means and standard deviations.
 
         Args:
             raw: Dense values, float64 [n, k]; NaN is a missing value. Or parts of them, one after another.
@@ -254,7 +254,7 @@ class Schema:
         return replace(self, dense=columns)
 
     def with_fit_of(self, fitted: Schema) -> Schema:
-        """Returns the schema with the means and standard deviations of another schema.
+        """Return the schema with the means and standard deviations of another schema.
 
         Args:
             fitted: A schema of the columns of `unfitted`, in their order, with all values.
@@ -276,7 +276,7 @@ class Schema:
     # ---- JSON
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the JSON-compatible form."""
+        """Return the JSON-compatible form."""
         return {
             "label": self.label,
             "features": {name: _slim(column) for name, column in self.feature_columns.items()},

@@ -176,12 +176,10 @@ class SyntheticReader(Reader):
 
     @property
     def feature_names(self) -> list[str]:
-        """See `Reader.feature_names`."""
         return [feature.name for feature in self.features]
 
     @property
     def num_dense(self) -> int:
-        """See `Reader.num_dense`."""
         return self._num_dense
 
     def _start(self) -> Position:

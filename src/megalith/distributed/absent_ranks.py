@@ -20,19 +20,7 @@ GRACE = 5.0
 
 
 def absent_ranks(group: dist.ProcessGroup, key: str, timeout: float) -> list[int]:
-    """Register this rank as present under a key, and wait for the others to do the same.
-
-    Args:
-        group: The process group.
-        key: A name that is unique within the group.
-        timeout: Seconds to wait for the other ranks.
-
-    Returns:
-        The global ranks that did not register within the timeout.
-
-    Raises:
-        RuntimeError: If the store does not answer.
-    """
+    """Register this rank as present under a key, and wait for the others to do the same."""
     store = group.get_group_store()
     keys = {rank: f"present/{key}/{rank}" for rank in dist.get_process_group_ranks(group)}
     store.set(keys[dist.get_rank()], "present")
@@ -44,31 +32,14 @@ def absent_ranks(group: dist.ProcessGroup, key: str, timeout: float) -> list[int
 
 
 def wait_for_all_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: float) -> None:
-    """Wait until all ranks of the group have called this function with the same key.
-
-    Args:
-        group: The process group.
-        what: The operation, for the message.
-        key: A name that is unique within the group.
-        timeout: Seconds to wait.
-
-    Raises:
-        RankTimeoutError: It names this rank and the absent ones.
-    """
+    """Wait until all ranks of the group have called this function with the same key."""
     if absent := absent_ranks(group, key, timeout):
         raise RankTimeoutError(timeout_message(what, absent, timeout))
 
 
 @contextmanager
 def naming_absent_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: float) -> Iterator[None]:
-    """Turn a failed collective of the group into a RankTimeoutError that names the absent ranks.
-
-    Args:
-        group: The process group.
-        what: The operation, for the message.
-        key: A name that is unique within the group.
-        timeout: The timeout of the group in seconds.
-    """
+    """Turn a failed collective of the group into a RankTimeoutError that names the absent ranks."""
     try:
         yield
     except RuntimeError as error:
@@ -76,16 +47,7 @@ def naming_absent_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: 
 
 
 def timeout_message(what: str, absent: Sequence[int], seconds: float) -> str:
-    """Return the message for ranks that did not take part.
-
-    Args:
-        what: The operation.
-        absent: The global ranks that did not take part; at least one.
-        seconds: How long this rank waited.
-
-    Returns:
-        A text that names this rank and the absent ones, and what to do.
-    """
+    """Return the message for ranks that did not take part."""
     missing = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
     return (
         f"{what}: rank {dist.get_rank()} waited for {missing}, which did not arrive within {seconds:g} s; "

@@ -22,21 +22,7 @@ def agree(
     error: type[MegalithError] = RankFailedError,
     keep: tuple[type[MegalithError], ...] = (),
 ) -> T:
-    """Run a function on every rank; if it fails on one, raise on all. A collective call.
-
-    Args:
-        ranks: The ranks that make this call.
-        work: The function. It may do different work on each rank.
-        error: The type to raise on ranks where `work` succeeded, if it failed elsewhere.
-        keep: Types that are raised as they are on every rank, because callers handle them.
-
-    Returns:
-        The result of `work` on this rank.
-
-    Raises:
-        Exception: The error of `work` itself, on the ranks where it failed.
-        error: On the other ranks; the message names the lowest rank that failed and its error.
-    """
+    """Run a function on every rank; if it fails on one, raise on all. A collective call."""
     if ranks.size == 1:
         return work()
     failure: Exception | None = None

@@ -137,20 +137,8 @@ class Measurement:
 
 
 def measure(settings: CommSettings, group: dist.ProcessGroup | None = None) -> Iterator[Measurement]:
-    """Yield measurements by pattern, transport, then ascending size; the results are equal on all ranks.
-
-    This is a collective call. It ends early when the budget is spent.
-
-    Args:
-        settings: What to measure.
-        group: The process group; None: the default group.
-
-    Yields:
-        The measurements. Those with shared memory are left out if the ranks are on several hosts.
-
-    Raises:
-        UsageError: Only shared memory is to be measured, and the ranks are on several hosts.
-    """
+    """Yield measurements by pattern, transport, then ascending size; the results are equal on all ranks."""
+    # This is a collective call. It ends early when the budget is spent.
     begin = time.perf_counter()
     links = _links(settings, group)
     for pattern, transport in settings.pairs:

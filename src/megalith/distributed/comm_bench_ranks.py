@@ -32,20 +32,7 @@ _MAX_MESSAGE = 1 << 16
 
 
 def measure_local(settings: CommSettings, num_ranks: int) -> Iterator[Measurement]:
-    """Yield measurements among processes on this machine, which are started and ended here.
-
-    Args:
-        settings: What to measure.
-        num_ranks: The number of processes.
-
-    Yields:
-        The measurements, as soon as rank 0 has them. All processes end when the iterator is closed.
-
-    Raises:
-        InputError: For fewer than 2 ranks.
-        RankFailedError: With the error of a rank.
-        RankTimeoutError: If the ranks take too long.
-    """
+    """Yield measurements among processes on this machine, which are started and ended here."""
     if num_ranks < 2:
         raise InputError(f"bench: at least 2 ranks are needed, got {num_ranks}")
     context = multiprocessing.get_context("forkserver")  # imports torch once, not once a rank
@@ -70,18 +57,7 @@ def measure_local(settings: CommSettings, num_ranks: int) -> Iterator[Measuremen
 
 
 def measure_launched(settings: CommSettings, launch: Launch) -> Iterator[Measurement]:
-    """Yield measurements among the ranks of a launcher. A collective call, with equal results on all ranks.
-
-    Args:
-        settings: What to measure.
-        launch: The launch that this process belongs to.
-
-    Yields:
-        The measurements, as `measure` yields them.
-
-    Raises:
-        InputError: If MASTER_ADDR or MASTER_PORT is not set.
-    """
+    """Yield measurements among the ranks of a launcher. A collective call with equal results on all ranks."""
     check_address(launch)
     with _grouped("env://", launch.rank, launch.size, settings):
         yield from measure(settings)

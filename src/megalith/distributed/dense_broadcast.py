@@ -36,21 +36,8 @@ BUCKET_BYTES = 25 << 20
 def broadcast_dense(
     model: nn.Module, group: dist.ProcessGroup | None = None, *, optimizer: Optimizer | None = None
 ) -> None:
-    """Copy the dense weights and optimizer state of rank 0 of a group to all its ranks. A collective call.
-
-    Weights are parameters and buffers. Gradients and tables stay unchanged.
-
-    Args:
-        model: The model.
-        group: The process group; None: the default group.
-        optimizer: The optimizer of the dense weights. Its state and the options of its parameter groups (such
-            as the learning rate) become those of rank 0; None: no optimizer is changed.
-
-    Raises:
-        InputError: On all ranks, before anything is written: if names, shapes or dtypes, or the types and
-            parameters of the optimizers differ between ranks; if a lazy module has not seen its first batch;
-            if a parameter is sharded over ranks; if an option of the optimizer cannot be sent.
-    """
+    """Copy the dense weights and optimizer state of rank 0 of a group to all its ranks. A collective call."""
+    # Weights are parameters and buffers. Gradients and tables stay unchanged.
     if not has_process_group():
         raise InputError("broadcast_dense needs a process group: call init_process_group first")
     wire = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
@@ -73,16 +60,8 @@ def broadcast_dense(
 
 
 def fsdp1_module(model: nn.Module) -> str | None:
-    """Find a module that is sharded by FSDP1.
-
-    It holds a part of one flat tensor, in plain tensors that cannot be told from whole ones.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The path of the first FullyShardedDataParallel, "" if it is the model; None if there is none.
-    """
+    """Find a module that is sharded by FSDP1."""
+    # It holds a part of one flat tensor, in plain tensors that cannot be told from whole ones.
     fsdp1 = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")  # the import takes a second
     kind = getattr(fsdp1, "FullyShardedDataParallel", ())
     return next((path for path, module in model.named_modules() if isinstance(module, kind)), None)

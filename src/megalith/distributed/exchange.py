@@ -46,23 +46,7 @@ TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl")
 
 
 class Exchange(RankGroup):
-    """All-to-all exchange between the ranks of a group. Construction is a collective call.
-
-    Args:
-        group: A process group or a device mesh with one dimension; None: the default group.
-        timeout: Seconds that each wait may take.
-        transport: "shared_memory", "gloo", or "auto": shared memory if all ranks are on one host. "nccl"
-            demands NCCL for bytes on a GPU; "auto" takes it if the group has it and each rank its own GPU.
-
-    Attributes:
-        device: Where the bytes of messages are: the CPU, or a GPU after `use_device`.
-        calls: The number of exchanges so far.
-        waited: The seconds of the last exchange.
-
-    Raises:
-        InputError: For an unknown transport, or one that differs between ranks.
-        UsageError: Without a process group, or if shared memory is not possible.
-    """
+    """All-to-all exchange between the ranks of a group. Construction is a collective call."""
 
     def __init__(self, group: Any = None, *, timeout: float = 600.0, transport: str = "auto") -> None:
         if (
@@ -110,14 +94,7 @@ class Exchange(RankGroup):
         logger.debug("rank %d of %d exchanges by %s", self.rank, self.size, self.transport)
 
     def use_device(self, device: torch.device) -> None:
-        """Exchange bytes on a device from now on. A collective call; small messages stay on the CPU.
-
-        Args:
-            device: The device of this rank: the CPU, or a GPU.
-
-        Raises:
-            UsageError: The transport is "nccl", but two ranks share a GPU or a rank has none.
-        """
+        """Exchange bytes on a device from now on. A collective call; small messages stay on the CPU."""
         self.device = device
         on_gpu = device.type == "cuda"
         if on_gpu:
@@ -141,14 +118,7 @@ class Exchange(RankGroup):
     # ---- the thread
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run a function in the thread, after everything submitted before.
-
-        Args:
-            work: The function. All ranks submit the same exchanges in the same order.
-
-        Returns:
-            The future of its result; it raises UsageError if an earlier exchange has timed out.
-        """
+        """Run a function in the thread, after everything submitted before."""
         future: Future[T] = Future()
         ready = None
         if self.device.type == "cuda":
@@ -157,22 +127,11 @@ class Exchange(RankGroup):
         return future
 
     def lend(self, *tensors: Tensor | None) -> None:
-        """Note that work submitted next reads tensors of the current CUDA stream.
-
-        Args:
-            tensors: Tensors on any device.
-        """
+        """Note that work submitted next reads tensors of the current CUDA stream."""
         self._hold(tensors, to_thread=True)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Let the current CUDA stream wait for a result of the thread.
-
-        Args:
-            tensor: The result.
-
-        Returns:
-            The same tensor.
-        """
+        """Let the current CUDA stream wait for a result of the thread."""
         self._hold([tensor], to_thread=False)
         return tensor
 
@@ -190,14 +149,7 @@ class Exchange(RankGroup):
                 tensor.record_stream(own if to_thread else current)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run a function in the thread and wait for it.
-
-        Args:
-            work: The function. In the thread itself it is called at once.
-
-        Returns:
-            Its result; an error of the function is raised.
-        """
+        """Run a function in the thread and wait for it."""
         if threading.current_thread() is self._thread:
             return work()
         return self.submit(work).result()
@@ -218,14 +170,8 @@ class Exchange(RankGroup):
             raise
 
     def new_buffer(self, size: int) -> Tensor:
-        """Return memory for a message; it is used again when the last tensor that shares it is freed.
-
-        Args:
-            size: Bytes.
-
-        Returns:
-            uint8 [size], uninitialized, on `device`.
-        """
+        """Return memory for a message; it is used again when the last tensor that shares it is freed."""
+        # returns: uint8 [size], uninitialized, on `device`.
         if self.device.type == "cpu":
             return self._buffers.new(size)
         return torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -235,22 +181,9 @@ class Exchange(RankGroup):
     def all_to_all(
         self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], what: str
     ) -> Tensor:
-        """Send one part of `send` to each rank; return the parts received, concatenated in rank order.
-
-        Args:
-            send: uint8 [sum of send_sizes], parts in rank order, on the CPU or on `device`; the same on all
-                ranks.
-            send_sizes: Bytes for each rank.
-            recv_sizes: Bytes from each rank.
-            what: The operation, for messages.
-
-        Returns:
-            uint8 [sum of recv_sizes], on the device of `send`.
-
-        Raises:
-            RankTimeoutError: It names the absent ranks.
-            RankFailedError: If the ranks make different calls.
-        """
+        """Send one part of `send` to each rank; return the parts received, concatenated in rank order."""
+        # send: uint8 [sum of send_sizes], parts in rank order, on the CPU or on `device`; returns: uint8 [sum
+        # of recv_sizes], on the device of `send`.
         self.calls += 1
         direct = self._nccl is not None and send.is_cuda
         if self.size == 1 and not direct:
@@ -295,18 +228,6 @@ class Exchange(RankGroup):
         return received
 
     def gather(self, value: Any) -> list[Any]:
-        """Exchange small values; it takes several messages. A collective call.
-
-        Args:
-            value: The value of this rank; it must be possible to pickle it.
-
-        Returns:
-            The values of all ranks, in rank order.
-
-        Raises:
-            RankTimeoutError: It names the absent ranks.
-        """
-
         def work() -> list[Any]:
             values: list[Any] = [None] * self.size
             with self._naming("agreement"):
@@ -316,7 +237,6 @@ class Exchange(RankGroup):
         return [value] if self.size == 1 else self.run(work)
 
     def broadcast(self, value: Any) -> Any:
-        """See `RankGroup.broadcast`."""
         return self.gather(value)[0]
 
     def _naming(self, what: str) -> Any:
@@ -348,14 +268,8 @@ class Exchange(RankGroup):
 
 
 def staging_buffer(size: int) -> Tensor:
-    """Return host memory that a GPU copies to and from without another copy.
-
-    Args:
-        size: Bytes.
-
-    Returns:
-        uint8 [size], uninitialized; pinned where torch has CUDA. torch keeps freed pinned memory for later.
-    """
+    """Return host memory that a GPU copies to and from without another copy."""
+    # returns: uint8 [size], uninitialized.
     return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available(), device="cpu")
 
 

@@ -30,17 +30,11 @@ _LEAF = struct.Struct("<32sdd")
 
 @dataclass(frozen=True)
 class ParameterPrint:
-    """The fingerprint of one parameter.
+    """The fingerprint of one parameter."""
 
-    Attributes:
-        norm: Its L2 norm, in float64.
-        mean: Its mean, in float64.
-        hash64: 64 bits of the hash of its bytes, signed.
-    """
-
-    norm: float
+    norm: float  # Its L2 norm, in float64
     mean: float
-    hash64: int
+    hash64: int  # 64 bits of the hash of its bytes, signed
 
 
 @dataclass(frozen=True)

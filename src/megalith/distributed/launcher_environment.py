@@ -109,21 +109,10 @@ class RankSetup(Launch):
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """Return the launch that this process belongs to.
-
-    The first launcher whose rank and size are both set is used; otherwise the first with any variable set;
-    otherwise this is rank 0 of 1. A missing rank is 0 and a missing size is 1, with a LaunchWarning that
-    names the variable.
-
-    Args:
-        environ: The variables; None: os.environ.
-
-    Returns:
-        Rank, sizes and launcher of this process.
-
-    Raises:
-        InputError: If a value is not a number or two values contradict each other; it names the variables.
-    """
+    """Return the launch that this process belongs to."""
+    # The first launcher whose rank and size are both set is used; otherwise the first with any variable set;
+    # otherwise this is rank 0 of 1. A missing rank is 0 and a missing size is 1, with a LaunchWarning that
+    # names the variable.
     given = os.environ if environ is None else environ
     launcher = _choose(given)
     if launcher is None:
@@ -154,27 +143,7 @@ def configure(
     broadcast: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> RankSetup:
-    """Return the rank, size, device and run directory of this process. It sets nothing and is idempotent.
-
-    Args:
-        run: The directory of the whole run. The directory of a rank is run/uuid/index-0003, by its rank; it
-            is `run` itself with merge_checkpoints=True or without a launcher. No directory is created.
-        merge_checkpoints: Whether all ranks write one checkpoint.
-        uuid: The id of the launch, equal on all ranks; None: derived from the variables of the launcher.
-        device: The device; None: the GPU of the local rank, or the CPU if there is no GPU.
-        model: A model that receives the dense weights of rank 0 (see `broadcast_dense`).
-        optimizer: The optimizer of the dense weights of `model`, which receives the state of rank 0's.
-        group: The process group of the broadcast; None: the default group.
-        broadcast: Whether to broadcast the dense weights of `model` and the state of `optimizer`.
-        environ: The variables; None: os.environ.
-
-    Returns:
-        What `read_launch` returns, with the device and the run directory of this rank.
-
-    Raises:
-        InputError: If variables contradict each other or the process group, if nothing identifies the launch,
-            if there are GPUs but none for this local rank, or for an optimizer without a model.
-    """
+    """Return the rank, size, device and run directory of this process. It sets nothing and is idempotent."""
     if optimizer is not None and model is None:
         raise InputError("configure: optimizer needs model=, the model whose weights it updates")
     launch = read_launch(environ)

@@ -20,14 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_address(launch: Launch) -> None:
-    """Check that the address at which the ranks of a launch connect is set.
-
-    Args:
-        launch: The launch, for the message.
-
-    Raises:
-        InputError: MASTER_ADDR or MASTER_PORT is not set.
-    """
+    """Check that the address at which the ranks of a launch connect is set."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise InputError(
@@ -37,18 +30,8 @@ def check_address(launch: Launch) -> None:
 
 
 def init_process_group(launch: Launch, *, timeout: float = 600.0) -> None:
-    """Create the default process group of all ranks of a launch, with gloo. One rank needs no group.
-
-    The ranks connect at MASTER_ADDR and MASTER_PORT.
-
-    Args:
-        launch: The launch that this process belongs to.
-        timeout: Seconds to wait for other ranks, here and in the collectives of the group.
-
-    Raises:
-        InputError: If MASTER_ADDR or MASTER_PORT is not set.
-        RankTimeoutError: If some ranks do not connect in time.
-    """
+    """Create the default process group of all ranks of a launch, with gloo. One rank needs no group."""
+    # The ranks connect at MASTER_ADDR and MASTER_PORT.
     if launch.size == 1:
         return
     check_address(launch)

@@ -17,58 +17,25 @@ def has_process_group() -> bool:
 
 
 def current_rank(group: Any = None) -> int:
-    """Return the rank of this process.
-
-    Args:
-        group: A process group; None: the default group.
-
-    Returns:
-        Its rank in the group, or 0 if no process group exists.
-    """
+    """Return the rank of this process."""
     return dist.get_rank(group) if has_process_group() else 0
 
 
 def world_size(group: Any = None) -> int:
-    """Return the number of ranks.
-
-    Args:
-        group: A process group; None: the default group.
-
-    Returns:
-        The size of the group, or 1 if no process group exists.
-    """
+    """Return the number of ranks."""
     return dist.get_world_size(group) if has_process_group() else 1
 
 
 class RankGroup:
-    """A single process. Placements over several processes bring their own subclass.
+    """A single process. Placements over several processes bring their own subclass."""
 
-    Attributes:
-        rank: The rank of this process in the group.
-        size: The number of ranks in the group.
-    """
-
-    rank: int = 0
-    size: int = 1
+    rank: int = 0  # The rank of this process in the group
+    size: int = 1  # The number of ranks in the group
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank. A collective call.
-
-        Args:
-            value: The value of this rank; those of ranks above 0 are ignored.
-
-        Returns:
-            The value of rank 0.
-        """
+        """Return rank 0's value on every rank. A collective call."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on every rank. A collective call.
-
-        Args:
-            value: The value of this rank.
-
-        Returns:
-            One value per rank, in rank order.
-        """
+        """Return the values of all ranks on every rank. A collective call."""
         return [value]

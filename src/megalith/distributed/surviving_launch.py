@@ -27,17 +27,11 @@ _ROOMS = ("", "/worker/attempt_0")
 
 @dataclass(frozen=True)
 class EndedRank:
-    """How a rank ended.
-
-    Attributes:
-        rank: The rank.
-        code: Its exit code: 0 is success, a negative one is a signal.
-        running: The number of ranks that are still running.
-    """
+    """How a rank ended."""
 
     rank: int
-    code: int
-    running: int
+    code: int  # Its exit code: 0 is success, a negative one is a signal
+    running: int  # The number of ranks that are still running
 
 
 def launch(
@@ -49,21 +43,8 @@ def launch(
     on_end: Callable[[EndedRank], None] = lambda ended: None,
     on_wait: Callable[[], None] = lambda: None,
 ) -> list[EndedRank]:
-    """Run a command as several ranks and wait until all have ended.
-
-    Ranks that still run when this call is left by an exception are ended too.
-
-    Args:
-        command: The program and its arguments.
-        ranks: The number of ranks.
-        environment: Variables in addition to those of this process.
-        timeout: Seconds after which all ranks that still run are ended.
-        on_end: Called when a rank has ended.
-        on_wait: Called repeatedly while ranks run.
-
-    Returns:
-        How each rank ended, by rank.
-    """
+    """Run a command as several ranks and wait until all have ended."""
+    # Ranks that still run when this call is left by an exception are ended too.
     checks.integer(ranks, "launch: ranks")
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     rooms = [PrefixStore(room, server) if room else server for room in _ROOMS]

@@ -48,14 +48,7 @@ class BrokenExchange(MegalithError, RuntimeError):
 
 
 def lost_key(rank: int) -> str:
-    """Return the key under which a launcher records, in the ranks' store, that a rank has ended.
-
-    Args:
-        rank: The rank.
-
-    Returns:
-        The key.
-    """
+    """Return the key under which a launcher records, in the ranks' store, that a rank has ended."""
     return f"megalith/lost/{rank}"
 
 

@@ -22,27 +22,14 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Part:
-    """What this process holds of a parameter.
+    """What this process holds of a parameter."""
 
-    Attributes:
-        tensor: A plain tensor.
-        span: Its lines in the whole parameter; None if it is the whole parameter.
-        whole: The parameter itself, a DTensor if it is sharded.
-    """
-
-    tensor: Tensor
-    span: Span | None
-    whole: Tensor
+    tensor: Tensor  # A plain tensor
+    span: Span | None  # Its lines in the whole parameter; None if it is the whole parameter
+    whole: Tensor  # The parameter itself, a DTensor if it is sharded
 
     def like(self, local: Tensor) -> Tensor:
-        """Wrap a tensor like this parameter.
-
-        Args:
-            local: A tensor of the shape of `tensor`.
-
-        Returns:
-            A DTensor if the parameter is one; otherwise `local`.
-        """
+        """Wrap a tensor like this parameter."""
         if self.whole is self.tensor:
             return local
         from torch.distributed.tensor import DTensor
@@ -59,19 +46,7 @@ class Part:
 
 
 def part_of(name: str, tensor: Tensor, ranks: Ranks) -> Part:
-    """Return what this rank holds of a parameter.
-
-    Args:
-        name: The name of the parameter.
-        tensor: The parameter.
-        ranks: The ranks that share the work.
-
-    Returns:
-        Its part.
-
-    Raises:
-        InputError: The parameter is sharded over other ranks, or not by Shard(0).
-    """
+    """Return what this rank holds of a parameter."""
     if type(tensor) in (Tensor, nn.Parameter):
         return Part(tensor, None, tensor)
     # Importing it takes about as long as torch itself: only for those that shard.
@@ -98,44 +73,19 @@ def part_of(name: str, tensor: Tensor, ranks: Ranks) -> Part:
 
 
 def shard_spans(length: int, size: int) -> list[Span]:
-    """Return how FSDP2 divides the first dimension of a parameter.
-
-    Args:
-        length: The number of lines.
-        size: The number of ranks.
-
-    Returns:
-        The lines of each rank.
-    """
+    """Return how FSDP2 divides the first dimension of a parameter."""
     each = -(-length // size) if length else 0
     return [(min(length, each * place), min(length, each * (place + 1))) for place in range(size)]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds.
-
-    Args:
-        tensor: A plain tensor or a DTensor.
-
-    Returns:
-        A plain tensor that shares its memory.
-    """
+    """Return the part of a tensor that this process holds."""
     found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
 
 
 def move_lines(tensor: Tensor, have: Sequence[Span], need: Sequence[Span], ranks: Ranks) -> Tensor:
-    """Return the lines that this rank needs of a tensor that is divided over ranks. A collective call.
-
-    Args:
-        tensor: The lines that this rank has.
-        have: The lines that each rank has, by place.
-        need: The lines that each rank needs.
-        ranks: The ranks.
-
-    Returns:
-        float32 on the CPU.
-    """
+    """Return the lines that this rank needs of a tensor that is divided over ranks. A collective call."""
     start, (first, last), place = have[ranks.place][0], need[ranks.place], ranks.place
     size = math.prod(tensor.shape[1:])
 

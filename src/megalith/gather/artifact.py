@@ -49,19 +49,12 @@ _DEADLINE = 30.0  # seconds at least for the payloads of a replay, for which nob
 
 @dataclass(frozen=True, kw_only=True)
 class ArtifactEntry:
-    """An accepted peer.
+    """An accepted peer."""
 
-    Attributes:
-        uid: The peer.
-        digest: The digest of its payload.
-        norms: Its norm of each parameter and table.
-        factors: What its values were multiplied with; empty if it was excluded.
-    """
-
-    uid: int
-    digest: Sha256
-    norms: tuple[float, ...]
-    factors: tuple[float, ...]
+    uid: int  # The peer
+    digest: Sha256  # The digest of its payload
+    norms: tuple[float, ...]  # Its norm of each parameter and table
+    factors: tuple[float, ...]  # What its values were multiplied with; empty if it was excluded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,16 +147,7 @@ class ArtifactManifest:
 
 
 def artifact_key(run: str, window: int, uid: int | None = None) -> str:
-    """Return the key of a manifest, or of a payload of an artifact.
-
-    Args:
-        run: The run.
-        window: The window.
-        uid: The peer; None: the manifest.
-
-    Returns:
-        The key.
-    """
+    """Return the key of a manifest, or of a payload of an artifact."""
     return f"artifacts/{run}/{window}/" + ("manifest.json" if uid is None else f"payloads/{uid}.gather")
 
 
@@ -177,20 +161,7 @@ def make_manifest(
     weights_before: str | None = None,
     after: Fingerprint | None = None,
 ) -> ArtifactManifest:
-    """Make the manifest of a window.
-
-    Args:
-        gathered: The result.
-        decision: Whether the window had an update.
-        gram: The Gram matrix.
-        excluded: Accepted peers that were left out.
-        outer_step: The number of steps after the window.
-        weights_before: The hash before the step.
-        after: The fingerprint after the step.
-
-    Returns:
-        The manifest.
-    """
+    """Make the manifest of a window."""
     result = as_result(gathered)
     plan = replace(result.plan, attempt=0)
     left_out = set(excluded)
@@ -221,16 +192,7 @@ def make_manifest(
 
 
 def upload_payloads(store: ObjectStore, gathered: Gathered, *, deadline: float = 600.0) -> Future[None]:
-    """Start to write the payloads that this process holds, in the background.
-
-    Args:
-        store: Where artifacts are.
-        gathered: The result, whose payloads must stay open until the end.
-        deadline: Seconds for all uploads.
-
-    Returns:
-        Its `result()` waits for the end, and raises ArtifactError if a payload cannot be written.
-    """
+    """Start to write the payloads that this process holds, in the background."""
     result = as_result(gathered)
     run, window = result.plan.run, result.plan.window
     bodies = {artifact_key(run, window, uid): each.body for uid, each in result.payloads.items()}
@@ -249,16 +211,7 @@ def upload_payloads(store: ObjectStore, gathered: Gathered, *, deadline: float =
 
 
 def write_manifest(store: ObjectStore, manifest: ArtifactManifest, *, deadline: float = 120.0) -> None:
-    """Write the manifest: then the artifact is complete.
-
-    Args:
-        store: Where artifacts are.
-        manifest: The manifest.
-        deadline: Seconds.
-
-    Raises:
-        ArtifactError: It cannot be written.
-    """
+    """Write the manifest: then the artifact is complete."""
     key, data = artifact_key(manifest.plan.run, manifest.plan.window), manifest.to_bytes()
     _request(lambda limit: store.put(key, data, timeout=limit), deadline, f"{key!r} cannot be written")
 

@@ -56,18 +56,7 @@ class Block(NamedTuple):
 
 
 class Columns:
-    """The column layout of one result on some ranks.
-
-    Args:
-        result: The result; every rank has the same one, with the payloads that it holds.
-        ranks: The ranks.
-        parts: What this rank holds of each parameter; None: all parameters whole.
-        spool_directory: Where received ones are spooled.
-
-    Raises:
-        BudgetError: Not even one row per rank fits into the plan's budget. It is raised on all ranks alike.
-        InputError: A payload is in a process that does not take part.
-    """
+    """The column layout of one result on some ranks."""
 
     def __init__(
         self,
@@ -105,12 +94,8 @@ class Columns:
     # ---- common positions
 
     def gram(self) -> tuple[Tensor, bool]:
-        """Count the positions that each pair of peers has in common. A collective call.
-
-        Returns:
-            int64 [peers, peers], and whether it is exact. With `OverlapConfig.sample` below 1, pairs that are
-            clearly below the threshold have estimates.
-        """
+        """Count the positions that each pair of peers has in common. A collective call."""
+        # returns: int64 [peers, peers], and whether it is exact.
         config = self.result.plan.overlap
         uids, specs = self.result.uids, self.result.schema.parameters
         if config.sample == 1.0 or len(uids) < 2:
@@ -173,16 +158,9 @@ class Columns:
     def tiles(
         self, uids: Sequence[int], factors: Tensor, device: Callable[[int], torch.device]
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Reduce all parameters, piece by piece. A collective call.
-
-        Args:
-            uids: The contributors in canonical order.
-            factors: float32 [contributors, parameters and tables].
-            device: Returns where a parameter, given by its number, is reduced.
-
-        Yields:
-            The number of a parameter, the first row, and float32 [rows, size]: rows that this rank needs.
-        """
+        """Reduce all parameters, piece by piece. A collective call."""
+        # factors: float32 [contributors, parameters and tables]; yields: the number of a parameter, the first
+        # row, and float32 [rows, size]: rows that this rank needs.
         make = self._fast_tiles if self.result.plan.update.exchange == "fast" else self._exact_tiles
         bins = 4 * len(uids) * max((spec.bins for spec in self.result.schema.parameters), default=0)
         with self.ledger.hold(bins + STEP_BYTES, "values of codes, and the step"):
@@ -285,16 +263,9 @@ class Columns:
     def table_rows(
         self, number: int, uids: Sequence[int], factors: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Reduce the rows of a table. A collective call: all ranks get all rows.
-
-        Args:
-            number: The number of the table.
-            uids: The contributors in canonical order.
-            factors: float32 [contributors].
-
-        Returns:
-            An iterator over ids int64 [n], ascending, and reduced rows float32 [n, dim].
-        """
+        """Reduce the rows of a table. A collective call: all ranks get all rows."""
+        # factors: float32 [contributors]; returns: an iterator over ids int64 [n], ascending, and reduced
+        # rows float32 [n, dim].
         table, place = self.result.schema.tables[number], self._ranks.place
 
         def read(part: TablePart, peer: int, start: int, stop: int) -> Tensor:

@@ -354,10 +354,8 @@ def peek(store: ObjectStore, key: str, *, deadline: float = 60.0) -> Header:
 
 
 def _pack(pending: Tensor, spec: ParameterSpec, ranks: Ranks | None, *, subtract: bool) -> PackedRows:
-    """Pack a parameter; `subtract`: take what is sent from `pending`.
-
-    With ranks, over which it is sharded, each rank works on the chunks that begin in its lines.
-    """
+    """Pack a parameter; `subtract`: take what is sent from `pending`."""
+    # With ranks, over which it is sharded, each rank works on the chunks that begin in its lines.
     block, own = pending, spec
     if ranks is not None:
         unit, lines = spec.band[0], spec.shape[0]

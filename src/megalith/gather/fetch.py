@@ -414,12 +414,5 @@ def gather(
 
 
 def least_budget(schema: PayloadSchema) -> int:
-    """Return the smallest memory budget with which payloads of a schema can be fetched.
-
-    Args:
-        schema: The schema.
-
-    Returns:
-        The number of bytes.
-    """
+    """Return the smallest memory budget with which payloads of a schema can be fetched."""
     return 4 * max(_STREAM_BYTES, least_work_bytes(schema))

@@ -27,23 +27,14 @@ from megalith.ops import checks
 
 @dataclass(frozen=True)
 class OverlapPair:
-    """Two peers that have too much in common.
+    """Two peers that have too much in common."""
 
-    Attributes:
-        first: The first uid, in canonical order.
-        second: The second uid.
-        shared: The number of positions that both sent.
-        overlap: The share of positions that both sent.
-        level: The level of this share.
-        offender: The uid that is blamed.
-    """
-
-    first: int
-    second: int
-    shared: int
-    overlap: float
-    level: Level
-    offender: int
+    first: int  # The first uid, in canonical order
+    second: int  # The second uid
+    shared: int  # The number of positions that both sent
+    overlap: float  # The share of positions that both sent
+    level: Level  # The level of this share
+    offender: int  # The uid that is blamed
 
 
 @dataclass(frozen=True)

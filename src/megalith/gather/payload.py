@@ -159,27 +159,13 @@ class Header:
 
 
 def header_limit(schema: PayloadSchema) -> int:
-    """Return the number of bytes that a header can have at most.
-
-    Args:
-        schema: The schema of the payload.
-
-    Returns:
-        The limit.
-    """
+    """Return the number of bytes that a header can have at most."""
     entries = len(schema.parameters) + len(schema.tables)
     return len(canonical_json(to_json(schema))) + _ENTRY_BYTES * entries + _LABEL_BYTES
 
 
 def least_size(schema: PayloadSchema) -> int:
-    """Return the number of bytes that a payload has at least, with empty tables.
-
-    Args:
-        schema: The schema of the payload.
-
-    Returns:
-        The limit.
-    """
+    """Return the number of bytes that a payload has at least, with empty tables."""
     return PRELUDE_BYTES + sum(
         n for spec in schema.parameters for _, n in ParameterSections(spec, 0).sections
     )
@@ -189,18 +175,6 @@ def least_size(schema: PayloadSchema) -> int:
 
 
 def read_header(body: Body, limit: int = MAX_HEADER_BYTES) -> Header:
-    """Read the header of a body.
-
-    Args:
-        body: The payload.
-        limit: The length of the header at most.
-
-    Returns:
-        The header.
-
-    Raises:
-        Fault: CORRUPT, unless all of it is consistent with itself and with the length of the body.
-    """
     prelude = bytes(body.read(0, min(PRELUDE_BYTES, body.size)))
     if len(prelude) != PRELUDE_BYTES:
         raise _corrupt(f"a payload has at least {PRELUDE_BYTES} bytes, this one {len(prelude)}")
@@ -366,22 +340,7 @@ def write_payload_file(
     pieces: Iterable[Tensor],
     table_rows: Mapping[str, int] | None = None,
 ) -> Header:
-    """Write a payload: its sections, then prelude and header, which come first in the file.
-
-    Args:
-        file: A seekable file.
-        schema: The schema.
-        label: Whose payload it is.
-        pieces: The content of all sections in schema order, uint8, int64 or float32. A section may consist of
-            several pieces.
-        table_rows: The number of rows of each table; 0 for a table that is missing here.
-
-    Returns:
-        The header.
-
-    Raises:
-        UsageError: A piece does not fit into its section, or is missing.
-    """
+    """Write a payload: its sections, then prelude and header, which come first in the file."""
     entries, size = _place(schema, label, dict(table_rows or {}))
     file.write(bytes(size))
     source = filter(len, map(raw_bytes, pieces))

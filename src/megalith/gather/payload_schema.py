@@ -206,20 +206,8 @@ class PayloadSchema:
 
 
 def named_weights(model: Weights, *, frozen: bool = False) -> dict[str, Tensor]:
-    """Return the parameters that are sent, by the names that they have in the model itself.
-
-    Wrappers of DDP (`.module`) and torch.compile (`._orig_mod`) do not appear in names.
-
-    Args:
-        model: The model, or its parameters by name.
-        frozen: Include parameters that do not require a gradient.
-
-    Returns:
-        The parameters in order.
-
-    Raises:
-        InputError: It is neither a model nor a dict of tensors by name.
-    """
+    """Return the parameters that are sent, by the names that they have in the model itself."""
+    # Wrappers of DDP (`.module`) and torch.compile (`._orig_mod`) do not appear in names.
     if isinstance(model, Mapping):
         for name, tensor in model.items():
             if not isinstance(name, str) or not isinstance(tensor, Tensor):

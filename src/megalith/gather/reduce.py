@@ -42,15 +42,8 @@ _GRAM_ENTRY_BYTES = 64  # one position in the count of common positions: key, pl
 
 
 def clip_factors(norms: Tensor, config: UpdateConfig) -> Tensor:
-    """Return the factor of each peer's values.
-
-    Args:
-        norms: float64 [peers, n].
-        config: The outer step.
-
-    Returns:
-        float32 [peers, n], at most 1.
-    """
+    """Return the factor of each peer's values."""
+    # norms: float64 [peers, n]; returns: float32 [peers, n], at most 1.
     if config.clip == "none" or norms.shape[0] == 0:
         return torch.ones_like(norms, dtype=torch.float32)
     middle = norms.median(dim=0).values  # the lower of two
@@ -66,20 +59,8 @@ def reduce_rows(
     device: torch.device,
     total: Callable[[Tensor], object] = lambda sums: None,
 ) -> Tensor:
-    """Return the decoded pseudo-gradient of a block.
-
-    Args:
-        spec: The parameter.
-        num_rows: The number of rows of the block.
-        peers: The parts of peers in canonical order, with clipped values, read one at a time.
-        num_peers: The number of all peers.
-        config: The outer step.
-        device: Where the parts are.
-        total: Adds sums of all ranks, in place, if `peers` are only those of this rank. For rule="mean".
-
-    Returns:
-        float32 [num_rows, size], zero where no peer sent a value.
-    """
+    """Return the decoded pseudo-gradient of a block."""
+    # returns: float32 [num_rows, size], zero where no peer sent a value.
     if config.rule != "mean":
         tile = _middle(list(_entries(spec, peers)), num_rows * spec.size, num_peers, config)
     else:
@@ -107,23 +88,10 @@ def reduce_table(
     config: UpdateConfig,
     ledger: Ledger,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Reduce the rows of one table.
-
-    Args:
-        table: The table.
-        counts: The number of rows that each peer sent, in canonical order.
-        read: Reads the ids, int64 [n], or the rows, float32 [n, dim], that a peer sent, sorted by id. It
-            takes the number of the peer, the first row, and the row after the last one.
-        factors: float32 [peers], the factor of each peer's rows.
-        config: The outer step.
-        ledger: Memory is taken from it.
-
-    Yields:
-        Ids int64 [n], ascending over all blocks, and their reduced rows float32 [n, dim].
-
-    Raises:
-        BudgetError: Not even one row of each peer fits.
-    """
+    """Reduce the rows of one table."""
+    # read: reads the ids, int64 [n], or the rows, float32 [n, dim], that a peer sent, sorted by id; factors:
+    # float32 [peers], the factor of each peer's rows; yields: ids int64 [n], ascending over all blocks, and
+    # their reduced rows float32 [n, dim].
     each = len(counts) * (48 + (24 if config.rule == "mean" else 112) * table.dim)
     most = (ledger.budget - ledger.used) // each if counts else 0
     if counts and most < 1:
@@ -157,18 +125,7 @@ class Travel(NamedTuple):
 def row_bytes(
     spec: ParameterSpec, config: UpdateConfig, num_peers: int, travel: Travel, *, counted: bool = False
 ) -> int:
-    """Return the memory of one row of a rank's own share, from packed bytes to the step.
-
-    Args:
-        spec: The parameter.
-        config: The outer step.
-        num_peers: The number of peers.
-        travel: What ranks exchange.
-        counted: Whether common positions are counted too.
-
-    Returns:
-        The largest number of bytes over the phases of a block.
-    """
+    """Return the memory of one row of a rank's own share, from packed bytes to the step."""
     fast, moved = config.exchange == "fast", travel.sent + travel.received
     packed = spec.index_bytes + spec.code_bytes  # both travel together if indices were not spooled
     exchange = 0 if fast else moved * packed

@@ -63,17 +63,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Accepted:
-    """What merging and updating need to know about an accepted payload.
+    """What merging and updating need to know about an accepted payload."""
 
-    Attributes:
-        norms: The norm of each parameter, then of each table.
-        signature: A digest of all its positions; equal ones mean equal positions.
-        table_rows: The number of rows of each table.
-    """
-
-    norms: tuple[float, ...]
-    signature: Sha256
-    table_rows: tuple[int, ...]
+    norms: tuple[float, ...]  # The norm of each parameter, then of each table
+    signature: Sha256  # A digest of all its positions; equal ones mean equal positions
+    table_rows: tuple[int, ...]  # The number of rows of each table
 
 
 Fetched: TypeAlias = tuple[Record, Payload | None]
@@ -176,19 +170,7 @@ def make_partial(
     error: str | None = None,
     **about: Any,
 ) -> Partial:
-    """Make the partial of a rank. Assigned uids without an outcome (after an error) are RANK_LOST.
-
-    Args:
-        plan: The plan.
-        schema: The schema of the payloads.
-        assigned: The uids that the rank had to fetch.
-        fetched: The outcomes so far.
-        error: What ended its work early, if something did.
-        **about: Other fields of the partial: rank, world_size, seconds.
-
-    Returns:
-        The partial.
-    """
+    """Make the partial of a rank. Assigned uids without an outcome (after an error) are RANK_LOST."""
     wanted, found = tuple(assigned), list(fetched)
     payloads = {record.uid: payload for record, payload in found if payload is not None}
     why = error or "its rank ended early"
@@ -213,15 +195,7 @@ def _summary(payload: Payload) -> Accepted:
 
 
 def tier_of(plan: GatherPlan, uid: int) -> Tier:
-    """Return which list of a plan a uid is in.
-
-    Args:
-        plan: The plan.
-        uid: The peer.
-
-    Returns:
-        "primary" or "reserve".
-    """
+    """Return which list of a plan a uid is in."""
     return "primary" if uid in plan.primary else "reserve"
 
 
@@ -414,14 +388,7 @@ def merge(partials: Iterable[Partial]) -> GatherResult:
 
 
 def as_result(gathered: Gathered) -> GatherResult:
-    """Return one result of what a consumer was given.
-
-    Args:
-        gathered: A result, a partial, or a list of partials.
-
-    Returns:
-        The result.
-    """
+    """Return one result of what a consumer was given."""
     if isinstance(gathered, GatherResult):
         return gathered
     return merge([gathered] if isinstance(gathered, Partial) else gathered)

@@ -89,14 +89,6 @@ class Simulation:
             raise InputError("simulation: the deadline must be at least 20 latencies")
 
     def faults_of(self, window: int) -> dict[int, str]:
-        """Return the faults of a window.
-
-        Args:
-            window: The window.
-
-        Returns:
-            By uid; they depend on seed, window and uid alone.
-        """
         drawn: dict[int, str] = {}
         for uid in range(self.peers):
             value = random.Random(f"{self.seed * 1_000_003 + window}/{uid}").random()
@@ -108,11 +100,7 @@ class Simulation:
         return drawn
 
     def fill(self, directory: Path) -> None:
-        """Write the payloads of all peers and windows.
-
-        Args:
-            directory: The directory of the store.
-        """
+        """Write the payloads of all peers and windows."""
         for window in range(self.windows):
             faults = self.faults_of(window)
             for uid in range(self.peers):
@@ -180,17 +168,7 @@ def _weights() -> dict[str, Tensor]:
 
 
 def run_rank(simulation: Simulation, directory: Path, ranks: Ranks | None, report: Path | None) -> str:
-    """Do one rank's part of all windows.
-
-    Args:
-        simulation: The simulation.
-        directory: The directory that it has filled.
-        ranks: The ranks; None: this process alone.
-        report: Where the numbers of each window go.
-
-    Returns:
-        The hash of the weights.
-    """
+    """Do one rank's part of all windows."""
     weights, update, store = _weights(), OuterUpdate(_schema()), _store(simulation, directory)
     options = FetchOptions(in_flight=simulation.in_flight)
     leads = ranks is None or ranks.leads
@@ -230,15 +208,7 @@ class _StatusFile(logging.FileHandler):
 
 
 def write_job(folder: Path, simulation: Simulation) -> Path:
-    """Fill the store, and write the file that describes the work to ranks.
-
-    Args:
-        folder: Where the store, the file and the reports go.
-        simulation: The simulation.
-
-    Returns:
-        The file.
-    """
+    """Fill the store, and write the file that describes the work to ranks."""
     simulation.fill(folder / "store")
     path = folder / "job.json"
     path.write_text(json.dumps(asdict(simulation)))
@@ -246,11 +216,7 @@ def write_job(folder: Path, simulation: Simulation) -> Path:
 
 
 def main(path: Path) -> None:
-    """Run a rank of a simulation, as a process.
-
-    Args:
-        path: What `write_job` returned.
-    """
+    """Run a rank of a simulation, as a process."""
     torch.set_num_threads(1)
     simulation = Simulation(**json.loads(path.read_text()))
     folder = path.parent

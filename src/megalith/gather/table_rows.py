@@ -36,12 +36,7 @@ ApplyRows = Callable[[str, Tensor, Tensor], None]
 
 
 class RowChanges(dict[str, tuple[Tensor, Tensor]]):
-    """By table: ids int64 [n] and the change of their rows, float32 [n, dim].
-
-    Args:
-        rows: The changes.
-        num_ranks: Over how many ranks the tables are divided, of which these are the rows of one.
-    """
+    """By table: ids int64 [n] and the change of their rows, float32 [n, dim]."""
 
     def __init__(self, rows: Mapping[str, tuple[Tensor, Tensor]], num_ranks: int) -> None:
         super().__init__(rows)
@@ -54,14 +49,8 @@ class TableRouter(Protocol):
     num_shards: int
 
     def owner(self, ids: Tensor) -> Tensor:
-        """Return the rank or server that holds each id.
-
-        Args:
-            ids: int64 [n].
-
-        Returns:
-            int32 [n].
-        """
+        """Return the rank or server that holds each id."""
+        # ids: int64 [n]; returns: int32 [n].
 
 
 class TableShards(Protocol):
@@ -105,20 +94,7 @@ class TableShards(Protocol):
 def row_taker(
     schema: PayloadSchema, ranks: Ranks, tables: TableShards | None, apply_rows: ApplyRows | None
 ) -> ApplyRows | None:
-    """Return what takes the changes of table rows.
-
-    Args:
-        schema: The schema of the payloads.
-        ranks: The ranks that share the work.
-        tables: The tables to which changes are added, each row once.
-        apply_rows: Called with all rows on every rank instead.
-
-    Returns:
-        The function; None if neither is given.
-
-    Raises:
-        InputError: Both are given, or a table is unknown or divided over another number of ranks.
-    """
+    """Return what takes the changes of table rows."""
     checks.callback(apply_rows, "apply_rows")
     if tables is None:
         return apply_rows

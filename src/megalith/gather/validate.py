@@ -33,14 +33,7 @@ _TABLE_BLOCK = 1 << 16  # elements of table rows summed at once; fixed, as norms
 
 
 def least_work_bytes(schema: PayloadSchema) -> int:
-    """Return the number of bytes that checking a payload needs at least.
-
-    Args:
-        schema: The schema.
-
-    Returns:
-        The number of bytes.
-    """
+    """Return the number of bytes that checking a payload needs at least."""
     rows = [spec.keep * _BYTES_PER_POSITION for spec in schema.parameters]
     tables = [_table_bytes(table) for table in schema.tables]
     return max([_BYTES_PER_HEADER_BYTE * header_limit(schema), *rows, *tables])
@@ -49,23 +42,7 @@ def least_work_bytes(schema: PayloadSchema) -> int:
 def validate(
     body: Body, schema: PayloadSchema, plan: GatherPlan, uid: int, *, ledger: Ledger, work_bytes: int
 ) -> Payload:
-    """Check a payload against the schema and what the plan expects of this peer.
-
-    Args:
-        body: The payload.
-        schema: The expected schema.
-        plan: The expected run and window, and the magnitude of a value at most.
-        uid: The expected peer.
-        ledger: Memory is taken from it.
-        work_bytes: Memory for blocks, at least `least_work_bytes`.
-
-    Returns:
-        The payload with its norms.
-
-    Raises:
-        Fault: With the status of the first thing that is wrong. A digest that does not match takes
-            precedence over the content of its bytes.
-    """
+    """Check a payload against the schema and what the plan expects of this peer."""
     limit = header_limit(schema)
     with ledger.hold(_BYTES_PER_HEADER_BYTE * limit, "reading a header"):
         header = read_header(body, limit)

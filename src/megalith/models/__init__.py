@@ -33,7 +33,7 @@ __all__ = [
 
 
 def build_model(name: str, embeddings: EmbeddingConfig, **options: Any) -> Model:
-    """Returns a new model.
+    """Return a new model.
 
     Args:
         name: One of MODELS.

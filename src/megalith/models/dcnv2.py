@@ -14,12 +14,7 @@ from megalith.ops import checks
 
 
 class Cross(nn.Module):
-    """x -> x0 * (U V x + b) + x with a low-rank U V, which raises the degree of input products by one.
-
-    Args:
-        width: The number of inputs.
-        rank: The rank of U V.
-    """
+    """x -> x0 * (U V x + b) + x with a low-rank U V, which raises the degree of input products by one."""
 
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
@@ -27,15 +22,8 @@ class Cross(nn.Module):
         self.up = nn.Linear(rank, width)
 
     def forward(self, first: Tensor, x: Tensor) -> Tensor:
-        """Returns the output [B, width].
-
-        Args:
-            first: The inputs x0, [B, width].
-            x: The output of the previous layer, [B, width].
-
-        Returns:
-            float [B, width].
-        """
+        """Return the output [B, width]."""
+        # returns: float [B, width].
         out: Tensor = first * self.up(self.down(x)) + x
         return out
 
@@ -75,7 +63,7 @@ class DCNv2(Model):
         self.last = nn.Linear(width + ([width, *layers][-1]), 1)
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """See `Model.score`; rows: rows [B, features * dim]."""
+        # Rows: rows [B, features * dim].
         first = crossed = join(rows["rows"], dense)
         for layer in self.cross:
             crossed = layer(first, crossed)

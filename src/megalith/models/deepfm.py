@@ -52,7 +52,7 @@ class DeepFM(Model):
         self.linear = nn.Linear(num_dense, 1, bias=False) if num_dense else None
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """See `Model.score`; rows: bias [B, 1], factors [B, features, dim]."""
+        # Rows: bias [B, 1], factors [B, features, dim].
         factors = rows["factors"]
         pairs = (factors.sum(1).square() - factors.square().sum(1)).sum(1, keepdim=True) / 2
         logits: Tensor = rows["bias"] + pairs + self.deep(join(factors.flatten(1), dense))

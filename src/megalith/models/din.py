@@ -76,10 +76,7 @@ class DIN(Model):
         )
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """See `Model.score`.
-
-        rows: rows [B, features * dim], target [B, dim], history [B, n, dim], mask [B, n].
-        """
+        # rows: rows [B, features * dim], target [B, dim], history [B, n, dim], mask [B, n].
         past, mask = rows["history"], rows["mask"]
         target = rows["target"][:, None].expand_as(past)
         scores = self.attention(torch.cat([past, target, past - target, past * target], 2)).squeeze(2)

@@ -48,7 +48,7 @@ class DLRM(Model):
         self.top = mlp([dim + count * (count - 1) // 2, *widths(top, "DLRM: top"), 1], dropout=dropout)
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """See `Model.score`; rows: rows [B, features, dim]."""
+        # Rows: rows [B, features, dim].
         embedded = rows["rows"]
         first = self._first(embedded.shape[0], dense)
         vectors = torch.cat([first[:, None], embedded], 1)

@@ -155,7 +155,7 @@ class EmbeddingConfig:
         return {name: Mean() for name in self.features}
 
     def table(self, feature: str) -> str:
-        """Returns the name of the table of a feature.
+        """Return the name of the table of a feature.
 
         Args:
             feature: The name of the feature.
@@ -166,7 +166,7 @@ class EmbeddingConfig:
         return self.tables.get(checks.text(feature, "EmbeddingConfig: feature"), feature)
 
     def segment(self) -> Segment:
-        """Returns the segment of the embedding."""
+        """Return the segment of the embedding."""
         return Segment(
             self.dim,
             optimizer=self.optimizer,
@@ -183,7 +183,7 @@ class EmbeddingConfig:
         segments: Sequence[Segment] | None = None,
         more: Sequence[Feature] = (),
     ) -> EmbeddingCollection:
-        """Returns a new collection.
+        """Return a new collection.
 
         Args:
             layouts: The outputs.
@@ -249,7 +249,7 @@ class EmbeddingConfig:
         )
 
     def _own_segments(self, name: str, row: Sequence[Segment], own: TableSettings) -> list[Segment]:
-        """Returns the segments of a row with the precisions and the rounding of one table."""
+        """Return the segments of a row with the precisions and the rounding of one table."""
         precisions = self._of_segments(name, row, "precision", own.precision)
         servings = self._of_segments(name, row, "serving", own.serving)
         # Shared rounding does not apply to a table of float32; its own rounding must have an effect.
@@ -267,7 +267,7 @@ class EmbeddingConfig:
         ]
 
     def _of_segments(self, name: str, row: Sequence[Segment], field: str, given: Any) -> Sequence[Any]:
-        """Returns a setting of one table for each segment of a row; one value is that of the embedding."""
+        """Return a setting of one table for each segment of a row; one value is that of the embedding."""
         if not isinstance(given, list | tuple):
             usual, embedding = getattr(self, field) if given is None else given, self.segment()
             return [usual if each == embedding else getattr(each, field) for each in row]
@@ -295,7 +295,7 @@ class EmbeddingConfig:
 
 
 def _same_but_digits(a: str, b: str) -> bool:
-    """Returns whether names differ in digits alone, as "item1" and "item2" do on purpose."""
+    """Return whether names differ in digits alone, as "item1" and "item2" do on purpose."""
     return re.sub(r"\d", "", a) == re.sub(r"\d", "", b)
 
 

@@ -45,7 +45,7 @@ class Model(nn.Module):
         self.num_dense = num_dense
 
     def forward(self, features: Any, dense: Tensor | None = None, time: float | None = None) -> Tensor:
-        """Returns the logits, float [B].
+        """Return the logits, float [B].
 
         Args:
             features: As for EmbeddingCollection.
@@ -62,7 +62,7 @@ class Model(nn.Module):
         return self.score(rows, self._dense(dense, rows))
 
     def embed(self, features: Any, time: float | None) -> dict[str, Tensor]:
-        """Returns the input of `score`: the embeddings, and a mask bool [B, n] for each of `masks`.
+        """Return the input of `score`: the embeddings, and a mask bool [B, n] for each of `masks`.
 
         Args:
             features: As for EmbeddingCollection.
@@ -80,7 +80,7 @@ class Model(nn.Module):
         return rows
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
-        """Returns the logits, float [B].
+        """Return the logits, float [B].
 
         Args:
             rows: The result of `embed`.
@@ -138,7 +138,7 @@ class BatchLike(Protocol):
 
 
 def forward_batch(model: nn.Module, batch: BatchLike) -> Tensor:
-    """Returns the logits of a model for a batch, float [B].
+    """Return the logits of a model for a batch, float [B].
 
     Args:
         model: The model. It may be wrapped, e.g. by DDP.
@@ -161,19 +161,7 @@ def forward_batch(model: nn.Module, batch: BatchLike) -> Tensor:
 
 
 def mlp(sizes: Sequence[int], *, dropout: float = 0.0, last: bool = True) -> nn.Sequential:
-    """Returns linear layers sizes[0] -> ... -> sizes[-1] with ReLU and dropout between them.
-
-    Args:
-        sizes: The widths, input and output included.
-        dropout: The dropout probability.
-        last: Whether the last layer is plain; False adds ReLU and dropout after it too.
-
-    Returns:
-        The layers, from [B, sizes[0]] to [B, sizes[-1]].
-
-    Raises:
-        InputError: A width is not a positive integer, or the probability is out of range.
-    """
+    """Return linear layers sizes[0] -> ... -> sizes[-1] with ReLU and dropout between them."""
     checks.sizes(sizes, "widths of layers")
     if not 0 <= checks.number(dropout, "dropout") < 1:
         raise InputError(f"dropout must be from 0 to below 1, got {dropout}")
@@ -188,29 +176,11 @@ def mlp(sizes: Sequence[int], *, dropout: float = 0.0, last: bool = True) -> nn.
 
 
 def widths(hidden: Any, name: str) -> list[int]:
-    """Checks the widths of hidden layers.
-
-    Args:
-        hidden: The widths, possibly none.
-        name: The argument, for the error message.
-
-    Returns:
-        The widths.
-
-    Raises:
-        InputError: It is not a list of positive integers.
-    """
+    """Checks the widths of hidden layers."""
     return checks.sizes(hidden, name)
 
 
 def join(rows: Tensor, dense: Tensor | None) -> Tensor:
-    """Concatenates rows and dense values.
-
-    Args:
-        rows: float [B, w].
-        dense: float [B, k]; None: there are no dense values.
-
-    Returns:
-        float [B, w + k].
-    """
+    """Concatenates rows and dense values."""
+    # rows: float [B, w]; dense: float [B, k]; returns: float [B, w + k].
     return rows if dense is None else torch.cat([rows, dense], 1)

@@ -30,20 +30,7 @@ from megalith.table import TableConfig
 
 
 class BatchLookup:
-    """A compiled batch and its lookup.
-
-    Args:
-        batch: The compiled batch.
-        lookup: Its lookup, in progress or done.
-        push: Whether the update may return before its gradients are applied.
-
-    Attributes:
-        step: The global step at forward.
-        time: The last-update time of the rows, in seconds; None: the clock of their owner.
-        grads: One gradient per output, after backward.
-        backward: The number of that backward.
-        trained: The part of the pooling that is updated, after backward.
-    """
+    """A compiled batch and its lookup."""
 
     def __init__(self, batch: CompiledBatch, lookup: Lookup, push: bool = False) -> None:
         self.batch = batch
@@ -65,11 +52,9 @@ class BatchLookup:
     def select_trained(
         self, configs: Mapping[str, TableConfig], grads: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Set `trained`; return a gradient for each output, zeros for one that was not used (None).
-
-        Only features of trainable tables are updated, and only those whose outputs have a gradient: rows
-        must not be created because another output of the same forward was used.
-        """
+        """Set `trained`; return a gradient for each output, zeros for one that was not used (None)."""
+        # Only features of trainable tables are updated, and only those whose outputs have a gradient: rows
+        # must not be created because another output of the same forward was used.
         pooling = self.batch.pooling
         given = [grad is not None for grad in grads]
         if all(given) and all(config.trainable for config in configs.values()):
@@ -104,10 +89,6 @@ class StartedBatch(Mapping[str, Any]):
 
     It reads like the columns that it was made from. The first forward of a collection takes the lookup of
     that collection; another forward of the same batch looks up again.
-
-    Args:
-        columns: What the user passed.
-        lookups: The lookup of each collection.
     """
 
     def __init__(self, columns: Any, lookups: Mapping[Any, BatchLookup]) -> None:
@@ -115,23 +96,10 @@ class StartedBatch(Mapping[str, Any]):
         self._lookups: dict[Any, BatchLookup] = dict(lookups)
 
     def add(self, collection: object, lookup: BatchLookup) -> None:
-        """Add the lookup of a collection.
-
-        Args:
-            collection: The collection; its next forward takes the lookup.
-            lookup: The lookup of its columns.
-        """
         self._lookups[collection] = lookup
 
     def take(self, collection: object) -> BatchLookup | None:
-        """Remove and return the lookup of a collection.
-
-        Args:
-            collection: The collection.
-
-        Returns:
-            Its lookup, the first time; then None.
-        """
+        """Remove and return the lookup of a collection."""
         return self._lookups.pop(collection, None)
 
     @cached_property

@@ -23,14 +23,7 @@ from megalith.shards.lookup import versions
 
 
 class BatchPreparer:
-    """Makes compiled batches. It can be pickled.
-
-    Args:
-        plan: The features and layouts of the collection.
-        prepare_ids: The preparer of the shards.
-        absent_ok: Whether a feature that is not in the batch has empty rows, with a warning, instead of
-            raising UnknownNameError.
-    """
+    """Makes compiled batches. It can be pickled."""
 
     def __init__(
         self, plan: FeaturePlan, prepare_ids: Callable[[Mapping[str, Tensor]], PreparedIds], absent_ok: bool
@@ -44,12 +37,7 @@ class BatchPreparer:
         return {**vars(self), "_splits": SingleSplits()}
 
     def __call__(self, batch: Any) -> CompiledBatch:
-        """Compile a batch: anything that `EmbeddingCollection.forward` accepts.
-
-        Raises:
-            InputError: For a batch or column of a wrong type, shape, dtype or device.
-            UnknownNameError: For a feature that is not in the batch, unless `absent_ok`.
-        """
+        """Compile a batch: anything that `EmbeddingCollection.forward` accepts."""
         return self._plan.compile(self._columns(batch), self.prepare_ids)
 
     def _columns(self, batch: Any) -> dict[str, Ragged]:
@@ -101,29 +89,15 @@ class SingleSplits:
                 self._known.pop(key, None)  # another thread may have removed it
 
     def of(self, size: int, device: torch.device) -> Tensor:
-        """Return the row_splits of a column.
-
-        Args:
-            size: Number of examples.
-            device: The device of the column.
-
-        Returns:
-            int64 [size + 1], the numbers from 0 on.
-        """
+        """Return the row_splits of a column."""
+        # returns: int64 [size + 1], the numbers from 0 on.
         found = self._known.get((size, device))
         if found is None:
             found = self._known[size, device] = torch.arange(size + 1, device=device)
         return found
 
     def recognise(self, column: Ragged) -> Ragged:
-        """Return a column with shared row_splits if every example has exactly one id.
-
-        Args:
-            column: Any column.
-
-        Returns:
-            The column itself if an example has another number of ids, and on other devices than the CPU.
-        """
+        """Return a column with shared row_splits if every example has exactly one id."""
         if column.single or column.weights is not None:
             return column
         splits = column.row_splits
@@ -141,20 +115,8 @@ class SingleSplits:
 
 
 def column_of(feature: Feature, value: Any, shared: SingleSplits | None = None) -> Ragged:
-    """Return the column of a feature.
-
-    Args:
-        feature: The feature.
-        value: A Ragged, a jagged nested tensor, int64 or int32 [B], or [B, L] padded with `feature.pad`.
-        shared: The row_splits of columns with one id per example, which they share.
-
-    Returns:
-        The ids as a Ragged; a tensor [B] has one id per example.
-
-    Raises:
-        InputError: For another type, shape or dtype.
-        UsageError: For weights that require a gradient.
-    """
+    """Return the column of a feature."""
+    # value: A Ragged, a jagged nested tensor, int64 or int32 [B], or [B, L] padded with `feature.pad`.
     if type(value) is Tensor and value.dtype is torch.int64 and shared is not None and _is_vector(value):
         return Ragged.trusted(value, shared.of(value.shape[0], value.device), single=True)
     if isinstance(value, Ragged):
@@ -192,18 +154,8 @@ def _is_vector(value: Tensor) -> bool:
 
 
 def real_places(feature: Feature, column: Ragged) -> Tensor:
-    """Return which positions of a FirstN feature hold a row.
-
-    Args:
-        feature: The feature; its combiner is FirstN(n).
-        column: Its column, of B examples.
-
-    Returns:
-        bool [B, n].
-
-    Raises:
-        InputError: The feature has another combiner.
-    """
+    """Return which positions of a FirstN feature hold a row."""
+    # returns: bool [B, n].
     if not isinstance(feature.combiner, FirstN):
         raise InputError(f"feature {feature.name!r}: only a FirstN feature has positions")
     lengths = column.lengths()

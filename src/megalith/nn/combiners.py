@@ -116,7 +116,7 @@ class Mean(Combiner):
     """
 
     def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """See `Combiner.divisor`: the number of values, or the sum of their weights."""
+        # The number of values, or the sum of their weights.
         _ragged(column)
         _float_dtype(dtype)
         if column.single and column.weights is None:
@@ -134,7 +134,7 @@ class Sqrtn(Combiner):
     """
 
     def divisor(self, column: Ragged, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """See `Combiner.divisor`: the root of the number of values, or of the sum of squared weights."""
+        # The root of the number of values, or of the sum of squared weights.
         _ragged(column)
         _float_dtype(dtype)
         if column.single and column.weights is None:
@@ -173,7 +173,7 @@ class FirstN(Combiner):
         return self.n
 
     def cut(self, column: Ragged) -> Ragged:
-        """See `Combiner.cut`: the first n values of each example."""
+        # The first n values of each example.
         lengths = with_data(_ragged(column).lengths(), "the column")
         if not lengths.numel() or int(lengths.max()) <= self.n:
             return column
@@ -183,18 +183,17 @@ class FirstN(Combiner):
         return Ragged.from_lengths(column.values[kept], lengths.clamp(max=self.n), weights=weights)
 
     def offsets(self, column: Ragged) -> Tensor:
-        """See `Combiner.offsets`: one bag per position, with one value or none."""
+        # One bag per position, with one value or none.
         splits = _ragged(column).row_splits
         positions = torch.arange(self.n, device=splits.device)
         starts = torch.minimum(splits[:-1, None] + positions, splits[1:, None])
         return torch.cat([starts.flatten(), splits[-1:]])
 
     def output_shape(self, dim: int) -> tuple[int, ...]:
-        """See `Combiner.output_shape`: (n, dim)."""
+        # (n, dim).
         return (self.n, dim)
 
     def combine(self, ragged: Ragged, rows: Tensor) -> Tensor:
-        """See `Combiner.combine`."""
         _check_rows(_ragged(ragged), rows)
         if ragged.weights is not None:
             return super().combine(ragged, rows)

@@ -15,15 +15,7 @@ from megalith.ragged import Ragged
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors to a device without waiting for it.
-
-    Args:
-        tensors: Tensors on any device.
-        device: The device.
-
-    Returns:
-        The same tensors where they are there.
-    """
+    """Copy tensors to a device without waiting for it."""
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
     # torch keeps pinned memory until the copy from it has ended.
@@ -33,14 +25,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors to the CPU; wait once, until all have arrived.
-
-    Args:
-        tensors: Tensors on any device.
-
-    Returns:
-        The same tensors where they are on the CPU.
-    """
+    """Copy tensors to the CPU; wait once, until all have arrived."""
     copies, devices = [], set()
     for tensor in tensors:
         if not tensor.is_cuda:
@@ -55,14 +40,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def columns_to_host(columns: Mapping[str, Ragged]) -> dict[str, Ragged]:
-    """Copy the columns of a batch to the CPU.
-
-    Args:
-        columns: The columns by feature.
-
-    Returns:
-        The columns on the CPU.
-    """
+    """Copy the columns of a batch to the CPU."""
     parts = [(name, column.values, column.row_splits, column.weights) for name, column in columns.items()]
     arrived = iter(to_host([x for _, *own in parts for x in own if x is not None]))
     copied = {}

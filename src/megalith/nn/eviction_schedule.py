@@ -15,12 +15,6 @@ class EvictionSchedule:
     All ranks use the same time, the latest one of all ranks when the pass began. The position in the table is
     not saved: a resumed run continues at the part that belongs to its step. So a row is visited within two
     passes, however often the run is interrupted.
-
-    Args:
-        every: Number of steps of a pass; a pass takes at least `MIN_PARTS` steps.
-
-    Raises:
-        InputError: `every` is not a positive integer.
     """
 
     def __init__(self, every: int) -> None:
@@ -31,13 +25,7 @@ class EvictionSchedule:
         self._now = 0
 
     def after_step(self, shards: Shards, time: float | None, step: int) -> None:
-        """Evict a part of the rows. A collective call over ranks.
-
-        Args:
-            shards: The tables.
-            time: The time of the step in seconds; None: the clock.
-            step: The global step.
-        """
+        """Evict a part of the rows. A collective call over ranks."""
         start = None
         if self._done is None:
             self._done = step % self.parts

@@ -25,17 +25,11 @@ from megalith.table import TableConfig
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor of the result.
+    """A tensor of the result."""
 
-    Attributes:
-        name: The name of the feature or layout.
-        shape: The shape of one example.
-        rows_of: The feature whose rows it lists, for a feature without a combiner.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    rows_of: str | None = None
+    name: str  # The name of the feature or layout
+    shape: tuple[int, ...]  # The shape of one example
+    rows_of: str | None = None  # The feature whose rows it lists, for a feature without a combiner
 
     @property
     def columns(self) -> int:
@@ -45,21 +39,13 @@ class Output:
 
 @dataclass(frozen=True)
 class CompiledBatch:
-    """A batch compiled for a lookup. Plain data: a data worker can make it and send it.
+    """A batch compiled for a lookup. Plain data: a data worker can make it and send it."""
 
-    Attributes:
-        prepared: The validated ids of each table, as the shards take them.
-        pooling: How their rows become outputs.
-        size: The batch size.
-        columns: The column of each feature.
-        device: The device of the columns.
-    """
-
-    prepared: PreparedIds
-    pooling: Pooling
+    prepared: PreparedIds  # The validated ids of each table, as the shards take them
+    pooling: Pooling  # How their rows become outputs
     size: int
-    columns: Mapping[str, Ragged]
-    device: torch.device
+    columns: Mapping[str, Ragged]  # The column of each feature
+    device: torch.device  # The device of the columns
 
     @property
     def ids(self) -> Mapping[str, Tensor]:
@@ -68,17 +54,7 @@ class CompiledBatch:
 
 
 class FeaturePlan:
-    """The features of each table in declared order, and the position of their columns in the outputs.
-
-    Args:
-        features: The features.
-        layouts: The layouts; None: one output per feature.
-        configs: The tables by name.
-
-    Raises:
-        InputError: For duplicate names, wrong types, or slices that do not match their layout.
-        UnknownNameError: For an unknown table or feature.
-    """
+    """The features of each table in declared order, and the position of their columns in the outputs."""
 
     def __init__(
         self,
@@ -195,18 +171,6 @@ class FeaturePlan:
         columns: Mapping[str, Ragged],
         prepare_ids: Callable[[Mapping[str, Tensor]], PreparedIds] = PreparedIds,
     ) -> CompiledBatch:
-        """Compile the columns of a batch.
-
-        Args:
-            columns: The column of every feature.
-            prepare_ids: The preparer of the shards; without one, ids are not validated.
-
-        Returns:
-            The ids of each table, features in declared order, and the pooling of their rows.
-
-        Raises:
-            InputError: If columns differ in their number of rows or their device.
-        """
         splits = self._common_splits(columns)
         known = self._single_pooling  # read once: another thread may replace it
         if splits is not None and known is not None and known[0] is splits:
@@ -300,16 +264,7 @@ class FeaturePlan:
         return 1 if size is None else size
 
     def assemble(self, batch: CompiledBatch, outputs: Sequence[Tensor]) -> dict[str, Any]:
-        """Give the outputs of a pooling their names and shapes.
-
-        Args:
-            batch: The compiled batch.
-            outputs: The outputs of its pooling, in the order of `self.outputs`.
-
-        Returns:
-            By name of the feature or layout: a tensor, a list (layout of kind "none"), or a Ragged of rows
-            (combiner=None).
-        """
+        """Give the outputs of a pooling their names and shapes."""
         result: dict[str, Any] = {}
         for output, tensor in zip(self.outputs, outputs, strict=True):
             if output.rows_of is not None:

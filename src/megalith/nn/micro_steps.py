@@ -64,11 +64,7 @@ class MicroStepGuard:
             watch.forget()
 
     def updating(self) -> None:
-        """Record that a backward is about to update rows.
-
-        Raises:
-            UsageError: If the dense part accumulates gradients.
-        """
+        """Record that a backward is about to update rows."""
         task = torch._C._current_graph_task_id()
         if task != self.task:
             self.task = task
@@ -78,27 +74,13 @@ class MicroStepGuard:
             self.check(watch)
 
     def check(self, watch: _Watch) -> None:
-        """Check that a watched gradient is not accumulated over two backwards that update rows.
-
-        Args:
-            watch: The watched parameter.
-
-        Raises:
-            UsageError: It is.
-        """
+        """Check that a watched gradient is not accumulated over two backwards that update rows."""
         if watch.accumulates and watch.with_rows:
             self.forget()
             raise _accumulated("a second backward before the step of the dense optimizer")
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Record that an optimizer has made a step.
-
-        Args:
-            optimizer: It.
-
-        Raises:
-            UsageError: An enabled GradScaler made the step, or FSDP's gradients were accumulated.
-        """
+        """Record that an optimizer has made a step."""
         watch, backwards = self._watches.get(id(optimizer)), self._backwards
         if watch is None:
             parameter = _watched_parameter(optimizer) if backwards else None
@@ -126,16 +108,7 @@ def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class _Watch:
-    """One parameter of an optimizer.
-
-    Attributes:
-        task: The last backward that brought a gradient since the last step.
-        with_rows: Whether that backward updates rows.
-        accumulates: Whether its gradient is added to that of an earlier backward that updated rows.
-        counted: Whether FSDP may write the gradient, so that it does not arrive.
-        backwards: The number of backwards that updated rows before the last step of the optimizer.
-        scaler_checked: Whether a step was checked for a GradScaler.
-    """
+    """One parameter of an optimizer."""
 
     def __init__(self, guard: MicroStepGuard, parameter: Tensor, backwards: int) -> None:
         self.forget()

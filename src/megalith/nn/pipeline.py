@@ -116,12 +116,7 @@ class Pipeline(Iterable[Any]):
 
 
 class _PipelineEpoch:
-    """One loop over the batches of a loader.
-
-    Args:
-        pipeline: Its options.
-        source: The batches of this epoch.
-    """
+    """One loop over the batches of a loader."""
 
     def __init__(self, pipeline: Pipeline, source: Iterator[Any]) -> None:
         self._pipeline = pipeline
@@ -217,12 +212,10 @@ class _PipelineEpoch:
         thread.join(GRACE)
 
     def _fail_all(self, current: list[Lookup], trains: list[bool]) -> None:
-        """Fail the first call of the ranks that continue which can fail.
-
-        This is the update of the current batch or, if it was made, the next lookup, or the update after that.
-        The rows of a batch come between them and cannot fail. Once a call has failed, the series leaves out
-        all others. If all ranks leave here, all of them make these calls.
-        """
+        """Fail the first call of the ranks that continue which can fail."""
+        # This is the update of the current batch or, if it was made, the next lookup, or the update after
+        # that. The rows of a batch come between them and cannot fail. Once a call has failed, the series
+        # leaves out all others. If all ranks leave here, all of them make these calls.
         error = UsageError("it left the loop over a Pipeline before the end")
         self._fail_updates(current, error, trains)
         for number, ahead in enumerate(self._ahead):

@@ -36,21 +36,9 @@ _KEEP_LOCAL = "pass LocalShards(tables) instead of a list if each process should
 
 
 class ShardsChoice:
-    """The shards of a collection, or what is needed to choose them.
+    """The shards of a collection, or what is needed to choose them."""
 
-    Args:
-        tables: A list of TableConfig, or the shards to use.
-        engine: As for `EmbeddingCollection`.
-        seed: As for `EmbeddingCollection`.
-
-    Attributes:
-        configs: The configuration of each table, by name.
-
-    Raises:
-        InputError: For wrong tables, engine or seed.
-    """
-
-    configs: Mapping[str, TableConfig]
+    configs: Mapping[str, TableConfig]  # The configuration of each table, by name
 
     def __init__(self, tables: Sequence[TableConfig] | Shards, engine: str | None, seed: int | None) -> None:
         self._shards: Shards | None = None
@@ -81,13 +69,8 @@ class ShardsChoice:
         return self._shards
 
     def shards(self) -> Shards:
-        """Return the shards; make the choice if it has not been made.
-
-        Over ranks the choice is a collective call, like construction after `init_process_group`.
-
-        Raises:
-            UsageError: If the tables would be separate ones on each of several ranks.
-        """
+        """Return the shards; make the choice if it has not been made."""
+        # Over ranks the choice is a collective call, like construction after `init_process_group`.
         if self._shards is None:
             with self._lock:  # the first forwards of several threads must use the same tables
                 if self._shards is None:

@@ -42,14 +42,7 @@ _OTHER_NAMES = (("pytorch_lightning.", "lightning.pytorch."), ("lightning_fabric
 
 
 def check_state_caller(size: int) -> None:
-    """Raise if the caller of state_dict() keeps the rows of one rank alone.
-
-    Args:
-        size: The number of ranks that the rows are spread over, at least 2.
-
-    Raises:
-        UsageError: It does; the message names the tool and what to do instead.
-    """
+    """Raise if the caller of state_dict() keeps the rows of one rank alone."""
     found: tuple[str, str] | None = None
     for where, frame in _callers():
         if where == _FULL and getattr(frame.f_locals.get("info"), "full_state_dict", False):
@@ -64,14 +57,7 @@ def check_state_caller(size: int) -> None:
 
 
 def check_trainer(size: int) -> None:
-    """Raise if Lightning's Trainer is about to train what it cannot save.
-
-    Args:
-        size: The number of ranks that the rows will be spread over, at least 2.
-
-    Raises:
-        UsageError: It would raise at its first checkpoint, or at the end of the training.
-    """
+    """Raise if Lightning's Trainer is about to train what it cannot save."""
     for (module, function), frame in _callers():
         if (module, function) == (_LAUNCHER, "_wrapping_function"):
             raise UsageError(f"the tables are spread over {size} ranks of Lightning: {_NO_FORK}")

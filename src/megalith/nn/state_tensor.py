@@ -52,14 +52,8 @@ class StateTensor(Tensor):
 
     @staticmethod
     def of(tensor: Tensor) -> StateTensor:
-        """Make a StateTensor of a tensor.
-
-        Args:
-            tensor: [rows] or [rows, columns].
-
-        Returns:
-            A StateTensor that shares its memory.
-        """
+        """Make a StateTensor of a tensor."""
+        # tensor: [rows] or [rows, columns].
         return tensor.as_subclass(StateTensor)
 
     def plain(self) -> Tensor:
@@ -67,14 +61,7 @@ class StateTensor(Tensor):
         return self.detach().as_subclass(Tensor)
 
     def size(self, dim: Any = None) -> Any:
-        """Return the size, as `torch.Tensor.size`.
-
-        Args:
-            dim: A dimension; None: all of them.
-
-        Returns:
-            The length of the dimension, or the whole size. For DCP its number of rows equals every other one.
-        """
+        """Return the size, as `torch.Tensor.size`."""
         if dim is not None:
             return self.shape[dim]
         caller = sys._getframe().f_back
@@ -103,14 +90,7 @@ class StateTensor(Tensor):
         return target
 
     def resize_rows(self, rows: int) -> Tensor:
-        """Replace the content by rows that are not initialised.
-
-        Args:
-            rows: The new number of rows.
-
-        Returns:
-            A plain tensor that shares the new memory.
-        """
+        """Replace the content by rows that are not initialised."""
         self.data = torch.empty((rows, *self.shape[1:]), dtype=self.dtype, device=self.device)
         return self.plain()
 

@@ -42,14 +42,7 @@ def state_key() -> str:
 
 
 def is_state_path(name: str) -> bool:
-    """Return whether a name is the beginning of a key.
-
-    Args:
-        name: The name of an attribute.
-
-    Returns:
-        Whether it begins like the keys of `collect_state`.
-    """
+    """Return whether a name is the beginning of a key."""
     return re.match(r"rank [0-9]+ of [0-9]+[ /]", name) is not None
 
 
@@ -65,20 +58,7 @@ class StatePath:
 def collect_state(
     shards: Shards | None, configs: Mapping[str, TableConfig], global_step: int
 ) -> dict[str, Tensor]:
-    """Return the tensors of this process.
-
-    Args:
-        shards: The shards; None if they have not been chosen, so that there are no rows.
-        configs: The configuration of each table.
-        global_step: The number of applied steps.
-
-    Returns:
-        The tensors by key; see the module.
-
-    Raises:
-        UsageError: If the caller is known to write the tensors of rank 0 alone, and other ranks have rows;
-            or if the rows are on servers.
-    """
+    """Return the tensors of this process."""
     if shards is None:
         size, rank = world_size(), current_rank()
         tables = {name: _no_rows(config) for name, config in configs.items()}
@@ -96,20 +76,7 @@ def collect_state(
 
 
 def restore_state(shards: Shards, saved: Mapping[str, Any]) -> int:
-    """Replace all rows of the tables of this process.
-
-    Args:
-        shards: The shards to write to.
-        saved: The result of `collect_state`.
-
-    Returns:
-        The global step that was saved.
-
-    Raises:
-        InputError: If tables, dims or optimizers differ; nothing was written.
-        UsageError: If these are the rows of another rank or world size, or other ranks own some of them;
-            nothing was written.
-    """
+    """Replace all rows of the tables of this process."""
     _check_here(shards)
     label = _select(shards, saved)
     tables: dict[str, dict[str, Tensor]] = {}
@@ -137,14 +104,7 @@ def restore_state(shards: Shards, saved: Mapping[str, Any]) -> int:
 
 
 def is_state_key(key: str) -> bool:
-    """Return whether a key is one of `collect_state`.
-
-    Args:
-        key: A key of a state_dict, after the prefix of the collection.
-
-    Returns:
-        Whether it is a key of any rank.
-    """
+    """Return whether a key is one of `collect_state`."""
     return _KEY.fullmatch(key) is not None
 
 
@@ -199,7 +159,7 @@ def _rows_of(table: Table) -> dict[str, Tensor]:
 
 
 def _counts(counts: list[Tensor | None], steps: list[Tensor | None]) -> dict[str, Tensor]:
-    """Returns the counts and steps of a counted table by name."""
+    """Return the counts and steps of a counted table by name."""
     columns = {"count": counts, "step": steps}
     return {
         name: torch.cat([c for c in column if c is not None])
@@ -209,7 +169,7 @@ def _counts(counts: list[Tensor | None], steps: list[Tensor | None]) -> dict[str
 
 
 def _pending(table: Table) -> dict[str, Tensor]:
-    """Returns the ids that an admission policy counts, and their counts, if it does."""
+    """Return the ids that an admission policy counts, and their counts, if it does."""
     if "pending_ids" not in _extra_names(table.config):
         return {}
     ids, counts = table.pending()
@@ -232,7 +192,7 @@ def _no_rows(config: TableConfig) -> dict[str, Tensor]:
 
 
 def _extra_names(config: TableConfig) -> list[str]:
-    """Returns the names of the tensors that only policies need."""
+    """Return the names of the tensors that only policies need."""
     counted = ["count", "step"] if config.counted else []
     return counted + (["pending_ids", "pending_counts"] if isinstance(config.admission, MinCount) else [])
 

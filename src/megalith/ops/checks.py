@@ -28,19 +28,7 @@ Checked = TypeVar("Checked")
 
 
 def integers(tensor: Any, name: str, shape: Shape = (None,)) -> Tensor:
-    """Check an int64 or int32 tensor.
-
-    Args:
-        tensor: The argument.
-        name: Its name in the message.
-        shape: The shape that it must have; None in it is any size.
-
-    Returns:
-        The tensor; its dtype is kept.
-
-    Raises:
-        InputError: The type, layout or shape is wrong.
-    """
+    """Check an int64 or int32 tensor."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
         got = show_id_dtype(tensor.dtype) if isinstance(tensor, Tensor) else kind(tensor)
         raise InputError(f"{name} must be an int64 or int32 tensor, got {got}")
@@ -48,52 +36,18 @@ def integers(tensor: Any, name: str, shape: Shape = (None,)) -> Tensor:
 
 
 def int64(tensor: Any, name: str, shape: Shape = (None,)) -> Tensor:
-    """Check an int64 or int32 tensor and convert it to int64.
-
-    Args:
-        tensor: The argument.
-        name: Its name in the message.
-        shape: The shape that it must have; None in it is any size.
-
-    Returns:
-        The tensor as int64.
-
-    Raises:
-        InputError: The type, layout or shape is wrong.
-    """
+    """Check an int64 or int32 tensor and convert it to int64."""
     return integers(tensor, name, shape).to(torch.int64)
 
 
 def int64_vectors(tensors: Any, name: str) -> list[Tensor]:
-    """Check a list of int64 or int32 vectors and convert them to int64.
-
-    Args:
-        tensors: The argument.
-        name: Its name in the message.
-
-    Returns:
-        The vectors as int64, [n] each.
-
-    Raises:
-        InputError: It is not a list, or an item has the wrong type or shape.
-    """
+    """Check a list of int64 or int32 vectors and convert them to int64."""
     return [int64(each, f"{name}[{i}]") for i, each in enumerate(as_list(tensors, name))]
 
 
 def splits(tensor: Any, name: str, size: int) -> Tensor:
-    """Check row splits.
-
-    Args:
-        tensor: int64 or int32 [rows + 1].
-        name: Its name in the message.
-        size: The number of values, which the last split must be.
-
-    Returns:
-        The splits as int64.
-
-    Raises:
-        InputError: They do not ascend from 0 to `size`, or are on the meta device.
-    """
+    """Check row splits."""
+    # tensor: int64 or int32 [rows + 1].
     cuts = int64(tensor, name)
     if cuts.shape[0] < 1:
         raise InputError(f"{name} must have the shape [rows + 1], got [0]")
@@ -108,37 +62,14 @@ def splits(tensor: Any, name: str, size: int) -> Tensor:
 
 
 def floats(tensor: Any, name: str, shape: Shape) -> Tensor:
-    """Check a float tensor.
-
-    Args:
-        tensor: The argument.
-        name: Its name in the message.
-        shape: The shape that it must have; None in it is any size.
-
-    Returns:
-        The tensor; its dtype is kept.
-
-    Raises:
-        InputError: The type, layout or shape is wrong.
-    """
+    """Check a float tensor."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise InputError(f"{name} must be a float tensor, got {kind(tensor)}")
     return _shaped(tensor, name, shape)
 
 
 def same_floats(tensors: Any, name: str) -> list[Tensor]:
-    """Check a list of at least one float tensor, all of one dtype and of any shape.
-
-    Args:
-        tensors: The argument.
-        name: Its name in the message.
-
-    Returns:
-        The tensors.
-
-    Raises:
-        InputError: The list is empty, or types differ.
-    """
+    """Check a list of at least one float tensor, all of one dtype and of any shape."""
     items = as_list(tensors, name)
     if not items:
         raise InputError(f"{name} is empty; pass at least one tensor")
@@ -149,70 +80,28 @@ def same_floats(tensors: Any, name: str) -> list[Tensor]:
 
 
 def tensor(x: Any, name: str, shape: Shape) -> Tensor:
-    """Check a tensor of any dtype.
-
-    Args:
-        x: The argument.
-        name: Its name in the message.
-        shape: The shape that it must have; None in it is any size.
-
-    Returns:
-        The tensor.
-
-    Raises:
-        InputError: It is not a tensor, or its layout or shape is wrong.
-    """
+    """Check a tensor of any dtype."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a tensor, got {kind(x)}")
     return _shaped(x, name, shape)
 
 
 def as_list(items: Any, name: str) -> list[Any]:
-    """Check a list or tuple of anything.
-
-    Args:
-        items: The argument.
-        name: Its name in the message.
-
-    Returns:
-        The items in a new list.
-
-    Raises:
-        InputError: It is something else.
-    """
+    """Check a list or tuple of anything."""
     if not isinstance(items, list | tuple):
         raise InputError(f"{name} must be a list, got {kind(items)}")
     return list(items)
 
 
 def items(value: Any, name: str, of: str) -> list[Any]:
-    """Check an iterable of anything.
-
-    Args:
-        value: The argument: a list, set, range or generator, but not a text, a dict or a tensor.
-        name: Its name in the message.
-        of: What it has, for the message, such as "uids".
-
-    Returns:
-        The items in a new list.
-
-    Raises:
-        InputError: It is something else.
-    """
+    """Check an iterable of anything."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping | Tensor):
         raise InputError(f"{name} must be a list of {of}, got {kind(value)}")
     return list(value)
 
 
 def same_length(**lists: Sequence[Any]) -> None:
-    """Raise unless all lists have the same length.
-
-    Args:
-        **lists: The lists by name.
-
-    Raises:
-        InputError: Lengths differ; the message states each.
-    """
+    """Raise unless all lists have the same length."""
     lengths = {name: len(items) for name, items in lists.items()}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
@@ -220,20 +109,7 @@ def same_length(**lists: Sequence[Any]) -> None:
 
 
 def integer(value: Any, name: str, least: int = 1, most: int | None = None) -> int:
-    """Check an int, also a symbolic one of torch.compile.
-
-    Args:
-        value: The argument.
-        name: Its name in the message.
-        least: The smallest accepted value.
-        most: The largest accepted value; None: any.
-
-    Returns:
-        The value.
-
-    Raises:
-        InputError: It is not an int, or out of range.
-    """
+    """Check an int, also a symbolic one of torch.compile."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < least:
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise InputError(f"{name} must be an integer {limits}, got {value!r}")
@@ -243,20 +119,8 @@ def integer(value: Any, name: str, least: int = 1, most: int | None = None) -> i
 
 
 def scalar(value: Any, name: str) -> int:
-    """Check an int of at least 0 that may be given as a tensor. Reading a tensor on a GPU waits for it.
-
-    Inside torch.compile a negative tensor raises RuntimeError when the graph runs.
-
-    Args:
-        value: An int, or an integer tensor of one element.
-        name: Its name in the message.
-
-    Returns:
-        The value as an int.
-
-    Raises:
-        InputError: It is something else, or negative.
-    """
+    """Check an int of at least 0 that may be given as a tensor. Reading a tensor on a GPU waits for it."""
+    # Inside torch.compile a negative tensor raises RuntimeError when the graph runs.
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_floating_point():
             raise InputError(f"{name} must be one integer, got a {kind(value)} tensor {list(value.shape)}")
@@ -270,18 +134,7 @@ def scalar(value: Any, name: str) -> int:
 
 
 def number(value: Any, name: str) -> Any:
-    """Check a real number.
-
-    Args:
-        value: A number, also a symbolic one of torch.compile, or a 0-d tensor.
-        name: Its name in the message.
-
-    Returns:
-        The value as it is: a tensor remains one.
-
-    Raises:
-        InputError: It is something else.
-    """
+    """Check a real number."""
     if isinstance(value, Tensor):
         good = value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool
     else:
@@ -292,14 +145,7 @@ def number(value: Any, name: str) -> Any:
 
 
 def as_integer(value: Any) -> int | None:
-    """Convert an integer of Python, numpy or a 0-d tensor.
-
-    Args:
-        value: Anything.
-
-    Returns:
-        The integer; None if the value is not one (a bool is not).
-    """
+    """Convert an integer of Python, numpy or a 0-d tensor."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or (isinstance(value, Tensor) and not _is_scalar(value)):
@@ -311,14 +157,7 @@ def as_integer(value: Any) -> int | None:
 
 
 def as_number(value: Any) -> float | None:
-    """Convert a real number of Python, numpy or a 0-d tensor.
-
-    Args:
-        value: Anything.
-
-    Returns:
-        The number as a float; None if the value is not one (a bool is not) or does not fit.
-    """
+    """Convert a real number of Python, numpy or a 0-d tensor."""
     if type(value) is float:
         return value
     known = _is_scalar(value) if isinstance(value, Tensor) else isinstance(value, Real)
@@ -331,91 +170,34 @@ def as_number(value: Any) -> float | None:
 
 
 def instance(value: Any, expected: type[Checked], name: str) -> Checked:
-    """Check an object of a class.
-
-    Args:
-        value: The argument.
-        expected: The class; subclasses are accepted too.
-        name: Its name in the message.
-
-    Returns:
-        The value.
-
-    Raises:
-        InputError: It is something else.
-    """
+    """Check an object of a class."""
     if not isinstance(value, expected):
         raise InputError(f"{name} must be a {expected.__name__}, got {kind(value)}")
     return value
 
 
 def callback(value: Any, name: str, *, required: bool = False) -> None:
-    """Check a function.
-
-    Args:
-        value: The argument.
-        name: Its name in the message.
-        required: Whether None is refused.
-
-    Raises:
-        InputError: It cannot be called.
-    """
+    """Check a function."""
     if not callable(value) and (required or value is not None):
         raise InputError(f"{name} must be a function, got {kind(value)}")
 
 
 def one_of(value: Any, choices: Sequence[str], name: str) -> str:
-    """Check a string with a few known values.
-
-    Args:
-        value: The argument.
-        choices: The known values, which the message lists.
-        name: Its name in the message.
-
-    Returns:
-        The value.
-
-    Raises:
-        InputError: It is something else.
-    """
+    """Check a string with a few known values."""
     if not isinstance(value, str) or value not in choices:
         raise InputError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     return value
 
 
 def mapping(value: Any, name: str, example: str) -> Mapping[str, Any]:
-    """Check a dict with strings as keys. Its values are not checked.
-
-    Args:
-        value: The argument.
-        name: Its name in the message.
-        example: A correct value for the message, such as '{"user": "user.weight"}'.
-
-    Returns:
-        The value.
-
-    Raises:
-        InputError: It is not a mapping, or a key is not a string.
-    """
+    """Check a dict with strings as keys. Its values are not checked."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise InputError(f"{name} must be a dict such as {example}, got {kind(value)}")
     return value
 
 
 def seconds(value: Any, name: str, *, zero: bool = False) -> float:
-    """Check a finite number of seconds above 0.
-
-    Args:
-        value: The argument.
-        name: Its name, for the error message.
-        zero: Accept 0 too, which means not to wait.
-
-    Returns:
-        The number.
-
-    Raises:
-        InputError: It is not such a number.
-    """
+    """Check a finite number of seconds above 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not (0 < value < math.inf or (zero and value == 0)):
         limit = "of 0 or more" if zero else "above 0"
@@ -424,37 +206,14 @@ def seconds(value: Any, name: str, *, zero: bool = False) -> float:
 
 
 def path(value: Any, name: str) -> Path:
-    """Check the path of a file or directory, which need not exist.
-
-    Args:
-        value: A string or an os.PathLike of a string.
-        name: Its name in the message.
-
-    Returns:
-        The path.
-
-    Raises:
-        InputError: It is something else, such as bytes.
-    """
+    """Check the path of a file or directory, which need not exist."""
     if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
         raise InputError(f"{name} must be a path, got {kind(value)}")
     return Path(value)
 
 
 def text(value: Any, name: str, most: int | None = None) -> str:
-    """Check a string.
-
-    Args:
-        value: The argument.
-        name: Its name in the message.
-        most: The largest accepted number of characters, of which there must be one; None: any text.
-
-    Returns:
-        The string.
-
-    Raises:
-        InputError: It is something else, or its length is wrong.
-    """
+    """Check a string."""
     if not isinstance(value, str):
         raise InputError(f"{name} must be text, got {kind(value)}")
     if most is not None and not 0 < len(value) <= most:
@@ -463,70 +222,27 @@ def text(value: Any, name: str, most: int | None = None) -> str:
 
 
 def flag(value: Any, name: str) -> bool:
-    """Check True or False.
-
-    Args:
-        value: The argument.
-        name: Its name in the message.
-
-    Returns:
-        The value.
-
-    Raises:
-        InputError: It is something else, such as 1.
-    """
+    """Check True or False."""
     if not isinstance(value, bool):
         raise InputError(f"{name} must be True or False, got {kind(value)}")
     return value
 
 
 def with_data(tensor: Tensor, name: str) -> Tensor:
-    """Check that the values of a tensor can be read: those of the meta device cannot.
-
-    Args:
-        tensor: The tensor.
-        name: Its name in the message.
-
-    Returns:
-        The tensor.
-
-    Raises:
-        InputError: It is on the meta device.
-    """
+    """Check that the values of a tensor can be read: those of the meta device cannot."""
     if tensor.device.type == "meta":
         raise InputError(f"{name} is on the meta device, but its values are needed")
     return tensor
 
 
 def sizes(items: Any, name: str, least: int = 1) -> list[int]:
-    """Check a list or tuple of ints.
-
-    Args:
-        items: The argument.
-        name: Its name in the message.
-        least: The smallest accepted value of each.
-
-    Returns:
-        The ints.
-
-    Raises:
-        InputError: It is not a list, or an item is not an int of at least `least`.
-    """
+    """Check a list or tuple of ints."""
     return [integer(item, f"{name}[{i}]", least) for i, item in enumerate(as_list(items, name))]
 
 
 def require(condition: Tensor, message: str) -> None:
-    """Raise unless every element of a condition is true.
-
-    Inside torch.compile the check is part of the graph and raises RuntimeError with the same message.
-
-    Args:
-        condition: bool, any shape.
-        message: What the caller must change.
-
-    Raises:
-        InputError: An element is false, or the condition is on the meta device.
-    """
+    """Raise unless every element of a condition is true."""
+    # Inside torch.compile the check is part of the graph and raises RuntimeError with the same message.
     if torch.compiler.is_compiling():
         torch._assert_async(condition.all(), message)
         return
@@ -537,31 +253,13 @@ def require(condition: Tensor, message: str) -> None:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Return whether no value is NaN or Inf.
-
-    Testing the minimum and the maximum is several times as fast as `isfinite` on every value.
-
-    Args:
-        values: float, any shape.
-
-    Returns:
-        True for a tensor without elements too.
-    """
+    """Return whether no value is NaN or Inf."""
+    # Testing the minimum and the maximum is several times as fast as `isfinite` on every value.
     return not values.numel() or all(bool(torch.isfinite(x)) for x in torch.aminmax(values))
 
 
 def index_range(index: Tensor, low: int, high: int, name: str) -> None:
-    """Raise unless every index is in a range. It reads the values, so on a GPU it waits.
-
-    Args:
-        index: int, any shape.
-        low: The smallest legal index: 0, or -1 where -1 has a meaning.
-        high: One more than the largest legal index.
-        name: Its name in the message.
-
-    Raises:
-        InputError: An index is outside; the message names the first one and its position.
-    """
+    """Raise unless every index is in a range. It reads the values, so on a GPU it waits."""
     if index.numel() == 0:
         return
     least, most = torch.aminmax(index)
@@ -572,14 +270,7 @@ def index_range(index: Tensor, low: int, high: int, name: str) -> None:
 
 
 def kind(x: Any) -> str:
-    """Name the type of an argument, for error messages.
-
-    Args:
-        x: Anything.
-
-    Returns:
-        The dtype of a tensor, or the type name of anything else.
-    """
+    """Name the type of an argument, for error messages."""
     return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
 
 

@@ -22,27 +22,14 @@ _STEP_POSITIONS = 1 << 16  # positions that a step in plain torch changes at onc
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Return a tensor as a matrix: one line if it has one dimension, the first against the rest otherwise.
-
-    Args:
-        tensor: [...].
-
-    Returns:
-        [lines, columns], a view if the tensor is contiguous.
-    """
+    """Return a tensor as a matrix: one line if it has one dimension, the first against the rest otherwise."""
+    # tensor: [...]; returns: [lines, columns], a view if the tensor is contiguous.
     return tensor.reshape(1, -1) if tensor.dim() < 2 else tensor.flatten(1)
 
 
 def to_chunks(matrix: Tensor, chunk: tuple[int, int]) -> Tensor:
-    """Cut a matrix into chunks.
-
-    Args:
-        matrix: [lines, columns].
-        chunk: Height and width of a chunk.
-
-    Returns:
-        float32 [chunks, height * width]; padding is zero.
-    """
+    """Cut a matrix into chunks."""
+    # matrix: [lines, columns]; returns: float32 [chunks, height * width].
     (lines, columns), (height, width) = matrix.shape, chunk
     down, across = -(-lines // height), -(-columns // width)
     if (lines, columns) != (down * height, across * width):
@@ -54,16 +41,8 @@ def to_chunks(matrix: Tensor, chunk: tuple[int, int]) -> Tensor:
 
 
 def from_chunks(chunks: Tensor, shape: tuple[int, int], chunk: tuple[int, int]) -> Tensor:
-    """Put a matrix together; padding is dropped.
-
-    Args:
-        chunks: [chunks, height * width].
-        shape: Lines and columns of the matrix.
-        chunk: Height and width of a chunk.
-
-    Returns:
-        [lines, columns].
-    """
+    """Put a matrix together; padding is dropped."""
+    # chunks: [chunks, height * width]; returns: [lines, columns].
     (lines, columns), (height, width) = shape, chunk
     return _join(chunks, -(-lines // height), -(-columns // width), chunk)[:lines, :columns]
 
@@ -81,20 +60,9 @@ def step_chunks(
     lr: float,
     beta: float = 0.0,
 ) -> None:
-    """Step a matrix by the chunks of a gradient.
-
-    Args:
-        tile: float32 [n, height * width], a row for each chunk.
-        matrix: float [lines, columns], contiguous, a part of a larger matrix; it changes.
-        momentum: float32 of the same shape, for "nesterov"; it changes.
-        first: The number of the first chunk, in the larger matrix.
-        across: The number of chunks side by side in the larger matrix.
-        chunk: Height and width of a chunk. What lies outside of the matrix is dropped.
-        corner: The first line and column of the matrix in the larger one.
-        rule: sgd: w -= lr * g. nesterov: m = beta * m + g, w -= lr * (beta * m + g). sign: w -= lr * sign(g).
-        lr: The factor.
-        beta: See `rule`.
-    """
+    """Step a matrix by the chunks of a gradient."""
+    # tile: float32 [n, height * width], a row for each chunk; matrix: float [lines, columns], contiguous, a
+    # part of a larger matrix.
     fast = rule == "sgd" and matrix.dtype is torch.float32 and matrix.is_cpu and tile.is_contiguous()
     native = native_module() if fast else None
     if native is not None:
@@ -133,7 +101,8 @@ def _join(chunks: Tensor, down: int, across: int, chunk: tuple[int, int]) -> Ten
 
 def _rectangles(first: int, count: int, across: int) -> Iterator[tuple[int, int, int, int]]:
     """Divide a range of chunks into at most three rectangles: bands `top` to `bottom`, and of each the chunks
-    `left` to `right`."""
+    `left` to `right`.
+    """
     at, stop = first, first + count
     while at < stop:
         top, left = divmod(at, across)

@@ -27,14 +27,8 @@ _SIGMAS = 6  # the range of values that codes cover
 
 
 def pack_indices(indices: Tensor) -> Tensor:
-    """Pack indices.
-
-    Args:
-        indices: Integers [n, k] from 0 to 4095.
-
-    Returns:
-        uint8 [n, ceil(1.5 k)].
-    """
+    """Pack indices."""
+    # returns: uint8 [n, ceil(1.5 k)].
     rows, keep = indices.shape
     whole = torch.zeros(rows, keep + keep % 2, dtype=torch.int32, device=indices.device)
     whole[:, :keep] = indices
@@ -44,15 +38,8 @@ def pack_indices(indices: Tensor) -> Tensor:
 
 
 def unpack_indices(packed: Tensor, keep: int) -> Tensor:
-    """Unpack indices.
-
-    Args:
-        packed: uint8 [n, ceil(1.5 k)].
-        keep: k.
-
-    Returns:
-        int32 [n, k].
-    """
+    """Unpack indices."""
+    # packed: uint8 [n, ceil(1.5 k)]; returns: int32 [n, k].
     rows = packed.shape[0]
     pairs = keep // 2
     triples = packed[:, : 3 * pairs].to(torch.int32).view(rows, pairs, 3)
@@ -65,15 +52,8 @@ def unpack_indices(packed: Tensor, keep: int) -> Tensor:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes.
-
-    Args:
-        codes: uint8 [n, k] below 2^bits.
-        bits: 2, 4 or 8.
-
-    Returns:
-        uint8 [n, ceil(bits k / 8)].
-    """
+    """Pack codes."""
+    # codes: uint8 [n, k] below 2^bits; returns: uint8 [n, ceil(bits k / 8)].
     rows, keep = codes.shape
     each = 8 // bits
     whole = torch.zeros(rows, -(-keep // each) * each, dtype=torch.uint8, device=codes.device)
@@ -86,16 +66,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, keep: int, bits: int) -> Tensor:
-    """Unpack codes.
-
-    Args:
-        packed: uint8 [n, ceil(bits k / 8)].
-        keep: k.
-        bits: 2, 4 or 8.
-
-    Returns:
-        uint8 [n, k].
-    """
+    """Unpack codes."""
+    # packed: uint8 [n, ceil(bits k / 8)]; returns: uint8 [n, k].
     rows, each, mask = packed.shape[0], 8 // bits, (1 << bits) - 1
     out = torch.empty(rows, packed.shape[1], each, dtype=torch.uint8, device=packed.device)
     for place in range(each):
@@ -104,15 +76,8 @@ def unpack_codes(packed: Tensor, keep: int, bits: int) -> Tensor:
 
 
 def quantise(values: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """Code values. Bins are equally wide and cover six standard deviations around the mean.
-
-    Args:
-        values: float32.
-        bins: The number of bins.
-
-    Returns:
-        Codes, uint8 of the shape of `values`, and the mean of the values in each bin, float32 [bins].
-    """
+    """Code values. Bins are equally wide and cover six standard deviations around the mean."""
+    # returns: codes, uint8 of the shape of `values`, and the mean of the values in each bin, float32 [bins].
     if values.numel() == 0:
         return torch.zeros_like(values, dtype=torch.uint8), values.new_zeros(bins)
     shift = values.mean()
@@ -130,15 +95,9 @@ def quantise(values: Tensor, bins: int) -> tuple[Tensor, Tensor]:
 
 
 def largest_of_rows(rows: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Return the positions of largest magnitude of each row; of equal ones the first.
-
-    Args:
-        rows: float32 [n, size], finite; size is at most 4096.
-        keep: k, the number of positions.
-
-    Returns:
-        The positions, int64 [n, k], ascending, and their values, float32 [n, k].
-    """
+    """Return the positions of largest magnitude of each row; of equal ones the first."""
+    # rows: float32 [n, size], finite; returns: the positions, int64 [n, k], ascending, and their values,
+    # float32 [n, k].
     found = largest_of_chunks(rows, (1, rows.shape[1]), keep)
     if found is not None:
         return found
@@ -148,17 +107,8 @@ def largest_of_rows(rows: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 
 
 def largest_of_chunks(matrix: Tensor, chunk: tuple[int, int], keep: int) -> tuple[Tensor, Tensor] | None:
-    """Do the same for the chunks of a matrix, band by band, if there is native code for it.
-
-    Args:
-        matrix: float32 [lines, columns], finite. Chunks that extend beyond it are padded with zeros.
-        chunk: Height and width of a chunk.
-        keep: k, the number of positions.
-
-    Returns:
-        Positions and values, [chunks, k] each; None if the matrix is not contiguous or not on the CPU, or
-        there is no native module.
-    """
+    """Do the same for the chunks of a matrix, band by band, if there is native code for it."""
+    # matrix: float32 [lines, columns], finite.
     native = _native(matrix)
     if native is None:
         return None
@@ -172,16 +122,8 @@ def largest_of_chunks(matrix: Tensor, chunk: tuple[int, int], keep: int) -> tupl
 
 
 def index_problems(packed: Tensor, keep: int, size: int) -> int:
-    """Check packed indices: they must ascend within a row and be below the size, and unused bits be zero.
-
-    Args:
-        packed: uint8 [n, ceil(1.5 k)].
-        keep: k.
-        size: The number of positions of a row.
-
-    Returns:
-        A sum of SPARE_BITS, TOO_HIGH and NOT_ASCENDING; 0 if nothing is wrong.
-    """
+    """Check packed indices: they must ascend within a row and be below the size, and unused bits be zero."""
+    # packed: uint8 [n, ceil(1.5 k)].
     native = _native(packed)
     if native is not None:
         return int(native.check_indices(packed, keep, size))
@@ -193,16 +135,9 @@ def index_problems(packed: Tensor, keep: int, size: int) -> int:
 
 
 def count_codes(packed: Tensor, keep: int, bits: int) -> tuple[Tensor, bool]:
-    """Count packed codes.
-
-    Args:
-        packed: uint8 [n, ceil(bits k / 8)].
-        keep: k.
-        bits: 2, 4 or 8.
-
-    Returns:
-        How often each code occurs, int64 [2^bits], and whether unused bits are set.
-    """
+    """Count packed codes."""
+    # packed: uint8 [n, ceil(bits k / 8)]; returns: how often each code occurs, int64 [2^bits], and whether
+    # unused bits are set.
     counts = torch.zeros(1 << bits, dtype=torch.int64, device="cpu")
     native = _native(packed)
     if native is not None:
@@ -215,17 +150,9 @@ def count_codes(packed: Tensor, keep: int, bits: int) -> tuple[Tensor, bool]:
 def add_chunk_rows(
     total: Tensor, count: Tensor | None, indices: Tensor, codes: Tensor, values: Tensor, keep: int, bits: int
 ) -> None:
-    """Add the values of one peer to sums, and 1 to the counts of the positions that it sent.
-
-    Args:
-        total: float32 [n, size]; it changes.
-        count: uint8 or int32 [n, size], which changes; None: positions are not counted.
-        indices: uint8 [n, ceil(1.5 k)], checked before.
-        codes: uint8 [n, ceil(bits k / 8)], checked before.
-        values: float32, the value of each code.
-        keep: k.
-        bits: 2, 4 or 8.
-    """
+    """Add the values of one peer to sums, and 1 to the counts of the positions that it sent."""
+    # total: float32 [n, size]; count: uint8 or int32 [n, size], which changes; indices: uint8 [n, ceil(1.5
+    # k)], checked before; codes: uint8 [n, ceil(bits k / 8)], checked before.
     native = _native(total, indices, codes, values)
     if native is not None:
         native.add_chunk_rows(indices, codes, keep, bits, values, total, count, torch.get_num_threads())
@@ -238,15 +165,8 @@ def add_chunk_rows(
 
 
 def divide_by_counts(total: Tensor, count: Tensor) -> Tensor:
-    """Divide sums by counts, in place; a count of 0 is taken as 1.
-
-    Args:
-        total: float32 [...].
-        count: uint8 or int32 of the same shape.
-
-    Returns:
-        `total`.
-    """
+    """Divide sums by counts, in place; a count of 0 is taken as 1."""
+    # total: float32 [...].
     native = _native(total, count)
     if native is None:
         return total.div_(count.clamp(min=1))
@@ -255,16 +175,8 @@ def divide_by_counts(total: Tensor, count: Tensor) -> Tensor:
 
 
 def common_positions(rows: Sequence[Tensor], keep: int, size: int) -> Tensor:
-    """Count the positions that each pair of peers has in common.
-
-    Args:
-        rows: The packed indices of each peer, uint8 [n, ceil(1.5 k)].
-        keep: k.
-        size: The number of positions of a row.
-
-    Returns:
-        int64 [peers, peers].
-    """
+    """Count the positions that each pair of peers has in common."""
+    # rows: the packed indices of each peer, uint8 [n, ceil(1.5 k)]; returns: int64 [peers, peers].
     count = len(rows)
     num_rows = rows[0].shape[0] if count else 0
     each = num_rows * keep

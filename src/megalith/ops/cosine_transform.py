@@ -13,30 +13,16 @@ from torch import Tensor
 
 
 def forward_dct(chunks: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Compute the orthonormal cosine transform (DCT-II, both sides) of each chunk.
-
-    Args:
-        chunks: [n, size].
-        shape: Height and width of a chunk.
-
-    Returns:
-        [n, size].
-    """
+    """Compute the orthonormal cosine transform (DCT-II, both sides) of each chunk."""
+    # chunks: [n, size]; returns: [n, size].
     height, width = shape
     down, across = _basis(height, chunks.device), _basis(width, chunks.device)
     return (down @ chunks.view(-1, height, width) @ across.T).reshape(chunks.shape)
 
 
 def inverse_dct(chunks: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Compute the inverse of `forward_dct`. It needs twice the memory of its argument in addition.
-
-    Args:
-        chunks: [n, size].
-        shape: Height and width of a chunk.
-
-    Returns:
-        [n, size].
-    """
+    """Compute the inverse of `forward_dct`. It needs twice the memory of its argument in addition."""
+    # chunks: [n, size]; returns: [n, size].
     height, width = shape
     tile = chunks.view(-1, height, width)
     out = torch.zeros_like(tile)

@@ -208,13 +208,8 @@ def _scatter_twin(
 
 
 def add_at(out: Tensor, index: Tensor, values: Tensor) -> None:
-    """Add rows at positions, in the order of the index on every device: the same bits in every run.
-
-    Args:
-        out: [m, ...], changed in place.
-        index: int64 [n], positions; they may repeat.
-        values: [n, ...].
-    """
+    """Add rows at positions, in the order of the index on every device: the same bits in every run."""
+    # out: [m, ...], changed in place; index: int64 [n], positions; values: [n, ...].
     if out.is_cuda:  # it sorts the index; index_add_ has atomic additions there, in any order
         out.index_put_((index,), values, accumulate=True)
     else:
@@ -228,16 +223,7 @@ def _elements(index: Tensor, stride: int, width: int, size: int, name: str) -> T
 
 
 def index_limit(size: int, stride: int, width: int) -> int:
-    """Return the number of legal indices: those whose rows end within the buffer.
-
-    Args:
-        size: The number of elements of the buffer.
-        stride: The number of elements that an index counts.
-        width: The number of elements of a row.
-
-    Returns:
-        The limit; practically unlimited for stride 0.
-    """
+    """Return the number of legal indices: those whose rows end within the buffer."""
     if size < width:
         return 0
     return (size - width) // stride + 1 if stride else 2**63 - 1

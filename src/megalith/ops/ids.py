@@ -69,15 +69,7 @@ def hash_strings(strings: Strings, *, seed: int = 0) -> Tensor:
 
 
 def hash_strings_twin(strings: Strings, *, seed: int = 0) -> Tensor:
-    """Compute `hash_strings` in plain Python: the reference that tests compare with.
-
-    Args:
-        strings: As for `hash_strings`.
-        seed: As for `hash_strings`.
-
-    Returns:
-        int64 in the shape of the strings.
-    """
+    """Compute `hash_strings` in plain Python: the reference that tests compare with."""
     items, shape = _items(strings)
     seed = _check_seed(seed)
     hashes = [signed(_xxhash64(_encode(item, i), seed)) for i, item in enumerate(items)]

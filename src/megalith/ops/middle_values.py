@@ -16,19 +16,9 @@ from torch import Tensor
 def middle_values(
     sent: list[tuple[Tensor, Tensor]], size: int, *, trim: float | None, senders: int | None = None
 ) -> Tensor:
-    """Reduce the values of each position to their median or trimmed mean.
-
-    Args:
-        sent: For each sender, positions int64 [m] without repetition, and values float32 [m]; it is emptied.
-        size: The number of positions.
-        trim: The share of values that is left out at each end; None: the median, the mean of the two middle
-            values if there are two.
-        senders: The number of senders, if one that does not send a position sends zero; None: it does not
-            count.
-
-    Returns:
-        float32 [size], zero where no value was sent.
-    """
+    """Reduce the values of each position to their median or trimmed mean."""
+    # sent: for each sender, positions int64 [m] without repetition, and values float32 [m]; returns: float32
+    # [size], zero where no value was sent.
     if not sent:
         return torch.zeros(size, device="cpu")
     most = len(sent) if senders is None else senders

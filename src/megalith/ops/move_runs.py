@@ -94,22 +94,8 @@ def move_runs(
 
 
 def moved(values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: int, name: str) -> Tensor:
-    """Compute `move_runs` of arguments whose types and shapes are already checked.
-
-    Args:
-        values: float [m].
-        source: int64 [k].
-        target: int64 [k].
-        widths: int64 [k].
-        size: The number of elements of the result.
-        name: The name of the chunks in error messages.
-
-    Returns:
-        [size].
-
-    Raises:
-        InputError: A chunk is outside either buffer.
-    """
+    """Compute `move_runs` of arguments whose types and shapes are already checked."""
+    # values: float [m]; source: int64 [k]; target: int64 [k]; widths: int64 [k]; returns: [size].
     if torch.is_grad_enabled() and values.requires_grad:
         out: Tensor = _MoveRuns.apply(values, *copy_repeated([source, target, widths]), size, name)
         return out
@@ -118,21 +104,10 @@ def moved(values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: 
 
 
 def locate(packed: Tensor, bases: Tensor, ends: Tensor, widths: Tensor, name: str) -> Tensor:
-    """Convert packed (list, element) offsets to elements of the concatenated lists.
-
-    Args:
-        packed: int64 [n], the list in the high 32 bits.
-        bases: int64 [lists + 1], where each list begins.
-        ends: int64 [features], where the occurrences of each feature end.
-        widths: int64 [features], the number of elements that an occurrence of each feature reads.
-        name: The name of the offsets in error messages.
-
-    Returns:
-        int64 [n].
-
-    Raises:
-        InputError: An offset is outside its list.
-    """
+    """Convert packed (list, element) offsets to elements of the concatenated lists."""
+    # packed: int64 [n], the list in the high 32 bits; bases: int64 [lists + 1], where each list begins; ends:
+    # int64 [features], where the occurrences of each feature end; widths: int64 [features], the number of
+    # elements that an occurrence of each feature reads; returns: int64 [n].
     located: Tensor = _locate(packed, bases, ends, widths, name)
     return located
 

@@ -77,23 +77,8 @@ def pool_flat(
     whole: Sequence[bool] | None = None,
     stride: int = 1,
 ) -> list[Tensor]:
-    """Compute `pool_rows` of a flat float32 buffer, without gradients and without torch.compile.
-
-    Args:
-        source: float32 [m].
-        index: int64 [n], where the row of each occurrence begins, in units of `stride`.
-        bags: Offsets int64, weights (one tensor for all) and divisors float32.
-        outputs: The shape (rows, columns) of each output.
-        dim: The largest width of a row.
-        whole: The result of `covered`, for callers that reuse it.
-        stride: The number of elements that an index counts: 1, or the dim if all rows have it.
-
-    Returns:
-        A float32 tensor for each shape.
-
-    Raises:
-        InputError: An index is out of range, or the bags do not match the occurrences or the outputs.
-    """
+    """Compute `pool_rows` of a flat float32 buffer, without gradients and without torch.compile."""
+    # source: float32 [m]; index: int64 [n], where the row of each occurrence begins, in units of `stride`.
     if source.is_cpu and native_module() is not None:
         return _pool_into(source, index, stride, dim, bags, outputs, "index", whole)
     rows, columns = [r for r, _ in outputs], [c for _, c in outputs]
@@ -106,22 +91,8 @@ def pool_flat(
 def unpool_flat(
     grads: Sequence[Tensor], index: Tensor, bags: Sequence[Bags], size: int, dim: int, stride: int = 1
 ) -> Tensor:
-    """Compute the gradient of `pool_flat`; sums run in the order of the occurrences.
-
-    Args:
-        grads: float32, the gradient of each output.
-        index: int64 [n], as for `pool_flat`.
-        bags: As for `pool_flat`.
-        size: The number of elements of the source.
-        dim: The largest width of a row.
-        stride: As for `pool_flat`.
-
-    Returns:
-        float32 [size].
-
-    Raises:
-        InputError: An index is out of range, or the bags do not match the occurrences or the gradients.
-    """
+    """Compute the gradient of `pool_flat`; sums run in the order of the occurrences."""
+    # index: int64 [n], as for `pool_flat`; returns: float32 [size].
     if index.is_cpu and native_module() is not None:
         return _unpool_into(grads, index, stride, dim, bags, size, "index")
     summed: Tensor = _unpool(list(grads), index, stride, dim, *arguments(bags, torch.float32), size, "index")
@@ -161,19 +132,7 @@ def _checked(bags: Sequence[Bags]) -> list[Bags]:
 
 
 def arguments(bags: Sequence[Bags], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Convert bags to the arguments of the ops `pool` and `unpool`.
-
-    Args:
-        bags: The bags of a call.
-        dtype: The float type in which the op computes; weights and divisors are converted to it.
-
-    Returns:
-        Offsets, divisors and weighted flags per feature, the shared weights or None, and the parts.
-
-    Raises:
-        InputError: Two features have different weight tensors.
-        UsageError: The weights require a gradient.
-    """
+    """Convert bags to the arguments of the ops `pool` and `unpool`."""
     weights = next((b.weights for b in bags if b.weights is not None), None)
     if any(b.weights is not None and b.weights is not weights for b in bags):
         raise InputError("weights: all features of a call must share one tensor, a weight per occurrence")

@@ -118,18 +118,7 @@ class Coverage:
         self._known: dict[tuple[str, ...], list[bool]] = {}
 
     def of(self, pooling: Pooling, tables: tuple[str, ...]) -> list[bool]:
-        """Return which outputs have every column written by some part of the tables.
-
-        Args:
-            pooling: The pooling.
-            tables: The names of the tables.
-
-        Returns:
-            A flag per output.
-
-        Raises:
-            InputError: An argument has the wrong type.
-        """
+        """Return which outputs have every column written by some part of the tables."""
         if not isinstance(pooling, Pooling) or not isinstance(tables, tuple):
             raise InputError("Coverage: expected a Pooling and a tuple of table names")
         if tables not in self._known:
@@ -344,15 +333,7 @@ class Pooling:
 
 
 def covered(bags: Sequence[Bags], outputs: Sequence[tuple[int, int]]) -> list[bool]:
-    """Find the outputs that need no zeros: those of which bags write every column.
-
-    Args:
-        bags: The bags that will be pooled.
-        outputs: The shape (rows, columns) of each output.
-
-    Returns:
-        A flag per output.
-    """
+    """Find the outputs that need no zeros: those of which bags write every column."""
     written: list[list[tuple[int, int]]] = [[] for _ in outputs]
     for part in (p for b in bags for p in b.parts):
         if not part.accumulate and 0 <= part.output < len(written):

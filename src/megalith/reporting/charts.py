@@ -70,59 +70,18 @@ class Axis:
 
 
 def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
-    """Draws lines. Points beyond 1e100, and points of 0 or less on a log axis, are left out.
-
-    Args:
-        title: Title for screen readers and errors.
-        series: The lines.
-        x: The x axis.
-        y: The y axis.
-
-    Returns:
-        An SVG element.
-
-    Raises:
-        InputError: There is no point to draw.
-    """
+    """Draws lines. Points beyond 1e100, and points of 0 or less on a log axis, are left out."""
     return _plot(title, series, x, y, False)
 
 
 def scatter_chart(title: str, series: Sequence[Series], x: Axis, y: Axis, *, diagonal: bool = False) -> str:
-    """Draws points.
-
-    Args:
-        title: Title for screen readers and errors.
-        series: The points; `mark` is ignored.
-        x: The x axis.
-        y: The y axis.
-        diagonal: Whether to draw the line y = x.
-
-    Returns:
-        An SVG element.
-
-    Raises:
-        InputError: There is no point to draw.
-    """
+    """Draws points."""
     points = [Series(s.name, s.points, "points", s.sizes, s.colour) for s in series]
     return _plot(title, points, x, y, diagonal)
 
 
 def bar_chart(title: str, bars: Sequence[tuple[str, float]], y: Axis, *, label: str, colour: int = 0) -> str:
-    """Draws vertical bars.
-
-    Args:
-        title: Title for screen readers and errors.
-        bars: Label and value of each bar.
-        y: The y axis.
-        label: Label of the x axis.
-        colour: Colour of the bars, 0 to 7.
-
-    Returns:
-        An SVG element.
-
-    Raises:
-        InputError: There is no bar, or a value is not between 0 and 1e100.
-    """
+    """Draws vertical bars."""
     if not bars or not all(0 <= value < _LARGEST for _, value in bars):
         raise InputError(f"chart {title!r}: needs at least one bar, and values between 0 and 1e100")
     ticks = _linear_ticks(0.0, max(value for _, value in bars) or 1.0)
@@ -168,22 +127,14 @@ class Scale:
     log: bool
 
     def __call__(self, value: float) -> float:
-        """Returns the position of a number: 0 at the low end, 1 at the high end."""
+        """Return the position of a number: 0 at the low end, 1 at the high end."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
 def ticks_of(values: Sequence[float], axis: Axis) -> list[float]:
-    """Returns round numbers that cover all values. The first and last are the ends of the axis.
-
-    Args:
-        values: The values to cover.
-        axis: The axis.
-
-    Returns:
-        The ticks, ascending.
-    """
+    """Return round numbers that cover all values. The first and last are the ends of the axis."""
     low = min(values) if axis.low is None else axis.low
     high = max(values) if axis.high is None else axis.high
     return _log_ticks(low, high) if axis.log else _linear_ticks(low, high)
@@ -382,14 +333,7 @@ def _svg(title: str, description: str, height: float, parts: Sequence[str]) -> s
 
 
 def as_file(chart: str) -> str:
-    """Returns a chart as an SVG file with its style and a light or dark background.
-
-    Args:
-        chart: An SVG element of this module.
-
-    Returns:
-        The content of the file.
-    """
+    """Return a chart as an SVG file with its style and a light or dark background."""
     background = (
         ".chart { background:#fff; } @media (prefers-color-scheme: dark) { .chart { background:#14171c; } }"
     )
@@ -399,15 +343,7 @@ def as_file(chart: str) -> str:
 
 
 def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Reduces points to means of neighbours, so that pages of long runs stay small.
-
-    Args:
-        points: The points.
-        most: Maximum number of points to return.
-
-    Returns:
-        At most `most` points, in order.
-    """
+    """Reduces points to means of neighbours, so that pages of long runs stay small."""
     if len(points) <= most:
         return list(points)
     edges = [len(points) * i // most for i in range(most + 1)]

@@ -34,7 +34,7 @@ _STYLE = (
 
 
 def machine() -> dict[str, Any]:
-    """Returns the machine and versions that a result belongs to."""
+    """Return the machine and versions that a result belongs to."""
     return {
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -45,27 +45,13 @@ def machine() -> dict[str, Any]:
 
 
 def title(ranks: int) -> str:
-    """Returns the title of a result measured on this machine with this number of ranks.
-
-    Args:
-        ranks: Number of ranks.
-
-    Returns:
-        One line.
-    """
+    """Return the title of a result measured on this machine with this number of ranks."""
     found = machine()
     return f"{ranks} ranks, gloo and shared memory, {found['cores']} cores, torch {found['torch']}"
 
 
 def cells(measurement: Measurement) -> list[str]:
-    """Returns the columns of `HEAD` after the pattern.
-
-    Args:
-        measurement: The measurement of one pattern, transport and size.
-
-    Returns:
-        One text per column.
-    """
+    """Return the columns of `HEAD` after the pattern."""
     return [
         TRANSPORT_NAMES[measurement.transport],
         show_bytes(measurement.size),
@@ -77,15 +63,7 @@ def cells(measurement: Measurement) -> list[str]:
 
 
 def comm_page(ranks: int, found: Sequence[Measurement]) -> str:
-    """Returns a self-contained HTML page with plots of latency and goodput and a table.
-
-    Args:
-        ranks: Number of ranks of the measurement.
-        found: The measurements, grouped by pattern.
-
-    Returns:
-        The HTML text.
-    """
+    """Return a self-contained HTML page with plots of latency and goodput and a table."""
     x = Axis("bytes per rank", log=True)
     plots = []
     for transport in dict.fromkeys(m.transport for m in found):

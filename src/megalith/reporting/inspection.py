@@ -177,14 +177,7 @@ def _memory_parts(entry: TableEntry) -> dict[str, int]:
 
 
 def summarize(manifest: Manifest) -> list[TableSummary]:
-    """Summarizes each table of a checkpoint, including its deltas, in the order of the manifest.
-
-    Args:
-        manifest: The manifest of the checkpoint.
-
-    Returns:
-        One summary per table.
-    """
+    """Summarizes each table of a checkpoint, including its deltas, in the order of the manifest."""
     tables = manifest.tables()
     return [
         _summary(path, name, tables[full_name(path, name)], manifest.latest.collections[path].global_step)
@@ -216,19 +209,7 @@ def _summary(path: str, name: str, entries: list[TableEntry], step: int) -> Tabl
 def find_table(
     manifest: Manifest, name: str | None = None, collection: str | None = None
 ) -> tuple[TableSummary, list[TableEntry]]:
-    """Finds a table of a checkpoint.
-
-    Args:
-        manifest: The manifest of the checkpoint.
-        name: Name of the table. None: the checkpoint has only one table.
-        collection: Collection of the table. None: any.
-
-    Returns:
-        The summary, and the entries of the table in the base and in each delta.
-
-    Raises:
-        UnknownNameError: No table or several tables match; the message lists the known ones.
-    """
+    """Finds a table of a checkpoint."""
     if collection is not None and collection not in manifest.collections:
         known = ", ".join(map(repr, manifest.collections)) or "none"
         raise UnknownNameError(f"no collection {collection!r} (known: {known})")
@@ -250,20 +231,7 @@ def find_table(
 def measure_norms(
     root: Path, entries: Sequence[TableEntry], *, top: int = 10, on_rows: OnRows | None = None
 ) -> Norms:
-    """Measures the norms of all rows.
-
-    Args:
-        root: Directory of the checkpoint.
-        entries: The entries of the table in the base and in each delta.
-        top: Number of largest rows to return.
-        on_rows: Called with the number of rows read so far.
-
-    Returns:
-        The norms, their distribution and the rows with the largest ones.
-
-    Raises:
-        CheckpointError: A file is damaged.
-    """
+    """Measures the norms of all rows."""
     spread = _Spread()
     best: list[TopRow] = []
     rows = nonfinite = 0
@@ -290,36 +258,13 @@ def measure_norms(
 
 
 def newest_time(root: Path, entries: Sequence[TableEntry]) -> int | None:
-    """Returns the time of the last update of any row in seconds, or None if there is no row.
-
-    Args:
-        root: Directory of the checkpoint.
-        entries: The entries of the table in the base and in each delta.
-
-    Returns:
-        The time in seconds, or None.
-
-    Raises:
-        CheckpointError: A file is damaged.
-    """
+    """Return the time of the last update of any row in seconds, or None if there is no row."""
     latest = [int(chunk.time.max()) for chunk in _read(root, entries) if chunk.ids.numel()]
     return max(latest, default=None)
 
 
 def measure_ages(root: Path, entries: Sequence[TableEntry], *, now: int) -> Ages:
-    """Measures the ages of all rows.
-
-    Args:
-        root: Directory of the checkpoint.
-        entries: The entries of the table in the base and in each delta.
-        now: The time that ages are relative to, in seconds.
-
-    Returns:
-        The ages in seconds and their distribution.
-
-    Raises:
-        CheckpointError: A file is damaged.
-    """
+    """Measures the ages of all rows."""
     limits = np.array([0, *(limit for limit, _ in AGE_LIMITS)], np.int64)
     counts = np.zeros(len(limits) + 1, np.int64)
     spread = _Spread()
@@ -348,20 +293,6 @@ def measure_ages(root: Path, entries: Sequence[TableEntry], *, now: int) -> Ages
 def find_row(
     root: Path, entries: Sequence[TableEntry], id: int, *, on_rows: OnRows | None = None
 ) -> InspectedRow | None:
-    """Finds the row of an id.
-
-    Args:
-        root: Directory of the checkpoint.
-        entries: The entries of the table in the base and in each delta.
-        id: The id, as int64.
-        on_rows: Called with the number of rows read so far.
-
-    Returns:
-        The row, or None if the id has no row.
-
-    Raises:
-        CheckpointError: A file is damaged.
-    """
     done = 0
     for chunk in _read(root, entries):
         at = torch.nonzero(chunk.ids == id)
@@ -374,18 +305,8 @@ def find_row(
 
 
 def read_ids(root: Path, entries: Sequence[TableEntry]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yields the ids of a table file by file, int64 [n], and their numbers of updates if they are counted.
-
-    Args:
-        root: Directory of the checkpoint.
-        entries: The entries of the table in the base and in each delta.
-
-    Yields:
-        Ids int64 [n], and their numbers of updates int64 [n] or None.
-
-    Raises:
-        CheckpointError: A file is damaged.
-    """
+    """Yields the ids of a table file by file, int64 [n], and their numbers of updates if they are counted."""
+    # yields: ids int64 [n], and their numbers of updates int64 [n] or None.
     for chunk in _read(root, entries):
         if chunk.ids.numel():
             yield chunk.ids, chunk.count

@@ -34,7 +34,6 @@ class Load:
 
     @property
     def mean(self) -> float:
-        """Mean load."""
         return sum(self.per_rank) / len(self.per_rank)
 
     @property
@@ -104,23 +103,8 @@ def forecast(
     block_size: int | None = None,
     batch_size: int | None = None,
 ) -> Forecast:
-    """Computes the load of each rank in each routing mode for a sample of ids.
-
-    Args:
-        ids: int64 [n], in the order of the data.
-        ranks: Number of ranks.
-        counts: Number of occurrences of each id, int64 [n]. None: once each.
-        distinct: Whether the ids are rows of a table, with an unknown number of occurrences.
-        block_size: Block size of mode "continuous". None: ceil((largest id + 1) / ranks).
-        batch_size: Occurrences per batch, to count the sent ids: an id is sent once per batch. Not allowed
-            with `counts`.
-
-    Returns:
-        The load of each rank by mode, and advice.
-
-    Raises:
-        InputError: An argument is out of range.
-    """
+    """Computes the load of each rank in each routing mode for a sample of ids."""
+    # ids: int64 [n], in the order of the data; counts: number of occurrences of each id, int64 [n].
     _check(ids, ranks, counts, batch_size)
     unique, inverse = torch.unique(ids, return_inverse=True)
     weights = torch.ones_like(ids) if counts is None else counts
@@ -161,15 +145,8 @@ def forecast(
 
 
 def fitting_block(unique: Tensor, ranks: int) -> int:
-    """Returns the block size with which "continuous" covers all ids from 0 to the largest.
-
-    Args:
-        unique: Distinct ids, int64 [n].
-        ranks: Number of ranks.
-
-    Returns:
-        The number of consecutive ids per rank.
-    """
+    """Return the block size with which "continuous" covers all ids from 0 to the largest."""
+    # unique: distinct ids, int64 [n].
     largest = max(int(unique.max()), 0)
     return min(-(-(largest + 1) // ranks), (2**63 - 1) // ranks)
 

@@ -32,20 +32,7 @@ _COUNTERS = ("created", "evicted", "removed", "refused", "pending")
 
 
 def write_report(run_dir: Path, out: Path | None = None, *, comparison: Path | None = None) -> Path:
-    """Writes the report of a run. The file is replaced as a whole.
-
-    Args:
-        run_dir: Directory of the run.
-        out: File to write. None: report.html in the directory of the run.
-        comparison: A JSON file {"title", "date", "note", "rows": [{"name", "auc", "log_loss", "bytes"}]} to
-            show as a table.
-
-    Returns:
-        The file.
-
-    Raises:
-        InputError: The directory holds no file of a run; nothing was written.
-    """
+    """Writes the report of a run. The file is replaced as a whole."""
     if not any((run_dir / name).exists() for name in RUN_FILES):
         raise InputError(
             f"{run_dir} is not the directory of a run: it has none of {', '.join(RUN_FILES)}; give the "

@@ -34,15 +34,7 @@ tr.best td { font-weight:600; } details summary { cursor:pointer; }
 
 
 def section(title: str, body: Callable[[], str]) -> str:
-    """Returns a section of the page.
-
-    Args:
-        title: Its title.
-        body: Returns its HTML. If it raises `Absent`, the section says what is missing.
-
-    Returns:
-        HTML.
-    """
+    """Return a section of the page."""
     try:
         content = body()
     except Absent as absent:
@@ -51,29 +43,12 @@ def section(title: str, body: Callable[[], str]) -> str:
 
 
 def plots(cards: Sequence[str], note: str = "") -> str:
-    """Returns cards side by side.
-
-    Args:
-        cards: The HTML of each card.
-        note: Text below them.
-
-    Returns:
-        HTML.
-    """
+    """Return cards side by side."""
     below = f'<p class="muted">{escape(note)}</p>' if note else ""
     return f'<div class="plots">{"".join(cards)}</div>{below}'
 
 
 def card(title: str, body: str) -> str:
-    """Returns a card.
-
-    Args:
-        title: Its title.
-        body: Its HTML.
-
-    Returns:
-        HTML.
-    """
     return f'<div class="card"><h3>{escape(title)}</h3>{body}</div>'
 
 
@@ -84,17 +59,7 @@ def html_table(
     best: set[int] | None = None,
     plain: bool = False,
 ) -> str:
-    """Returns a table of text.
-
-    Args:
-        head: Names of the columns. None: the table has no head.
-        rows: The cells of each row.
-        best: Rows to emphasize.
-        plain: Whether all columns are text. False: all but the first are numbers, aligned to the right.
-
-    Returns:
-        HTML.
-    """
+    """Return a table of text."""
     value = "" if plain else ' class="value"'
     parts = []
     if head:
@@ -108,12 +73,5 @@ def html_table(
 
 
 def facts_table(facts: Mapping[str, str]) -> str:
-    """Returns a table of names and values.
-
-    Args:
-        facts: Value by name.
-
-    Returns:
-        HTML.
-    """
+    """Return a table of names and values."""
     return html_table(None, [list(item) for item in facts.items()])

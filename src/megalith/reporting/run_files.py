@@ -18,17 +18,7 @@ class Absent(Exception):
 
 
 class RunFiles:
-    """The files of a run.
-
-    Args:
-        directory: Directory of the run.
-
-    Attributes:
-        config: config.json; None if it is absent.
-        evaluation: evaluation.json; None if it is absent.
-        records: The lines of metrics.jsonl.
-        unread: Number of its lines that are not JSON objects.
-    """
+    """The files of a run."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -37,26 +27,11 @@ class RunFiles:
         self.records, self.unread = _records(directory / "metrics.jsonl")
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """Returns the records of a kind.
-
-        Args:
-            kind: Such as "train".
-
-        Returns:
-            The records, oldest first.
-        """
+        """Return the records of a kind."""
         return [r for r in self.records if r.get("kind") == kind]
 
     def points(self, kind: str, field: str) -> list[tuple[float, float]]:
-        """Returns the values of a field by step.
-
-        Args:
-            kind: Kind of the records.
-            field: The field.
-
-        Returns:
-            (step, value) of the records in which both are numbers.
-        """
+        """Return the values of a field by step."""
         pairs = [(finite_number(r.get("step")), finite_number(r.get(field))) for r in self.of_kind(kind)]
         return [(step, value) for step, value in pairs if step is not None and value is not None]
 
@@ -69,14 +44,7 @@ class RunFiles:
         return f"step {show_number(step)} of {show_number(newest)}"
 
     def last(self, field: str) -> float | None:
-        """Returns the newest value of a field.
-
-        Args:
-            field: The field.
-
-        Returns:
-            The value; None if no record has a number there.
-        """
+        """Return the newest value of a field."""
         found = [finite_number(r.get(field)) for r in self.of_kind("train") or self.records]
         return next((value for value in reversed(found) if value is not None), None)
 
@@ -93,17 +61,7 @@ def _text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a file with a JSON object.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The object.
-
-    Raises:
-        Absent: The file is missing, too large, or holds something else.
-    """
+    """Reads a file with a JSON object."""
     try:
         data = json.loads(_text(path))
     except (ValueError, RecursionError):
@@ -138,14 +96,7 @@ def _optional(read: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def finite_number(value: Any) -> float | None:
-    """Returns a value of a JSON file as a number.
-
-    Args:
-        value: Any value.
-
-    Returns:
-        The number; None if the value is not a finite number.
-    """
+    """Return a value of a JSON file as a number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     try:
         return float(value) if is_number and math.isfinite(value) else None

@@ -52,25 +52,8 @@ def read_sample(
     table: str | None = None,
     hash: bool | None = None,
 ) -> Sample:
-    """Reads about `size` ids of a source.
-
-    Ids of a checkpoint or of Parquet files are drawn from all of it; of other sources, the first are read.
-
-    Args:
-        source: A checkpoint; a Parquet, CSV or TSV file or a directory of them; or a text file with one id or
-            text per line.
-        size: Number of ids.
-        column: The column to read from data files.
-        table: The table to read from a checkpoint.
-        hash: None hashes values that are not integers, True hashes all values, False hashes none.
-
-    Returns:
-        The ids, with a description of where they come from.
-
-    Raises:
-        InputError: The source or an argument is wrong.
-        CheckpointError: The checkpoint is damaged.
-    """
+    """Reads about `size` ids of a source."""
+    # Ids of a checkpoint or of Parquet files are drawn from all of it; of other sources, the first are read.
     if (source / NAME).exists():
         return _from_checkpoint(source, size, table)
     if table is not None:

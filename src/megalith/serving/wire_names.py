@@ -14,15 +14,7 @@ MAX_REQUEST_BYTES = 64 * 2**20
 
 
 def write_signature(name: str) -> str | None:
-    """Return the write signature that a name means, or None if it does not write.
-
-    Args:
-        name: The signature of a request; Monolith puts the name of a table set before it, as in
-            `tables/raw_assign`.
-
-    Returns:
-        One of WRITES, or None.
-    """
+    """Return the write signature that a name means, or None if it does not write."""
     if name.endswith(f"/{RAW_ASSIGN}"):
         return RAW_ASSIGN
     return name if name in WRITES else None

@@ -12,27 +12,14 @@ from megalith.library import native_module
 
 
 def begins_of(sizes: Sequence[int]) -> list[int]:
-    """Compute where consecutive pieces begin.
-
-    Args:
-        sizes: The size of each piece.
-
-    Returns:
-        The sums of the sizes before each piece.
-    """
+    """Compute where consecutive pieces begin."""
     return list(accumulate(sizes, initial=0))[:-1]
 
 
 def join_blocks(data: Tensor, begins: Sequence[int], counts: Tensor, widths: Tensor, out: Tensor) -> None:
-    """Copy blocks that are stored by rank, then table, in the order by table, then rank.
-
-    Args:
-        data: uint8.
-        begins: Where the blocks of each rank begin in `data`.
-        counts: int64 [ranks, tables], the number of items of each block; contiguous.
-        widths: int64 [tables], the bytes of an item.
-        out: uint8, exactly as large as all blocks.
-    """
+    """Copy blocks that are stored by rank, then table, in the order by table, then rank."""
+    # counts: int64 [ranks, tables], the number of items of each block; widths: int64 [tables], the bytes of
+    # an item.
     native = native_module()
     if native is not None and data.is_cpu:
         native.join_blocks(data, begins, counts, widths, out)

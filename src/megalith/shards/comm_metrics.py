@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UsageError
-from megalith.shards.recorder import EXCHANGES
+from megalith.shards.recorder import EXCHANGES, Recorder
 from megalith.shards.sync import SyncShards
 
 COUNTS = (
@@ -58,14 +58,7 @@ class Spread:
         return max(self.by_rank) * len(self.by_rank) / total if total else 1.0
 
     def scalars(self, name: str) -> dict[str, float]:
-        """Return the numbers under the names of scalars.
-
-        Args:
-            name: The beginning of the names.
-
-        Returns:
-            name/rank0 and so on; name/min, name/max and their ranks name/min_rank, name/max_rank; name/skew.
-        """
+        """Return the numbers under the names of scalars."""
         ranks = {f"{name}/rank{rank}": value for rank, value in enumerate(self.by_rank)}
         return {
             **ranks,
@@ -79,13 +72,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class ExchangeSplits:
-    """How many ids, rows or gradients each rank sent to each rank, including those that stayed on a rank.
+    """How many ids, rows or gradients each rank sent to each rank, including those that stayed on a rank."""
 
-    Attributes:
-        by_sender: by_sender[i][j] were sent from rank i to rank j.
-    """
-
-    by_sender: tuple[tuple[int, ...], ...]
+    by_sender: tuple[tuple[int, ...], ...]  # by_sender[i][j] were sent from rank i to rank j
 
     @property
     def sent(self) -> Spread:
@@ -98,14 +87,7 @@ class ExchangeSplits:
         return Spread(tuple(map(sum, zip(*self.by_sender, strict=True))))
 
     def of(self, sender: int) -> Spread:
-        """Return what one rank sent, by receiver.
-
-        Args:
-            sender: The rank.
-
-        Returns:
-            The number for each receiver; `min_rank` and `max_rank` are receivers.
-        """
+        """Return what one rank sent, by receiver."""
         return Spread(self.by_sender[sender])
 
 
@@ -151,7 +133,7 @@ class CommReport:
         return found
 
 
-class CommMetrics:
+class CommMetrics(Recorder):
     """Counts the traffic of a SyncShards, from construction until `close`.
 
     Args:
@@ -245,7 +227,6 @@ class CommMetrics:
         self._counts[:, _AT[name]] += by_table[self._columns]
 
     def requested(self, call: str, occurrences: Mapping[str, int], out: Tensor, into: Tensor) -> None:
-        """See `Recorder.requested`."""
         self._add("ids_sent", self._away(out))
         self._add("ids_received", self._away(into))
         if call != "lookup":
@@ -257,23 +238,19 @@ class CommMetrics:
         self._add("served", into.sum(0))
 
     def sent(self, exchange: str, out: Tensor, into: Tensor, row_bytes: Sequence[int]) -> None:
-        """See `Recorder.sent`."""
         self._splits[SPLITS.index(exchange)] += out.t()[self._columns]
         each = torch.tensor(row_bytes, dtype=torch.int64, device="cpu")
         self._add("bytes_sent", self._away(out) * each)
         self._add("bytes_received", self._away(into) * each)
 
     def waited(self, exchange: str, seconds: float) -> None:
-        """See `Recorder.waited`."""
         self._waits[exchange] += seconds
 
     def read(self, misses: Mapping[str, int]) -> None:
-        """See `Recorder.read`."""
         for t, name in enumerate(self.tables):
             self._counts[t, _AT["misses"]] += misses.get(name, 0)
 
     def created(self, table: str, rows: int) -> None:
-        """See `Recorder.created`."""
         if table in self.tables:
             self._counts[self.tables.index(table), _AT["created"]] += rows
 

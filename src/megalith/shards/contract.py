@@ -467,17 +467,7 @@ class Shards(ABC):
 
 
 def check_configs(configs: Sequence[TableConfig]) -> dict[str, TableConfig]:
-    """Check the configs of shards.
-
-    Args:
-        configs: One TableConfig per table.
-
-    Returns:
-        The configs by name, in the given order.
-
-    Raises:
-        InputError: Two tables have the same name, or something is not a TableConfig.
-    """
+    """Check the configs of shards."""
     by_name: dict[str, TableConfig] = {}
     if isinstance(configs, str | bytes | Mapping | Tensor) or not isinstance(configs, Collection | Iterator):
         raise InputError(f"shards need a list of TableConfigs, got {type(configs).__name__}")
@@ -491,53 +481,24 @@ def check_configs(configs: Sequence[TableConfig]) -> dict[str, TableConfig]:
 
 
 def row_shares(shards: Shards, rows: Mapping[str, int], parts: int) -> dict[str, int]:
-    """Check the rows of `Shards.reserve`.
-
-    Args:
-        shards: The shards.
-        rows: The number of rows per table.
-        parts: The number of processes that hold them.
-
-    Returns:
-        The rows of each process, per table.
-    """
+    """Check the rows of `Shards.reserve`."""
     check_by_table(rows, "rows", "{'user': 1000}")
     known = shards.known(rows, missing_ok=False)
     return {name: -(-shards.checks[name].row_count(rows[name]) // parts) for name in known}
 
 
 def described(*options: object) -> str:
-    """Return text by which processes compare their tables and options.
-
-    Args:
-        options: Anything with a repr.
-
-    Returns:
-        The repr, without the addresses of objects, which differ between processes.
-    """
+    """Return text by which processes compare their tables and options."""
     return _ADDRESS.sub("", repr(options))
 
 
 def missing_status(ids: Tensor) -> Tensor:
-    """Return the status of ids whose table does not exist.
-
-    Args:
-        ids: [n], the ids that the caller passed.
-
-    Returns:
-        -1 for each id, int32 [n].
-    """
+    """Return the status of ids whose table does not exist."""
+    # ids: [n], the ids that the caller passed; returns: -1 for each id, int32 [n].
     return torch.full((ids.numel(),), -1, dtype=torch.int32, device="cpu")
 
 
 def check_function(function: Any) -> None:
-    """Check the function of `Shards.each_part`.
-
-    Args:
-        function: Anything.
-
-    Raises:
-        InputError: It is not a function.
-    """
+    """Check the function of `Shards.each_part`."""
     if not isfunction(function):
         raise InputError(f"each_part takes a function of a ShardsPart, got {type(function).__name__}")

@@ -32,40 +32,27 @@ _HEAD_BYTES = 8 * _HEAD_WORDS
 
 @dataclass(frozen=True)
 class GradientPush:
-    """Gradients to send.
+    """Gradients to send."""
 
-    Attributes:
-        flat: float32, the summed gradients of all distinct ids.
-        mask: bool [u], which ids take part; None: all.
-        step: See `Shards.apply_gradients`, as are the others.
-        clip_norm: 0 for no limit.
-        rates: The learning rate of each segment, for the trainable tables with requested ids.
-        occurrences: int64 [u], how often each distinct id occurred; None if no table has an admission policy.
-    """
-
-    flat: Tensor
-    mask: Tensor | None
-    step: int
+    flat: Tensor  # float32, the summed gradients of all distinct ids
+    mask: Tensor | None  # bool [u], which ids take part; None: all
+    step: int  # See `Shards.apply_gradients`, as are the others.
     time: float | None
     scale: float
-    clip_norm: float
+    clip_norm: float  # 0 for no limit
+    # The learning rate of each segment, for the trainable tables with requested ids
     rates: Mapping[str, list[float]]
+    # int64 [u], how often each distinct id occurred; None if no table has an admission policy
     occurrences: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ReceivedGradients:
-    """The gradients that all ranks sent to an owner, by table. In each tensor the ranks are in their order.
+    """The gradients that all ranks sent to an owner, by table. In each tensor they are in rank order."""
 
-    Attributes:
-        values: float32 [n, dim] per table, for all requested ids.
-        masks: bool [n] per table: which ids have a gradient; None: all.
-        occurrences: int64 [n] per table: how often each id occurred at its rank; None if no table has an
-            admission policy.
-    """
-
-    values: list[Tensor]
-    masks: list[Tensor] | None
+    values: list[Tensor]  # float32 [n, dim] per table, for all requested ids
+    masks: list[Tensor] | None  # bool [n] per table: which ids have a gradient; None: all
+    # int64 [n] per table: how often each id occurred at its rank; None if no table has an admission policy
     occurrences: list[Tensor] | None
 
 
@@ -73,12 +60,6 @@ class GradientMessage:
     """Encodes and decodes messages.
 
     In all methods `counts` is the number of ids, int64 [ranks, tables].
-
-    Args:
-        wire: The precision of the values.
-        dims: The dim of each table.
-        with_counts: Whether messages hold the occurrences of ids.
-        new_buffer: Returns memory for a number of bytes, uint8, on the device of the gradients.
     """
 
     def __init__(
@@ -97,14 +78,7 @@ class GradientMessage:
         self._device = new_buffer(0).device
 
     def sizes(self, counts: Tensor) -> list[int]:
-        """Return the size of the message for each rank.
-
-        Args:
-            counts: See the class.
-
-        Returns:
-            Bytes per rank.
-        """
+        """Return the size of the message for each rank."""
         values = self._wire.sizes(counts, self._dims)
         ids = counts.sum(1).tolist()
         extra = [_pad(4 * n) if self._with_counts else 0 for n in ids]
@@ -112,17 +86,8 @@ class GradientMessage:
         return [_HEAD_BYTES + b + _pad(v) + e for b, v, e in zip(bits, values, extra, strict=True)]
 
     def encode(self, head: Tensor, push: GradientPush | None, counts: Tensor, sizes: list[int]) -> Tensor:
-        """Encode one message per rank.
-
-        Args:
-            head: The header, from `push_head`.
-            push: The gradients; None: only the header has content.
-            counts: The ids that this rank requested from each rank.
-            sizes: What `sizes` returns for these counts.
-
-        Returns:
-            uint8 [sum of sizes].
-        """
+        """Encode one message per rank."""
+        # returns: uint8 [sum of sizes].
         head = head.to(self._device)
         if push is None:
             heads = [torch.nn.functional.pad(head, (0, size // 8 - _HEAD_WORDS)) for size in sizes]
@@ -147,16 +112,8 @@ class GradientMessage:
         return torch.cat(pieces, out=self._new_buffer(sum(sizes)))
 
     def decode(self, data: Tensor, counts: Tensor, sizes: list[int]) -> ReceivedGradients:
-        """Decode the messages of all ranks.
-
-        Args:
-            data: uint8 [sum of sizes], the messages in the order of the ranks.
-            counts: The ids that each rank requested from this one.
-            sizes: What `sizes` returns for these counts.
-
-        Returns:
-            The gradients per table.
-        """
+        """Decode the messages of all ranks."""
+        # data: uint8 [sum of sizes], the messages in the order of the ranks.
         ids = counts.sum(1).tolist()
         totals = counts.sum(0).tolist()
         begins = begins_of(sizes)
@@ -188,16 +145,8 @@ class GradientMessage:
 
 
 def push_head(number: int, flags: int, push: GradientPush | None) -> Tensor:
-    """Make a header.
-
-    Args:
-        number: The sequence number of the lookup.
-        flags: See the module.
-        push: The gradients; None if this rank fails the update.
-
-    Returns:
-        int64 [6].
-    """
+    """Make a header."""
+    # returns: int64 [6].
     if push is None:
         return torch.tensor([number, flags, 0, NO_TIME, 0, 0], device="cpu")
     bits = struct.unpack("=2q", struct.pack("=2d", push.scale, push.clip_norm))
@@ -205,39 +154,18 @@ def push_head(number: int, flags: int, push: GradientPush | None) -> Tensor:
 
 
 def read_head(part: Tensor) -> list[int]:
-    """Return the header of a message.
-
-    Args:
-        part: uint8, the message.
-
-    Returns:
-        Its six numbers; equal numbers have equal bits.
-    """
+    """Return the header of a message."""
     words: list[int] = part[:_HEAD_BYTES].view(torch.int64).tolist()
     return words
 
 
 def seconds_word(time: float | None) -> int:
-    """Return a time as a number of a header.
-
-    Args:
-        time: Seconds, or None.
-
-    Returns:
-        Whole seconds, or NO_TIME.
-    """
+    """Return a time as a number of a header."""
     return NO_TIME if time is None else int(time)
 
 
 def latest_time(times: Sequence[int]) -> int | None:
-    """Return the latest time of all ranks.
-
-    Args:
-        times: One number per rank, as `seconds_word` returns it.
-
-    Returns:
-        Seconds; None if no rank has a time.
-    """
+    """Return the latest time of all ranks."""
     latest = max(times)
     return None if latest == NO_TIME else latest
 

@@ -16,27 +16,16 @@ from megalith.table import TableConfig
 
 
 class GradientSum(NamedTuple):
-    """Summed gradients of distinct ids.
+    """Summed gradients of distinct ids."""
 
-    Attributes:
-        ids: int64 [n].
-        grads: float32 [n, dim].
-        occurrences: How often each id occurred, int64 [n]; None if no admission policy needs it.
-    """
-
-    ids: Tensor
-    grads: Tensor
+    ids: Tensor  # int64 [n]
+    grads: Tensor  # float32 [n, dim]
+    # How often each id occurred, int64 [n]; None if no admission policy needs it
     occurrences: Tensor | None = None
 
     def select(self, mask: Tensor) -> GradientSum:
-        """Return the part of some ids.
-
-        Args:
-            mask: bool [n].
-
-        Returns:
-            The part.
-        """
+        """Return the part of some ids."""
+        # mask: bool [n].
         seen = None if self.occurrences is None else self.occurrences[mask]
         return GradientSum(self.ids[mask], self.grads[mask], seen)
 
@@ -48,15 +37,7 @@ def empty_sum(config: TableConfig, device: torch.device) -> GradientSum:
 
 
 def add(a: GradientSum, b: GradientSum) -> GradientSum:
-    """Add two sums.
-
-    Args:
-        a: The left sum.
-        b: The right sum.
-
-    Returns:
-        The ids of `a`, then those that only `b` has; an id that is in one of them keeps its gradient.
-    """
+    """Add two sums."""
     n = a.ids.numel()
     if not n or not b.ids.numel():
         return a if n else b
@@ -73,14 +54,7 @@ def add(a: GradientSum, b: GradientSum) -> GradientSum:
 
 
 def halves(parts: Sequence[GradientSum]) -> list[GradientSum]:
-    """Sum parts by a binary tree, except for its last addition.
-
-    Args:
-        parts: The sums of micro-batches or ranks, in their order; empty ones keep their position.
-
-    Returns:
-        The two halves of the tree, or the only part. An optimizer step on both adds them.
-    """
+    """Sum parts by a binary tree, except for its last addition."""
     level = list(parts)
     while len(level) > 2:
         pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
@@ -89,16 +63,9 @@ def halves(parts: Sequence[GradientSum]) -> list[GradientSum]:
 
 
 def sum_received(received: GradientSum, counts: Sequence[int], mask: Tensor | None) -> GradientSum:
-    """Sum the gradients that an owner received for one table by the tree, until each id occurs at most twice.
-
-    Args:
-        received: The ids and gradients of all sources, concatenated in their order.
-        counts: The number of ids of each source.
-        mask: Which ids have a gradient, bool [n]; None: all.
-
-    Returns:
-        Each id at most twice; `received` itself if nothing had to be summed.
-    """
+    """Sum the gradients that an owner received for one table by the tree, until each id occurs at most
+    twice."""
+    # mask: which ids have a gradient, bool [n].
     if mask is not None and bool(mask.all()):
         mask = None
     if mask is None and sum(n > 0 for n in counts) <= 2:
@@ -131,13 +98,6 @@ def _concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def total(parts: Sequence[GradientSum]) -> GradientSum:
-    """Sum parts by a binary tree.
-
-    Args:
-        parts: At least one part; see `halves`.
-
-    Returns:
-        The sum of all parts.
-    """
+    """Sum parts by a binary tree."""
     both = halves(parts)
     return add(*both) if len(both) == 2 else both[0]

@@ -22,21 +22,7 @@ from megalith.table import TableConfig
 
 
 class JointPooling:
-    """A pooling of several tables as one.
-
-    Args:
-        pooling: The pooling, per table.
-        routed: The ids that were looked up.
-        dims: The dim of each table.
-
-    Attributes:
-        tables: The tables that it reads.
-        used: The ranges of occurrences that are in some bag.
-
-    Raises:
-        InputError: If a pooled table was not looked up, or bags do not match the ids. `pool` and `unpool`
-            raise it if offsets do not ascend.
-    """
+    """A pooling of several tables as one."""
 
     def __init__(self, pooling: Pooling, routed: RoutedIds, dims: Mapping[str, int]) -> None:
         self.tables = [name for name in pooling.bags if pooling.of(name)]
@@ -70,25 +56,13 @@ class JointPooling:
             begin += self._sizes[name]
 
     def mask(self, routed: RoutedIds) -> Tensor | None:
-        """Return which distinct ids are in some bag.
-
-        Args:
-            routed: The ids that were looked up.
-
-        Returns:
-            bool [u], for the u distinct ids; None if all are in a bag.
-        """
+        """Return which distinct ids are in some bag."""
+        # returns: bool [u], for the u distinct ids.
         return used_mask(routed, self.used)
 
     def pool(self, source: Tensor) -> list[Tensor]:
-        """Read and reduce rows.
-
-        Args:
-            source: The rows of the distinct ids, in their order, float32 [size].
-
-        Returns:
-            One tensor per output of the pooling, float32.
-        """
+        """Read and reduce rows."""
+        # source: the rows of the distinct ids, in their order, float32 [size].
         try:
             return pool_flat(
                 source, self._index, self._bags, self._pooling.outputs, self._dim, None, self._stride
@@ -98,15 +72,8 @@ class JointPooling:
             raise
 
     def unpool(self, grads: Sequence[Tensor], size: int) -> Tensor:
-        """Sum output gradients per distinct id, in the order of its occurrences.
-
-        Args:
-            grads: One gradient per output.
-            size: The number of floats of the rows of all distinct ids.
-
-        Returns:
-            float32 [size], in the order of the distinct ids.
-        """
+        """Sum output gradients per distinct id, in the order of its occurrences."""
+        # returns: float32 [size], in the order of the distinct ids.
         if not self._bags:
             return torch.zeros(size, dtype=torch.float32, device=self._device)
         try:
@@ -135,15 +102,8 @@ def _index(places: Tensor, slices: Sequence[slice]) -> Tensor:
 
 
 def used_mask(routed: RoutedIds, used: Sequence[tuple[int, int]]) -> Tensor | None:
-    """Return which distinct ids have an occurrence in one of some ranges.
-
-    Args:
-        routed: The ids that were looked up.
-        used: Ranges (start, stop) of occurrences of all tables.
-
-    Returns:
-        bool [u], for the u distinct ids; None if the ranges contain all occurrences.
-    """
+    """Return which distinct ids have an occurrence in one of some ranges."""
+    # returns: bool [u], for the u distinct ids.
     at = 0
     for start, stop in sorted(used):
         if start != at:
@@ -163,17 +123,8 @@ def sum_gradients(
     pooling: Pooling,
     grads: Sequence[Tensor],
 ) -> dict[str, GradientSum]:
-    """Sum output gradients per distinct id, for each pooled table.
-
-    Args:
-        configs: The tables by name.
-        ids: int64 [n] per table.
-        pooling: The pooling that made the outputs.
-        grads: One gradient per output.
-
-    Returns:
-        The sums by table.
-    """
+    """Sum output gradients per distinct id, for each pooled table."""
+    # ids: int64 [n] per table.
     tables = {name: configs[name] for name in ids}
     device = grads[0].device if grads else torch.device("cpu")
     ids = {name: own.to(device) for name, own in ids.items()}
@@ -199,16 +150,9 @@ def sum_gradients(
 def used_occurrences(
     routed: RoutedIds, used: Sequence[tuple[int, int]], occurrences: Tensor | None
 ) -> Tensor:
-    """Count the occurrences of each distinct id in some ranges.
-
-    Args:
-        routed: The ids that were looked up.
-        used: Ranges (start, stop) of occurrences of all tables.
-        occurrences: int64 [n], number of occurrences that each one stands for; None: one each.
-
-    Returns:
-        int64 [u], for the u distinct ids.
-    """
+    """Count the occurrences of each distinct id in some ranges."""
+    # occurrences: int64 [n], number of occurrences that each one stands for; returns: int64 [u], for the u
+    # distinct ids.
     seen = torch.zeros_like(routed.deduped.ids)
     for start, stop in used:
         where = routed.deduped.inverse[start:stop]
@@ -219,17 +163,8 @@ def used_occurrences(
 def joint_weights(
     pooling: Pooling, tables: Sequence[str], sizes: Sequence[int], device: torch.device | None = None
 ) -> Tensor | None:
-    """Return the weights of the occurrences of several tables.
-
-    Args:
-        pooling: The pooling.
-        tables: The tables that it reads, in order.
-        sizes: The number of occurrences of each.
-        device: Where the weights are; None: the CPU.
-
-    Returns:
-        float32 [n], 1 for tables without weights; None if no bag has weights.
-    """
+    """Return the weights of the occurrences of several tables."""
+    # returns: float32 [n], 1 for tables without weights.
     if not any(bags.weights is not None for name in tables for bags in pooling.of(name)):
         return None
     place = torch.device("cpu") if device is None else device

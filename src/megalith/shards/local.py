@@ -92,7 +92,7 @@ class LocalShards(Shards):
         series: LookupSeries | None = None,
         step: int | None = None,
     ) -> LocalLookup:
-        """See `Shards.lookup`. Rows are found and read when they are used. A series has no effect."""
+        # Rows are found and read when they are used. A series has no effect.
         step = None if step is None else check_step(step, "lookup")
         if not isinstance(ids, PreparedIds):
             ids = self.prepare(ids, missing_ok=missing_ok)
@@ -116,7 +116,6 @@ class LocalShards(Shards):
         occurrences: Mapping[str, Tensor] | None = None,
         wait: bool = True,
     ) -> None:
-        """See `Shards.apply_gradients`."""
         check_flag(wait, "wait")
         if not isinstance(lookup, Lookup):
             lookup = self.lookup(lookup, step=step)
@@ -178,16 +177,15 @@ class LocalShards(Shards):
         return dict.fromkeys(names, checked)
 
     def flush(self) -> None:
-        """See `Shards.flush`. Local updates are complete when they return."""
+        # Local updates are complete when they return.
+        ...
 
     # ---- rows
 
     def assign(self, rows: Rows, *, time: float | None = None) -> None:
-        """See `Shards.assign`."""
         self._write(rows, add=False, time=time)
 
     def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
-        """See `Shards.assign_add`."""
         self._write(rows, add=True, time=time)
 
     def _write(self, rows: Rows, *, add: bool, time: float | None) -> None:
@@ -202,7 +200,6 @@ class LocalShards(Shards):
     def reinitialize(
         self, ids: Ids, *, time: float | None = None, missing_ok: bool = False
     ) -> dict[str, Tensor]:
-        """See `Shards.reinitialize`."""
         checked = self.prepare(ids, missing_ok=missing_ok).ids
         seconds = {name: self.checks[name].time(time) for name in checked}
         return {
@@ -213,56 +210,47 @@ class LocalShards(Shards):
         }
 
     def remove(self, ids: Ids) -> dict[str, int]:
-        """See `Shards.remove`."""
         return {name: self.engines[name].remove(x) for name, x in self.prepare(ids).ids.items()}
 
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
-        """See `Shards.scan`."""
         self.check_name(table)
         return self.local[table].scan(chunk_size)
 
     def restore(self, table: str, chunk: Chunk) -> None:
-        """See `Shards.restore`."""
         self.check_name(table)
         self.local[table].restore(chunk)
 
     def clear(self) -> None:
-        """See `Shards.clear`."""
         for table in self.local.values():
             table.clear()
 
     def reserve(self, rows: Mapping[str, int]) -> None:
-        """See `Shards.reserve`."""
         for name, n in row_shares(self, rows, 1).items():
             self.engines[name].reserve(n)
 
     def each_part(
         self, function: Callable[..., Result], *args: Any, background: bool = False
     ) -> list[Result]:
-        """See `Shards.each_part`: there is one part, in this process."""
+        # There is one part, in this process.
         check_function(function)
         return [function(ShardsPart(self, self.rank, self.world_size, self._kept), *args)]
 
     # ---- touched rows, stats
 
     def track(self, consumer: str) -> None:
-        """See `Shards.track`."""
         for table in self.local.values():
             table.track(consumer)
 
     def untrack(self, consumer: str) -> None:
-        """See `Shards.untrack`."""
         self.consumer_numbers(consumer)  # raises before the first table changes
         for table in self.local.values():
             table.untrack(consumer)
 
     def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
-        """See `Shards.drain_touched`."""
         self.consumer_numbers(consumer)  # raises before the first table changes
         return {name: table.drain_touched(consumer) for name, table in self.local.items()}
 
     def mark_touched(self, consumer: str, ids: Ids) -> None:
-        """See `Shards.mark_touched`."""
         numbers = self.consumer_numbers(consumer)
         for name, x in self.prepare(ids).ids.items():
             self.engines[name].mark(numbers[name], x)
@@ -282,11 +270,9 @@ class LocalShards(Shards):
         return {name: table.consumer_number(consumer) for name, table in self.local.items()}
 
     def stats(self) -> dict[str, TableStats]:
-        """See `Shards.stats`."""
         return {name: table.stats() for name, table in self.local.items()}
 
     def memory(self) -> dict[str, MemoryUse]:
-        """See `Shards.memory`."""
         return {name: table.memory() for name, table in self.local.items()}
 
 
@@ -310,17 +296,18 @@ class LocalLookup(Lookup):
         self.pooled: Pooling | None = None
 
     def wait(self) -> None:
-        """See `Lookup.wait`. Local rows are available at once."""
+        # Local rows are available at once.
+        ...
 
     def gather(self, table: str) -> Tensor:
-        """See `Lookup.gather`. Reads the rows as they are now."""
+        # Reads the rows as they are now.
         self.check_table(table)
         if table not in self.found:
             self.found |= self.engines.find({table: self.ids[table]})
         return self.engines.read(table, self.ids[table], self.found[table], step=self.step)
 
     def pool(self, pooling: Pooling) -> list[Tensor]:
-        """See `Lookup.pool`. Each engine validates the pooling's bags of its table."""
+        # Each engine validates the pooling's bags of its table.
         self._check_tables(pooling)
         outputs = self.engines.pool(self.ids, self.found, pooling, step=self.step)
         self.pooled = pooling

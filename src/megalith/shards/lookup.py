@@ -154,14 +154,7 @@ class _LazyRows(Mapping[str, Tensor]):
 
 
 def versions(tensors: Collection[Tensor]) -> list[int]:
-    """Return how often each tensor was modified in place.
-
-    Args:
-        tensors: Any tensors.
-
-    Returns:
-        The counters of torch; always 0 for inference tensors, which torch does not count.
-    """
+    """Return how often each tensor was modified in place."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:
@@ -169,15 +162,7 @@ def versions(tensors: Collection[Tensor]) -> list[int]:
 
 
 def check_lookup_step(lookup: Lookup, stepwise: Collection[str]) -> None:
-    """Check that rows whose view changes with the step were read for training.
-
-    Args:
-        lookup: A lookup that gradients are applied to.
-        stepwise: The tables with such a view.
-
-    Raises:
-        UsageError: One of them was looked up, and the lookup has no step.
-    """
+    """Check that rows whose view changes with the step were read for training."""
     wrong = [name for name in stepwise if name in lookup.ids] if lookup.step is None else []
     if wrong:
         raise UsageError(

@@ -41,17 +41,9 @@ class LookupSeries:
             raise self._leave_error
 
     def fail_lookups(self, error: Exception) -> None:
-        """Record that a lookup has failed.
-
-        Args:
-            error: What later lookups raise.
-        """
+        """Record that a lookup has failed."""
         self._lookup_error = self._lookup_error or error
 
     def leave(self, error: Exception) -> None:
-        """Record that a rank has left.
-
-        Args:
-            error: What all later exchanges of the series raise.
-        """
+        """Record that a rank has left."""
         self._leave_error = self._leave_error or error

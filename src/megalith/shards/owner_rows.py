@@ -20,9 +20,6 @@ class OwnerRows:
     """The rows of one owner, for requests of several sources.
 
     In all methods `counts` is the number of ids, int64 [sources, tables].
-
-    Args:
-        shards: The tables of this owner.
     """
 
     def __init__(self, shards: LocalShards) -> None:
@@ -32,30 +29,15 @@ class OwnerRows:
         self._widths = torch.tensor(self._dims, dtype=torch.int64, device="cpu")
 
     def floats(self, counts: Tensor) -> Tensor:
-        """Return the size of rows.
-
-        Args:
-            counts: See the class.
-
-        Returns:
-            The number of floats of their rows, int64 [sources].
-        """
+        """Return the size of rows."""
+        # returns: the number of floats of their rows, int64 [sources].
         return counts @ self._widths
 
     def read(
         self, ids: Mapping[str, Tensor], counts: Tensor, flat: Tensor, step: int | None
     ) -> dict[str, FoundRows]:
-        """Read rows into a buffer, by source, then table.
-
-        Args:
-            ids: int64 [n] per table, the ids of all sources concatenated.
-            counts: See the class.
-            flat: float32 [size], to fill.
-            step: See `Lookup.step`.
-
-        Returns:
-            The row numbers of the tables with ids.
-        """
+        """Read rows into a buffer, by source, then table."""
+        # ids: int64 [n] per table, the ids of all sources concatenated; flat: float32 [size], to fill.
         found = self._engines.find({name: own for name, own in ids.items() if own.numel()})
         self._engines.read_blocks(ids, found, counts, flat, step=step)
         return found
@@ -68,15 +50,8 @@ class OwnerRows:
         steps: Mapping[str, Step],
         found: Mapping[str, FoundRows],
     ) -> None:
-        """Sum the gradients of all sources by a tree, and make one optimizer step per distinct id.
-
-        Args:
-            received: Ids, gradients and occurrences per table, of all sources concatenated.
-            counts: See the class.
-            masks: Which ids have a gradient, bool [n] per table; None: all.
-            steps: The numbers of the update per table.
-            found: The row numbers of the ids, where they are known.
-        """
+        """Sum the gradients of all sources by a tree, and make one optimizer step per distinct id."""
+        # masks: which ids have a gradient, bool [n] per table.
         ids: dict[str, Tensor] = {}
         grads: dict[str, list[Tensor]] = {}
         seen: dict[str, Tensor] = {}
@@ -103,15 +78,8 @@ class OwnerRows:
 
 
 def blocks_by_table(flat: Tensor, counts: Tensor) -> list[list[Tensor]]:
-    """Split data ordered by source, then table, into views.
-
-    Args:
-        flat: The data.
-        counts: int64 [sources, tables], the size of each block.
-
-    Returns:
-        Per table one block per source.
-    """
+    """Split data ordered by source, then table, into views."""
+    # counts: int64 [sources, tables], the size of each block.
     tables = counts.shape[1]
     pieces: Sequence[Tensor] = flat.split(counts.reshape(-1).tolist()) if counts.numel() else ()
     return [list(pieces[t::tables]) for t in range(tables)]

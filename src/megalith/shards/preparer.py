@@ -29,53 +29,27 @@ from megalith.table.validation import (
 
 @dataclass(frozen=True)
 class RoutedIds(PreparedIds):
-    """Ids with their routes: the distinct ids by owner and table, and the row of each occurrence.
+    """Ids with their routes: the distinct ids by owner and table, and the row of each occurrence."""
 
-    Attributes:
-        deduped: The distinct ids, sorted by rank, then table, and the index of each occurrence.
-        begin: The first occurrence of each table among the occurrences of all tables, in table order.
-        total: The number of occurrences.
-        routers: The router of each table, by which the ids were sorted.
-    """
-
-    deduped: Deduped
+    deduped: Deduped  # The distinct ids, sorted by rank, then table, and the index of each occurrence
+    # The first occurrence of each table among the occurrences of all tables, in table order
     begin: dict[str, int]
-    total: int
-    routers: tuple[Router, ...]
+    total: int  # The number of occurrences
+    routers: tuple[Router, ...]  # The router of each table, by which the ids were sorted
 
     def occurrences(self, table: str) -> slice:
-        """Return the position of a table's occurrences.
-
-        Args:
-            table: The name of a table that was looked up.
-
-        Returns:
-            Their range among the occurrences of all tables.
-        """
+        """Return the position of a table's occurrences."""
         return slice(self.begin[table], self.begin[table] + self.ids[table].numel())
 
     def offsets(self, table: str) -> Tensor:
-        """Return where the rows of a table's occurrences begin.
-
-        Args:
-            table: The name of a table that was looked up.
-
-        Returns:
-            int64 [n], positions in the rows of all distinct ids, counted in floats.
-        """
+        """Return where the rows of a table's occurrences begin."""
+        # returns: int64 [n], positions in the rows of all distinct ids, counted in floats.
         assert self.deduped.offsets is not None
         return self.deduped.offsets[self.occurrences(table)]
 
     def status(self, found: Tensor, ids: Ids) -> dict[str, Tensor]:
-        """Return the status of ids in the order of the input.
-
-        Args:
-            found: int32 [u], the status of the ids that were sent, by owner.
-            ids: What the caller passed, unknown tables included.
-
-        Returns:
-            int32 [n] per table; -1 for unknown tables.
-        """
+        """Return the status of ids in the order of the input."""
+        # found: int32 [u], the status of the ids that were sent, by owner; returns: int32 [n] per table.
         each = found.to(self.deduped.inverse.device)[self.deduped.inverse]
         return {
             name: each[self.occurrences(name)] if name in self.ids else missing_status(column)
@@ -83,14 +57,7 @@ class RoutedIds(PreparedIds):
         }
 
     def to(self, device: torch.device) -> RoutedIds:
-        """Return the routes on another device; the ids as they were passed and the counts stay.
-
-        Args:
-            device: The device.
-
-        Returns:
-            The object itself if they are there.
-        """
+        """Return the routes on another device; the ids as they were passed and the counts stay."""
         found = self.deduped
         if found.ids.device == device:
             return self
@@ -103,39 +70,18 @@ class RoutedIds(PreparedIds):
 
 
 class LocalPreparer:
-    """Validates ids for tables of this process.
-
-    Args:
-        configs: All tables, in order.
-        device: The device of the rows; None: the CPU. Ids may be there or on the CPU; they stay where they
-            are.
-
-    Attributes:
-        device: The device of the rows.
-    """
+    """Validates ids for tables of this process."""
 
     def __init__(self, configs: Mapping[str, TableConfig], device: torch.device | None = None) -> None:
         self.device = torch.device("cpu") if device is None else device
         self._checks = {name: InputChecks(config, device) for name, config in configs.items()}
 
     def __call__(self, ids: Ids, *, missing_ok: bool = False) -> PreparedIds:
-        """See `Shards.prepare`."""
         return PreparedIds(self.checked(ids, missing_ok))
 
     def checked(self, ids: Ids, missing_ok: bool = False) -> dict[str, Tensor]:
-        """Validate ids.
-
-        Args:
-            ids: int64 or int32 [n] per table.
-            missing_ok: Skip unknown tables instead of raising.
-
-        Returns:
-            int64 [n] per known table.
-
-        Raises:
-            UnknownNameError: For an unknown table, without `missing_ok`.
-            InputError: For ids of a wrong dtype, shape or device.
-        """
+        """Validate ids."""
+        # ids: int64 or int32 [n] per table; returns: int64 [n] per known table.
         check_by_table(ids, "ids", "{'user': ids}")
         check_flag(missing_ok, "missing_ok")
         if not missing_ok:
@@ -149,13 +95,7 @@ class LocalPreparer:
 
 
 class RoutingPreparer(LocalPreparer):
-    """Validates ids, keeps each once, and sorts them by owner.
-
-    Args:
-        configs: All tables, in order.
-        routers: The router of each table.
-        device: As for `LocalPreparer`. Ids that are all on the CPU are routed there.
-    """
+    """Validates ids, keeps each once, and sorts them by owner."""
 
     def __init__(
         self,
@@ -171,33 +111,18 @@ class RoutingPreparer(LocalPreparer):
         self._one = next(iter(routers.values())) if len(set(routers.values())) == 1 else None
 
     def __call__(self, ids: Ids, *, missing_ok: bool = False, distinct: bool = True) -> RoutedIds:
-        """See `Shards.prepare`; distinct=False keeps repeated ids, in their order."""
+        # Distinct=False keeps repeated ids, in their order.
         return self.route(self.checked(ids, missing_ok), distinct=distinct)
 
     def routed(self, ids: Ids | PreparedIds, *, missing_ok: bool = False) -> RoutedIds:
-        """Return the ids of a lookup with their routes.
-
-        Args:
-            ids: See `Shards.lookup`.
-            missing_ok: See `Shards.lookup`.
-
-        Returns:
-            The ids with their routes. Those that other shards prepared, or these before they moved to
-            another number of servers, are routed again.
-        """
+        """Return the ids of a lookup with their routes."""
         if isinstance(ids, RoutedIds) and ids.routers == self._routes:
             return ids
         return self(ids.ids if isinstance(ids, PreparedIds) else ids, missing_ok=missing_ok)
 
     def rows(self, rows: Rows) -> tuple[RoutedIds, Tensor]:
-        """Validate rows and sort them by owner.
-
-        Args:
-            rows: See `Shards.assign`.
-
-        Returns:
-            The ids, repeated ids in their order, and float32 [size], their rows in the same order.
-        """
+        """Validate rows and sort them by owner."""
+        # returns: the ids, repeated ids in their order, and float32 [size], their rows in the same order.
         check_by_table(rows, "rows", "{'user': (ids, rows)}")
         for name in rows:
             check_table_name(name, self._checks)
@@ -208,15 +133,8 @@ class RoutingPreparer(LocalPreparer):
         return routed, scatter_pieces(pieces, [routed.offsets(name) for name in checked], size)
 
     def route(self, checked: Mapping[str, Tensor], *, distinct: bool = True) -> RoutedIds:
-        """Sort ids by owner.
-
-        Args:
-            checked: int64 [n] per table, validated.
-            distinct: Whether to keep each id once; False keeps repeated ids, in their order.
-
-        Returns:
-            The ids with their routes.
-        """
+        """Sort ids by owner."""
+        # checked: int64 [n] per table, validated.
         columns = [checked.get(name, _NONE) for name in self._checks]
         splits = torch.tensor([0, *(column.numel() for column in columns)], device="cpu").cumsum(0)
         begin = dict(zip(self._checks, splits.tolist(), strict=False))
@@ -248,21 +166,7 @@ _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 def make_routers(
     configs: Mapping[str, TableConfig], router: str | Router | Mapping[str, str | Router], num_shards: int
 ) -> dict[str, Router]:
-    """Return the router of every table.
-
-    Args:
-        configs: All tables.
-        router: A mode or Router for all tables, or one per table. The dist_type of a table takes precedence
-            over a mode for all tables.
-        num_shards: The number of ranks.
-
-    Returns:
-        The routers by table, in the order of `configs`.
-
-    Raises:
-        UnknownNameError: For a table that does not exist.
-        InputError: For an unknown mode, a contradicting dist_type, or a Router for another number of ranks.
-    """
+    """Return the router of every table."""
     named = router if isinstance(router, Mapping) else {}
     for name in named:
         if name not in configs:

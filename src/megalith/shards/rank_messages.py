@@ -55,35 +55,20 @@ _HEAD = 4  # call, number, flags, time
 
 @dataclass
 class RequestedIds:
-    """The ids that all ranks request from this one, by rank, then table.
+    """The ids that all ranks request from this one, by rank, then table."""
 
-    Attributes:
-        number: The sequence number of the call.
-        counts: int64 [ranks, tables], the number of ids.
-        out_of_data: The ranks that have no more data.
-        time: The latest time of all ranks, for what is written; None if no rank passes one.
-        ids: int64 [n] per table, the ids of all ranks concatenated in rank order.
-        series: The series of the lookup.
-        found: Row numbers and epoch per table, after rows were read.
-    """
-
-    number: int
-    counts: Tensor
-    out_of_data: list[int]
-    time: int | None
-    ids: dict[str, Tensor]
+    number: int  # The sequence number of the call
+    counts: Tensor  # int64 [ranks, tables], the number of ids
+    out_of_data: list[int]  # The ranks that have no more data
+    time: int | None  # The latest time of all ranks, for what is written; None if no rank passes one
+    ids: dict[str, Tensor]  # int64 [n] per table, the ids of all ranks concatenated in rank order
     series: LookupSeries
+    # Row numbers and epoch per table, after rows were read
     found: dict[str, FoundRows] = field(default_factory=dict)
 
 
 class RankMessages:
-    """The exchanges of one SyncShards.
-
-    Args:
-        exchange: The connection between the ranks.
-        shards: The tables of this rank.
-        wire: The precision of rows and of gradients.
-    """
+    """The exchanges of one SyncShards."""
 
     def __init__(self, exchange: Exchange, shards: LocalShards, wire: tuple[str, str]) -> None:
         self._exchange = exchange
@@ -103,15 +88,7 @@ class RankMessages:
         self._recorder: Recorder | None = None
 
     def add_recorder(self, recorder: Recorder) -> None:
-        """Start to report exchanges to a recorder.
-
-        Args:
-            recorder: The recorder.
-
-        Raises:
-            InputError: It is not a Recorder.
-            UsageError: There is one already.
-        """
+        """Start to report exchanges to a recorder."""
         if not isinstance(recorder, Recorder):
             raise InputError(f"recorder must be a Recorder, got {type(recorder).__name__}")
         if self._recorder is not None:
@@ -119,23 +96,14 @@ class RankMessages:
         self._recorder = recorder
 
     def remove_recorder(self, recorder: Recorder) -> None:
-        """Stop reporting to a recorder, if it is the one that was added.
-
-        Args:
-            recorder: The recorder.
-        """
+        """Stop reporting to a recorder, if it is the one that was added."""
         if self._recorder is recorder:
             self._recorder = None
 
     def floats(self, counts: Tensor) -> Tensor:
-        """Return the size of rows.
-
-        Args:
-            counts: Numbers of ids, int64 [ranks, tables].
-
-        Returns:
-            The number of floats of their rows, int64 [ranks].
-        """
+        """Return the size of rows."""
+        # counts: numbers of ids, int64 [ranks, tables]; returns: the number of floats of their rows, int64
+        # [ranks].
         return self._rows.floats(counts)
 
     # ---- sizes and ids
@@ -151,24 +119,7 @@ class RankMessages:
         series: LookupSeries | None = None,
         leave: bool = False,
     ) -> RequestedIds:
-        """Exchange sizes, then ids.
-
-        Args:
-            call: One of CALLS.
-            routed: The ids that this rank requests; None if it fails.
-            error: Why this rank fails the call.
-            out_of_data: Whether this rank has no more data.
-            time: The time of what is written, in seconds.
-            series: The series of the call; None: a call of its own.
-            leave: Whether this rank leaves the series.
-
-        Returns:
-            The ids that all ranks request from this one.
-
-        Raises:
-            Exception: `error`, if it is given.
-            RankFailedError: If another rank fails the call, or makes another one.
-        """
+        """Exchange sizes, then ids."""
         series = LookupSeries() if series is None else series
         series.check_lookup()
         flags = (_FAILED if error is not None else 0) | (_OUT_OF_DATA if out_of_data else 0)
@@ -263,19 +214,8 @@ class RankMessages:
     # ---- rows
 
     def send_rows(self, requested: RequestedIds, routed: RoutedIds, step: int | None = None) -> Tensor:
-        """Read the rows that all ranks request from this one, and exchange them.
-
-        Args:
-            requested: The ids that are requested from this rank; their row numbers are stored in `found`.
-            routed: The ids that this rank requested.
-            step: The step of the lookup, equal on all ranks; see `Lookup.step`.
-
-        Returns:
-            The rows of the ids of `routed`, in their order, float32 [size].
-
-        Raises:
-            RankFailedError: A rank has left the series of the lookup; UsageError on that rank.
-        """
+        """Read the rows that all ranks request from this one, and exchange them."""
+        # returns: the rows of the ids of `routed`, in their order, float32 [size].
         requested.series.check()
         counts, dims = requested.counts, self._dims
         flat = self._exchange.new_buffer(4 * int(self.floats(counts).sum())).view(torch.float32)
@@ -305,19 +245,7 @@ class RankMessages:
         error: Exception | None,
         leave: bool = False,
     ) -> None:
-        """Send gradients; sum the received ones by a tree over ranks, and make one optimizer step per id.
-
-        Args:
-            requested: The ids that other ranks requested in the lookup.
-            routed: The ids that this rank requested in the lookup.
-            push: The gradients; None if this rank fails the update.
-            error: Why this rank fails the update. It is not raised here.
-            leave: Whether this rank leaves the series of the lookup.
-
-        Raises:
-            RankFailedError: If another rank fails the update.
-            UsageError: If step, scale or clip_norm differ between ranks.
-        """
+        """Send gradients; sum the received ones by a tree over ranks, and make one optimizer step per id."""
         requested.series.check()
         mine, theirs = routed.deduped.counts, requested.counts
         sizes = self._gradients.sizes(mine), self._gradients.sizes(theirs)
@@ -371,14 +299,7 @@ class RankMessages:
     # ---- other writes
 
     def write(self, routed: RoutedIds, flat: Tensor, *, add: bool, time: float | None) -> None:
-        """Exchange ids and rows of assign or assign_add, and write them in the order of the ranks.
-
-        Args:
-            routed: The ids that this rank writes, with repeated ids.
-            flat: float32, their rows, in the order of `routed`; validated.
-            add: Whether to add to the rows.
-            time: The last-update time in seconds; None: the clock of the owner.
-        """
+        """Exchange ids and rows of assign or assign_add, and write them in the order of the ranks."""
         call = "assign_add" if add else "assign"
         requested = self.request(call, routed, time=time)
         out, into = self.floats(routed.deduped.counts), self.floats(requested.counts)
@@ -396,15 +317,8 @@ class RankMessages:
                 self._engines[name].assign(requested.ids[name], rows, add=add, time=seconds)
 
     def reinitialize(self, routed: RoutedIds, time: float | None) -> Tensor:
-        """Reset rows to their initial values, in the order of the ranks.
-
-        Args:
-            routed: The ids that this rank passes, with repeated ids.
-            time: The last-update time in seconds; None: the clock of the owner.
-
-        Returns:
-            The status of each id of this rank, int32 [n] on the CPU, in the order of `routed`.
-        """
+        """Reset rows to their initial values, in the order of the ranks."""
+        # returns: the status of each id of this rank, int32 [n] on the CPU, in the order of `routed`.
         requested = self.request("reinitialize", routed, time=time)
         status = torch.empty(int(requested.counts.sum()), dtype=torch.int32, device="cpu")
         blocks = blocks_by_table(status, requested.counts)
@@ -418,14 +332,7 @@ class RankMessages:
         return self._exchange.all_to_all(_bytes(status), out.tolist(), into.tolist(), what).view(torch.int32)
 
     def remove(self, routed: RoutedIds) -> dict[str, int]:
-        """Remove ids from their owners.
-
-        Args:
-            routed: The ids that this rank passes.
-
-        Returns:
-            The number of ids that had a row on this rank, for the tables that were requested from it.
-        """
+        """Remove ids from their owners."""
         requested = self.request("remove", routed)
         return {name: self._tables[name].remove(ids) for name, ids in requested.ids.items() if ids.numel()}
 

@@ -19,44 +19,16 @@ class Recorder(Protocol):
     """
 
     def requested(self, call: str, occurrences: Mapping[str, int], out: Tensor, into: Tensor) -> None:
-        """Record that ids were exchanged.
-
-        Args:
-            call: The method of the shards.
-            occurrences: The number of ids that this rank passed, including duplicates, per table.
-            out: The ids that this rank requests from each rank.
-            into: The ids that each rank requests from this one.
-        """
+        """Record that ids were exchanged."""
 
     def sent(self, exchange: str, out: Tensor, into: Tensor, row_bytes: Sequence[int]) -> None:
-        """Record what was sent and received.
-
-        Args:
-            exchange: "ids", "rows" or "gradients".
-            out: The number sent to each rank.
-            into: The number received from each rank.
-            row_bytes: The bytes of one id, row or gradient, per table.
-        """
+        """Record what was sent and received."""
 
     def waited(self, exchange: str, seconds: float) -> None:
-        """Record the time of an exchange.
-
-        Args:
-            exchange: One of EXCHANGES.
-            seconds: Its time, including the wait for other ranks.
-        """
+        """Record the time of an exchange."""
 
     def read(self, misses: Mapping[str, int]) -> None:
-        """Record that rows were read.
-
-        Args:
-            misses: The number of requested ids without a row, per table; only tables that were read.
-        """
+        """Record that rows were read."""
 
     def created(self, table: str, rows: int) -> None:
-        """Record that an update created rows.
-
-        Args:
-            table: The name of the table.
-            rows: The number of new rows.
-        """
+        """Record that an update created rows."""

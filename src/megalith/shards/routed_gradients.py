@@ -22,28 +22,17 @@ from megalith.table.validation import InputChecks, check_pooling
 
 @dataclass(frozen=True)
 class RoutedGradients:
-    """Validated gradients, summed in the order of occurrences.
+    """Validated gradients, summed in the order of occurrences."""
 
-    Attributes:
-        names: The tables with gradients.
-        flat: float32 [size], the summed gradients of all distinct ids, in their order; zeros for ids without
-            a gradient.
-        used: The ranges of occurrences that have a gradient.
-    """
-
-    names: list[str]
+    names: list[str]  # The tables with gradients
+    # float32 [size], the summed gradients of all distinct ids, in their order; zeros for ids without a
+    # gradient
     flat: Tensor
-    used: list[tuple[int, int]]
+    used: list[tuple[int, int]]  # The ranges of occurrences that have a gradient
 
     def mask(self, routed: RoutedIds) -> Tensor | None:
-        """Return which distinct ids have a gradient.
-
-        Args:
-            routed: The ids that were looked up.
-
-        Returns:
-            bool [u]; None: all.
-        """
+        """Return which distinct ids have a gradient."""
+        # returns: bool [u].
         return used_mask(routed, self.used)
 
     def seen(
@@ -52,17 +41,8 @@ class RoutedGradients:
         routed: RoutedIds,
         occurrences: Mapping[str, Tensor],
     ) -> Tensor | None:
-        """Count how often each distinct id occurs, if an admission policy needs it.
-
-        Args:
-            configs: All tables.
-            routed: The ids that were looked up.
-            occurrences: How many occurrences each id stands for, int64 [n] per table; one each for a table
-                without an entry.
-
-        Returns:
-            int64 [u]; None if no table has an admission policy.
-        """
+        """Count how often each distinct id occurs, if an admission policy needs it."""
+        # occurrences: how many occurrences each id stands for, int64 [n] per table; returns: int64 [u].
         if all(config.admission is None for config in configs.values()):
             return None
         each = None
@@ -84,23 +64,7 @@ def checked_update(
     scale: float,
     clip_norm: float | None,
 ) -> tuple[RoutedGradients, Step | None, Tensor | None]:
-    """Check everything that `Shards.apply_gradients` takes, and sum the gradients per distinct id.
-
-    Args:
-        shards: The tables.
-        lookup: The lookup.
-        grads: See `Shards.apply_gradients`.
-        pooling: See `Shards.apply_gradients`.
-        occurrences: See `Shards.apply_gradients`.
-        step: See `Shards.apply_gradients`.
-        time: See `Shards.apply_gradients`.
-        scale: See `Shards.apply_gradients`.
-        clip_norm: See `Shards.apply_gradients`.
-
-    Returns:
-        The sums; the numbers without rates, None if there is no table that could have gradients; the
-        occurrences of `RoutedGradients.seen`.
-    """
+    """Check everything that `Shards.apply_gradients` takes, and sum the gradients per distinct id."""
     lookup.check_unchanged()
     if pooling is None and isinstance(grads, Mapping):
         shards.known(grads, missing_ok=False)
@@ -116,20 +80,8 @@ def sum_routed(
     grads: Mapping[str, Tensor] | Sequence[Tensor],
     pooling: Pooling | None,
 ) -> RoutedGradients:
-    """Check the gradients of a lookup and sum them per distinct id.
-
-    Args:
-        checks: The checks of each table.
-        lookup: The lookup.
-        grads: float32 [n, dim] per table or, with `pooling`, one gradient per output.
-        pooling: The pooling that made the outputs.
-
-    Returns:
-        The sums.
-
-    Raises:
-        InputError: The gradients do not fit the lookup, or are not finite.
-    """
+    """Check the gradients of a lookup and sum them per distinct id."""
+    # grads: float32 [n, dim] per table or, with `pooling`, one gradient per output.
     routed = lookup.routed
     if pooling is None:
         if not isinstance(grads, Mapping):
@@ -166,21 +118,7 @@ def step_numbers(
     scale: float,
     clip_norm: float | None,
 ) -> Step | None:
-    """Check the numbers of an update.
-
-    Args:
-        configs: All tables.
-        checks: The checks of each table.
-        names: The tables with gradients. Without one, the numbers are checked by a table that could have
-            gradients.
-        step: See `Shards.apply_gradients`.
-        time: See `Shards.apply_gradients`.
-        scale: See `Shards.apply_gradients`.
-        clip_norm: See `Shards.apply_gradients`.
-
-    Returns:
-        The numbers, without rates; None if no table is trainable and none has gradients.
-    """
+    """Check the numbers of an update."""
     trainable = [name for name, config in configs.items() if config.trainable]
     numbers = None
     for name in names or trainable[:1]:

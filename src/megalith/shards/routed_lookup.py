@@ -50,16 +50,13 @@ class RoutedLookup(Lookup):
         return sum(n * dim for n, dim in zip(counts, self._dims.values(), strict=True))
 
     def wait(self) -> None:
-        """See `Lookup.wait`."""
         _ = self.source
 
     def gather(self, table: str) -> Tensor:
-        """See `Lookup.gather`."""
         self.check_table(table)
         return gather_pieces(self.source, [self.routed.offsets(table)], [self._dims[table]])[0]
 
     def pool(self, pooling: Pooling) -> list[Tensor]:
-        """See `Lookup.pool`."""
         check_pooling(pooling)
         source = self.source
         with span("megalith.pool"):

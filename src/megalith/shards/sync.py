@@ -118,16 +118,14 @@ class SyncShards(Shards):
         return f"SyncShards(rank {self.rank} of {self.world_size}, {tables})"
 
     def router(self, table: str) -> Router:
-        """See `Shards.router`."""
         self.check_name(table)
         return self.routers[table]
 
     def add_recorder(self, recorder: Recorder) -> None:
-        """See `Shards.add_recorder`. It takes effect between two calls."""
+        # It takes effect between two calls.
         self.exchange.run(lambda: self._messages.add_recorder(recorder))
 
     def remove_recorder(self, recorder: Recorder) -> None:
-        """See `Shards.remove_recorder`."""
         self.exchange.run(lambda: self._messages.remove_recorder(recorder))
 
     # ---- a batch
@@ -181,7 +179,6 @@ class SyncShards(Shards):
         series: LookupSeries | None = None,
         leave: bool = False,
     ) -> NoReturn:
-        """See `Shards.fail`."""
         self.exchange.run(lambda: self._messages.request(call, None, error, series=series, leave=leave))
         raise error
 
@@ -214,11 +211,10 @@ class SyncShards(Shards):
         occurrences: Mapping[str, Tensor] | None = None,
         wait: bool = True,
     ) -> None:
-        """See `Shards.apply_gradients`; sums over ranks.
-
-        step, scale and clip_norm must be equal on all ranks. With wait=False it waits for the gradients of
-        the previous such call instead, so at most one update is in progress.
-        """
+        # Sums over ranks.
+        #
+        # step, scale and clip_norm must be equal on all ranks. With wait=False it waits for the gradients of
+        # the previous such call instead, so at most one update is in progress.
         if not isinstance(lookup, Lookup):
             lookup = self._request("apply_gradients", lookup, step=step)
         if not isinstance(lookup, SyncLookup) or lookup.shards is not self:
@@ -282,11 +278,10 @@ class SyncShards(Shards):
     # ---- rows
 
     def assign(self, rows: Rows, *, time: float | None = None) -> None:
-        """See `Shards.assign`. If several ranks assign one id, the highest rank wins; time is the latest."""
+        # If several ranks assign one id, the highest rank wins; time is the latest.
         self._write(rows, add=False, time=time)
 
     def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
-        """See `Shards.assign_add`."""
         self._write(rows, add=True, time=time)
 
     def _write(self, rows: Rows, *, add: bool, time: float | None) -> None:
@@ -302,7 +297,7 @@ class SyncShards(Shards):
     def reinitialize(
         self, ids: Ids, *, time: float | None = None, missing_ok: bool = False
     ) -> dict[str, Tensor]:
-        """See `Shards.reinitialize`; the lowest rank creates an id that several ranks pass."""
+        # The lowest rank creates an id that several ranks pass.
         try:
             routed = self.preparer(ids, missing_ok=missing_ok, distinct=False).to(self.device)
             time = self._check_time(time)
@@ -317,7 +312,7 @@ class SyncShards(Shards):
         return time
 
     def remove(self, ids: Ids) -> dict[str, int]:
-        """See `Shards.remove`; the counts are those of all ranks together."""
+        # The counts are those of all ranks together.
         try:
             routed = self.preparer(ids).to(self.device)
         except Exception as error:
@@ -327,20 +322,19 @@ class SyncShards(Shards):
         return {name: sum(part.get(name, 0) for part in everywhere) for name in ids}
 
     def latest_time(self, time: float | None) -> int:
-        """See `Shards.latest_time`."""
         own = agree(self.exchange, lambda: Shards.latest_time(self, time))
         return max(int(time) for time in self.exchange.gather(own))
 
     def evict_part(self, now: float, *, parts: int, start: float | None = None) -> dict[str, Tensor]:
-        """See `Shards.evict_part`. It runs after the updates in progress."""
+        # It runs after the updates in progress.
         return self.exchange.run(lambda: Shards.evict_part(self, now, parts=parts, start=start))
 
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
-        """See `Shards.scan`, for the rows of this rank."""
+        # For the rows of this rank.
         return self._own.scan(table, chunk_size)
 
     def restore(self, table: str, chunk: Chunk) -> None:
-        """See `Shards.restore`: writes the rows that this rank owns; every rank may pass all rows."""
+        # Writes the rows that this rank owns; every rank may pass all rows.
         router = self.router(table)
         self.checks[table].chunk(chunk)
         owned = router.owner(chunk.ids) == self.rank
@@ -352,41 +346,35 @@ class SyncShards(Shards):
         self._own.clear()
 
     def reserve(self, rows: Mapping[str, int]) -> None:
-        """See `Shards.reserve`; `rows` counts the rows of all ranks, and each rank reserves its share."""
+        # `rows` counts the rows of all ranks, and each rank reserves its share.
         self._own.reserve(row_shares(self, rows, self.world_size))
 
     def each_part(
         self, function: Callable[..., Result], *args: Any, background: bool = False
     ) -> list[Result]:
-        """See `Shards.each_part`: the part of this rank. Not a collective call."""
+        # The part of this rank. Not a collective call.
         check_function(function)
         return [function(self._part, *args)]
 
     # ---- touched rows, stats: of this rank
 
     def track(self, consumer: str) -> None:
-        """See `Shards.track`."""
         self._own.track(consumer)
 
     def untrack(self, consumer: str) -> None:
-        """See `Shards.untrack`."""
         self._own.untrack(consumer)
 
     def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
-        """See `Shards.drain_touched`."""
         return self._own.drain_touched(consumer)
 
     def mark_touched(self, consumer: str, ids: Ids) -> None:
-        """See `Shards.mark_touched`."""
         numbers = self._own.consumer_numbers(consumer)
         for name, x in self.preparer.checked(ids).items():
             owned = x[self.router(name).owner(x) == self.rank]
             self._own.engines[name].mark(numbers[name], owned)
 
     def stats(self) -> dict[str, TableStats]:
-        """See `Shards.stats`."""
         return self._own.stats()
 
     def memory(self) -> dict[str, MemoryUse]:
-        """See `Shards.memory`."""
         return self._own.memory()

@@ -54,17 +54,14 @@ class SyncLookup(RoutedLookup):
         self._rows: Future[Tensor] | None = None
 
     def wait_ids(self) -> None:
-        """See `Lookup.wait_ids`."""
         self.requested.result()
 
     def fail(self, error: Exception, *, leave: bool = False) -> NoReturn:
-        """See `Lookup.fail`."""
         if not (self.used or self.failed or self.requested.exception()):
             self.shards.fail_update(self, error, leave=leave)
         raise error
 
     def fetch(self) -> None:
-        """See `Lookup.fetch`."""
         if self._rows is None:
             requested, routed, messages, step = self.requested, self.routed, self._messages, self.step
             self._rows = self.shards.exchange.submit(

@@ -25,90 +25,38 @@ class Wire(ABC):
     """An encoding of floats.
 
     In all methods `counts` is int64 [peers, tables], the rows of each block; `dims` lists the dim per table.
-
-    Attributes:
-        exact: Whether the bytes are those of the floats.
     """
 
     exact = False
 
     @abstractmethod
     def row_bytes(self, dim: int) -> int:
-        """Return the size of one row.
-
-        Args:
-            dim: The number of floats of the row.
-
-        Returns:
-            Its bytes, without padding.
-        """
+        """Return the size of one row."""
 
     @abstractmethod
     def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
-        """Return the size of the data for each peer.
-
-        Args:
-            counts: See the class.
-            dims: See the class.
-
-        Returns:
-            The bytes per peer, with padding.
-        """
+        """Return the size of the data for each peer."""
 
     @abstractmethod
     def encode(self, flat: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
-        """Encode rows.
-
-        Args:
-            flat: float32 [n], all blocks concatenated.
-            counts: See the class.
-            dims: See the class.
-
-        Returns:
-            uint8 [sum of sizes].
-        """
+        """Encode rows."""
+        # flat: float32 [n], all blocks concatenated; returns: uint8 [sum of sizes].
 
     @abstractmethod
     def decode(self, data: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
-        """Decode what `encode` returned.
-
-        Args:
-            data: uint8 [sum of sizes].
-            counts: See the class.
-            dims: See the class.
-
-        Returns:
-            float32 [n], all blocks concatenated.
-        """
+        """Decode what `encode` returned."""
+        # data: uint8 [sum of sizes]; returns: float32 [n], all blocks concatenated.
 
 
 def make_wire(name: str) -> Wire:
-    """Return the wire of a precision.
-
-    Args:
-        name: One of ROW_WIRES.
-
-    Returns:
-        The wire.
-    """
+    """Return the wire of a precision."""
     if name == "int8":
         return _Int8()
     return _Floats({"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name])
 
 
 def check_wire(wire: str | dict[str, str]) -> tuple[str, str]:
-    """Check the precisions of an exchange.
-
-    Args:
-        wire: One precision for both, or {"rows": ..., "grads": ...}; a missing one is "float32". With "int8",
-            which gradients cannot have, they are "float32".
-
-    Returns:
-        The precision of rows, and that of gradients.
-
-    Raises:
-        InputError: A precision is unknown.
-    """
+    """Check the precisions of an exchange."""
     given: Any = wire
     if isinstance(wire, str):
         given = {"rows": wire, "grads": "float32" if wire == "int8" else wire}
@@ -128,23 +76,19 @@ class _Floats(Wire):
         self.exact = dtype == torch.float32
 
     def row_bytes(self, dim: int) -> int:
-        """See `Wire.row_bytes`."""
         return dim * self._dtype.itemsize
 
     def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
-        """See `Wire.sizes`."""
         # In Python: it is faster than a product of small tensors.
         return [sum(map(mul, own, dims)) * self._dtype.itemsize for own in counts.tolist()]
 
     def encode(self, flat: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
-        """See `Wire.encode`."""
         if self._dtype == torch.float32:
             return flat.view(torch.uint8)
         limit = torch.finfo(self._dtype).max
         return flat.clamp(-limit, limit).to(self._dtype).view(torch.uint8)
 
     def decode(self, data: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
-        """See `Wire.decode`."""
         return data.view(self._dtype).to(torch.float32)
 
 
@@ -156,16 +100,13 @@ class _Int8(Wire):
     one byte per number in units of scale / 127, padded to 8 bytes."""
 
     def row_bytes(self, dim: int) -> int:
-        """See `Wire.row_bytes`."""
         return dim + 4
 
     def sizes(self, counts: Tensor, dims: Sequence[int]) -> list[int]:
-        """See `Wire.sizes`."""
         sizes = counts @ torch.tensor([self.row_bytes(dim) for dim in dims], dtype=torch.int64, device="cpu")
         return [-(-int(n) // 8) * 8 for n in sizes.tolist()]
 
     def encode(self, flat: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
-        """See `Wire.encode`."""
         data = torch.zeros(sum(self.sizes(counts, dims)), dtype=torch.uint8, device=flat.device)
         begin = 0
         for scales, codes, n, dim in self._blocks(data, counts, dims):
@@ -176,7 +117,6 @@ class _Int8(Wire):
         return data
 
     def decode(self, data: Tensor, counts: Tensor, dims: Sequence[int]) -> Tensor:
-        """See `Wire.decode`."""
         pieces = [
             (codes.to(torch.float32) / 127 * scales[:, None]).view(-1)
             for scales, codes, _, _ in self._blocks(data, counts, dims)

@@ -19,17 +19,7 @@ _BLOCK = 1 << 20
 
 
 def write_atomically(target: Path, parts: Iterable[Any], *, flush: bool = True) -> tuple[int, int]:
-    """Write buffers to a file, which keeps its old content until all of them are on the disk.
-
-    Args:
-        target: The file; its directory is created if it is missing.
-        parts: Buffers, written one after the other.
-        flush: False lets the system write the file to the disk in the background: it survives the end of this
-            process, but a power failure only after `sync_path` of the file and of its directory.
-
-    Returns:
-        The length of the file in bytes and its CRC-32.
-    """
+    """Write buffers to a file, which keeps its old content until all of them are on the disk."""
     _make_directory(target.parent)
     temporary = target.with_name(target.name + ".tmp")
     # Always a new file: what is there may be a link to another place.
@@ -52,11 +42,7 @@ def write_atomically(target: Path, parts: Iterable[Any], *, flush: bool = True) 
 
 
 def sync_path(path: Path) -> None:
-    """Flush a file or a directory to the disk; a rename lasts once its directory is flushed.
-
-    Args:
-        path: The file or directory, which must exist.
-    """
+    """Flush a file or a directory to the disk; a rename lasts once its directory is flushed."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

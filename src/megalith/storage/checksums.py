@@ -11,14 +11,6 @@ _crc32: Any = getattr(native_module(), "crc32", zlib.crc32)
 
 
 def crc32(data: Any, value: int = 0) -> int:
-    """Compute the CRC-32 of bytes.
-
-    Args:
-        data: A contiguous buffer, such as bytes, a memoryview or a numpy array.
-        value: The CRC-32 of the bytes before, to continue it.
-
-    Returns:
-        What `zlib.crc32` returns.
-    """
+    """Compute the CRC-32 of bytes."""
     crc: int = _crc32(data, value)
     return crc

@@ -11,17 +11,7 @@ from megalith.storage.object_store import ObjectInfo, ObjectStore, RequestFailur
 
 
 class FaultyStore(ObjectStore):
-    """A directory with latency and faults.
-
-    Args:
-        directory: The objects.
-        latency: Seconds before each answer.
-        faults: By key: "flaky" (the first request fails), "cut" (the first download fails) or "down" (all
-            requests fail).
-
-    Attributes:
-        downloads: How often each object was downloaded completely.
-    """
+    """A directory with latency and faults."""
 
     def __init__(
         self, directory: Path, *, latency: float = 0.0, faults: Mapping[str, str] | None = None
@@ -32,14 +22,12 @@ class FaultyStore(ObjectStore):
         self.downloads: Counter[str] = Counter()
 
     async def head(self, key: str, *, timeout: float) -> ObjectInfo:
-        """See `ObjectStore.head`."""
         await self._answer(key, "flaky", timeout)
         return await super().head(key, timeout=timeout)
 
     async def get(
         self, key: str, sink: Callable[[memoryview], None], *, etag: str | None = None, timeout: float
     ) -> ObjectInfo:
-        """See `ObjectStore.get`."""
         await self._answer(key, "cut", timeout)
         info = await super().get(key, sink, etag=etag, timeout=timeout)
         self.downloads[key] += 1

@@ -10,11 +10,7 @@ _PAUSE = 0.01
 
 
 def take_lock(file: int, seconds: float) -> bool:
-    """Take the exclusive lock of an open file; return whether other processes have released it in time.
-
-    Raises:
-        OSError: The file system has no locks.
-    """
+    """Take the exclusive lock of an open file; return whether other processes have released it in time."""
     deadline = time.monotonic() + seconds
     while True:
         with suppress(BlockingIOError):

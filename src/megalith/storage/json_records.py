@@ -32,50 +32,22 @@ MAX_TEXT = 1 << 16
 
 
 def saved_as(name: str) -> dict[str, str]:
-    """Return the metadata of a field that has another name in JSON.
-
-    Args:
-        name: The name.
-
-    Returns:
-        The `metadata` of the field.
-    """
+    """Return the metadata of a field that has another name in JSON."""
     return {"name": name}
 
 
 def canonical_json(data: Any) -> bytes:
-    """Write data in the one canonical form: ASCII, sorted keys, no spaces, no NaN.
-
-    Args:
-        data: Dicts, lists, strings, numbers, booleans and None.
-
-    Returns:
-        The text.
-    """
+    """Write data in the one canonical form: ASCII, sorted keys, no spaces, no NaN."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def json_digest(data: Any) -> str:
-    """Return the SHA-256 of the canonical form.
-
-    Args:
-        data: As for `canonical_json`.
-
-    Returns:
-        64 hexadecimal digits.
-    """
+    """Return the SHA-256 of the canonical form."""
     return hashlib.sha256(canonical_json(data)).hexdigest()
 
 
 def to_json(value: Any) -> Any:
-    """Convert a record, or a value that a record may hold.
-
-    Args:
-        value: A dataclass object, or a tuple, Mapping, enum, time, number or string.
-
-    Returns:
-        Data for `canonical_json`.
-    """
+    """Convert a record, or a value that a record may hold."""
     if is_dataclass(value) and not isinstance(value, type):
         found: dict[str, Any] = {}
         for each in _saved(type(value)):
@@ -92,19 +64,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[T], source: JsonFields, **given: Any) -> T:
-    """Read a record.
-
-    Args:
-        kind: The dataclass.
-        source: The object that `to_json` wrote.
-        **given: Values of fields that are not saved.
-
-    Returns:
-        The record.
-
-    Raises:
-        Exception: What `source` makes, naming the field that is missing, unknown or wrong.
-    """
+    """Read a record."""
     source.allow_only(*_names(kind))
     return _record(kind, source, given)
 

@@ -21,22 +21,7 @@ async def download_body(
     request_timeout: float = 30.0,
     ranges: int = 1,
 ) -> Body:
-    """Download one version of an object.
-
-    Args:
-        store: The store.
-        info: The object, as `head` reported it.
-        writer: Takes the bytes; what it holds is deleted if the download fails.
-        deadline: Seconds for the whole download.
-        request_timeout: Seconds for one range.
-        ranges: Ranges in flight, which a SpoolWriter takes; 1: the object is streamed by one request.
-
-    Returns:
-        The bytes.
-
-    Raises:
-        StoreRequestError: The object cannot be read in time, or was replaced.
-    """
+    """Download one version of an object."""
     left = info.size
 
     def take(piece: memoryview) -> None:
@@ -75,22 +60,7 @@ async def put_body(
     deadline: float,
     request_timeout: float = 30.0,
 ) -> bool:
-    """Write a body to a store, repeated like any request.
-
-    Args:
-        store: The store.
-        key: The object's name.
-        body: Its bytes.
-        create: Write only if the object does not exist.
-        deadline: Seconds for all tries together.
-        request_timeout: Seconds for one try.
-
-    Returns:
-        Whether the object was written.
-
-    Raises:
-        StoreRequestError: The last failure.
-    """
+    """Write a body to a store, repeated like any request."""
 
     async def put(limit: float) -> bool:
         source = body.source()
@@ -106,17 +76,7 @@ async def put_body(
 async def put_bodies(
     store: ObjectStore, bodies: Mapping[str, Body], *, deadline: float, at_once: int = 4
 ) -> None:
-    """Write bodies to a store, some at a time.
-
-    Args:
-        store: The store.
-        bodies: By key.
-        deadline: Seconds for each body.
-        at_once: Uploads in flight.
-
-    Raises:
-        StoreRequestError: The first failure.
-    """
+    """Write bodies to a store, some at a time."""
     places = asyncio.Semaphore(at_once)
 
     async def write(key: str, body: Body) -> None:
@@ -127,16 +87,7 @@ async def put_bodies(
 
 
 class ObjectBody(Body):
-    """An object of a store, of which one version is read by ranges.
-
-    Args:
-        store: The store.
-        key: The object's name.
-        deadline: Seconds for each request, repetitions included.
-
-    Raises:
-        StoreRequestError: The object does not exist, or the store fails; here and whenever it is read.
-    """
+    """An object of a store, of which one version is read by ranges."""
 
     def __init__(self, store: ObjectStore, key: str, *, deadline: float = 60.0) -> None:
         self._store = store
@@ -147,8 +98,6 @@ class ObjectBody(Body):
         self.size = info.size
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """See `Body.read_into`."""
-
         def get(limit: float) -> Coroutine[Any, Any, bytes]:
             return self._store.get_range(self._key, offset, len(view), etag=self._etag, timeout=limit)
 
@@ -156,8 +105,8 @@ class ObjectBody(Body):
             view[:] = run_async(persist(get, deadline=self._deadline))
 
     def source(self) -> bytes:
-        """See `Body.source`."""
         return bytes(self.read(0, self.size))
 
     def close(self) -> None:
-        """See `Body.close`: nothing is held."""
+        # Nothing is held.
+        ...

@@ -66,12 +66,7 @@ class RequestFailure(StrEnum):
 
 
 class StoreRequestError(StoreError):
-    """An asynchronous request failed.
-
-    Args:
-        failure: The kind of failure.
-        message: The request and the problem.
-    """
+    """An asynchronous request failed."""
 
     def __init__(self, failure: RequestFailure, message: str) -> None:
         super().__init__(message)
@@ -121,7 +116,7 @@ class ObjectStore(Store):
             raise InputError(f"{url} does not name an object store: {_first_line(error)}") from None
 
     def write(self, name: str, parts: Sequence[Any], *, flush: bool = True) -> StoredFile:
-        """See `Store.write`. An object that was put is durable, with and without `flush`."""
+        # An object that was put is durable, with and without `flush`.
         try:
             data = b"".join(memoryview(part).cast("B") for part in parts)
         except TypeError:
@@ -131,17 +126,14 @@ class ObjectStore(Store):
         return StoredFile(path=name, bytes=len(data), checksum=checksum(crc32(data)))
 
     def upload(self, name: str, file: Path) -> None:
-        """See `Store.upload`."""
         with self._request(f"writing {name}"):
             self._obstore.put(self._store, self._key(name), file)
 
     def size(self, name: str) -> int:
-        """See `Store.size`."""
         with self._request(f"looking for {name}"):
             return int(self._obstore.head(self._store, self._key(name))["size"])
 
     def read(self, name: str, size: int, start: int = 0) -> Tensor:
-        """See `Store.read`."""
         checks.integer(start, "read: start", least=0)
         if not checks.integer(size, "read: size", least=0):
             return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -153,7 +145,6 @@ class ObjectStore(Store):
         return torch.frombuffer(data, dtype=torch.uint8)
 
     def read_whole(self, name: str, limit: int) -> bytes:
-        """See `Store.read_whole`."""
         with self._request(f"reading {name}"):
             found = self._obstore.get(self._store, self._key(name))
             if found.meta["size"] > limit:
@@ -161,20 +152,17 @@ class ObjectStore(Store):
             return bytes(found.bytes())
 
     def inside(self, folder: str) -> ObjectStore:
-        """See `Store.inside`."""
         inner = copy.copy(self)
         inner._prefix = self._key(folder)
         inner.where = inner.address = f"{self.where}/{folder}"
         return inner
 
     def folders(self) -> list[str]:
-        """See `Store.folders`."""
         with self._request("listing folders"):
             found = self._obstore.list_with_delimiter(self._store, prefix=self._prefix or None)
         return sorted(PurePosixPath(str(prefix)).name for prefix in found["common_prefixes"])
 
     def remove(self, name: str) -> None:
-        """See `Store.remove`."""
         key = self._key(name)
         with suppress(FileNotFoundError), self._request(f"deleting {name}"):
             inside = [entry["path"] for page in self._obstore.list(self._store, prefix=key) for entry in page]
@@ -182,7 +170,7 @@ class ObjectStore(Store):
 
     @contextmanager
     def local_copy(self, files: Iterable[StoredFile], error: ErrorFactory) -> Iterator[Store]:
-        """See `Store.local_copy`: fetches each file once into a temporary directory."""
+        # Fetches each file once into a temporary directory.
         with TemporaryDirectory(prefix="megalith-") as folder:
             local = LocalStore(Path(folder))
             local.where = self.where

@@ -27,20 +27,7 @@ async def persist(
     request_timeout: float = 30.0,
     rng: random.Random | None = None,
 ) -> T:
-    """Repeat a request after TIMEOUT and STORE_ERROR, with growing, jittered pauses.
-
-    Args:
-        call: Makes the request; it takes the time limit of one request in seconds.
-        deadline: Seconds for all tries together.
-        request_timeout: Seconds for one try.
-        rng: The source of the jitter.
-
-    Returns:
-        What the request returns.
-
-    Raises:
-        StoreRequestError: The last failure, when the time is up, or any other failure at once.
-    """
+    """Repeat a request after TIMEOUT and STORE_ERROR, with growing, jittered pauses."""
     loop = asyncio.get_running_loop()
     end = loop.time() + deadline
     pauses = backoff(rng or random.Random())
@@ -63,21 +50,8 @@ async def download_ranges(
     request_timeout: float = 30.0,
     at_once: int = 4,
 ) -> None:
-    """Download a large object by parallel ranged requests. A failed range is repeated, the others are kept.
-
-    Memory is `at_once` ranges of RANGE_BYTES, twice while they arrive.
-
-    Args:
-        store: The store.
-        info: The object, as `head` reported it; every range must be of this version.
-        write: Takes the bytes of a range and their offset.
-        deadline: Seconds for the whole download.
-        request_timeout: Seconds for one range.
-        at_once: Ranges in flight.
-
-    Raises:
-        StoreRequestError: A range cannot be read in time, or the object was replaced.
-    """
+    """Download a large object by parallel ranged requests. A failed range is repeated alone."""
+    # Memory is `at_once` ranges of RANGE_BYTES, twice while they arrive.
     loop = asyncio.get_running_loop()
     end = loop.time() + deadline
     starts = iter(range(0, info.size, RANGE_BYTES))
@@ -101,16 +75,7 @@ async def download_ranges(
 
 
 def backoff(rng: random.Random, first: float = 0.1, most: float = 5.0) -> Iterator[float]:
-    """Iterate without end over the pauses between tries.
-
-    Args:
-        rng: The source of the jitter.
-        first: The first pause in seconds, before jitter.
-        most: The longest pause, before jitter.
-
-    Yields:
-        Seconds: doubled from `first` to `most`, each times a random factor from 0.5 to 1.5.
-    """
+    """Iterate without end over the pauses between tries."""
     pause = first
     while True:
         yield pause * (0.5 + rng.random())
@@ -118,14 +83,7 @@ def backoff(rng: random.Random, first: float = 0.1, most: float = 5.0) -> Iterat
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also where an event loop is running already (a notebook).
-
-    Args:
-        work: The coroutine.
-
-    Returns:
-        Its result.
-    """
+    """Run a coroutine to its end, also where an event loop is running already (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

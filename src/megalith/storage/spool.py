@@ -28,15 +28,6 @@ class Ledger:
     C library may keep freed memory in pieces that are too small for the next buffer. Bytes that were given
     back therefore count as well, until they would exceed the budget: then they are returned to the operating
     system.
-
-    Args:
-        budget: The number of bytes.
-        phase: The name of the phase, for messages.
-        freed: Bytes that an earlier phase has freed, at most.
-
-    Attributes:
-        used: Bytes in use.
-        peak: Bytes that were in use at most.
     """
 
     def __init__(self, budget: int, phase: str, *, freed: int = 0) -> None:
@@ -48,15 +39,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def take(self, count: int, purpose: str) -> None:
-        """Record bytes as used.
-
-        Args:
-            count: The number of bytes.
-            purpose: What they are for, for messages.
-
-        Raises:
-            BudgetError: They exceed the budget; nothing is recorded.
-        """
+        """Record bytes as used."""
         with self._lock:
             if self.used + count > self.budget:
                 raise BudgetError(
@@ -70,23 +53,14 @@ class Ledger:
             self.peak = max(self.peak, self.used)
 
     def give(self, count: int) -> None:
-        """Record bytes as free again.
-
-        Args:
-            count: The number of bytes.
-        """
+        """Record bytes as free again."""
         with self._lock:
             self.used -= count
             self._freed += count
 
     @contextmanager
     def hold(self, count: int, purpose: str) -> Iterator[None]:
-        """Take bytes for the duration of a `with` block.
-
-        Args:
-            count: The number of bytes.
-            purpose: What they are for.
-        """
+        """Take bytes for the duration of a `with` block."""
         self.take(count, purpose)
         try:
             yield
@@ -95,25 +69,13 @@ class Ledger:
 
 
 class Body(ABC):
-    """Bytes that can be read by range.
+    """Bytes that can be read by range."""
 
-    Attributes:
-        size: The number of bytes.
-    """
-
-    size: int
+    size: int  # The number of bytes
 
     @abstractmethod
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Copy bytes into a buffer.
-
-        Args:
-            offset: The first byte.
-            view: The buffer; as many bytes are read as it has.
-
-        Raises:
-            StoreError: The body ends before.
-        """
+        """Copy bytes into a buffer."""
 
     @abstractmethod
     def source(self) -> bytes | BinaryIO:
@@ -124,30 +86,14 @@ class Body(ABC):
         """Release the bytes. A second call does nothing."""
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Return a copy of some bytes.
-
-        Args:
-            offset: The first byte.
-            length: The number of bytes.
-
-        Returns:
-            The bytes.
-
-        Raises:
-            StoreError: The body ends before.
-        """
+        """Return a copy of some bytes."""
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return data
 
 
 class MemoryBody(Body):
-    """Bytes in memory.
-
-    Args:
-        data: The bytes.
-        on_close: Called once, when the bytes are released.
-    """
+    """Bytes in memory."""
 
     def __init__(
         self, data: bytes | bytearray | memoryview, on_close: Callable[[], None] | None = None
@@ -157,17 +103,15 @@ class MemoryBody(Body):
         self.size = len(self._data)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """See `Body.read_into`."""
         if offset < 0 or offset + len(view) > self.size:
             raise StoreError(f"cannot read {len(view)} bytes at {offset} of a body of {self.size} bytes")
         view[:] = self._data[offset : offset + len(view)]
 
     def source(self) -> bytes | BinaryIO:
-        """See `Body.source`: a copy of all bytes."""
+        # A copy of all bytes.
         return bytes(self._data)
 
     def close(self) -> None:
-        """See `Body.close`."""
         self._data = memoryview(b"")
         self.size = 0
         if self._on_close is not None:
@@ -176,18 +120,13 @@ class MemoryBody(Body):
 
 
 class FileBody(Body):
-    """Bytes in a file.
-
-    Args:
-        file: The open file; it is closed with the body.
-    """
+    """Bytes in a file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.size = os.fstat(file.fileno()).st_size
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """See `Body.read_into`."""
         done = 0
         while done < len(view):
             count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
@@ -196,22 +135,18 @@ class FileBody(Body):
             done += count
 
     def source(self) -> bytes | BinaryIO:
-        """See `Body.source`: the file, from its beginning."""
+        # The file, from its beginning.
         copy = os.fdopen(os.dup(self._file.fileno()), "rb")
         copy.seek(0)
         return copy
 
     def close(self) -> None:
-        """See `Body.close`. A spool file is gone then."""
+        # A spool file is gone then.
         self._file.close()
 
 
 class SpoolWriter:
-    """A new spool file.
-
-    Args:
-        directory: Where it is stored; None: the system's directory for temporary files.
-    """
+    """A new spool file."""
 
     def __init__(self, directory: Path | None = None) -> None:
         if directory is not None:
@@ -219,15 +154,6 @@ class SpoolWriter:
         self.file: BinaryIO = cast(BinaryIO, TemporaryFile(dir=directory))  # noqa: SIM115
 
     def write(self, data: bytes | memoryview, offset: int | None = None) -> None:
-        """Write bytes.
-
-        Args:
-            data: The bytes.
-            offset: Where they go; None: after the last ones.
-
-        Raises:
-            OSError: The disk is full or fails.
-        """
         if offset is None:
             self.file.write(data)
             return
@@ -252,12 +178,7 @@ class SpoolWriter:
 
 
 class MemoryWriter:
-    """A new body in memory, of known size, counted by a ledger until it is closed.
-
-    Args:
-        size: The number of bytes.
-        ledger: Where they are counted.
-    """
+    """A new body in memory, of known size, counted by a ledger until it is closed."""
 
     def __init__(self, size: int, ledger: Ledger) -> None:
         ledger.take(size, "a body in memory")
@@ -266,11 +187,7 @@ class MemoryWriter:
         self._done = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write bytes after the last ones.
-
-        Args:
-            data: The bytes.
-        """
+        """Write bytes after the last ones."""
         self._data[self._done : self._done + len(data)] = data
         self._done += len(data)
 

@@ -48,30 +48,12 @@ class StoredFile:
 
 
 def checksum(crc: int) -> str:
-    """Format a CRC-32 the way manifests store it: "crc32:0123abcd".
-
-    Args:
-        crc: What `crc32` returns.
-
-    Returns:
-        The text.
-    """
+    """Format a CRC-32 the way manifests store it: "crc32:0123abcd"."""
     return f"crc32:{crc:08x}"
 
 
 def open_store(path: str | os.PathLike[str] | Store) -> Store:
-    """Open the store at a path.
-
-    Args:
-        path: A directory, a URL such as "s3://bucket/prefix", or a store, which is returned as it is.
-
-    Returns:
-        A `LocalStore` for a directory or a file:// URL, otherwise an `ObjectStore`.
-
-    Raises:
-        InputError: The path is not a path, or the URL does not name an object store.
-        MissingDependencyError: An object store is named, but obstore is not installed.
-    """
+    """Open the store at a path."""
     if isinstance(path, Store):
         return path
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
@@ -322,12 +304,7 @@ class Store(ABC):
 
 
 class LocalStore(Store):
-    """A local directory. Writes are atomic and flushed to the disk.
-
-    Args:
-        root: The directory. The first write creates it.
-        buffers: Memory for what is read, which is used again; None: new memory.
-    """
+    """A local directory. Writes are atomic and flushed to the disk."""
 
     def __init__(self, root: Path, buffers: MessageBuffers | None = None) -> None:
         self.root = root
@@ -336,23 +313,19 @@ class LocalStore(Store):
         self.address = os.path.realpath(root)
 
     def write(self, name: str, parts: Sequence[Any], *, flush: bool = True) -> StoredFile:
-        """See `Store.write`."""
         size, crc = write_atomically(self.root / name, parts, flush=flush)
         return StoredFile(path=name, bytes=size, checksum=checksum(crc))
 
     def flush(self, names: Sequence[str]) -> None:
-        """See `Store.flush`."""
         paths = [self.root / name for name in names]
         for_each(sync_path, paths)
         for folder in sorted({path.parent for path in paths}):
             sync_path(folder)
 
     def size(self, name: str) -> int:
-        """See `Store.size`."""
         return _file_size((self.root / name).stat())
 
     def read(self, name: str, size: int, start: int = 0) -> Tensor:
-        """See `Store.read`."""
         data = (
             torch.empty(size, dtype=torch.uint8, device="cpu")
             if self._buffers is None
@@ -369,7 +342,6 @@ class LocalStore(Store):
         return data
 
     def read_whole(self, name: str, limit: int) -> bytes:
-        """See `Store.read_whole`."""
         self.size(name)  # opening a pipe would wait for its writer
         with open(self.root / name, "rb") as file:
             if _file_size(os.fstat(file.fileno())) > limit:
@@ -377,22 +349,18 @@ class LocalStore(Store):
             return file.read(limit)
 
     def upload(self, name: str, file: Path) -> None:
-        """See `Store.upload`."""
         with open(file, "rb") as source:
             write_atomically(self.root / name, iter(lambda: source.read(_BLOCK), b""))
 
     def inside(self, folder: str) -> LocalStore:
-        """See `Store.inside`."""
         return LocalStore(self.root / folder)
 
     def folders(self) -> list[str]:
-        """See `Store.folders`."""
         if not self.root.is_dir():
             return []
         return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False))
 
     def remove(self, name: str) -> None:
-        """See `Store.remove`."""
         path = self.root / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -401,7 +369,7 @@ class LocalStore(Store):
 
     @contextmanager
     def local_copy(self, files: Iterable[StoredFile], error: ErrorFactory) -> Iterator[Store]:
-        """See `Store.local_copy`. What is read in the block shares its memory."""
+        # What is read in the block shares its memory.
         with super().local_copy(files, error):
             yield LocalStore(self.root, MessageBuffers(huge_pages=False))
 
@@ -415,27 +383,14 @@ class LocalStore(Store):
 
 
 def for_each(work: Callable[[_File], None], files: list[_File]) -> None:
-    """Call a function for every file, from a few threads.
-
-    Args:
-        work: The function. If a call raises, its error is raised here after all calls have ended.
-        files: The files.
-    """
+    """Call a function for every file, from a few threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for _ in pool.map(work, files):
             pass
 
 
 def read_ahead(read: Callable[[_File], _Read], files: Iterable[_File]) -> Iterator[_Read]:
-    """Read files in another thread while the caller uses those before.
-
-    Args:
-        read: Reads a file. An error is raised when its result is due.
-        files: The files.
-
-    Yields:
-        What `read` returns, in the order of the files.
-    """
+    """Read files in another thread while the caller uses those before."""
     with ThreadPoolExecutor(1, "megalith read ahead") as thread:
         waiting: deque[Future[_Read]] = deque()
         try:
@@ -451,14 +406,8 @@ def read_ahead(read: Callable[[_File], _Read], files: Iterable[_File]) -> Iterat
 
 
 def view_of(data: Tensor) -> memoryview:
-    """Return the bytes of a tensor, in the same memory.
-
-    Args:
-        data: uint8 [n], contiguous, on the CPU.
-
-    Returns:
-        A writable view of n bytes.
-    """
+    """Return the bytes of a tensor, in the same memory."""
+    # data: uint8 [n], contiguous, on the CPU.
     array: Any = data.numpy()
     return memoryview(array)
 

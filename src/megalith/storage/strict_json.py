@@ -22,20 +22,7 @@ ErrorFactory = Callable[[str], Exception]
 
 
 def parse_json(text: str | bytes, error: ErrorFactory = ValueError, *, max_bytes: int = MAX_BYTES) -> Any:
-    """Parse JSON text that is not trusted.
-
-    Args:
-        text: The text; bytes must be UTF-8.
-        error: Makes the exception from a message such as "is not valid JSON: a key is repeated".
-        max_bytes: The largest text that is accepted.
-
-    Returns:
-        The data: dicts, lists, strings, numbers, booleans and None.
-
-    Raises:
-        Exception: What `error` makes, if the text is too large, is not JSON, is nested more than MAX_DEPTH
-            levels deep, repeats a key within an object, or contains NaN or Infinity.
-    """
+    """Parse JSON text that is not trusted."""
     if not isinstance(text, str | bytes):
         raise error(f"is a {type(text).__name__}, not text")
     if len(text) > max_bytes:
@@ -53,15 +40,7 @@ def parse_json(text: str | bytes, error: ErrorFactory = ValueError, *, max_bytes
 
 
 def is_nested_deeper(data: Any, levels: int) -> bool:
-    """Return whether the objects and lists of JSON data are nested more than some levels deep.
-
-    Args:
-        data: The data; a number or a string has 0 levels, `[]` and `{}` have 1.
-        levels: The limit.
-
-    Returns:
-        Whether the data exceed the limit.
-    """
+    """Return whether the objects and lists of JSON data are nested more than some levels deep."""
     level = [data] if isinstance(data, dict | list) else []
     for _ in range(levels):
         level = [x for each in level for x in _children(each) if isinstance(x, dict | list)]
@@ -69,19 +48,7 @@ def is_nested_deeper(data: Any, levels: int) -> bool:
 
 
 def parse_json_object(text: str | bytes, error: ErrorFactory, *, max_bytes: int = MAX_BYTES) -> JsonFields:
-    """Parse JSON text that must be an object, see `parse_json`.
-
-    Args:
-        text: The text; bytes must be UTF-8.
-        error: Makes the exception from a message, here and for every field.
-        max_bytes: The largest text that is accepted.
-
-    Returns:
-        The object's fields.
-
-    Raises:
-        Exception: What `error` makes, as for `parse_json`, and if the text is not an object.
-    """
+    """Parse JSON text that must be an object, see `parse_json`."""
     data = parse_json(text, error, max_bytes=max_bytes)
     if not isinstance(data, dict):
         raise error("is not a JSON object")
@@ -93,11 +60,6 @@ class JsonFields:
 
     Every method raises what `error` makes of a message that names the field, such as
     "field tables[2].dim must be an integer".
-
-    Args:
-        data: The object.
-        error: Makes the exception from a message.
-        path: The object's own place in the document, with a final dot: "tables[2].".
     """
 
     def __init__(self, data: dict[str, Any], error: ErrorFactory, path: str = "") -> None:
@@ -110,51 +72,21 @@ class JsonFields:
         return self.data.get(key) is not None
 
     def fail(self, key: str, problem: str) -> NoReturn:
-        """Raise the error of a field.
-
-        Args:
-            key: The name of the field.
-            problem: The rest of the message, such as "must be a string".
-
-        Raises:
-            Exception: What `error` makes.
-        """
+        """Raise the error of a field."""
         raise self._error(f"field {self._path}{key} {problem}")
 
     def reject(self, problem: str) -> NoReturn:
-        """Raise the error of this object.
-
-        Args:
-            problem: What is wrong with it.
-
-        Raises:
-            Exception: What `error` makes.
-        """
+        """Raise the error of this object."""
         raise self._error(f"{self._path.rstrip('.')}: {problem}" if self._path else problem)
 
     def allow_only(self, *names: str) -> None:
-        """Raise if there are other fields.
-
-        Args:
-            *names: The names of the known fields.
-
-        Raises:
-            Exception: What `error` makes, naming the first other field.
-        """
+        """Raise if there are other fields."""
         extra = sorted(set(self.data) - set(names))
         if extra:
             self.fail(extra[0][:64], "is not known")
 
     def string(self, key: str, max_length: int = 4096) -> str:
-        """Read a string without unpaired surrogates.
-
-        Args:
-            key: The name of the field.
-            max_length: The largest accepted number of characters.
-
-        Returns:
-            The string.
-        """
+        """Read a string without unpaired surrogates."""
         value = str(self._typed(key, str, "a string"))
         if len(value) > max_length:
             self.fail(key, f"is longer than {max_length} characters")
@@ -163,72 +95,35 @@ class JsonFields:
         return value
 
     def sha256(self, key: str) -> str:
-        """Read a SHA-256 in hexadecimal.
-
-        Args:
-            key: The name of the field.
-
-        Returns:
-            64 lower-case hexadecimal digits.
-        """
+        """Read a SHA-256 in hexadecimal."""
         value = str(self._typed(key, str, "a string"))
         if not _SHA256.fullmatch(value):
             self.fail(key, "must be 64 hexadecimal digits")
         return value
 
     def integer(self, key: str, least: int = 0, most: int = MAX_INT) -> int:
-        """Read an integer.
-
-        Args:
-            key: The name of the field.
-            least: The smallest accepted value.
-            most: The largest accepted value.
-
-        Returns:
-            The integer.
-        """
+        """Read an integer."""
         value = int(self._typed(key, int, "an integer"))
         if not least <= value <= most:
             self.fail(key, f"must be from {least} to {most}")
         return value
 
     def number(self, key: str) -> float:
-        """Read a finite number.
-
-        Args:
-            key: The name of the field.
-
-        Returns:
-            The number, at most 1e300 in magnitude.
-        """
+        """Read a finite number."""
         value = self._typed(key, int | float, "a number")
         if abs(value) > 1e300:
             self.fail(key, "is too large")
         return float(value)
 
     def boolean(self, key: str) -> bool:
-        """Read true or false.
-
-        Args:
-            key: The name of the field.
-
-        Returns:
-            The value.
-        """
+        """Read true or false."""
         value = self.data.get(key)
         if not isinstance(value, bool):
             self.fail(key, "must be true or false" if key in self.data else "is missing")
         return value
 
     def time(self, key: str) -> datetime | None:
-        """Read a time in ISO format; one without a zone is in UTC.
-
-        Args:
-            key: The name of the field.
-
-        Returns:
-            The time in UTC; None if the field is null.
-        """
+        """Read a time in ISO format; one without a zone is in UTC."""
         if key in self.data and self.data[key] is None:
             return None
         text = self.string(key, 40)
@@ -238,39 +133,16 @@ class JsonFields:
             self.fail(key, "must be a time like 2026-01-02T03:04:05.000000+00:00")
 
     def array(self, key: str) -> list[Any]:
-        """Read a list of anything.
-
-        Args:
-            key: The name of the field.
-
-        Returns:
-            The items, which are not checked.
-        """
+        """Read a list of anything."""
         return list(self._typed(key, list, "a list"))
 
     def elements(self, key: str) -> JsonFields:
-        """Read a list whose items are read like fields.
-
-        Args:
-            key: The name of the field.
-
-        Returns:
-            The items, as fields with the names "key[0]", "key[1]", ...
-        """
+        """Read a list whose items are read like fields."""
         items = {f"{key}[{i}]": item for i, item in enumerate(self.array(key))}
         return JsonFields(items, self._error, self._path)
 
     def integers(self, key: str, least: int = 0, most: int = MAX_INT) -> list[int]:
-        """Read a list of integers.
-
-        Args:
-            key: The name of the field.
-            least: The smallest accepted value.
-            most: The largest accepted value.
-
-        Returns:
-            The integers.
-        """
+        """Read a list of integers."""
         values = self.array(key)
         for value in values:
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -278,36 +150,15 @@ class JsonFields:
         return values
 
     def object(self, key: str) -> JsonFields:
-        """Read a nested object.
-
-        Args:
-            key: The name of the field.
-
-        Returns:
-            The fields of the object.
-        """
+        """Read a nested object."""
         return JsonFields(self._typed(key, dict, "an object"), self._error, f"{self._path}{key}.")
 
     def objects(self, key: str) -> list[JsonFields]:
-        """Read a list of objects.
-
-        Args:
-            key: The name of the field.
-
-        Returns:
-            The fields of each object.
-        """
+        """Read a list of objects."""
         return [self._nested(f"{key}[{i}]", value) for i, value in enumerate(self.array(key))]
 
     def named_objects(self, key: str) -> dict[str, JsonFields]:
-        """Read an object whose values are objects, under names chosen by the writer.
-
-        Args:
-            key: The name of the field.
-
-        Returns:
-            The fields of each object by name.
-        """
+        """Read an object whose values are objects, under names chosen by the writer."""
         values: dict[str, Any] = self._typed(key, dict, "an object")
         if not all(map(_is_text, values)):
             self.fail(key, "has a name with an unpaired surrogate")
@@ -326,14 +177,7 @@ class JsonFields:
 
 
 def as_utc(time: datetime) -> datetime:
-    """Convert a time to UTC.
-
-    Args:
-        time: The time; without a zone it is already in UTC.
-
-    Returns:
-        The same time with the zone UTC.
-    """
+    """Convert a time to UTC."""
     return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
 
 

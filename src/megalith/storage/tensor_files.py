@@ -51,34 +51,14 @@ class TensorPlace:
 
 
 def encode(tensors: Mapping[str, Tensor]) -> list[Any]:
-    """Encode tensors as a file.
-
-    Args:
-        tensors: The tensors by name, of any shape and device.
-
-    Returns:
-        The buffers of the file, in order. Tensors on the CPU are not copied.
-
-    Raises:
-        InputError: The format cannot hold a tensor's dtype or number of dimensions.
-    """
+    """Encode tensors as a file."""
     header, places = plan_file({name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()})
     flat = (tensors[name].detach().cpu().contiguous().reshape(-1) for name in places)
     return [header, *(each.view(torch.uint8).numpy() for each in flat)]
 
 
 def plan_file(forms: Mapping[str, tuple[torch.dtype, list[int]]]) -> tuple[bytes, dict[str, TensorPlace]]:
-    """Compute the layout of a file before its tensors exist.
-
-    Args:
-        forms: The dtype and shape of each tensor by name.
-
-    Returns:
-        The beginning of the file up to the first tensor, and the place of each tensor in file order.
-
-    Raises:
-        InputError: The format cannot hold a tensor's dtype or number of dimensions.
-    """
+    """Compute the layout of a file before its tensors exist."""
     header: dict[str, Any] = {}
     at = 0
     for name, (dtype, shape) in sorted(forms.items(), key=lambda item: -item[1][0].itemsize):
@@ -102,19 +82,8 @@ def plan_file(forms: Mapping[str, tuple[torch.dtype, list[int]]]) -> tuple[bytes
 
 
 def decode(data: Tensor, where: str, error: ErrorFactory) -> dict[str, Tensor]:
-    """Decode a file.
-
-    Args:
-        data: The bytes of the file, uint8 [size].
-        where: The name of the file, for messages.
-        error: Makes the exception for a file that is not valid.
-
-    Returns:
-        The tensors by name, which share memory with `data` where their alignment allows it.
-
-    Raises:
-        Exception: What `error` makes, if the bytes are not such a file.
-    """
+    """Decode a file."""
+    # data: the bytes of the file, uint8 [size].
     size = data.numel()
     start = header_end(data[:8], size, where, error)
     tensors: dict[str, Tensor] = {}
@@ -127,20 +96,7 @@ def decode(data: Tensor, where: str, error: ErrorFactory) -> dict[str, Tensor]:
 
 
 def header_end(head: Tensor, size: int, where: str, error: ErrorFactory) -> int:
-    """Return where the tensors begin in a file.
-
-    Args:
-        head: The first eight bytes of the file, uint8.
-        size: The length of the whole file in bytes.
-        where: The name of the file, for messages.
-        error: Makes the exception for a file that is not valid.
-
-    Returns:
-        The number of bytes before the first tensor.
-
-    Raises:
-        Exception: What `error` makes, if the header does not fit the file.
-    """
+    """Return where the tensors begin in a file."""
     if head.numel() < 8:
         raise error(f"{where} is not a safetensors file: it has only {size} bytes")
     (length,) = struct.unpack("<Q", head.numpy().tobytes())
@@ -150,21 +106,7 @@ def header_end(head: Tensor, size: int, where: str, error: ErrorFactory) -> int:
 
 
 def read_places(head: Tensor, size: int, where: str, error: ErrorFactory) -> dict[str, TensorPlace]:
-    """Return the place of each tensor of a file.
-
-    Args:
-        head: The bytes of the file up to `header_end`, uint8.
-        size: The length of the whole file in bytes.
-        where: The name of the file, for messages.
-        error: Makes the exception for a file that is not valid, for example because its tensors overlap or
-            leave gaps.
-
-    Returns:
-        The places by name, in the order of the header.
-
-    Raises:
-        Exception: What `error` makes.
-    """
+    """Return the place of each tensor of a file."""
 
     def wrong(problem: str) -> Exception:
         return error(f"{where} is not a safetensors file: its header {problem}")
@@ -196,28 +138,13 @@ def read_places(head: Tensor, size: int, where: str, error: ErrorFactory) -> dic
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor.
-
-    Args:
-        tensor: The tensor.
-
-    Returns:
-        The bytes, without a copy if it is contiguous and on the CPU.
-    """
     flat = tensor.detach().contiguous().cpu().view(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
 def tensor_of(data: bytearray | bytes, dtype: torch.dtype) -> Tensor:
-    """Return the numbers in some bytes.
-
-    Args:
-        data: The bytes, which must not be used by others.
-        dtype: Their type.
-
-    Returns:
-        [n], in the same memory.
-    """
+    """Return the numbers in some bytes."""
+    # returns: [n], in the same memory.
     return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 

@@ -17,13 +17,7 @@ SnapshotPolicy = Literal["none", "host", "disk"]
 
 
 class TensorSnapshot:
-    """A copy of tensors.
-
-    Args:
-        tensors: The tensors of this process.
-        policy: "none" (no copy), "host" (a copy in memory) or "disk" (a copy in a spool file).
-        directory: Where the spool file is stored.
-    """
+    """A copy of tensors."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], policy: SnapshotPolicy, directory: Path | None = None

@@ -74,18 +74,7 @@ class StoredTensor:
 
 
 class TorchFile:
-    """An archive of `torch.save`.
-
-    Args:
-        body: The file.
-        longest_pickle: The number of bytes that its pickle, without tensors, may have.
-
-    Attributes:
-        value: What was saved, with each tensor as a StoredTensor.
-
-    Raises:
-        TorchFileError: It is something else, or its pickle is too long.
-    """
+    """An archive of `torch.save`."""
 
     def __init__(self, body: Body, *, longest_pickle: int) -> None:
         self._body = body
@@ -103,19 +92,8 @@ class TorchFile:
         self.value = _Machine().run(bytes(body.read(start, length)))
 
     def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
-        """Read some elements of a tensor.
-
-        Args:
-            tensor: The tensor.
-            start: The first element, in row-major order.
-            stop: The element after the last one.
-
-        Returns:
-            [stop - start], in memory of its own.
-
-        Raises:
-            TorchFileError: They are not in the file.
-        """
+        """Read some elements of a tensor."""
+        # returns: [stop - start], in memory of its own.
         storage = tensor.storage
         place = self._files.get(f"{self._root}data/{storage.key}")
         size = storage.dtype.itemsize

@@ -25,12 +25,7 @@ _MOVING = -1
 
 
 class EvictionPass:
-    """The eviction of one table. Several threads may call it; one part runs at a time.
-
-    Args:
-        engine: The engine of the table.
-        checks: The validation of the table.
-    """
+    """The eviction of one table. Several threads may call it; one part runs at a time."""
 
     def __init__(self, engine: Engine, checks: InputChecks) -> None:
         self._engine = engine
@@ -46,14 +41,7 @@ class EvictionPass:
         return self._at == 0
 
     def complete(self, now: int) -> Tensor:
-        """Make a pass from the start to the end.
-
-        Args:
-            now: Time in seconds.
-
-        Returns:
-            The removed ids, int64.
-        """
+        """Make a pass from the start to the end."""
         removed = [torch.empty(0, dtype=torch.int64, device="cpu")]
         with self._lock:
             self._at = 0
@@ -68,27 +56,15 @@ class EvictionPass:
         return torch.cat(removed)
 
     def part(self, now: int, rows: int, start: float | None = None) -> Tensor:
-        """Continue a pass; after its end start another one.
-
-        Args:
-            now: Time in seconds.
-            rows: Number of rows to visit.
-            start: Where to begin, as a part of the table from 0 to 1; None: where the last part ended.
-
-        Returns:
-            The removed ids, int64.
-        """
+        """Continue a pass; after its end start another one."""
         with self._lock:
             if start is not None:
                 self._at = int(start * len(self._engine))
             return self._part(now, rows)[0]
 
     def remove(self, ids: Tensor) -> None:
-        """Remove rows that a user does not want, and return memory. The next pass starts again.
-
-        Args:
-            ids: int64 [n].
-        """
+        """Remove rows that a user does not want, and return memory. The next pass starts again."""
+        # ids: int64 [n].
         with self._lock:
             self._engine.remove(ids)
             while not self._engine.return_memory(MIN_EVICT_ROWS):

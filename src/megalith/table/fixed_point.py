@@ -51,40 +51,31 @@ class FixedPoint(ServingPrecision):
 
     @classmethod
     def from_unit(cls, unit: float) -> Self:
-        """See `ServingPrecision.from_unit`."""
         return cls(unit * _STEPS)
 
     def code_bytes(self, dim: int) -> int:
-        """See `ServingPrecision.code_bytes`: one byte per weight."""
+        # One byte per weight.
         return dim
 
     def encode(self, rows: Tensor) -> Tensor:
-        """See `ServingPrecision.encode`: numbers of steps as int8; NaN becomes 0."""
+        # Numbers of steps as int8; NaN becomes 0.
         return fixed_point_codes(rows, torch.tensor(self.unit, device="cpu")).view(torch.uint8)
 
     def decode(self, codes: Tensor, dim: int) -> Tensor:
-        """See `ServingPrecision.decode`."""
         return codes.view(torch.int8).to(torch.float32) * self.unit
 
     def trained(self, rows: Tensor, step: int) -> Tensor:
-        """See `ServingPrecision.trained`: what is served."""
+        # What is served.
         return self.served(rows)
 
     def native_view(self, step: int | None) -> tuple[int, float, float]:
-        """See `ServingPrecision.native_view`."""
         return 0, self.unit, 0.0
 
 
 def fixed_point_codes(rows: Tensor, steps: Tensor) -> Tensor:
-    """Round values to steps, halves away from zero.
-
-    Args:
-        rows: float32 [n, dim].
-        steps: Step size of all columns, float32 [], or of each, float32 [dim].
-
-    Returns:
-        Numbers of steps, int8 [n, dim], clamped to -128 .. 127; NaN becomes 0.
-    """
+    """Round values to steps, halves away from zero."""
+    # rows: float32 [n, dim]; steps: step size of all columns, float32 [], or of each, float32 [dim]; returns:
+    # numbers of steps, int8 [n, dim], clamped to -128 ..
     half = torch.where(rows < 0, -steps / 2, steps / 2)
     rounded = torch.trunc((rows + half) / steps).clamp(-_STEPS, _STEPS - 1)
     return torch.nan_to_num(rounded, nan=0.0).to(torch.int8)

@@ -25,11 +25,7 @@ class ForkSafeLock:
 
     @contextmanager
     def without_waiting(self) -> Iterator[bool]:
-        """Take the lock if no other thread holds it.
-
-        Yields:
-            Whether it was taken.
-        """
+        """Take the lock if no other thread holds it."""
         self._renew()
         taken = self._lock.acquire(blocking=False)
         try:

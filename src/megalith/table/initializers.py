@@ -150,30 +150,14 @@ class TruncatedNormal(Normal):
 
 
 def table_key(seed: int, name: str) -> int:
-    """Compute the key of a table's random numbers.
-
-    Args:
-        seed: The seed of the table; its low 64 bits count.
-        name: Name of the table.
-
-    Returns:
-        0 to 2^64 - 1, the same in every process.
-    """
+    """Compute the key of a table's random numbers."""
     text = f"{seed & 0xFFFFFFFFFFFFFFFF}:{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def initial_rows(key: int, ids: Tensor, segments: list[tuple[int, Initializer]]) -> Tensor:
-    """Return initial weights.
-
-    Args:
-        key: From `table_key`.
-        ids: int64 [n].
-        segments: Dim and initializer of each segment, in row order.
-
-    Returns:
-        float32 [n, sum of dims], on the device of `ids`.
-    """
+    """Return initial weights."""
+    # ids: int64 [n]; returns: float32 [n, sum of dims], on the device of `ids`.
     keys = mix64(ids ^ signed(key))[:, None]
     pieces, start = [], 0
     for dim, initializer in segments:
@@ -184,15 +168,9 @@ def initial_rows(key: int, ids: Tensor, segments: list[tuple[int, Initializer]])
 
 
 def draw_bits(keys: Tensor, columns: Tensor) -> Tensor:
-    """Draw random bits. It is the twin of draw24 in native/hash.hpp.
-
-    Args:
-        keys: One per row, int64 [n, 1].
-        columns: Numbers of the columns, int64 [k].
-
-    Returns:
-        24 bits per row and column, int64 [n, k].
-    """
+    """Draw random bits. It is the twin of draw24 in native/hash.hpp."""
+    # keys: one per row, int64 [n, 1]; columns: numbers of the columns, int64 [k]; returns: 24 bits per row
+    # and column, int64 [n, k].
     bits = mix64(keys + (columns // 2 + 1) * signed(_GOLDEN))
     return (torch.where(columns % 2 == 1, bits >> 32, bits) & 0xFFFFFFFF) >> 8
 

@@ -93,54 +93,44 @@ class OneBit(ServingPrecision):
 
     @classmethod
     def from_unit(cls, unit: float) -> Self:
-        """See `ServingPrecision.from_unit`."""
         return cls(unit)
 
     def code_bytes(self, dim: int) -> int:
-        """See `ServingPrecision.code_bytes`: eight weights per byte."""
+        # Eight weights per byte.
         return -(-dim // 8)
 
     def encode(self, rows: Tensor) -> Tensor:
-        """See `ServingPrecision.encode`: weight c is bit c % 8 of byte c // 8, 1 for a positive weight."""
+        # Weight c is bit c % 8 of byte c // 8, 1 for a positive weight.
         padded = torch.nn.functional.pad((rows > 0).to(torch.uint8), (0, -rows.shape[1] % 8))
         places = torch.arange(8, dtype=torch.uint8, device=rows.device)
         bits: Tensor = padded.unflatten(1, (self.code_bytes(rows.shape[1]), 8)) << places
         return bits.sum(dim=2, dtype=torch.uint8)
 
     def decode(self, codes: Tensor, dim: int) -> Tensor:
-        """See `ServingPrecision.decode`."""
         places = torch.arange(8, dtype=torch.uint8, device=codes.device)
         bits = (codes[:, :, None] >> places) & 1
         positive = bits.flatten(1)[:, :dim].to(torch.float32)
         return (2.0 * positive - 1.0) * self.amplitude
 
     def trained(self, rows: Tensor, step: int) -> Tensor:
-        """See `ServingPrecision.trained`: amplitude * tanh(scale * w)."""
+        # Amplitude * tanh(scale * w).
         return tanh(rows * self.scale(step)) * self.amplitude
 
     def native_view(self, step: int | None) -> tuple[int, float, float]:
-        """See `ServingPrecision.native_view`."""
         return (1, self.amplitude, 0.0) if step is None else (2, self.scale(step), self.amplitude)
 
     def slope(self, step: int) -> float:
-        """See `ServingPrecision.slope`: amplitude * scale."""
+        # Amplitude * scale.
         return as_float32(self.amplitude * self.scale(step))
 
     def gradient(self, grads: Tensor, rows: Tensor, step: int) -> Tensor:
-        """See `ServingPrecision.gradient`: multiplied by amplitude * scale * (1 - tanh^2)."""
+        # Multiplied by amplitude * scale * (1 - tanh^2).
         seen = tanh(rows * self.scale(step))
         return grads * ((1.0 - seen * seen) * self.slope(step))
 
 
 def tanh(x: Tensor) -> Tensor:
-    """Compute tanh with the same bits on every machine.
-
-    Args:
-        x: float32, any shape.
-
-    Returns:
-        float32, at most 6 units in the last place from the exact value; NaN for NaN.
-    """
+    """Compute tanh with the same bits on every machine."""
     bounded = x.clamp(-_TANH_LIMIT, _TANH_LIMIT)
     square = bounded * bounded
     ratio = _polynomial(square, _NUMERATOR).mul_(bounded).div_(_polynomial(square, _DENOMINATOR))

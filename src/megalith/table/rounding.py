@@ -24,15 +24,8 @@ _WORD = (1 << 64) - 1
 
 
 def round_rows(config: TableConfig, rows: Tensor) -> Tensor:
-    """Round weights to the nearest values that the segments of a table store.
-
-    Args:
-        config: The config of the table.
-        rows: float32 [n, dim].
-
-    Returns:
-        float32 [n, dim]: `rows` itself if all segments are float32.
-    """
+    """Round weights to the nearest values that the segments of a table store."""
+    # rows: float32 [n, dim]; returns: float32 [n, dim]: `rows` itself if all segments are float32.
     if all(segment.precision == "float32" for segment in config.segments):
         return rows
     pieces = rows.split([segment.dim for segment in config.segments], dim=1)
@@ -40,18 +33,9 @@ def round_rows(config: TableConfig, rows: Tensor) -> Tensor:
 
 
 def round_step(config: TableConfig, key: int, ids: Tensor, rows: Tensor, step: int) -> Tensor:
-    """Round the weights of a step as the segments of a table say.
-
-    Args:
-        config: The config of the table.
-        key: The key of the table's random numbers, from `table_key`.
-        ids: int64 [n].
-        rows: float32 [n, dim], after the step of the optimizer.
-        step: The global step, from 0.
-
-    Returns:
-        float32 [n, dim]: `rows` itself if all segments are float32.
-    """
+    """Round the weights of a step as the segments of a table say."""
+    # ids: int64 [n]; rows: float32 [n, dim], after the step of the optimizer; returns: float32 [n, dim]:
+    # `rows` itself if all segments are float32.
     if all(segment.rounding == "nearest" for segment in config.segments):
         return round_rows(config, rows)
     keys = mix64(mix64(ids ^ signed(key)) + signed((step + 1) * _STEP_FACTOR & _WORD))[:, None]

@@ -22,14 +22,7 @@ FLOAT32_MAX = 3.4028234e38  # tables compute in float32: a larger number becomes
 
 
 def as_float32(x: float) -> float:
-    """Round a number to float32, as tables use it.
-
-    Args:
-        x: A number that is not above `FLOAT32_MAX`.
-
-    Returns:
-        The nearest float32.
-    """
+    """Round a number to float32, as tables use it."""
     return float(struct.unpack("f", struct.pack("f", x))[0])
 
 
@@ -142,20 +135,7 @@ class Piecewise:
 
 
 def rate_at(lr: LearningRate, step: int, arguments: int | None = None) -> float:
-    """Evaluate a learning rate at a step.
-
-    Args:
-        lr: A number, a schedule, or a callable of the step or of no argument.
-        step: The global step, from 0.
-        arguments: What `check_rate` returned for it; None: the signature of a callable is read now, which
-            takes longer than the call.
-
-    Returns:
-        The rate, finite and not negative.
-
-    Raises:
-        InputError: The callable raises, or the rate is not a number, is negative or is not finite.
-    """
+    """Evaluate a learning rate at a step."""
     step = _checked_step("learning rate", step)
     rate: Any = _called(lr, step, arguments) if callable(lr) else lr
     if not isinstance(rate, int | float):
@@ -191,7 +171,8 @@ def _called(lr: Callable[..., Any], step: int, arguments: int | None) -> Any:
 
 def _count_arguments(lr: Callable[..., Any]) -> int | None:
     """Return how many arguments a callable is called with: 1, the step, if it takes one, else 0; _UNKNOWN if
-    it has no signature; None if it requires more."""
+    it has no signature; None if it requires more.
+    """
     try:
         signature = inspect.signature(lr)
     except (TypeError, ValueError):
@@ -206,39 +187,14 @@ def _count_arguments(lr: Callable[..., Any]) -> int | None:
 
 
 def check_positive_rate(owner: str, rate: float, step: int) -> float:
-    """Check the learning rate of an optimizer whose formula divides by it.
-
-    Args:
-        owner: Name of the optimizer, for messages.
-        rate: The rate.
-        step: The step at which it was evaluated, for messages.
-
-    Returns:
-        The rate.
-
-    Raises:
-        InputError: The rate is 0 as a float32.
-    """
+    """Check the learning rate of an optimizer whose formula divides by it."""
     if as_float32(rate) == 0:
         raise InputError(f"{owner}: learning rate at step {step} is 0, but the formula divides by it")
     return rate
 
 
 def check_rate(owner: str, lr: LearningRate, field: str = "lr") -> tuple[LearningRate, int]:
-    """Check a learning rate when it is configured. The rate of a callable is checked when it is evaluated.
-
-    Args:
-        owner: Name of the class that has the rate, for messages.
-        lr: The rate.
-        field: Name of the setting, for messages.
-
-    Returns:
-        The rate, where a number of numpy or a 0-d tensor became a float; and the number of arguments that a
-        callable is called with, for `rate_at`.
-
-    Raises:
-        InputError: `lr` is not a finite number >= 0 and not a callable of at most one required argument.
-    """
+    """Check a learning rate when it is configured. The rate of a callable is checked when it is evaluated."""
     if not callable(lr):
         return _rate(owner, field, lr), 0
     arguments = _count_arguments(lr)
@@ -251,15 +207,7 @@ def check_rate(owner: str, lr: LearningRate, field: str = "lr") -> tuple[Learnin
 
 
 def check_numbers(settings: Any, *fields: str) -> None:
-    """Check settings that must be finite and not negative.
-
-    Args:
-        settings: A frozen dataclass. Numbers of numpy and 0-d tensors in it are replaced by floats.
-        *fields: Names of the fields.
-
-    Raises:
-        InputError: A field is not a number, negative or not finite.
-    """
+    """Check settings that must be finite and not negative."""
     for field in fields:
         number = _rate(type(settings).__name__, field, getattr(settings, field))
         object.__setattr__(settings, field, number)

@@ -13,14 +13,7 @@ from megalith.table.table_config import TableConfig
 
 
 class ServingView:
-    """The view of the rows of one table. Use `of`, which returns None for a table without a view.
-
-    Args:
-        columns: The columns of each segment with a view, and its precision.
-
-    Attributes:
-        depends_on_step: Whether the view of training changes with the step.
-    """
+    """The view of the rows of one table. Use `of`, which returns None for a table without a view."""
 
     def __init__(self, columns: list[tuple[slice, ServingPrecision]]) -> None:
         self._columns = columns
@@ -28,14 +21,6 @@ class ServingView:
 
     @classmethod
     def of(cls, config: TableConfig) -> ServingView | None:
-        """Return the view of a table.
-
-        Args:
-            config: The config of the table.
-
-        Returns:
-            The view; None if lookups return the stored weights.
-        """
         columns, start = [], 0
         for segment in config.segments:
             if isinstance(segment.serving, ServingPrecision):
@@ -44,29 +29,15 @@ class ServingView:
         return cls(columns) if columns else None
 
     def apply(self, rows: Tensor, step: int | None) -> Tensor:
-        """Replace stored weights by what a lookup returns, in place.
-
-        Args:
-            rows: float32 [n, dim].
-            step: The global step, from 0, for what training sees; None: what servers return.
-
-        Returns:
-            `rows`.
-        """
+        """Replace stored weights by what a lookup returns, in place."""
+        # rows: float32 [n, dim].
         for columns, precision in self._columns:
             stored = rows[:, columns]
             stored.copy_(precision.served(stored) if step is None else precision.trained(stored, step))
         return rows
 
     def native_parts(self, step: int | None) -> list[tuple[int, int, int, float, float]]:
-        """Return the arguments of the native module, which computes the same bits.
-
-        Args:
-            step: As for `apply`.
-
-        Returns:
-            For each segment with a view, its number, first column, end, and numbers.
-        """
+        """Return the arguments of the native module, which computes the same bits."""
         parts = []
         for columns, precision in self._columns:
             view, first, second = precision.native_view(step)
@@ -74,27 +45,12 @@ class ServingView:
         return parts
 
     def slopes(self, step: int) -> list[float]:
-        """Return the largest factor of the gradients of each segment with a view; see `native_parts`.
-
-        Args:
-            step: The global step, from 0.
-
-        Returns:
-            The factors, float32.
-        """
+        """Return the largest factor of the gradients of each segment with a view; see `native_parts`."""
         return [precision.slope(step) for _, precision in self._columns]
 
     def gradient(self, grads: Tensor, rows: Tensor, step: int) -> Tensor:
-        """Compute the gradients of stored weights from those of what training sees.
-
-        Args:
-            grads: float32 [n, dim].
-            rows: float32 [n, dim], the stored weights.
-            step: The global step, from 0.
-
-        Returns:
-            float32 [n, dim]; `grads` itself if nothing changes.
-        """
+        """Compute the gradients of stored weights from those of what training sees."""
+        # grads: float32 [n, dim]; rows: float32 [n, dim], the stored weights; returns: float32 [n, dim].
         if not self.depends_on_step:
             return grads
         result = grads.clone()

@@ -92,51 +92,32 @@ class Chunk:
 
 
 class FoundRows(NamedTuple):
-    """The row numbers of ids in one table. Callers pass them back to the engine and do not interpret them.
+    """The row numbers of ids in one table. Callers pass them back to the engine and do not interpret them."""
 
-    Attributes:
-        rows: int32 [n], on the engine's device; -1 where an id has no row.
-        epoch: The table's epoch when the rows were found. An engine trusts rows of its current epoch and
-            finds others again. None: unknown, so the engine verifies each row.
-    """
-
-    rows: Tensor
+    rows: Tensor  # int32 [n], on the engine's device; -1 where an id has no row
+    # The table's epoch when the rows were found. An engine trusts rows of its current epoch and finds others
+    # again. None: unknown, so the engine verifies each row.
     epoch: int | None
 
 
 class SnapshotStart(NamedTuple):
-    """What a table held when a snapshot began, besides the rows, which are read later.
+    """What a table held when a snapshot began, besides the rows, which are read later."""
 
-    Attributes:
-        rows: Number of rows in the snapshot.
-        live: Number of rows in the table.
-        removed: Ids removed since the consumer's last drain, int64.
-        pending: Ids without a row that `MinCount` counted, and their counts, int64 each; empty unless asked
-            for.
-    """
-
-    rows: int
-    live: int
-    removed: Tensor
+    rows: int  # Number of rows in the snapshot
+    live: int  # Number of rows in the table
+    removed: Tensor  # Ids removed since the consumer's last drain, int64
+    # Ids without a row that `MinCount` counted, and their counts, int64 each; empty unless asked for
     pending: tuple[Tensor, Tensor]
 
 
 class Step(NamedTuple):
-    """The validated numbers of one update.
+    """The validated numbers of one update."""
 
-    Attributes:
-        rates: Learning rate of each segment.
-        time: Seconds; becomes the last-update time of the rows.
-        scale: Factor of each summed gradient.
-        clip_norm: Largest L2 norm of a summed gradient; 0 for no limit.
-        step: The global step, from 0.
-    """
-
-    rates: list[float]
-    time: int
-    scale: float
-    clip_norm: float
-    step: int
+    rates: list[float]  # Learning rate of each segment
+    time: int  # Seconds; becomes the last-update time of the rows
+    scale: float  # Factor of each summed gradient
+    clip_norm: float  # Largest L2 norm of a summed gradient; 0 for no limit
+    step: int  # The global step, from 0
 
 
 class RowCounters(NamedTuple):

@@ -40,19 +40,7 @@ class MergeCounts(NamedTuple):
 
 
 def merge_tables(table: Table, other: Table, on_conflict: str) -> MergeCounts:
-    """Copy the rows of another table into a table; see `Table.merge`.
-
-    Args:
-        table: Receives the rows.
-        other: The other table; it does not change.
-        on_conflict: Which row stays if both have the id: one of `ON_CONFLICT`.
-
-    Returns:
-        Numbers of rows of the other table.
-
-    Raises:
-        InputError: An argument is wrong, or the rows of the tables differ. Nothing was written.
-    """
+    """Copy the rows of another table into a table; see `Table.merge`."""
     _check_merge(table, other, on_conflict)
     own_ids, own_times = _times(table) if on_conflict == "newer" else (None, None)
     added = replaced = kept = 0
@@ -108,19 +96,8 @@ def _times(table: Table) -> tuple[Tensor, Tensor]:
 
 
 def unwanted_ids(table: Table, predicate: Predicate, chunk_size: int) -> Tensor:
-    """Find the ids whose rows a predicate does not keep; see `Table.filter`.
-
-    Args:
-        table: The table.
-        predicate: Takes a chunk and returns which rows stay, bool [n].
-        chunk_size: Largest number of rows of a chunk.
-
-    Returns:
-        The ids, int64.
-
-    Raises:
-        InputError: The predicate is not a function, or it does not return bool [n].
-    """
+    """Find the ids whose rows a predicate does not keep; see `Table.filter`."""
+    # predicate: takes a chunk and returns which rows stay, bool [n].
     if not callable(predicate) or isinstance(predicate, type):
         raise InputError(f"table {table.name!r}: filter takes a function of a Chunk, got {predicate!r}")
     unwanted = [torch.empty(0, dtype=torch.int64, device="cpu")]

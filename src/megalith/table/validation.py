@@ -28,59 +28,27 @@ _NATIVE = native_module()
 
 
 def check_table_name(table: str, known: Collection[str]) -> None:
-    """Raise unless a table is known.
-
-    Args:
-        table: Name of the table, as the caller passed it.
-        known: Names of the tables that exist.
-
-    Raises:
-        UnknownNameError: The name is not among them; the message lists them.
-    """
+    """Raise unless a table is known."""
     if not isinstance(table, str) or table not in known:
         names = ", ".join(map(repr, known)) or "none"
         raise UnknownNameError(f"unknown table {table!r} (known: {names})")
 
 
 def check_by_table(value: Any, field: str, example: str) -> None:
-    """Raise unless an argument maps table names to something.
-
-    Args:
-        value: The argument.
-        field: Its name, for the message.
-        example: A correct value for the message, such as "{'user': ids}".
-
-    Raises:
-        InputError: The value is not a mapping.
-    """
+    """Raise unless an argument maps table names to something."""
     if not isinstance(value, Mapping):
         raise InputError(f"{field} must map table names, such as {example}, got {type(value).__name__}")
 
 
 def check_flag(value: Any, field: str) -> None:
-    """Raise unless an argument is True or False.
-
-    Args:
-        value: The argument.
-        field: Its name, for the message.
-
-    Raises:
-        InputError: The value is not a bool.
-    """
+    """Raise unless an argument is True or False."""
     if not isinstance(value, bool):
         raise InputError(f"{field} must be True or False, got {type(value).__name__}")
 
 
 def are_plain_ids(tensors: Iterable[Any], device: torch.device) -> bool:
-    """Return whether ids need no conversion; faster than `InputChecks.ids` for each table.
-
-    Args:
-        tensors: The ids of each table, as the caller passed them.
-        device: The device of the rows.
-
-    Returns:
-        True if all of them are contiguous int64 [n] on that device. False: `InputChecks.ids` decides.
-    """
+    """Return whether ids need no conversion; faster than `InputChecks.ids` for each table."""
+    # returns: true if all of them are contiguous int64 [n] on that device.
     if device.type == "cpu":
         return _NATIVE is not None and bool(_NATIVE.are_ids(list(tensors)))
     for ids in tensors:
@@ -92,18 +60,7 @@ def are_plain_ids(tensors: Iterable[Any], device: torch.device) -> bool:
 
 
 def check_step(step: Any, where: str) -> int:
-    """Check a global step.
-
-    Args:
-        step: An integer from 0 to 2^63 - 1.
-        where: What it belongs to, for messages.
-
-    Returns:
-        The step.
-
-    Raises:
-        InputError: It is not such an integer.
-    """
+    """Check a global step."""
     at = as_integer(step)
     if at is None or not 0 <= at < 2**63:
         raise InputError(f"{where}: step must be an integer >= 0, got {step!r}")
@@ -111,43 +68,20 @@ def check_step(step: Any, where: str) -> int:
 
 
 def check_start(start: Any, where: str) -> None:
-    """Check where a part of an eviction begins.
-
-    Args:
-        start: A number from 0 to 1, or None.
-        where: The call or table, for the message.
-
-    Raises:
-        InputError: It is something else.
-    """
+    """Check where a part of an eviction begins."""
     good = isinstance(start, int | float) and not isinstance(start, bool) and 0 <= start <= 1
     if start is not None and not good:
         raise InputError(f"{where}: start must be a number from 0 to 1, got {start!r}")
 
 
 def check_pooling(pooling: Any) -> None:
-    """Raise unless an argument is a Pooling. Engines and `Pooling.check` check its content.
-
-    Args:
-        pooling: The argument.
-
-    Raises:
-        InputError: It is something else.
-    """
+    """Raise unless an argument is a Pooling. Engines and `Pooling.check` check its content."""
     if not isinstance(pooling, Pooling):
         raise InputError(f"pooling must be a Pooling, got {type(pooling).__name__}")
 
 
 class InputChecks:
-    """The checks of one table. They need only its config, so they also run in a data worker.
-
-    Args:
-        config: The config of the table.
-        device: The device of its rows; None: the CPU. Input may be there or on the CPU; it is moved there.
-
-    Attributes:
-        constant_rates: The learning rate of each segment if none depends on the step, otherwise None.
-    """
+    """The checks of one table. They need only its config, so they also run in a data worker."""
 
     def __init__(self, config: TableConfig, device: torch.device | None = None) -> None:
         self.config = config
@@ -159,18 +93,8 @@ class InputChecks:
         self.constant_rates = [float(o.rate(0)) for o in optimizers] if constant else None
 
     def ids(self, ids: Tensor, *, move: bool = True) -> Tensor:
-        """Check ids.
-
-        Args:
-            ids: int64 or int32 [n]. int32 ids are sign-extended.
-            move: Whether to move them to the device of the rows.
-
-        Returns:
-            The ids as a contiguous int64 [n] tensor.
-
-        Raises:
-            InputError: The type, shape or device is wrong.
-        """
+        """Check ids."""
+        # ids: int64 or int32 [n]; returns: the ids as a contiguous int64 [n] tensor.
         if not isinstance(ids, Tensor):
             raise InputError(f"table {self.name!r}: ids must be a tensor, got {type(ids).__name__}")
         if ids.dtype not in (torch.int64, torch.int32):
@@ -183,53 +107,25 @@ class InputChecks:
         return self._moved(ids) if move else ids
 
     def found(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Check row numbers that `Table.find` returned.
-
-        Args:
-            ids: int64 [n], the ids that were found.
-            rows: int32 [n].
-
-        Returns:
-            The row numbers, contiguous. The engine checks their values.
-
-        Raises:
-            InputError: The type, shape or device is wrong.
-        """
+        """Check row numbers that `Table.find` returned."""
+        # ids: int64 [n], the ids that were found; rows: int32 [n].
         if not isinstance(rows, Tensor) or rows.dtype != torch.int32 or rows.shape != ids.shape:
             raise InputError(f"table {self.name!r}: rows must be int32 [{ids.numel()}], from find()")
         self._check_storage("rows", rows)
         return self._moved(rows.contiguous())
 
     def rows(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Check weights to assign or to add.
-
-        Args:
-            ids: int64 [n].
-            rows: float32 [n, dim].
-
-        Returns:
-            The weights, detached and contiguous.
-
-        Raises:
-            InputError: The type, shape or device is wrong, or a weight is NaN or Inf.
-        """
+        """Check weights to assign or to add."""
+        # ids: int64 [n]; rows: float32 [n, dim].
         checked = self._matrix("rows", rows, ids.numel(), self.dim)
         if not _all_finite(checked):
             raise InputError(f"table {self.name!r}: rows hold NaN or Inf")
         return self._moved(checked)
 
     def ids_and_rows(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Check what an assign over several tables passes for this table.
-
-        Args:
-            pair: ids int64 or int32 [n] and rows float32 [n, dim].
-
-        Returns:
-            The ids as int64 [n] and the rows, both contiguous.
-
-        Raises:
-            InputError: It is not a pair, or `ids` or `rows` raises.
-        """
+        """Check what an assign over several tables passes for this table."""
+        # pair: ids int64 or int32 [n] and rows float32 [n, dim]; returns: the ids as int64 [n] and the rows,
+        # both contiguous.
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise InputError(
                 f"table {self.name!r}: assign takes a pair (ids, rows) per table, got {type(pair).__name__}"
@@ -238,18 +134,7 @@ class InputChecks:
         return ids, self.rows(ids, pair[1])
 
     def outputs(self, tensors: Sequence[Tensor], pooling: Pooling) -> list[Tensor]:
-        """Check tensors that a pooling is to fill.
-
-        Args:
-            tensors: float32, contiguous, one per output and with its shape.
-            pooling: The pooling.
-
-        Returns:
-            The tensors themselves, in a list.
-
-        Raises:
-            InputError: A type, shape, device or memory layout is wrong.
-        """
+        """Check tensors that a pooling is to fill."""
         if not isinstance(tensors, list | tuple):
             raise InputError(f"table {self.name!r}: out must be a list of tensors, one per output")
         self._matrices("out", tensors, pooling)
@@ -258,19 +143,8 @@ class InputChecks:
         return list(tensors)
 
     def grads(self, ids: Tensor, grads: Tensor | Sequence[Tensor], pooling: Pooling | None) -> list[Tensor]:
-        """Check gradients.
-
-        Args:
-            ids: int64 [n].
-            grads: float32 [n, dim], or with `pooling` a list of one gradient per output.
-            pooling: The pooling whose outputs the gradients belong to.
-
-        Returns:
-            The gradients, detached, with contiguous rows; a list of one tensor without pooling.
-
-        Raises:
-            InputError: A type, shape or device is wrong, or a gradient is NaN or Inf.
-        """
+        """Check gradients."""
+        # ids: int64 [n]; grads: float32 [n, dim], or with `pooling` a list of one gradient per output.
         if pooling is None:
             if not isinstance(grads, Tensor):
                 raise InputError(f"table {self.name!r}: grads must be a tensor without pooling")
@@ -288,17 +162,7 @@ class InputChecks:
         return [self._moved(grad) for grad in checked]
 
     def epoch(self, epoch: int | None) -> int | None:
-        """Check an epoch that the caller remembered.
-
-        Args:
-            epoch: What `Table.epoch` returned, or None if it is not known.
-
-        Returns:
-            The epoch or None.
-
-        Raises:
-            InputError: It is not an integer.
-        """
+        """Check an epoch that the caller remembered."""
         if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int)):
             raise InputError(
                 f"table {self.name!r}: epoch must be an integer, from Table.epoch, got {epoch!r}"
@@ -306,40 +170,12 @@ class InputChecks:
         return epoch
 
     def step(self, step: int, time: float | None, scale: float, clip_norm: float | None) -> Step:
-        """Check the numbers of an update and evaluate the learning rates.
-
-        Args:
-            step: The global step, from 0: an integer, also of numpy or as a 0-d tensor.
-            time: As for `time`.
-            scale: Factor of each summed gradient.
-            clip_norm: Largest L2 norm of a summed gradient, or None.
-
-        Returns:
-            The numbers that an engine needs.
-
-        Raises:
-            InputError: A number is out of range, or a schedule returns a bad learning rate.
-            UsageError: The table is not trainable.
-        """
+        """Check the numbers of an update and evaluate the learning rates."""
         numbers = self.step_numbers(step, time, scale, clip_norm)
         return numbers._replace(rates=self.rates(numbers.step))
 
     def step_numbers(self, step: int, time: float | None, scale: float, clip_norm: float | None) -> Step:
-        """Check the numbers of an update without evaluating the learning rates.
-
-        Args:
-            step: As for `step`.
-            time: As for `time`.
-            scale: As for `step`.
-            clip_norm: As for `step`.
-
-        Returns:
-            The numbers, without rates.
-
-        Raises:
-            InputError: A number is out of range.
-            UsageError: The table is not trainable.
-        """
+        """Check the numbers of an update without evaluating the learning rates."""
         self.trainable()
         at = check_step(step, f"table {self.name!r}")
         factor = as_number(scale)
@@ -356,17 +192,7 @@ class InputChecks:
             raise UsageError(f"table {self.name!r} is not trainable (TableConfig(trainable=False))")
 
     def rates(self, step: int) -> list[float]:
-        """Return the learning rate of each segment.
-
-        Args:
-            step: The global step, from 0.
-
-        Returns:
-            A rate per segment, finite and not negative.
-
-        Raises:
-            InputError: A learning rate cannot be evaluated, is negative or is not finite.
-        """
+        """Return the learning rate of each segment."""
         if self.constant_rates is not None:
             return list(self.constant_rates)
         rates = []
@@ -378,17 +204,6 @@ class InputChecks:
         return rates
 
     def time(self, time: float | None) -> int:
-        """Check a time.
-
-        Args:
-            time: Seconds since 1970, also of numpy or as a 0-d tensor; None: now.
-
-        Returns:
-            The time as an integer, 0 to 2^32 - 1.
-
-        Raises:
-            InputError: It is not a number in that range.
-        """
         if time is None:
             return int(clock.time())
         seconds = as_number(time)
@@ -399,35 +214,13 @@ class InputChecks:
         return int(seconds)
 
     def row_count(self, n: int, call: str = "reserve") -> int:
-        """Check a number of rows to reserve or allocate.
-
-        Args:
-            n: The number.
-            call: Name of the method that takes it, for the message.
-
-        Returns:
-            The number itself.
-
-        Raises:
-            InputError: It is not an integer from 0 to 2^31 - 1.
-        """
+        """Check a number of rows to reserve or allocate."""
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 2**31:
             raise InputError(f"table {self.name!r}: {call} takes 0 to 2^31 - 1 rows, got {n!r}")
         return n
 
     def chunk(self, chunk: Chunk) -> Chunk:
-        """Check a chunk of complete rows.
-
-        Args:
-            chunk: The rows, as `Table.scan` yields them.
-
-        Returns:
-            The same rows, contiguous, with states in the config's order. A counted table gets count 1
-            and step 0 where the chunk lacks them; another table drops them.
-
-        Raises:
-            InputError: The states are not those of the config, or a type, shape, device or time is wrong.
-        """
+        """Check a chunk of complete rows."""
         if not isinstance(chunk, Chunk):
             raise InputError(
                 f"table {self.name!r}: restore takes a Chunk, as scan() yields it, got {type(chunk).__name__}"
@@ -459,37 +252,16 @@ class InputChecks:
         return Chunk(ids, rows, state, times, counts, steps)
 
     def occurrences(self, ids: Tensor, counts: Tensor) -> Tensor:
-        """Check how often ids occurred.
-
-        Args:
-            ids: int64 [n].
-            counts: int64 [n], positive.
-
-        Returns:
-            The counts, contiguous.
-
-        Raises:
-            InputError: The type, shape or device is wrong, or a count is out of range.
-        """
+        """Check how often ids occurred."""
+        # ids: int64 [n]; counts: int64 [n], positive.
         counts = self._small_integers("counts", counts, ids.numel())
         if counts.numel() and int(counts.min()) < 1:
             raise InputError(f"table {self.name!r}: counts must be positive, got {int(counts.min())}")
         return counts
 
     def flags(self, flags: Tensor, n: int, policy: str) -> Tensor:
-        """Check which rows an eviction policy finds expired.
-
-        Args:
-            flags: bool [n].
-            n: Number of rows.
-            policy: Name of the policy, for the error message.
-
-        Returns:
-            The flags.
-
-        Raises:
-            InputError: The type or shape is wrong.
-        """
+        """Check which rows an eviction policy finds expired."""
+        # flags: bool [n].
         if not isinstance(flags, Tensor) or flags.dtype != torch.bool or tuple(flags.shape) != (n,):
             raise InputError(f"table {self.name!r}: policy {policy!r} must return bool [{n}] from expired()")
         return flags
@@ -539,27 +311,12 @@ class InputChecks:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor as native code reads them.
-
-    Args:
-        tensor: Any strided tensor.
-
-    Returns:
-        The same numbers, detached, contiguous and without lazy negation; a copy only if needed.
-    """
+    """Return the numbers of a tensor as native code reads them."""
     return tensor.detach().resolve_neg().contiguous()
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:
-    """Return the numbers of a matrix as native code reads gradients.
-
-    Args:
-        tensor: A strided tensor of two dimensions.
-
-    Returns:
-        The same numbers, detached and without lazy negation. Each row is contiguous, but rows may be apart; a
-        copy only if needed.
-    """
+    """Return the numbers of a matrix as native code reads gradients."""
     if tensor.requires_grad or tensor.is_neg():
         tensor = tensor.detach().resolve_neg()
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()

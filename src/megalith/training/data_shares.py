@@ -23,12 +23,7 @@ SHARES_PER_WORKER = 4
 
 
 class DataShares:
-    """See the module.
-
-    Args:
-        reader: The reader of all rows. It is not read here.
-        split: Whether an epoch is read in several shares.
-    """
+    """See the module."""
 
     def __init__(self, reader: Reader, *, split: bool) -> None:
         self._reader = reader
@@ -44,12 +39,7 @@ class DataShares:
         return bool(self._at)
 
     def begin(self, epoch: int, workers: int) -> None:
-        """Begin an epoch, unless one has begun.
-
-        Args:
-            epoch: Its number. Readers that shuffle use it.
-            workers: The number of workers.
-        """
+        """Begin an epoch, unless one has begun."""
         if self._at:
             return
         if self._continued is not None:
@@ -66,39 +56,18 @@ class DataShares:
         return self.share(self._free.popleft()) if self._free else None
 
     def share(self, index: int) -> DataShare:
-        """Return a share at its position.
-
-        Args:
-            index: Its number.
-
-        Returns:
-            The share.
-        """
+        """Return a share at its position."""
         return DataShare(index, len(self._at), self._at[index])
 
     def give_back(self, index: int) -> None:
-        """Return a share whose worker has left: another one reads it next.
-
-        Args:
-            index: Its number.
-        """
+        """Return a share whose worker has left: another one reads it next."""
         self._free.appendleft(index)
 
     def record(self, index: int, position: Position) -> None:
-        """Record how far a share was read.
-
-        Args:
-            index: Its number.
-            position: The position after the last trained batch.
-        """
+        """Record how far a share was read."""
         self._at[index] = position
 
     def end(self, epoch: int) -> None:
-        """End the epoch.
-
-        Args:
-            epoch: The number of the next one.
-        """
         self._at = []
         self._start = {**self._start, "epoch": epoch} if "epoch" in self._start else self._start
 
@@ -109,14 +78,7 @@ class DataShares:
         return self._at[0] if len(self._at) == 1 else {"shards": list(self._at)}
 
     def seek(self, position: Position) -> None:
-        """Continue at a position.
-
-        Args:
-            position: A position of `run_batches.py`.
-
-        Raises:
-            InputError: It is invalid, or the data has changed.
-        """
+        """Continue at a position."""
         if not isinstance(position, dict) or "shards" not in position:
             self._reader.shard(0, 1).seek(position)
             start = {**self._start, "epoch": position["epoch"]} if "epoch" in self._start else self._start

@@ -57,17 +57,7 @@ def open_source(config: RunConfig) -> DataSource:
 
 
 def open_test(config: RunConfig) -> Reader | None:
-    """Opens the test data of a trained run. Its training files may be gone.
-
-    Args:
-        config: The config of the run, with the fitted schema.
-
-    Returns:
-        The reader; None if the run has no test data.
-
-    Raises:
-        InputError: A file cannot be read.
-    """
+    """Opens the test data of a trained run. Its training files may be gone."""
     data = config.data
     if data.kind in _DATASETS:
         return open_source(config).test
@@ -99,16 +89,8 @@ def open_reader(config: DataConfig, path: Path, *, labelled: bool = True) -> Rea
 
 
 def id_sources(config: DataConfig) -> dict[str, str]:
-    """Returns where the ids of the features come from, as recorded in the schema; see `FeatureColumn.ids`.
-
-    Features with a slot are left out: ids of different slots never meet.
-
-    Args:
-        config: The config of the data.
-
-    Returns:
-        Feature -> source. Features whose source is not recorded are left out too.
-    """
+    """Return where the ids of the features come from, as recorded in the schema; see `FeatureColumn.ids`."""
+    # Features with a slot are left out: ids of different slots never meet.
     columns = config.schema.get("features", {})
     return {
         name: column["ids"]

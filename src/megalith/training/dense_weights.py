@@ -31,20 +31,16 @@ WIDTH = 1024
 
 @dataclass(frozen=True)
 class DenseAdam(Optimizer):
-    """torch.optim.Adam with its defaults, as an optimizer of rows; t is the global step + 1.
-
-    Args:
-        lr: The learning rate, a number.
-    """
+    """torch.optim.Adam with its defaults, as an optimizer of rows; t is the global step + 1."""
 
     name: ClassVar[str] = "dense_adam"
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: both moments."""
+        # Both moments.
         return State("exp_avg", dim), State("exp_avg_sq", dim)
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`: the same operations as torch's optimizer, so the same bits."""
+        # The same operations as torch's optimizer, so the same bits.
         adam(
             [rows],
             [grads],
@@ -64,20 +60,7 @@ class DenseAdam(Optimizer):
 
 
 class DenseWeights:
-    """See the module. An optimizer for `Steps`, whose `step` pushes the gradients.
-
-    Args:
-        model: The model; its weights are the local copy.
-        lr: The learning rate.
-        place: Makes the shards of a table on the servers.
-
-    Attributes:
-        shards: The table.
-        at: The step of the next `step`.
-
-    Raises:
-        UsageError: The model has buffers, which nobody would average.
-    """
+    """See the module. An optimizer for `Steps`, whose `step` pushes the gradients."""
 
     def __init__(
         self, model: nn.Module, lr: float, place: Callable[[list[TableConfig]], ServerShards]
@@ -99,11 +82,7 @@ class DenseWeights:
     # ---- a worker
 
     def request(self) -> Callable[[], None]:
-        """Ask for the weights.
-
-        Returns:
-            A function that waits for them and writes them into the model.
-        """
+        """Ask for the weights."""
         lookup = self.shards.lookup({TABLE: self._ids})
         lookup.fetch()
         return lambda: self._write(lookup.rows[TABLE])
@@ -121,11 +100,7 @@ class DenseWeights:
     # ---- all weights with the state of their optimizer
 
     def load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Send the weights of the model to the servers.
-
-        Args:
-            optimizer: A torch.optim.Adam of the model; its state is sent too.
-        """
+        """Send the weights of the model to the servers."""
         state = {}
         for name in ("exp_avg", "exp_avg_sq"):
             own = [optimizer.state[p].get(name) for p in self._parameters]
@@ -138,12 +113,7 @@ class DenseWeights:
         self.shards.flush()
 
     def fetch(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Write the weights of the servers into the model.
-
-        Args:
-            optimizer: A torch.optim.Adam of the model; it receives its state.
-            step: The number of steps so far.
-        """
+        """Write the weights of the servers into the model."""
         chunks = list(self.shards.scan(TABLE))
         order = torch.cat([chunk.ids for chunk in chunks]).argsort()
         self._write(torch.cat([chunk.rows for chunk in chunks])[order])
@@ -158,11 +128,7 @@ class DenseWeights:
             optimizer.state[parameter] = {"step": torch.tensor(float(step), device="cpu"), **own}
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint that servers start again from; their logs then begin there.
-
-        Args:
-            path: Its directory.
-        """
+        """Write a checkpoint that servers start again from; their logs then begin there."""
         checkpoint.save(EmbeddingCollection(self.shards, [Feature(TABLE, TABLE)]), path)
 
     # ---- rows

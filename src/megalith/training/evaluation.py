@@ -36,7 +36,7 @@ class Evaluation:
     """Number of bad rows that were skipped, by reason."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the JSON-compatible form. NaN becomes None."""
+        """Return the JSON-compatible form. NaN becomes None."""
         numbers = {"auc": self.auc, "log_loss": self.log_loss}
         finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
         skipped = {"skipped": self.skipped} if self.skipped else {}

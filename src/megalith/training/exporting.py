@@ -33,25 +33,8 @@ def export_run(
     block_size: int | None = None,
     **options: Any,
 ) -> Path:
-    """Writes a checkpoint of a run as a version below `out`.
-
-    A checkpoint that training replaces meanwhile is read again.
-
-    Args:
-        path: The directory of a run, whose newest checkpoint is exported, or a checkpoint.
-        out: Directory of the versions.
-        name: Name of the model in requests (None: the kind of model, such as "deepfm").
-        block_size: Number of consecutive ids per part, for tables of dist_type "continuous" (None: as in
-            training).
-        options: precision, num_shards, version and on_rows of `export_model`.
-
-    Returns:
-        `out`.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged.
-        ExportError: The version exists or cannot be written.
-    """
+    """Writes a checkpoint of a run as a version below `out`."""
+    # A checkpoint that training replaces meanwhile is read again.
     for _ in range(_TRIES - 1):
         root = find_checkpoint(path)
         manifest = checkpoint.read_manifest(root)
@@ -97,7 +80,7 @@ def _export(
 
 
 def _id_kinds(config: DataConfig, features: Sequence[str]) -> dict[str, str]:
-    """Returns what the ids of features are, as far as the schema records it; see `export_model`."""
+    """Return what the ids of features are, as far as the schema records it; see `export_model`."""
     columns = config.schema.get("features", {})
     kinds = {}
     for name in features:
@@ -108,20 +91,13 @@ def _id_kinds(config: DataConfig, features: Sequence[str]) -> dict[str, str]:
 
 
 def _single_ids(features: Sequence[str], list_features: Any) -> list[str]:
-    """Returns the features of which training saw one id per row; none for a checkpoint that does not say."""
+    """Return the features of which training saw one id per row; none for a checkpoint that does not say."""
     known = isinstance(list_features, list)
     return [name for name in features if name not in list_features] if known else []
 
 
 def count_rows(path: str | Path) -> int:
-    """Returns the number of rows of a run's newest checkpoint.
-
-    Args:
-        path: Directory of a run, or a checkpoint.
-
-    Returns:
-        The number of rows of all tables, deltas included.
-    """
+    """Return the number of rows of a run's newest checkpoint."""
     manifest = checkpoint.read_manifest(find_checkpoint(path))
     return sum(entries[-1].live for entries in manifest.tables().values())
 
@@ -140,7 +116,7 @@ def _rows_of(root: Path, manifest: checkpoint.Manifest) -> RowSource:
 
 
 def _block_size(manifest: checkpoint.Manifest, num_shards: int) -> int | None:
-    """Returns the block size that distributes the ids of training over the parts; None without blocks."""
+    """Return the block size that distributes the ids of training over the parts; None without blocks."""
     sizes = [
         routing.block_size * routing.num_shards
         for entries in manifest.tables().values()

@@ -31,56 +31,31 @@ _SALT = 0x5851F42D4C957F2D  # mix64(0) is 0: without it, id 0 would always be in
 
 
 class IdFrequencies:
-    """The occurrences of ids by feature.
-
-    Attributes:
-        samples: Number of samples counted so far.
-    """
+    """The occurrences of ids by feature."""
 
     def __init__(self) -> None:
         self.samples = 0
         self._counts: dict[str, _IdCounts] = {}
 
     def update(self, batch: Batch) -> None:
-        """Adds the ids of a batch.
-
-        Args:
-            batch: The batch that was trained.
-        """
+        """Adds the ids of a batch."""
         self.samples += len(batch)
         for name, column in batch.features.items():
             self._counts.setdefault(name, _IdCounts()).add(column.values)
 
     def summary(self, samples: int) -> dict[str, Any]:
-        """Returns the content of frequencies.json.
-
-        Args:
-            samples: Number of samples of the run, maybe more than were counted.
-
-        Returns:
-            {"samples": ..., "samples_of_run": ..., "features": {name: histogram}}.
-        """
+        """Return the content of frequencies.json."""
         features = {name: counts.histogram() for name, counts in self._counts.items()}
         return {"samples": self.samples, "samples_of_run": samples, "features": features}
 
     def write(self, path: Path, samples: int) -> None:
-        """Writes the summary as JSON.
-
-        Args:
-            path: The file.
-            samples: See `summary`.
-        """
+        """Writes the summary as JSON."""
         path.write_text(json.dumps(self.summary(samples)))
 
     # ---- with a checkpoint
 
     def save(self, folder: Path, step: int) -> None:
-        """Saves the counts. They become the only ones with `keep_only`.
-
-        Args:
-            folder: The folder of the counts.
-            step: Step of the checkpoint that they belong to.
-        """
+        """Saves the counts. They become the only ones with `keep_only`."""
         tensors = {"samples": torch.tensor(self.samples, device="cpu")}
         for name, counts in self._counts.items():
             counts.compact()
@@ -90,18 +65,7 @@ class IdFrequencies:
 
     @classmethod
     def load(cls, folder: Path, step: int) -> IdFrequencies:
-        """Returns the counts of a checkpoint, or empty ones if it has none.
-
-        Args:
-            folder: The folder of the counts.
-            step: Step of the checkpoint.
-
-        Returns:
-            The counts, to which later batches can be added.
-
-        Raises:
-            CheckpointError: The file is damaged.
-        """
+        """Return the counts of a checkpoint, or empty ones if it has none."""
         loaded, path = cls(), _file(folder, step)
         if not path.exists():
             return loaded
@@ -122,12 +86,7 @@ class IdFrequencies:
 
 
 def keep_only(folder: Path, step: int) -> None:
-    """Deletes the counts of other checkpoints than the newest.
-
-    Args:
-        folder: The folder of the counts.
-        step: Step of the newest checkpoint.
-    """
+    """Deletes the counts of other checkpoints than the newest."""
     for path in folder.glob("step-*.safetensors"):
         if path != _file(folder, step):
             path.unlink(missing_ok=True)

@@ -20,20 +20,7 @@ WHERE = "train.table_options"
 
 
 def build_optimizer(name: str, lr: float, options: str | None) -> Optimizer:
-    """Build the optimizer of the tables.
-
-    Args:
-        name: Its name in `megalith.table.optimizers.OPTIMIZERS`.
-        lr: Its learning rate.
-        options: Further settings, such as "eps=1e-6, bias_correction=row"; None or empty: the defaults.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        UnknownNameError: The optimizer has no such setting; the message lists those it has.
-        InputError: A value is wrong, or delay_compensated has no base.
-    """
+    """Build the optimizer of the tables."""
     settings = _read(options or "")
     if OPTIMIZERS[name] is not DelayCompensated:
         return _build(name, lr, settings)

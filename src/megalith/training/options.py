@@ -12,18 +12,7 @@ from megalith.errors import InputError, UnknownNameError
 def check_options(
     where: str, options: Mapping[str, Any], target: Callable[..., Any], *, passed: Collection[str] = ()
 ) -> None:
-    """Checks that options are arguments of a class, and that no required argument is missing.
-
-    Args:
-        where: The key of the config, for messages: "data.options".
-        options: The options.
-        target: The class that takes them.
-        passed: Arguments that the caller passes itself. They are not options.
-
-    Raises:
-        UnknownNameError: An option is not an argument; the message lists the known ones.
-        InputError: A required argument is missing.
-    """
+    """Checks that options are arguments of a class, and that no required argument is missing."""
     parameters = {
         name: each for name, each in inspect.signature(target).parameters.items() if name not in passed
     }

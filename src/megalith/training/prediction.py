@@ -22,21 +22,7 @@ SUFFIXES = (".csv", ".parquet")
 def predict_file(
     model: Model, reader: Reader, out: Path, on_batch: Callable[[int], None] | None = None
 ) -> int:
-    """Predicts the rows of a reader and writes their probabilities in the same order.
-
-    Args:
-        model: A trained model.
-        reader: The rows. With on_error="skip" the file has no line for a skipped row, and the lines after it
-            are shifted.
-        out: File to write, .csv or .parquet, with one column "probability". It is replaced as a whole.
-        on_batch: Called after each batch with the number of rows predicted so far.
-
-    Returns:
-        The number of rows.
-
-    Raises:
-        InputError: The name of the file has another suffix, or a row cannot be read.
-    """
+    """Predicts the rows of a reader and writes their probabilities in the same order."""
     check_output(out)
     scores = torch.cat([torch.empty(0, device="cpu"), *_scores(model, reader, on_batch)])
     temporary = out.with_name(out.name + ".tmp")
@@ -46,14 +32,7 @@ def predict_file(
 
 
 def check_output(out: Path) -> None:
-    """Checks the name of an output file.
-
-    Args:
-        out: The file.
-
-    Raises:
-        InputError: It does not end in .csv or .parquet.
-    """
+    """Checks the name of an output file."""
     if out.suffix not in SUFFIXES:
         raise InputError(f"{out}: write to a file named {' or '.join(SUFFIXES)}")
 

@@ -45,22 +45,7 @@ class Pushed:
 
 
 class Publishing:
-    """The publisher of a run on this rank, as a context manager.
-
-    Args:
-        model: The model in training.
-        config: The config of the run.
-        ranks: The ranks of the run.
-        base: Id of the save that holds the current rows of the model.
-        session: The id and the number of the session, the same on all ranks.
-        servers: The parameter servers of the run; None: the rows are on its ranks.
-        next_session: Returns the number of a further session. Only rank 0 has it.
-
-    Raises:
-        InputError: The config of the publisher is wrong.
-        DiscoveryError: The discovery cannot be opened.
-        MissingDependencyError: The extra `serve` is not installed.
-    """
+    """The publisher of a run on this rank, as a context manager."""
 
     def __init__(
         self,
@@ -115,23 +100,7 @@ class Publishing:
         next_session: Callable[[], int] | None,
         servers: RunServers | None = None,
     ) -> Publishing:
-        """Creates the publisher on every rank, or raises on every rank. A collective call.
-
-        Args:
-            model: The model in training.
-            config: The config of the run; `train.publish` names the discovery.
-            ranks: The ranks of the run, one publisher each.
-            base: Id of the save that the rows of the model are equal to now.
-            next_session: Returns the number of a session, above those of earlier ones; only rank 0 has it.
-            servers: The parameter servers of the run; None: the rows are on its ranks.
-
-        Returns:
-            The publisher of this rank.
-
-        Raises:
-            InputError: The discovery or a credential is malformed.
-            DiscoveryError: The discovery cannot be started.
-        """
+        """Creates the publisher on every rank, or raises on every rank. A collective call."""
         number = None if next_session is None else next_session()
         session = ranks.gather((uuid.uuid4().hex, number))[0]
         return ranks.rank_0_first(
@@ -165,11 +134,7 @@ class Publishing:
         self._repeated(lambda: self._publisher.step())
 
     def saved(self, id: str) -> None:
-        """To be called after a save with its id.
-
-        Args:
-            id: Id of the save, as the manifest has it.
-        """
+        """To be called after a save with its id."""
         self._repeated(lambda: self._publisher.checkpoint_taken(id), base=id)
 
     def finish(self) -> Pushed:
@@ -209,14 +174,7 @@ class Publishing:
 
 
 def check_publishing(config: RunConfig) -> None:
-    """Checks the discovery of a config before the run writes anything.
-
-    Args:
-        config: The config; nothing is checked if it does not publish.
-
-    Raises:
-        InputError: The URL of the discovery is malformed.
-    """
+    """Checks the discovery of a config before the run writes anything."""
     if config.train.publish:
         from megalith.serving.discovery import open_discovery
 

@@ -414,11 +414,11 @@ class Run:
             watcher.communicated(report)
 
     def rows(self) -> dict[str, int]:
-        """Returns the number of rows of each table on all ranks together. A collective call."""
+        """Return the number of rows of each table on all ranks together. A collective call."""
         return self._numbers.rows()
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """Returns what happened to the rows of each table since the run began. A collective call.
+        """Return what happened to the rows of each table since the run began. A collective call.
 
         Returns:
             By table, on all ranks together: rows "created", "removed" and "evicted", ids "refused" (all since
@@ -427,7 +427,7 @@ class Run:
         return self._numbers.counters()
 
     def host_tier(self) -> dict[str, HostTierUse]:
-        """Returns how often updates found rows in GPU memory since this process began. A collective call.
+        """Return how often updates found rows in GPU memory since this process began. A collective call.
 
         Returns:
             By table with `TableConfig.device_bytes` on a GPU, on all ranks together; empty without such
@@ -436,7 +436,7 @@ class Run:
         return self._numbers.host_tier()
 
     def memory(self) -> dict[str, int]:
-        """Returns the bytes of all tables on all ranks, by purpose; see `megalith.table.MemoryUse`."""
+        """Return the bytes of all tables on all ranks, by purpose; see `megalith.table.MemoryUse`."""
         return self._numbers.memory()
 
     def _record(self, window: LogWindow) -> dict[str, Any]:

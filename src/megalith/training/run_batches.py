@@ -45,46 +45,20 @@ class StepBatch(NamedTuple):
         return len(self.batch) if self.sizes is None else sum(self.sizes)
 
     def sizes_of(self, ranks: int) -> list[int]:
-        """Returns the number of rows that each rank computes if each has one part.
-
-        Args:
-            ranks: Number of ranks.
-
-        Returns:
-            The numbers, one per rank.
-        """
+        """Return the number of rows that each rank computes if each has one part."""
         if self.sizes is not None:
             return self.sizes
         return [end - start for start, end in (bounds(self.rows, rank, ranks) for rank in range(ranks))]
 
     def part(self, number: int, parts: int, own: range) -> Batch:
-        """Returns a part of the step's rows.
-
-        Args:
-            number: Number of the part, one of `own`.
-            parts: Number of parts of all ranks.
-            own: The parts of this rank.
-
-        Returns:
-            The rows of the part; views of the batch.
-        """
+        """Return a part of the step's rows."""
         if self.sizes is None:
             return part_of(self.batch, number, parts)
         return part_of(self.batch, number - own.start, len(own))
 
 
 class RunBatches:
-    """The batches of a reader for the ranks of a run. A collective call.
-
-    Args:
-        reader: The reader of all rows.
-        ranks: The ranks of the run.
-        shards: Whether each rank reads its own shard.
-        ahead: Whether a thread reads the next batches while this one is trained on, for runs on a GPU.
-
-    Attributes:
-        list_features: Features of which a row with several ids was seen, in the first batches.
-    """
+    """The batches of a reader for the ranks of a run. A collective call."""
 
     def __init__(self, reader: Reader, ranks: RunRanks, *, shards: bool = False, ahead: bool = False) -> None:
         self.reader = reader
@@ -142,13 +116,13 @@ class RunBatches:
         return 0
 
     def settle(self) -> bool:
-        """Returns whether no step is in progress. A run saves and stops then."""
+        """Return whether no step is in progress. A run saves and stops then."""
         return True
 
     # ---- position
 
     def position(self) -> Position:
-        """Returns where the next batch starts, as a JSON-compatible dict. A collective call."""
+        """Return where the next batch starts, as a JSON-compatible dict. A collective call."""
         if not self._sharded.begun:
             return self.reader.position if self._at is None else self._at
         everywhere = self.ranks.gather(self._sharded.positions())
@@ -156,14 +130,7 @@ class RunBatches:
         return {"shards": [merged[index] for index in range(len(merged))]}
 
     def seek(self, position: Position) -> None:
-        """Continues at a position.
-
-        Args:
-            position: The result of `position`, on any number of ranks.
-
-        Raises:
-            InputError: The position is invalid, or the data has changed.
-        """
+        """Continues at a position."""
         if isinstance(position, dict) and "shards" in position:
             self._sharded.resume(position["shards"])
         else:
@@ -171,20 +138,13 @@ class RunBatches:
             self._at = None
 
     def skipped(self) -> Counter[str]:
-        """Returns the number of bad rows skipped by all ranks, by reason. A collective call."""
+        """Return the number of bad rows skipped by all ranks, by reason. A collective call."""
         own = self._skipped + self._sharded.skipped()
         return Counter(self.reader.skipped) + sum(self.ranks.gather(own), Counter())
 
 
 def features_with_lists(batch: Batch) -> frozenset[str]:
-    """Returns the features of which a row has several ids.
-
-    Args:
-        batch: The batch.
-
-    Returns:
-        Their names.
-    """
+    """Return the features of which a row has several ids."""
     return frozenset(name for name, x in batch.features.items() if bool((x.lengths() > 1).any()))
 
 

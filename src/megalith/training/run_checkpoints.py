@@ -20,39 +20,20 @@ FOLDER = "checkpoints"
 
 
 class RunCheckpoints:
-    """The kept checkpoints of a run.
-
-    Args:
-        directory: Directory of the kept checkpoints.
-        keep_last: See `checkpoint.Rotation`.
-        keep_every: See `checkpoint.Rotation`.
-    """
+    """The kept checkpoints of a run."""
 
     def __init__(self, directory: Path, *, keep_last: int, keep_every: int | None) -> None:
         self._rotation = Rotation(directory, keep_last=keep_last, keep_every=keep_every)
 
     @classmethod
     def of(cls, config: TrainConfig, run: Path) -> RunCheckpoints | None:
-        """Returns the kept checkpoints of a config, or None if the config keeps none.
-
-        Args:
-            config: The config of the run.
-            run: Directory of the run.
-
-        Returns:
-            The kept checkpoints, or None.
-        """
+        """Return the kept checkpoints of a config, or None if the config keeps none."""
         if config.keep_last is None and config.keep_every is None:
             return None
         return cls(run / FOLDER, keep_last=config.keep_last or 1, keep_every=config.keep_every)
 
     def add(self, checkpoint: Path, step: int) -> None:
-        """Keeps a checkpoint, then deletes the checkpoints that the rules do not keep.
-
-        Args:
-            checkpoint: Directory of the checkpoint.
-            step: Step of the checkpoint.
-        """
+        """Keeps a checkpoint, then deletes the checkpoints that the rules do not keep."""
         manifest = read_manifest(checkpoint)
         target = LocalStore(Path(self._rotation.path(step)))
         for file in manifest.all_files():

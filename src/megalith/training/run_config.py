@@ -258,7 +258,7 @@ class RunConfig:
         return None if named in (None, "*") else [name.strip() for name in named.split(",")]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the config as JSON-compatible dicts, one per section."""
+        """Return the config as JSON-compatible dicts, one per section."""
         return asdict(self)
 
     @classmethod
@@ -309,7 +309,7 @@ class RunConfig:
             raise type(error)(f"{path}: {error}") from None
 
     def changed(self, **flags: Any) -> RunConfig:
-        """Returns a copy with other values.
+        """Return a copy with other values.
 
         Args:
             **flags: Values by section and key: `data_path=...`, `model_dim=...`, `train_epochs=...`. None
@@ -334,7 +334,7 @@ class RunConfig:
         return RunConfig.from_dict({**merged, "tables": self.tables})
 
     def resumed(self, changes: Mapping[str, Any]) -> RunConfig:
-        """Returns the config of a resumed run.
+        """Return the config of a resumed run.
 
         Args:
             changes: New values of keys of [train]; "tables": all sections [tables.NAME].
@@ -356,7 +356,7 @@ class RunConfig:
         return RunConfig.from_dict({**own, "train": {**own["train"], **changes}, "tables": tables})
 
     def changes_to(self, wanted: RunConfig) -> dict[str, Any]:
-        """Returns the changes for `resumed` that turn this config into the wanted one.
+        """Return the changes for `resumed` that turn this config into the wanted one.
 
         The schema is not compared: this config holds the fitted one.
 

@@ -17,45 +17,24 @@ from megalith.training.run_sections import TrainConfig
 
 
 def has_gpu() -> bool:
-    """Returns whether the cuda engine can run: torch finds a GPU, and triton is installed."""
+    """Return whether the cuda engine can run: torch finds a GPU, and triton is installed."""
     return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
 def device_of(train: TrainConfig) -> torch.device:
-    """Returns where a model of a config computes.
-
-    Args:
-        train: The section [train]. A model that was trained on a GPU computes on the CPU where there is none.
-
-    Returns:
-        The device.
-    """
+    """Return where a model of a config computes."""
     gpu = train.device in ("cuda", "auto") and has_gpu()
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
 
 def engine_of(train: TrainConfig) -> str:
-    """Returns the engine of the tables.
-
-    Args:
-        train: The section [train].
-
-    Returns:
-        Its engine; on a GPU, cuda instead of cpu.
-    """
+    """Return the engine of the tables."""
     on_gpu = train.engine == "cpu" and device_of(train).type == "cuda"
     return "cuda" if on_gpu else train.engine
 
 
 def transport_of(train: TrainConfig) -> str:
-    """Returns how the ranks of a run exchange rows; see `Exchange`.
-
-    Args:
-        train: The section [train].
-
-    Returns:
-        "nccl" if each rank of this machine has a GPU of its own, otherwise "auto".
-    """
+    """Return how the ranks of a run exchange rows; see `Exchange`."""
     if device_of(train).type != "cuda":
         return "auto"
     launch = read_launch()
@@ -63,15 +42,7 @@ def transport_of(train: TrainConfig) -> str:
 
 
 def use_device(train: TrainConfig) -> None:
-    """Checks that a run can start on its device; ranks of one machine share its GPUs evenly.
-
-    Args:
-        train: The section [train].
-
-    Raises:
-        UsageError: There is no GPU, a run on parameter servers asks for one, or the ranks of a launcher ask
-            for parameter servers.
-    """
+    """Checks that a run can start on its device; ranks of one machine share its GPUs evenly."""
     if train.servers and world_size() > 1:
         raise UsageError(
             f"--servers is for one process, which starts servers and workers itself, but a launcher has "
@@ -89,28 +60,13 @@ def use_device(train: TrainConfig) -> None:
 
 
 def score(model: nn.Module, batch: Batch) -> Tensor:
-    """Returns the logits of a batch.
-
-    Args:
-        model: The model, on any device.
-        batch: The batch, on any device.
-
-    Returns:
-        float32 [rows], on the CPU.
-    """
+    """Return the logits of a batch."""
+    # returns: float32 [rows], on the CPU.
     return forward_batch(model, moved(model, batch)).cpu()
 
 
 def moved(model: nn.Module, batch: Batch) -> Batch:
-    """Returns a batch on the device of a model.
-
-    Args:
-        model: The model.
-        batch: The batch, on any device.
-
-    Returns:
-        The batch itself if it is there.
-    """
+    """Return a batch on the device of a model."""
     first = next((parameter for _, parameter in dense_parameters(model)), None)
     if first is None or first.device == batch.labels.device:
         return batch

@@ -32,19 +32,7 @@ _LOCK = ".lock"
 
 
 def export_newest(run: Path, name: str | None) -> Path:
-    """Export the newest checkpoint of a run as a new version, unless the newest version is of it.
-
-    Args:
-        run: The directory of the run.
-        name: The name of the model in requests (None: the kind of model).
-
-    Returns:
-        The directory of the versions.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged.
-        ExportError: The version cannot be written, or another process exports for too long.
-    """
+    """Export the newest checkpoint of a run as a new version, unless the newest version is of it."""
     name = name or config_of(read_manifest(run / CHECKPOINT), run).model.name
     out = run / EXPORTS / check_name(name, "the name of the model")
     out.mkdir(parents=True, exist_ok=True)

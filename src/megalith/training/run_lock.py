@@ -28,12 +28,6 @@ class RunLock:
 
     A process that ends, or is killed, releases the lock; processes that it forked, such as data workers, do
     not hold it. On a file system without locks nothing is locked.
-
-    Args:
-        directory: The directory of the run.
-
-    Raises:
-        UsageError: Another process, or another call in this one, trains in the directory.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -76,14 +70,7 @@ class RunLock:
 
 
 def is_training(directory: Path) -> bool:
-    """Return whether a process trains in the directory of a run, as far as its file system has locks.
-
-    Args:
-        directory: The directory of the run.
-
-    Returns:
-        Whether a process holds its lock; True if that cannot be known.
-    """
+    """Return whether a process trains in the directory of a run, as far as its file system has locks."""
     try:
         file = os.open(directory / NAME, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -14,12 +14,7 @@ from megalith.training.steps import BatchScores
 
 
 class MetricsLog:
-    """metrics.jsonl: one JSON object per line.
-
-    Args:
-        path: The file.
-        keep_steps: Lines of later steps are removed when the file is opened.
-    """
+    """metrics.jsonl: one JSON object per line."""
 
     def __init__(self, path: Path, *, keep_steps: int) -> None:
         self.path = path
@@ -27,24 +22,13 @@ class MetricsLog:
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends a line.
-
-        Args:
-            record: JSON-compatible values by name.
-        """
+        """Appends a line."""
         with open(self.path, "a") as file:
             file.write(json.dumps(record) + "\n")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a log. An incomplete last line is left out.
-
-    Args:
-        path: The file; it need not exist.
-
-    Returns:
-        The records, in order; none if there is no file.
-    """
+    """Reads the lines of a log. An incomplete last line is left out."""
     if not path.exists():
         return []
     records = []
@@ -57,12 +41,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 class ScalarWriter:
-    """Writes the numbers of each record as TensorBoard scalars, and histograms, if tensorboard is installed.
-
-    Args:
-        directory: Directory of the event files.
-        first_step: Events of this step and later ones are hidden: a resumed run writes them again.
-    """
+    """Writes the numbers of records as TensorBoard scalars, and histograms, if tensorboard is installed."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
         self._writer: Any = None
@@ -73,11 +52,7 @@ class ScalarWriter:
         self._writer = SummaryWriter(str(directory), purge_step=first_step or None)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Adds the numbers of a record of metrics.jsonl at its step.
-
-        Args:
-            record: A line of metrics.jsonl.
-        """
+        """Adds the numbers of a record of metrics.jsonl at its step."""
         if self._writer is None:
             return
         rows = {f"rows/{table}": n for table, n in record["rows"].items()}
@@ -103,12 +78,7 @@ class ScalarWriter:
         self.add({**scalars, **rows, **counters, **parts, **tiers}, record["step"])
 
     def add(self, scalars: Mapping[str, float | None], step: int) -> None:
-        """Adds numbers by name. None is left out.
-
-        Args:
-            scalars: Name -> number.
-            step: The step of the numbers.
-        """
+        """Adds numbers by name. None is left out."""
         if self._writer is None:
             return
         for name, value in scalars.items():
@@ -116,12 +86,7 @@ class ScalarWriter:
                 self._writer.add_scalar(name, value, step)
 
     def add_histograms(self, values: Mapping[str, Sequence[float]], step: int) -> None:
-        """Add the distribution of values by name.
-
-        Args:
-            values: The values of each histogram; an empty one is left out.
-            step: Number of batches so far.
-        """
+        """Add the distribution of values by name."""
         if self._writer is None:
             return
         for name, each in values.items():
@@ -135,13 +100,7 @@ class ScalarWriter:
 
 
 class LogWindow:
-    """Loss and AUC since the last line of the log.
-
-    Attributes:
-        auc: The AUC.
-        total: The sum of the losses of all samples.
-        samples: Their number.
-    """
+    """Loss and AUC since the last line of the log."""
 
     def __init__(self) -> None:
         self.auc = BinnedAUC()
@@ -149,13 +108,6 @@ class LogWindow:
         self.samples = 0
 
     def add(self, scored: list[BatchScores], loss: float, samples: int) -> None:
-        """Add a batch.
-
-        Args:
-            scored: Rows with their logits.
-            loss: The mean loss.
-            samples: Number of samples of all ranks.
-        """
         for batch, logits in scored:
             self.auc.update(logits, batch.labels, batch.weights)
         self.total += loss * samples

@@ -32,20 +32,7 @@ CHECKPOINT = "checkpoint"
 def model_for(
     config: RunConfig, available: list[str], num_dense: int, *, place: PlaceTables | None = None
 ) -> Model:
-    """Builds the model of a config.
-
-    Args:
-        config: The config of the run.
-        available: Features of the data.
-        num_dense: Number of dense values of the data.
-        place: Places the tables on the parameter servers of a run. None: in this process or over its ranks.
-
-    Returns:
-        The model, with new weights.
-
-    Raises:
-        InputError: The data does not have a feature of the config, or a model option is wrong.
-    """
+    """Builds the model of a config."""
     options = dict(config.model.options)
     names = config.model.features or available
     if config.model.name == "din":
@@ -86,15 +73,7 @@ def model_for(
 
 
 def updates_in_step(config: RunConfig, *, servers: bool = False) -> bool:
-    """Returns whether a batch is split into parts whose gradients are summed before rows are updated.
-
-    Args:
-        config: The config of the run.
-        servers: Whether the model is that of a worker of parameter servers.
-
-    Returns:
-        True with several ranks or synchronous workers, or if the config has a number of micro-batches.
-    """
+    """Return whether a batch is split into parts whose gradients are summed before rows are updated."""
     if servers:
         return config.train.server_mode == "sync"
     return world_size() > 1 or config.train.micro_batches is not None
@@ -121,62 +100,27 @@ def _placement(config: RunConfig) -> dict[str, Any]:
 
 
 def router_of(train: TrainConfig, count: int) -> str | Router:
-    """Returns how rows are distributed.
-
-    Args:
-        train: The section [train].
-        count: The number of ranks or servers.
-
-    Returns:
-        The mode, or a router for a mode with settings.
-    """
+    """Return how rows are distributed."""
     if train.block_size is None:
         return train.dist_type
     return Router(train.dist_type, count, block_size=train.block_size)
 
 
 def config_of(manifest: checkpoint.Manifest, where: Path) -> RunConfig:
-    """Returns the config that a checkpoint was trained with.
-
-    Args:
-        manifest: The manifest of the checkpoint.
-        where: Directory of the checkpoint, for messages.
-
-    Returns:
-        The config, with the fitted schema of the data.
-
-    Raises:
-        CheckpointError: The checkpoint was not saved by a run.
-    """
+    """Return the config that a checkpoint was trained with."""
     if "config" not in manifest.progress:
         raise CheckpointError(f"{where} was not saved by `megalith train`: it has no config")
     return RunConfig.from_dict(manifest.progress["config"])
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Returns the checkpoint of a run's directory. Another path is returned unchanged.
-
-    Args:
-        path: Directory of a run or of a checkpoint.
-
-    Returns:
-        The directory of the checkpoint. It need not exist.
-    """
+    """Return the checkpoint of a run's directory. Another path is returned unchanged."""
     root = Path(path)
     return root / CHECKPOINT if (root / CHECKPOINT / "manifest.json").exists() else root
 
 
 def load_dense(model: Model, root: Path, manifest: checkpoint.Manifest) -> None:
-    """Loads the dense weights of a checkpoint into a model. Its tables stay empty.
-
-    Args:
-        model: The model to load into.
-        root: Directory of the checkpoint.
-        manifest: Its manifest.
-
-    Raises:
-        CheckpointError: The weights are damaged or do not match the model.
-    """
+    """Loads the dense weights of a checkpoint into a model. Its tables stay empty."""
     store, entry = open_store(root), manifest.latest.dense
     match_dense(model, {} if entry is None else read_tensors(store, entry)).copy()
 

@@ -22,11 +22,7 @@ T = TypeVar("T")
 
 
 class RunRanks:
-    """The ranks of the default process group, or one rank without a process group. A collective call.
-
-    Args:
-        timeout: Seconds of every wait. After it, RankTimeoutError names the absent ranks.
-    """
+    """The ranks of the default process group, or one rank without a process group. A collective call."""
 
     group: Any
     """A process group with that timeout, for dense weights. None with one rank."""
@@ -45,75 +41,33 @@ class RunRanks:
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks on every rank. For small values.
-
-        Args:
-            value: The value of this rank; it must be possible to pickle it.
-
-        Returns:
-            One value per rank, in the order of the ranks.
-        """
+        """Return the values of all ranks on every rank. For small values."""
         return self._ranks.gather(value)
 
     def on_rank_0(self, work: Callable[[], T]) -> T | None:
-        """Runs a function on rank 0; other ranks return None. An error raises on every rank.
-
-        Args:
-            work: The function; only rank 0 calls it.
-
-        Returns:
-            Its result on rank 0, None elsewhere.
-        """
+        """Runs a function on rank 0; other ranks return None. An error raises on every rank."""
         return self.agreed(work if self.is_first else lambda: None)
 
     def rank_0_first(self, work: Callable[[], T]) -> T:
-        """Runs a function on rank 0, then on the others if it succeeded there.
-
-        Args:
-            work: The function; each rank calls it once.
-
-        Returns:
-            The result of this rank.
-        """
+        """Runs a function on rank 0, then on the others if it succeeded there."""
         done = self.on_rank_0(work)
         return self.agreed(lambda: work() if done is None else done)
 
     def agreed(self, work: Callable[[], T]) -> T:
-        """Runs a function on every rank. An error on one rank raises on every rank.
-
-        Args:
-            work: The function.
-
-        Returns:
-            The result of this rank.
-
-        Raises:
-            RankFailedError: It failed on another rank.
-        """
+        """Runs a function on every rank. An error on one rank raises on every rank."""
         # Callers fall back to other data when the data is unavailable, and must do so on every rank.
         return agree(self._ranks, work, keep=(DataUnavailableError,))
 
     # ---- batches
 
     def join(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Concatenates the values of all ranks in the order of the ranks.
-
-        Args:
-            own: float32, one value per row of this rank.
-            sizes: Number of rows of each rank.
-
-        Returns:
-            float32 [sum of sizes].
-        """
+        """Concatenates the values of all ranks in the order of the ranks."""
+        # returns: float32 [sum of sizes].
         size = [4 * rows for rows in sizes]
         return self._exchanged(own, [size[self.rank]] * self.size, size, "predictions").view(torch.float32)
 
     def sum_on_first(self, sums: Tensor) -> None:
-        """Adds the tensors of all ranks on rank 0 in place. On other ranks the tensor is unchanged.
-
-        Args:
-            sums: The tensor of this rank; the same shape and dtype on all ranks.
-        """
+        """Adds the tensors of all ranks on rank 0 in place. On other ranks the tensor is unchanged."""
         size = sums.nbytes
         sent = [size] + [0] * (self.size - 1)
         got = [size if self.is_first else 0] * self.size
@@ -131,28 +85,10 @@ class RunRanks:
 
 
 def bounds(rows: int, number: int, parts: int) -> tuple[int, int]:
-    """Returns start and end of part `number` if `rows` are split into nearly equal `parts`.
-
-    Args:
-        rows: Number of rows.
-        number: Number of the part, from 0.
-        parts: Number of parts.
-
-    Returns:
-        First row, and the row after the last one.
-    """
+    """Return start and end of part `number` if `rows` are split into nearly equal `parts`."""
     return rows * number // parts, rows * (number + 1) // parts
 
 
 def part_of(batch: Batch, number: int, parts: int) -> Batch:
-    """Returns the rows of part `number` of a batch.
-
-    Args:
-        batch: The batch.
-        number: Number of the part, from 0.
-        parts: Number of parts.
-
-    Returns:
-        The rows as views; the batch itself if there is one part.
-    """
+    """Return the rows of part `number` of a batch."""
     return batch if parts == 1 else batch.part(*bounds(len(batch), number, parts))

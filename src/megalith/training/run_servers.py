@@ -46,16 +46,7 @@ T = TypeVar("T")
 
 
 class RunServers:
-    """See the module.
-
-    Args:
-        config: The config of the run.
-        directory: The directory of the run.
-
-    Raises:
-        MissingDependencyError: Ray is not installed.
-        UsageError: The servers do not start.
-    """
+    """See the module."""
 
     def __init__(self, config: RunConfig, directory: Path) -> None:
         train = config.train
@@ -72,14 +63,7 @@ class RunServers:
     # ---- opening
 
     def place(self, tables: list[TableConfig]) -> ServerShards:
-        """Place the tables of the model on the servers.
-
-        Args:
-            tables: The tables.
-
-        Returns:
-            The tables, for an observer.
-        """
+        """Place the tables of the model on the servers."""
         self._shards = self._placed(TABLES, tables)
         return self._shards
 
@@ -100,19 +84,7 @@ class RunServers:
         limit: Callable[[], int | None],
         epoch: Callable[[], int],
     ) -> WorkerBatches:
-        """Start the workers.
-
-        Args:
-            config: The config with the fitted schema.
-            reader: The reader of all rows.
-            shares: Whether synchronous workers read their own rows. Asynchronous ones always do.
-            step: See `WorkerBatches`.
-            limit: See `WorkerBatches`.
-            epoch: See `WorkerBatches`.
-
-        Returns:
-            The steps of the workers.
-        """
+        """Start the workers."""
         setup = WorkerSetup(config, self.servers, self._log)
         if config.train.server_mode == "sync":
             shares = shares and 1 < config.train.workers <= reader.batch_size
@@ -131,14 +103,7 @@ class RunServers:
             shards.leave(number)
 
     def steps(self, number: Callable[[], int]) -> DoneSteps:
-        """Return the steps of a run on these servers.
-
-        Args:
-            number: Returns the number of steps so far.
-
-        Returns:
-            The steps, after each of which rows are evicted and workers join and leave.
-        """
+        """Return the steps of a run on these servers."""
         return DoneSteps(lambda step: self._after_step(step, number()))
 
     def _after_step(self, step: DoneStep, number: int) -> None:
@@ -160,12 +125,7 @@ class RunServers:
             logger.warning("the number of workers stays %d: %s", self._batches.wanted, error)
 
     def begin(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        """Send the dense weights to the servers, before the first step. A second call has no effect.
-
-        Args:
-            model: The model, new or loaded.
-            optimizer: The optimizer of its dense weights.
-        """
+        """Send the dense weights to the servers, before the first step. A second call has no effect."""
         if self._dense is not None:
             return
         for other in self._folder.parent.iterdir():  # of runs that were killed
@@ -178,12 +138,7 @@ class RunServers:
     # ---- the weights
 
     def fetch(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Write the dense weights of the servers into the model, if training has begun.
-
-        Args:
-            optimizer: Receives its state.
-            step: The number of steps.
-        """
+        """Write the dense weights of the servers into the model, if training has begun."""
         dense = self._dense
         if dense is not None:
             self.repeat(lambda: dense.fetch(optimizer, step))
@@ -199,17 +154,7 @@ class RunServers:
             self._dense.save(self._folder / "dense")
 
     def repeat(self, work: Callable[[], T]) -> T:
-        """Do something again if a server ended during it.
-
-        Args:
-            work: The function.
-
-        Returns:
-            Its result.
-
-        Raises:
-            ServerLostError: A server ended each time.
-        """
+        """Do something again if a server ended during it."""
         for _ in range(_ATTEMPTS - 1):
             try:
                 return work()
@@ -235,16 +180,7 @@ class RunServers:
 
 
 def ask_for_workers(run: Path, count: int) -> None:
-    """Ask a run that trains on parameter servers for another number of workers.
-
-    Args:
-        run: The directory of the run.
-        count: The number.
-
-    Raises:
-        InputError: The number is below 1.
-        UsageError: The run does not train on parameter servers now.
-    """
+    """Ask a run that trains on parameter servers for another number of workers."""
     directory = checks.path(run, "workers: run")
     checks.integer(count, "workers: count")
     folder = directory / FOLDER  # a run that was killed leaves it

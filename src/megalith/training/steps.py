@@ -45,34 +45,17 @@ class Steps(ABC):
 
     @abstractmethod
     def take(self, step: Any, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
-        """Trains on a batch.
-
-        Args:
-            step: The rows, as the batches of the run yield them.
-            stop: Whether this rank wants to stop the run; see `stopped`.
-
-        Returns:
-            The loss of the batch, and the rows that this rank computed.
-
-        Raises:
-            InputError: The loss is not finite.
-        """
+        """Trains on a batch."""
 
 
 class WholeBatches(Steps):
-    """Steps of one process. The tables are updated in backward.
-
-    Args:
-        model: The model.
-        optimizer: The optimizer of the dense weights.
-    """
+    """Steps of one process. The tables are updated in backward."""
 
     def __init__(self, model: nn.Module, optimizer: DenseOptimizer) -> None:
         self._model = model
         self._optimizer = optimizer
 
     def take(self, step: StepBatch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
-        """See `Steps.take`."""
         batch = moved(self._model, step.batch)
         self._optimizer.zero_grad()
         logits = forward_batch(self._model, batch)
@@ -89,13 +72,7 @@ class WholeBatches(Steps):
 
 
 class PartBatches(Steps):
-    """Steps in micro-batches. Every rank computes its rows of a batch; the tables are updated in `step`.
-
-    Args:
-        model: The model.
-        optimizer: The optimizer of the dense weights.
-        micro: The micro-batches of the ranks.
-    """
+    """Steps in micro-batches. Every rank computes its rows of a batch; the tables are updated in `step`."""
 
     def __init__(self, model: nn.Module, optimizer: DenseOptimizer, micro: MicroBatches) -> None:
         self._model = model
@@ -103,7 +80,6 @@ class PartBatches(Steps):
         self._micro = micro
 
     def take(self, step: StepBatch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
-        """See `Steps.take`."""
         scored: list[BatchScores] = []
         self._micro.step((self._loss(step, index, scored) for index in self._micro.mine), stop=stop)
         self.stopped = self._micro.stopped

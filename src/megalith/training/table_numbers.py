@@ -14,12 +14,7 @@ _TOTALS = ("created", "removed", "evicted", "refused")
 
 
 class TableNumbers:
-    """See the module. All calls are collective.
-
-    Args:
-        shards: The tables.
-        ranks: The ranks of the run.
-    """
+    """See the module. All calls are collective."""
 
     def __init__(self, shards: Shards, ranks: RunRanks) -> None:
         self._shards = shards
@@ -28,23 +23,17 @@ class TableNumbers:
         self._logged: dict[str, HostTierUse] = {}
 
     def continue_from(self, saved: Mapping[str, Mapping[str, int]] | None) -> None:
-        """Continue the counters of a saved run: rows that were loaded are not created again.
-
-        Args:
-            saved: Its counters; None: it has none.
-        """
+        """Continue the counters of a saved run: rows that were loaded are not created again."""
         for name, counts in self.counters().items():
             before = counts if saved is None else saved.get(name, counts)
             self._before[name] = {key: before.get(key, 0) - counts[key] for key in _TOTALS}
 
     def rows(self) -> dict[str, int]:
-        """See `Run.rows`."""
         own = {name: stats.rows for name, stats in self._shards.stats().items()}
         everywhere = self._ranks.gather(own)
         return {name: sum(rows[name] for rows in everywhere) for name in own}
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """See `Run.counters`."""
         own = {
             name: {key: getattr(each.counters, key) for key in (*_TOTALS, "pending")}
             for name, each in self._shards.stats().items()
@@ -59,7 +48,6 @@ class TableNumbers:
         }
 
     def host_tier(self) -> dict[str, HostTierUse]:
-        """See `Run.host_tier`."""
         own = {name: tuple(each.host_tier) for name, each in self._shards.stats().items() if each.host_tier}
         everywhere = self._ranks.gather(own)
         return {
@@ -70,12 +58,7 @@ class TableNumbers:
         }
 
     def host_tier_since(self) -> dict[str, dict[str, float]]:
-        """Return the numbers of `host_tier` for a line of the log.
-
-        Returns:
-            By table: rows in both places now; hits, misses and moved rows, and the hit rate, since the last
-            call.
-        """
+        """Return the numbers of `host_tier` for a line of the log."""
         found = {}
         for name, use in self.host_tier().items():
             before = self._logged.get(name, HostTierUse(0, 0, 0, 0, 0))
@@ -87,7 +70,6 @@ class TableNumbers:
         return found
 
     def memory(self) -> dict[str, int]:
-        """See `Run.memory`."""
         uses = [asdict(use) for use in self._shards.memory().values()]
         own = {part.name: sum(use[part.name] for use in uses) for part in fields(MemoryUse)}
         everywhere = self._ranks.gather(own)

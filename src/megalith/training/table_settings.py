@@ -41,19 +41,7 @@ KEYS = (
 
 
 def parse_admission(given: str | Mapping[str, Any] | None, where: str) -> Admission | None:
-    """Build an admission policy.
-
-    Args:
-        given: Text such as "min_count=3", or settings by the name of the policy. None or empty: no policy.
-        where: The key of the config, for messages.
-
-    Returns:
-        The policy, or None.
-
-    Raises:
-        UnknownNameError: No policy or argument has this name; the message lists the known ones.
-        InputError: A value is wrong, or there are several policies.
-    """
+    """Build an admission policy."""
     policies = _policies(given, ADMISSIONS, where)
     if len(policies) > 1:
         raise InputError(f"config: {where} has {len(policies)} policies, but a table has at most one")
@@ -61,36 +49,12 @@ def parse_admission(given: str | Mapping[str, Any] | None, where: str) -> Admiss
 
 
 def parse_eviction(given: str | Mapping[str, Any] | None, where: str) -> tuple[Eviction, ...]:
-    """Build eviction policies.
-
-    Args:
-        given: Text such as "ttl=86400, capacity=1000000", or settings by the name of the policy. None or
-            empty: no policies.
-        where: The key of the config, for messages.
-
-    Returns:
-        The policies.
-
-    Raises:
-        UnknownNameError: No policy or argument has this name; the message lists the known ones.
-        InputError: A value is wrong.
-    """
+    """Build eviction policies."""
     return tuple(_policies(given, EVICTIONS, where))
 
 
 def parse_precision(given: Any, where: str) -> str | list[str]:
-    """Check the precision of a table.
-
-    Args:
-        given: Text such as "bfloat16" for embeddings, or a list with one text for each segment of a row.
-        where: The key of the config, for messages.
-
-    Returns:
-        The same value.
-
-    Raises:
-        InputError: It is neither, or a precision does not exist.
-    """
+    """Check the precision of a table."""
     for each in given if isinstance(given, list) and given else [given]:
         _one_of(each, tuple(PRECISIONS), where)
     found: str | list[str] = given
@@ -98,19 +62,7 @@ def parse_precision(given: Any, where: str) -> str | list[str]:
 
 
 def parse_rounding(given: Any, precision: str | list[str], where: str) -> str:
-    """Check the rounding of a table.
-
-    Args:
-        given: "nearest" or "stochastic".
-        precision: The precision of the table, from `parse_precision`.
-        where: The key of the config, for messages.
-
-    Returns:
-        The same value.
-
-    Raises:
-        InputError: The value is wrong, or no weights of the table are rounded.
-    """
+    """Check the rounding of a table."""
     _one_of(given, ROUNDINGS, where)
     stored = precision if isinstance(precision, list) else [precision]
     if given != "nearest" and all(each == "float32" for each in stored):
@@ -122,20 +74,7 @@ def parse_rounding(given: Any, precision: str | list[str], where: str) -> str:
 
 
 def parse_serving(given: Any, where: str) -> ServingPrecision | str | None:
-    """Build the serving precision of a table.
-
-    Args:
-        given: Text such as "fixed_point=1.0", "one_bit=0.05, one_bit.step_size=100" or "float16", or settings
-            by the name of the precision. None or empty: that of an export.
-        where: The key of the config, for messages.
-
-    Returns:
-        The precision, or None.
-
-    Raises:
-        UnknownNameError: No precision or argument has this name; the message lists the known ones.
-        InputError: A value is wrong, or there are several precisions.
-    """
+    """Build the serving precision of a table."""
     if isinstance(given, str) and given in SERVING_FLOATS:
         return given
     if isinstance(given, str) and given.strip() and "=" not in given:
@@ -148,19 +87,7 @@ def parse_serving(given: Any, where: str) -> ServingPrecision | str | None:
 
 
 def parse_tables(tables: Mapping[str, Any], shared: TableSettings) -> dict[str, TableSettings]:
-    """Build the settings of the tables that have a section [tables.NAME].
-
-    Args:
-        tables: Content of the sections, by table.
-        shared: The settings of [train], for keys that a section does not have.
-
-    Returns:
-        Settings by table.
-
-    Raises:
-        UnknownNameError: A section has an unknown key; the message lists the known ones.
-        InputError: A value is wrong.
-    """
+    """Build the settings of the tables that have a section [tables.NAME]."""
     found = {}
     for table, given in tables.items():
         where = f"tables.{table}"
@@ -210,14 +137,7 @@ def _settings(given: Mapping[str, Any], shared: TableSettings, where: str) -> Ta
 
 
 def needs_passes(eviction: tuple[Eviction, ...]) -> bool:
-    """Return whether eviction policies need passes over the table.
-
-    Args:
-        eviction: The policies of a table.
-
-    Returns:
-        Whether there is one besides `Capacity`, which acts when rows are written.
-    """
+    """Return whether eviction policies need passes over the table."""
     return any(not isinstance(policy, Capacity) for policy in eviction)
 
 

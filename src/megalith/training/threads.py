@@ -33,30 +33,12 @@ IDS_PER_THREAD = 32_768
 
 
 def threads_for(rows: int, features: int, most: int) -> int:
-    """Returns the number of threads for a step.
-
-    Args:
-        rows: Number of rows of the step on this rank.
-        features: Number of features.
-        most: Largest number of threads.
-
-    Returns:
-        One thread per IDS_PER_THREAD ids, at least 1 and at most `most`.
-    """
+    """Return the number of threads for a step."""
     return max(1, min(most, rows * features // IDS_PER_THREAD))
 
 
 def threads_of(config: RunConfig, features: Sequence[str], ranks: int = 1) -> int:
-    """Returns the number of threads of torch for the steps of a run.
-
-    Args:
-        config: The config of the run. Its train.threads is used if it is given.
-        features: The features of the data; those of the config are preferred.
-        ranks: Number of ranks, which share the rows of a batch.
-
-    Returns:
-        The number of threads, without train.threads at most torch's current number.
-    """
+    """Return the number of threads of torch for the steps of a run."""
     given = config.train.threads
     if given is not None:
         return given
@@ -66,11 +48,7 @@ def threads_of(config: RunConfig, features: Sequence[str], ranks: int = 1) -> in
 
 @contextmanager
 def using_threads(number: int) -> Iterator[None]:
-    """Sets the number of threads of torch, and restores it at the end.
-
-    Args:
-        number: The number of threads.
-    """
+    """Sets the number of threads of torch, and restores it at the end."""
     before = torch.get_num_threads()
     if number != before:
         torch.set_num_threads(number)

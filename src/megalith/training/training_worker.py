@@ -52,14 +52,7 @@ TABLES, DENSE = "tables", "dense"
 
 
 def returning_failures(method: Method) -> Method:
-    """Make a method of a worker return errors as a Failure: Ray would wrap what it raises.
-
-    Args:
-        method: The method.
-
-    Returns:
-        The method that never raises an Exception.
-    """
+    """Make a method of a worker return errors as a Failure: Ray would wrap what it raises."""
 
     @functools.wraps(method)
     def guarded(self: TrainingWorker, *args: Any) -> Any:
@@ -74,16 +67,7 @@ def returning_failures(method: Method) -> Method:
 
 
 def worker_failure(number: int, error: Exception, trace: str) -> WorkerFailedError:
-    """Return what a run raises for an error of a worker that is not an error of Megalith.
-
-    Args:
-        number: The number of the worker.
-        error: Its error.
-        trace: The text of its traceback.
-
-    Returns:
-        The error, which any process can read, whatever the type of the first one.
-    """
+    """Return what a run raises for an error of a worker that is not an error of Megalith."""
     return WorkerFailedError(
         f"worker {number} failed with {type(error).__name__}: {error}. Its traceback shows where: correct "
         "the data, the model or the environment of that process, then continue from the last save with "
@@ -103,21 +87,7 @@ def server_shards(
     observer: bool = False,
     written: list[int] | None = None,
 ) -> ServerShards:
-    """Place tables of a run on its servers.
-
-    Args:
-        config: The config of the run.
-        servers: The servers.
-        log: The directory of their logs.
-        name: The name of the tables on the servers.
-        tables: The tables.
-        worker: As for `ServerShards`.
-        observer: As for `ServerShards`.
-        written: As for `ServerShards`.
-
-    Returns:
-        The tables.
-    """
+    """Place tables of a run on its servers."""
     train = config.train
     return ServerShards(
         tables,
@@ -139,11 +109,7 @@ def server_shards(
 
 
 class TrainingWorker:
-    """See the module and `worker_messages.py`. Every method is a call of the run.
-
-    Args:
-        setup: The run.
-    """
+    """See the module and `worker_messages.py`. Every method is a call of the run."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.number = 0
@@ -163,28 +129,14 @@ class TrainingWorker:
 
     @returning_failures
     def prepare(self, number: int) -> Any:
-        """Open the data.
-
-        Args:
-            number: The number of this worker.
-
-        Returns:
-            The id of its process, or a Failure.
-        """
+        """Open the data."""
         self.number = number
         self._reader = self._source = open_source(self._setup.config).train
         return os.getpid()
 
     @returning_failures
     def connect(self, written: Written | None) -> Any:
-        """Build the model and join the workers.
-
-        Args:
-            written: What is known of the worker that this one replaces; None: a new one.
-
-        Returns:
-            The numbers of its writes when it joined, or a Failure.
-        """
+        """Build the model and join the workers."""
         config, servers = self._setup.config, self._setup.servers
         torch.manual_seed(config.train.seed + self.number)
         place = functools.partial(server_shards, config, servers, self._setup.log, worker=self.number)
@@ -209,15 +161,7 @@ class TrainingWorker:
 
     @returning_failures
     def read(self, share: DataShare, rows: int) -> Any:
-        """Open a share.
-
-        Args:
-            share: The share.
-            rows: Rows per batch.
-
-        Returns:
-            An Ahead, or a Failure.
-        """
+        """Open a share."""
         self._reader = self._source.shard(share.index, share.count)
         self._reader.batch_size = rows
         self._reader.seek(share.position)
@@ -242,14 +186,7 @@ class TrainingWorker:
 
     @returning_failures
     def step(self, order: StepOrder) -> Any:
-        """Train on the batch that was read ahead, and read the next one.
-
-        Args:
-            order: The step.
-
-        Returns:
-            A StepResult, or a Failure.
-        """
+        """Train on the batch that was read ahead, and read the next one."""
         batch = self._ahead
         if batch is None and not self._sync:
             return self._result(0, 0.0, [], None, order, Counter())
@@ -324,11 +261,7 @@ class TrainingWorker:
 
     @returning_failures
     def rest(self) -> Any:
-        """Leave the workers until the next step, so that nobody waits for this one.
-
-        Returns:
-            None, or a Failure.
-        """
+        """Leave the workers until the next step, so that nobody waits for this one."""
         if not self._resting:
             self._resting = True
             self._tables.leave()
@@ -336,9 +269,5 @@ class TrainingWorker:
 
     @returning_failures
     def leave(self) -> Any:
-        """Leave the workers for good.
-
-        Returns:
-            None, or a Failure.
-        """
+        """Leave the workers for good."""
         return self.rest()

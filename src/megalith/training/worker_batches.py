@@ -34,15 +34,10 @@ _QUEUED = 2
 
 @dataclass(frozen=True)
 class DoneStep:
-    """A step that workers have computed.
+    """A step that workers have computed."""
 
-    Attributes:
-        results: Their results.
-        error: The error of a worker instead.
-    """
-
-    results: list[StepResult]
-    error: Exception | None = None
+    results: list[StepResult]  # Their results
+    error: Exception | None = None  # The error of a worker instead
 
     @property
     def rows(self) -> int:
@@ -61,17 +56,12 @@ class DoneStep:
 
 
 class DoneSteps(Steps):
-    """Takes the results of steps that workers have computed.
-
-    Args:
-        after: Called with each step.
-    """
+    """Takes the results of steps that workers have computed."""
 
     def __init__(self, after: Callable[[DoneStep], None]) -> None:
         self._after = after
 
     def take(self, step: Any, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
-        """See `Steps.take`."""
         if step.error is not None:
             raise step.error
         self._after(step)
@@ -84,21 +74,7 @@ class DoneSteps(Steps):
 
 
 class WorkerBatches(ABC):
-    """See the module.
-
-    Args:
-        reader: The reader of all rows.
-        setup: What workers are given.
-        shares: Whether workers read their own rows.
-        step: Returns the number of steps of the run.
-        limit: Returns how many steps may be computed before the run saves or ends; None: any number.
-        epoch: Returns the number of the epoch.
-        forget: Removes a worker with a number from the servers.
-
-    Attributes:
-        list_features: As for `RunBatches`.
-        wanted: The number of workers that there should be.
-    """
+    """See the module."""
 
     def __init__(
         self,
@@ -149,11 +125,7 @@ class WorkerBatches(ABC):
         return any(worker.calls for worker in self.pool.workers.values())
 
     def settle(self) -> bool:
-        """Begin no further step until none is in progress.
-
-        Returns:
-            Whether none is in progress. If False, take further steps and call it again.
-        """
+        """Begin no further step until none is in progress."""
         self._held = self.steps_in_progress
         return not self._held
 
@@ -168,11 +140,7 @@ class WorkerBatches(ABC):
         return self._shares.position()
 
     def seek(self, position: Position) -> None:
-        """Continue at a position, before the first step.
-
-        Args:
-            position: See `RunBatches.position`.
-        """
+        """Continue at a position, before the first step."""
         self._shares.seek(position)
 
     def skipped(self) -> Counter[str]:
@@ -185,14 +153,7 @@ class WorkerBatches(ABC):
         return self.pool.lost_writes + sum(worker.lost for worker in self.pool.workers.values())
 
     def set_workers(self, count: int) -> None:
-        """Set the number of workers; they join and leave in the course of the next steps.
-
-        Args:
-            count: The number.
-
-        Raises:
-            InputError: Micro-batches cannot be divided among this number of workers.
-        """
+        """Set the number of workers; they join and leave in the course of the next steps."""
         if self._micro_batches is not None and self._micro_batches % count:
             raise InputError(
                 f"train.micro_batches is {self._micro_batches}, which is not a multiple of {count} workers"
@@ -209,7 +170,6 @@ class WorkerBatches(ABC):
         return [("read", (self._shares.share(worker.share), self._rows_of(worker))), *calls]
 
     def _rows_of(self, worker: PoolWorker) -> int:
-        """The rows of a batch of a worker."""
         return self.reader.batch_size
 
     def _recorded(self, worker: PoolWorker, result: StepResult, *, own_rows: bool = True) -> None:

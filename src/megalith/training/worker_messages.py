@@ -28,116 +28,71 @@ from megalith.training.run_config import RunConfig
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What a worker needs to build the model and to find the servers.
+    """What a worker needs to build the model and to find the servers."""
 
-    Attributes:
-        config: The config of the run, with the fitted schema.
-        servers: The servers.
-        log: The directory of their logs.
-    """
-
-    config: RunConfig
+    config: RunConfig  # The config of the run, with the fitted schema
     servers: Servers
-    log: str
+    log: str  # The directory of their logs
 
 
 @dataclass(frozen=True)
 class Written:
-    """The numbers of a worker's writes that were answered, by server.
+    """The numbers of a worker's writes that were answered, by server."""
 
-    Attributes:
-        tables: Those to the tables.
-        dense: Those to the dense weights.
-    """
-
-    tables: list[int]
-    dense: list[int]
+    tables: list[int]  # Those to the tables
+    dense: list[int]  # Those to the dense weights
 
 
 @dataclass(frozen=True)
 class DataShare:
-    """A part of the training data, read by one worker at a time.
+    """A part of the training data, read by one worker at a time."""
 
-    Attributes:
-        index: Its number.
-        count: The number of shares.
-        position: Where to begin.
-    """
-
-    index: int
-    count: int
-    position: Position
+    index: int  # Its number
+    count: int  # The number of shares
+    position: Position  # Where to begin
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """The batch that a worker has read ahead.
+    """The batch that a worker has read ahead."""
 
-    Attributes:
-        rows: Its number of rows; 0: the share has ended.
-        columns: Its columns, for workers without a batch; see `megalith.data.empty_batch.describe`.
-        last_skipped: If the share has ended, the bad rows at its end, by reason.
-        first_skipped: See `Reader.first_skipped`.
-    """
-
-    rows: int
+    rows: int  # Its number of rows; 0: the share has ended
+    # Its columns, for workers without a batch; see `megalith.data.empty_batch.describe`.
     columns: bytes | None = None
-    last_skipped: Counter[str] | None = None
-    first_skipped: dict[str, str] = field(default_factory=dict)
+    last_skipped: Counter[str] | None = None  # If the share has ended, the bad rows at its end, by reason
+    first_skipped: dict[str, str] = field(default_factory=dict)  # See `Reader.first_skipped`.
 
 
 @dataclass(frozen=True)
 class StepOrder:
-    """A step of one worker.
+    """A step of one worker."""
 
-    Attributes:
-        step: The global step.
-        part: The number of this worker in the step, and the number of workers.
-        sizes: The rows of all workers, if each has read its own. None: all have read the same batch.
-        columns: The columns of a batch, for a worker that has none.
-        sample: Whether to return the batch.
-    """
-
-    step: int
-    part: tuple[int, int] = (0, 1)
+    step: int  # The global step
+    part: tuple[int, int] = (0, 1)  # The number of this worker in the step, and the number of workers
+    # The rows of all workers, if each has read its own. None: all have read the same batch.
     sizes: list[int] | None = None
-    columns: bytes | None = None
-    sample: bool = False
+    columns: bytes | None = None  # The columns of a batch, for a worker that has none
+    sample: bool = False  # Whether to return the batch
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a worker did in a step.
+    """What a worker did in a step."""
 
-    Attributes:
-        rows: The number of rows that it computed; 0 in mode "async": the share has ended.
-        loss: Its share of the mean loss of the step.
-        scores: Labels, weights and logits of its rows.
-        position: The position of its share after the step.
-        ahead: The rows of its next batch; 0: the share has ended.
-        written: Its answered writes.
-        lost: Number of answered writes that were lost with a server.
-        time: The time of the newest row.
-        batch: The batch, if it was asked for.
-        skipped: Bad rows between the positions before and after the step, by reason.
-        last_skipped: If the share has ended, the bad rows after that position.
-        first_skipped: See `Reader.first_skipped`.
-        list_features: Features of which a row with several ids was seen.
-    """
-
-    rows: int
-    loss: float
-    scores: list[tuple[Tensor, Tensor | None, Tensor]]
-    position: Position
-    ahead: int
-    written: Written
-    lost: int = 0
-    time: int | None = None
-    batch: Batch | None = None
+    rows: int  # The number of rows that it computed; 0 in mode "async": the share has ended
+    loss: float  # Its share of the mean loss of the step
+    scores: list[tuple[Tensor, Tensor | None, Tensor]]  # Labels, weights and logits of its rows
+    position: Position  # The position of its share after the step
+    ahead: int  # The rows of its next batch; 0: the share has ended
+    written: Written  # Its answered writes
+    lost: int = 0  # Number of answered writes that were lost with a server
+    time: int | None = None  # The time of the newest row
+    batch: Batch | None = None  # The batch, if it was asked for
+    # Bad rows between the positions before and after the step, by reason
     skipped: Counter[str] = field(default_factory=Counter)
-    last_skipped: Counter[str] | None = None
-    first_skipped: dict[str, str] = field(default_factory=dict)
-    list_features: frozenset[str] = frozenset()
+    last_skipped: Counter[str] | None = None  # If the share has ended, the bad rows after that position
+    first_skipped: dict[str, str] = field(default_factory=dict)  # See `Reader.first_skipped`.
+    list_features: frozenset[str] = frozenset()  # Features of which a row with several ids was seen
 
 
 Call = tuple[str, tuple[Any, ...]]

@@ -44,48 +44,23 @@ class _Starting(NamedTuple):
 
 @dataclass
 class PoolWorker:
-    """A worker as the run sees it.
+    """A worker as the run sees it."""
 
-    Attributes:
-        number: Its number; those of workers that have left are used again.
-        actor: Its process.
-        pid: The id of its process.
-        calls: Calls in progress with Ray's reference to their result, the oldest first.
-        written: Its writes that belong to steps with a result; None: it has not joined.
-        share: The number of the share that it reads; None: none.
-        ahead: The rows of the batch that it has read ahead.
-        resting: Whether it has left the workers of the servers for want of data.
-        leaving: Whether it leaves when its calls are answered.
-        lost: Number of its writes that servers have lost.
-    """
-
-    number: int
-    actor: Any
-    pid: int = 0
+    number: int  # Its number; those of workers that have left are used again
+    actor: Any  # Its process
+    pid: int = 0  # The id of its process
+    # Calls in progress with Ray's reference to their result, the oldest first
     calls: deque[tuple[Call, Any]] = field(default_factory=deque)
-    written: Written | None = None
-    share: int | None = None
-    ahead: int = 0
-    resting: bool = False
-    leaving: bool = False
-    lost: int = 0
+    written: Written | None = None  # Its writes that belong to steps with a result; None: it has not joined
+    share: int | None = None  # The number of the share that it reads; None: none
+    ahead: int = 0  # The rows of the batch that it has read ahead
+    resting: bool = False  # Whether it has left the workers of the servers for want of data
+    leaving: bool = False  # Whether it leaves when its calls are answered
+    lost: int = 0  # Number of its writes that servers have lost
 
 
 class WorkerPool:
-    """See the module.
-
-    Args:
-        setup: What workers are given.
-        count: The number of workers.
-        calls_again: Returns the calls that the replacement of a worker gets.
-        forget: Removes a worker with a number from the servers.
-
-    Attributes:
-        workers: The connected workers, by number.
-        replaced: Number of workers that were replaced.
-        given_up: Number of workers that did not join a run in progress.
-        lost_writes: Number of answered writes that were lost with a server, of workers that are gone.
-    """
+    """See the module."""
 
     def __init__(
         self,
@@ -115,11 +90,7 @@ class WorkerPool:
         return len(self._starting)
 
     def start(self, count: int) -> None:
-        """Start processes.
-
-        Args:
-            count: How many; `connect` makes them workers.
-        """
+        """Start processes."""
         number = 1  # 0 is the run itself
         for _ in range(count):
             while number in self.workers or number in self._starting:
@@ -134,17 +105,7 @@ class WorkerPool:
         return _Starting(actor, actor.prepare.remote(number), clock.monotonic())
 
     def connect(self, *, wait: bool = False) -> list[PoolWorker]:
-        """Let the workers join that have opened their data.
-
-        Args:
-            wait: Whether to wait for all of them, and to raise if one does not join.
-
-        Returns:
-            The new workers.
-
-        Raises:
-            RankTimeoutError: They did not start in time.
-        """
+        """Let the workers join that have opened their data."""
         if not self._starting:
             return []
         ray = ray_module()
@@ -224,24 +185,12 @@ class WorkerPool:
         self.given_up += 1
 
     def call(self, worker: PoolWorker, name: str, *args: Any) -> None:
-        """Add a call to the queue of a worker.
-
-        Args:
-            worker: The worker.
-            name: The method.
-            args: Its arguments.
-        """
+        """Add a call to the queue of a worker."""
         worker.calls.append(((name, args), getattr(worker.actor, name).remote(*args)))
 
     def wait(self) -> tuple[PoolWorker, Call, Any]:
-        """Wait until some worker has answered the oldest call of its queue; if several have, they take turns.
-
-        Returns:
-            The worker, the call and its result, which may be a Failure.
-
-        Raises:
-            RankTimeoutError: No worker has answered in time.
-        """
+        """Wait until some worker has answered the oldest call of its queue; if several have, they take
+        turns."""
         ray = ray_module()
         while True:
             busy = [worker for worker in self.workers.values() if worker.calls]
@@ -258,17 +207,7 @@ class WorkerPool:
                 return worker, *found
 
     def answer(self, worker: PoolWorker) -> tuple[Call, Any]:
-        """Wait for the answer to the oldest call of one worker.
-
-        Args:
-            worker: The worker.
-
-        Returns:
-            The call and its result, which may be a Failure.
-
-        Raises:
-            RankTimeoutError: It has not answered in time.
-        """
+        """Wait for the answer to the oldest call of one worker."""
         while True:
             found = self._answer(worker)
             if found is not None:
@@ -310,11 +249,7 @@ class WorkerPool:
             self.call(worker, name, *args)
 
     def remove(self, worker: PoolWorker) -> None:
-        """End a worker without calls: it leaves, and its process ends.
-
-        Args:
-            worker: The worker.
-        """
+        """End a worker without calls: it leaves, and its process ends."""
         self.call(worker, "leave")
         _, result = self.answer(worker)
         _raised(result)

@@ -44,42 +44,22 @@ class ImportReport:
 
 @dataclass(frozen=True)
 class ImportedRows:
-    """Some rows of a table.
+    """Some rows of a table."""
 
-    Attributes:
-        table: The name of the table in the collection.
-        where: The file, for messages.
-        ids: int64 [n].
-        rows: Weights, float32 [n, dim].
-        state: Optimizer state by "segment number/name", float32 [n, size]; empty if it starts fresh.
-        time: Last-update times in seconds, int64 [n].
-    """
-
-    table: str
-    where: str
-    ids: Tensor
-    rows: Tensor
+    table: str  # The name of the table in the collection
+    where: str  # The file, for messages
+    ids: Tensor  # int64 [n]
+    rows: Tensor  # Weights, float32 [n, dim]
+    # Optimizer state by "segment number/name", float32 [n, size]; empty if it starts fresh
     state: Mapping[str, Tensor]
-    time: Tensor
+    time: Tensor  # Last-update times in seconds, int64 [n]
 
 
 ReadRows = Callable[[], Iterable[ImportedRows]]
 
 
 class RowImport:
-    """An import into tables of a collection.
-
-    Args:
-        collection: The collection.
-        tables: The tables to fill, as the keys of a mapping; None fills all. They must be empty.
-        time: The last-update time of rows without one, in seconds; None is now.
-        on_error: "raise" rejects rows with NaN or Inf; "skip" leaves them out and counts them.
-
-    Raises:
-        InputError: An argument is not valid.
-        UnknownNameError: The collection has no such table.
-        UsageError: A table already has rows.
-    """
+    """An import into tables of a collection."""
 
     def __init__(
         self,
@@ -112,17 +92,7 @@ class RowImport:
                 )
 
     def run(self, read_rows: ReadRows) -> ImportReport:
-        """Validate all rows, then write them.
-
-        Args:
-            read_rows: Returns an iterator over all rows. It is called twice.
-
-        Returns:
-            The report.
-
-        Raises:
-            CheckpointError: A row contains NaN or Inf, and on_error is "raise". No table was changed.
-        """
+        """Validate all rows, then write them."""
         read, bad = Counter(dict.fromkeys(self.configs, 0)), Counter[str]()
         for piece in read_rows():
             read[piece.table] += piece.ids.numel()
@@ -170,29 +140,15 @@ class RowImport:
 
 
 def fresh_state(config: TableConfig, n: int) -> dict[str, Tensor]:
-    """Return the optimizer state of rows that were never trained.
-
-    Args:
-        config: The config of the table.
-        n: Number of rows.
-
-    Returns:
-        float32 [n, size] by "segment number/name".
-    """
+    """Return the optimizer state of rows that were never trained."""
+    # returns: float32 [n, size] by "segment number/name".
     return {c.key: torch.full((n, c.end - c.start), c.initial, device="cpu") for c in config.state_columns}
 
 
 def spread_state(config: TableConfig, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split the optimizer state of whole rows into that of the table's segments.
-
-    Args:
-        config: The config of the table.
-        whole: State by name: float32 [n, dim], of which each segment takes its columns, or [n, 1] for one
-            number per row.
-
-    Returns:
-        The state by "segment number/name".
-    """
+    """Split the optimizer state of whole rows into that of the table's segments."""
+    # whole: state by name: float32 [n, dim], of which each segment takes its columns, or [n, 1] for one
+    # number per row.
     state, start = {}, 0
     for number, segment in enumerate(config.segments):
         end = start + segment.dim
@@ -205,41 +161,19 @@ def spread_state(config: TableConfig, whole: Mapping[str, Tensor]) -> dict[str, 
 
 
 def optimizer_of(config: TableConfig) -> str:
-    """Name the optimizer of a table.
-
-    Args:
-        config: The config of the table.
-
-    Returns:
-        The name; if its segments differ, all names joined by "and".
-    """
+    """Name the optimizer of a table."""
     names = [segment.optimizer.name for segment in config.segments]
     return names[0] if len(set(names)) == 1 else " and ".join(names)
 
 
 def pieces_of(rows: int, floats: int) -> Iterator[slice]:
-    """Split rows into slices of bounded size.
-
-    Args:
-        rows: Number of rows.
-        floats: Number of floats of a row, optimizer state included.
-
-    Returns:
-        Slices that cover 0 to `rows` in order.
-    """
+    """Split rows into slices of bounded size."""
     size = chunk_rows(floats)
     return (slice(at, min(rows, at + size)) for at in range(0, rows, size))
 
 
 def chunk_rows(floats: int) -> int:
-    """Return the number of rows to import at a time.
-
-    Args:
-        floats: Number of floats of a row, optimizer state included.
-
-    Returns:
-        1 to 65,536 rows, of at most CHUNK_BYTES where one row fits.
-    """
+    """Return the number of rows to import at a time."""
     return max(1, min(65_536, CHUNK_BYTES // (4 * floats + 16)))
 
 

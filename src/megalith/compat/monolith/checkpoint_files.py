@@ -29,18 +29,7 @@ class EntrySource:
 
 
 def find_sources(path: Path) -> list[EntrySource]:
-    """Find the files of a checkpoint.
-
-    Args:
-        path: The directory `model.ckpt-STEP.assets`, or `model.ckpt-STEP`.
-
-    Returns:
-        The files in the order of their names and shards, each with the tables that it holds.
-
-    Raises:
-        CheckpointError: There are no files, or a set of files is not complete.
-        MissingDependencyError: There is a .meta file, and protobuf is not installed.
-    """
+    """Find the files of a checkpoint."""
     root = path if path.is_dir() else path.with_name(path.name + ".assets")
     if not root.is_dir():
         raise CheckpointError(f"{path}: there is no such directory, and no {root.name}")
@@ -70,14 +59,7 @@ def find_sources(path: Path) -> list[EntrySource]:
 
 
 def file_name(table: str) -> str:
-    """Return the name of a table as Monolith writes it in file names.
-
-    Args:
-        table: The name of the table.
-
-    Returns:
-        The name with "-" for ":" and "/".
-    """
+    """Return the name of a table as Monolith writes it in file names."""
     return re.sub("[:/]", "-", table)
 
 

@@ -60,7 +60,6 @@ class ReduceSum(MonolithCombiner, nn.Sum):
         super().__init__(0)
 
     def combine(self, key: Ragged, embedding: Tensor, name: str | None = None) -> Tensor:
-        """See `Combiner.combine`."""
         return nn.Sum.combine(self, key, embedding)
 
 
@@ -71,19 +70,11 @@ class ReduceMean(MonolithCombiner, nn.Mean):
         super().__init__(0)
 
     def combine(self, key: Ragged, embedding: Tensor, name: str | None = None) -> Tensor:
-        """See `Combiner.combine`."""
         return nn.Mean.combine(self, key, embedding)
 
 
 class MonolithFirstN(MonolithCombiner, nn.FirstN):
-    """Monolith's `FirstN`: the first embeddings of a row, [B, seq_length, d], padded with zeros.
-
-    Args:
-        seq_length: The number of embeddings to keep.
-
-    Raises:
-        InputError: `seq_length` is not an integer >= 1.
-    """
+    """Monolith's `FirstN`: the first embeddings of a row, [B, seq_length, d], padded with zeros."""
 
     def __init__(self, seq_length: int) -> None:
         if isinstance(seq_length, bool) or not isinstance(seq_length, int) or seq_length < 1:
@@ -92,7 +83,6 @@ class MonolithFirstN(MonolithCombiner, nn.FirstN):
         nn.FirstN.__init__(self, seq_length)
 
     def combine(self, key: Ragged, embedding: Tensor, name: str | None = None) -> Tensor:
-        """See `Combiner.combine`."""
         return nn.FirstN.combine(self, key, embedding)
 
 

@@ -76,9 +76,6 @@ class EntryFile:
 
     Its methods raise CheckpointError, with the file and the byte of the unpacked stream, if the file is
     damaged or ends too early, or an entry does not have the expected layout.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,15 +85,7 @@ class EntryFile:
         self._at = 0
 
     def read(self, layout: EntryLayout, limit: int | None = None) -> Iterator[Entries]:
-        """Yield the next entries, in pieces.
-
-        Args:
-            layout: The floats that an entry must have.
-            limit: The number of entries; None: all that follow.
-
-        Yields:
-            Ids, floats and times of some entries, in the order of the file.
-        """
+        """Yield the next entries, in pieces."""
         left = _NO_LIMIT if limit is None else limit
         while left > 0:
             room = min(chunk_rows(layout.width), left)
@@ -114,11 +103,7 @@ class EntryFile:
                 return
 
     def skip(self, count: int) -> None:
-        """Skip the next entries.
-
-        Args:
-            count: The number of entries.
-        """
+        """Skip the next entries."""
         n = self._fill(count, None, None)
         if n < count:
             self._check_end(n, count)
@@ -181,22 +166,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 def read_entries(
     data: bytes, at: int, limit: int, layout: EntryLayout | None, into: Entries | None
 ) -> tuple[int, int]:
-    """Read complete records.
-
-    Args:
-        data: A part of the stream that begins with a record.
-        at: The position of data in the stream, for errors.
-        limit: The maximum number of records.
-        layout: The floats of an entry, or None to only check and count records.
-        into: The rows to fill, or None without a layout.
-
-    Returns:
-        The number of records, and their bytes.
-
-    Raises:
-        InputError: A record is wrong. The message has the reason and the byte.
-        NativeMissingError: The native module is not built.
-    """
+    """Read complete records."""
     native = native_module()
     if native is None:
         raise NativeMissingError(

@@ -135,12 +135,10 @@ class MonolithReader(Reader):
 
     @property
     def feature_names(self) -> list[str]:
-        """See `Reader.feature_names`."""
         return list(self.features)
 
     @property
     def num_dense(self) -> int:
-        """See `Reader.num_dense`."""
         return sum(self.dense.values())
 
     def _start(self) -> Position:

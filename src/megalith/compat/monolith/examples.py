@@ -62,21 +62,7 @@ class DecodedRecords(NamedTuple):
 def decode_records(
     kind: Kind, messages: Sequence[bytes], names: Sequence[str], *, label_index: int = 0
 ) -> DecodedRecords:
-    """Decode serialized messages into columns; the GIL is released meanwhile.
-
-    Args:
-        kind: The type of all messages.
-        messages: The records. A wrong one becomes a `RecordError`, whatever its bytes are.
-        names: The features to read, without duplicates. The fids of an Instance are named `fc_slot_<slot>`,
-            its floats `value`.
-        label_index: Which label of a row to return.
-
-    Returns:
-        The rows of all records, concatenated, and the records that cannot be read.
-
-    Raises:
-        NativeMissingError: The native module is not built.
-    """
+    """Decode serialized messages into columns; the GIL is released meanwhile."""
     native = native_module()
     if native is None:
         raise NativeMissingError("Monolith records need megalith's native module, which is not built here")

@@ -388,17 +388,7 @@ class FeatureConfigs(_ConfigMessage):
 
 
 def as_feature_configs(value: Any) -> FeatureConfigs:
-    """Return the configs that an op got as `feature_cfgs`.
-
-    Args:
-        value: FeatureConfigs, or a protobuf message of Monolith's `FeatureConfigs`.
-
-    Returns:
-        The configs; those of a message are parsed once and cached.
-
-    Raises:
-        InputError: `value` is neither, or the message is not valid.
-    """
+    """Return the configs that an op got as `feature_cfgs`."""
     if isinstance(value, FeatureConfigs):
         return value
     descriptor = getattr(value, "DESCRIPTOR", None)

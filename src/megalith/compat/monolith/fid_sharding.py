@@ -186,14 +186,7 @@ def sharding_sparse_fids(
 
 
 def check_version(version: int) -> None:
-    """Raise unless an encoding is one that these ops read and write.
-
-    Args:
-        version: The number that a caller passed.
-
-    Raises:
-        InputError: The version is not 3, 4 or 5.
-    """
+    """Raise unless an encoding is one that these ops read and write."""
     if not isinstance(version, int) or isinstance(version, bool) or version not in (3, 4, 5):
         raise InputError(
             f"version must be 3, 4 or 5, got {version!r}: 1 and 2 have another encoding; encode with "
@@ -202,15 +195,7 @@ def check_version(version: int) -> None:
 
 
 def check_input_type(value: str, name: str) -> None:
-    """Raise unless a text names one of Monolith's records.
-
-    Args:
-        value: What a caller passed.
-        name: The name of the argument, for the message.
-
-    Raises:
-        InputError: It is another text, or not a text.
-    """
+    """Raise unless a text names one of Monolith's records."""
     if not isinstance(value, str) or value not in INPUT_TYPES:
         raise InputError(f"{name} must be one of {', '.join(INPUT_TYPES)}, got {value!r}")
 

@@ -164,17 +164,9 @@ class _ShardReader:
 
 
 def counts(power1: Tensor, power2: Tensor, betas: tuple[float, float]) -> tuple[Tensor, int]:
-    """Compute the number of updates t from beta1 ** (t + 1) and beta2 ** (t + 1).
-
-    Args:
-        power1: float32 [n, 1].
-        power2: float32 [n, 1].
-        betas: The betas of Adam.
-
-    Returns:
-        t, float32 [n, 1], NaN where the numbers are not such powers; and the number of rows whose powers give
-        different t. These rows get the t of beta2.
-    """
+    """Compute the number of updates t from beta1 ** (t + 1) and beta2 ** (t + 1)."""
+    # power1: float32 [n, 1]; power2: float32 [n, 1]; returns: t, float32 [n, 1], NaN where the numbers are
+    # not such powers.
     (first, known1, slack1), (second, known2, slack2) = (
         _exponent(power.double(), float(np.float32(beta)))
         for power, beta in zip((power1, power2), betas, strict=True)
@@ -188,10 +180,8 @@ def counts(power1: Tensor, power2: Tensor, betas: tuple[float, float]) -> tuple[
 
 
 def _exponent(power: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """t of beta ** (t + 1), float64; whether the power determines t; the possible error of t.
-
-    A vanished power gives a t that is large enough to leave no correction.
-    """
+    """t of beta ** (t + 1), float64; whether the power determines t; the possible error of t."""
+    # A vanished power gives a t that is large enough to leave no correction.
     vanished = (power >= 0) & (power < _VANISHED)
     if beta == 0:
         return torch.ones_like(power), torch.zeros_like(vanished), torch.zeros_like(power)

@@ -41,17 +41,7 @@ class LayoutPlan:
 
 @lru_cache(maxsize=64)
 def layout_plan(encoded: str) -> LayoutPlan:
-    """Compile a config.
-
-    Args:
-        encoded: `FeatureConfigs.encoded`, a string because torch ops take strings and not objects.
-
-    Returns:
-        The plan; the last 64 are cached.
-
-    Raises:
-        InputError: The layouts do not match the features.
-    """
+    """Compile a config."""
     configs = FeatureConfigs.from_encoded(encoded)
     configs.validate()
     names, tables = configs.feature_names, configs.table_names
@@ -94,12 +84,5 @@ def layout_plan(encoded: str) -> LayoutPlan:
 
 
 def num_columns(shape: Sequence[int]) -> int:
-    """Return the number of elements of one batch row.
-
-    Args:
-        shape: The shape of an output, the batch first.
-
-    Returns:
-        The product of the other sizes.
-    """
+    """Return the number of elements of one batch row."""
     return prod(shape[1:])

@@ -56,14 +56,8 @@ class LayoutRequests(NamedTuple):
     """Version 4: the numbers of the lists in the order in which the one tensor holds them."""
 
     def join(self, gradients: list[list[Tensor]]) -> list[Tensor]:
-        """Combine the gradients of the lists of all requests.
-
-        Args:
-            gradients: For each request, float [elements] for each list.
-
-        Returns:
-            A gradient for each tensor of `embeddings_list`, in its shape.
-        """
+        """Combine the gradients of the lists of all requests."""
+        # gradients: for each request, float [elements] for each list.
         flat = (
             gradients[0]
             if len(gradients) == 1
@@ -85,25 +79,9 @@ def layout_requests(
     sizes: RequestSizes,
     version: int,
 ) -> LayoutRequests:
-    """Check the arguments of a layout op and divide them into requests.
-
-    Args:
-        embeddings_list: The rows, as the version has them; float tensors of one dtype.
-        fid_offset: int [n], of all requests; also unsigned, as Monolith has it.
-        feature_offset: int [rows + 1 of each request].
-        nfl_offset: int [features + 1 of each request]; also unsigned.
-        batch_size: The number of rows, or those of each request, int [R].
-        configs: The features and their tables.
-        ps_num: The number of servers (0 counts as 1), or a Router.
-        sizes: The sizes that the version needs.
-        version: 3, 4 or 5.
-
-    Returns:
-        The requests; versions 3 and 4 have one.
-
-    Raises:
-        InputError: An argument has the wrong type or shape, or the sizes do not add up.
-    """
+    """Check the arguments of a layout op and divide them into requests."""
+    # fid_offset: int [n], of all requests; feature_offset: int [rows + 1 of each request]; nfl_offset: int
+    # [features + 1 of each request]; batch_size: the number of rows, or those of each request, int [R].
     check_version(version)
     servers = ps_num.num_shards if isinstance(ps_num, Router) else checks.integer(ps_num, "ps_num", least=0)
     tables, servers = len(configs.table_names), max(1, servers)
@@ -203,18 +181,10 @@ def _lengths(
     totals: Mapping[str, int] | None = None,
     expected: int | None = None,
 ) -> list[int]:
-    """Check a vector of sizes; return it as a list.
-
-    Inside torch.compile the values are unknown, and the checks are parts of the graph.
-
-    Args:
-        tensor: int [count].
-        name: Its name in messages.
-        count: The number of sizes; None: any.
-        totals: The lengths of the n vectors that are divided, by name: every n-th size from number k on is
-            a part of the k-th vector. None: the sizes need not add up to anything.
-        expected: What each size must be; None: 0 or more.
-    """
+    """Check a vector of sizes; return it as a list."""
+    # Inside torch.compile the values are unknown, and the checks are parts of the graph.
+    #
+    # tensor: int [count].
     given = checks.with_data(checks.integers(tensor, name, (count,)), name)
     divided = {} if totals is None else totals
     if not torch.compiler.is_compiling():

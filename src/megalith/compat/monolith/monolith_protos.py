@@ -16,34 +16,12 @@ from megalith.serving.proto.message_types import Message, load_pool, message_cla
 
 @cache
 def message_type(full_name: str) -> Any:
-    """Return the class of a message.
-
-    Args:
-        full_name: The name with its package, such as "monolith.io.proto.Example".
-
-    Returns:
-        The class, created at first use.
-
-    Raises:
-        MissingDependencyError: Protobuf is not installed.
-    """
+    """Return the class of a message."""
     return message_class(_pool(), full_name)
 
 
 def parse_message(full_name: str, data: bytes) -> Message:
-    """Parse a serialized message.
-
-    Args:
-        full_name: The name of the message with its package.
-        data: The bytes.
-
-    Returns:
-        The message.
-
-    Raises:
-        InputError: The bytes are not such a message.
-        MissingDependencyError: Protobuf is not installed.
-    """
+    """Parse a serialized message."""
     try:
         return message_type(full_name).FromString(data)
     except protobuf("message").DecodeError:

@@ -15,15 +15,7 @@ from megalith.serving.sync.push_messages import MAX_PUSH_BYTES, splits_of
 
 
 def split_push(request: Message, limit: int = MAX_PUSH_BYTES) -> list[Message]:
-    """Split a PushRequest that is larger than a limit.
-
-    Args:
-        request: The PushRequest.
-        limit: The maximum number of bytes of a piece, approximately.
-
-    Returns:
-        size / limit pieces, rounded up. Each has an equal share of every table; the last one has the rest.
-    """
+    """Split a PushRequest that is larger than a limit."""
     count = math.ceil(request.ByteSize() / limit)
     if count <= 1:
         return [request]
@@ -46,17 +38,7 @@ def split_push(request: Message, limit: int = MAX_PUSH_BYTES) -> list[Message]:
 
 
 def to_predict_request(request: Message) -> Message:
-    """Convert a PushRequest to a PredictRequest.
-
-    Args:
-        request: The PushRequest.
-
-    Returns:
-        A PredictRequest with the inputs of hashtable_assign, or of raw_assign for multi tables.
-
-    Raises:
-        InputError: A delta does not have dim_size values per id.
-    """
+    """Convert a PushRequest to a PredictRequest."""
     predict = PredictRequest()
     predict.model_spec.name = request.model_name
     predict.model_spec.signature_name = request.signature_name

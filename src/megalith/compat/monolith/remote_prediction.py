@@ -210,7 +210,7 @@ def _model_and_part(model_name: str | None, task: str | int, where: str) -> tupl
 
 
 def _old_model(old_model_name: str | None, part: str | int, where: str) -> str | None:
-    """Returns an old name without its part; None if there is no old name."""
+    """Return an old name without its part; None if there is no old name."""
     if old_model_name is None or not checks.text(old_model_name, f"{where}: old_model_name"):
         return None
     model, colon, own = old_model_name.rpartition(":")

@@ -223,16 +223,13 @@ class _SyncWrapper(SyncBackend):
     def __init__(self, watcher: ReplicaWatcher) -> None:
         self._watcher = watcher
 
-    def subscribe_model(self, model_name: str) -> None:
-        """Do nothing: a watcher belongs to one service."""
+    def subscribe_model(self, model_name: str) -> None: ...
 
     def get_sync_targets(self, sub_graph: str) -> SyncTargets:
-        """Return ("ps_1", replicas with extra info); raises InputError unless the sub graph is ps_N."""
         part = _SUB_GRAPH.fullmatch(sub_graph)
         if part is None:
             raise InputError(f"sub graph {sub_graph!r} must be ps_0, ps_1 and so on")
         return sub_graph, self._watcher.get_replicas_with_extra_info("ps", int(part["task"]))
 
     def stop(self) -> None:
-        """Stop the watcher."""
         self._watcher.stop()

@@ -75,18 +75,7 @@ class _Target:
 
 
 class SyncHandle:
-    """Tables, their changes and the targets: what Monolith's handles of clients refer to.
-
-    Args:
-        name: Monolith's name of the client; several clients may have the same one.
-        config: A ClientConfig with the targets, or its bytes, used until a call passes another one.
-        credentials: What the client presents to the targets, such as a token.
-        changes: Records the changes of the tables; None: a record of its own. The clients of all parts of a
-            model share one.
-
-    Raises:
-        InputError: An argument has the wrong type, or the config is malformed.
-    """
+    """Tables, their changes and the targets: what Monolith's handles of clients refer to."""
 
     def __init__(
         self,
@@ -108,15 +97,7 @@ class SyncHandle:
         """By address and model; those that have been missing from the config for longest come first."""
 
     def attach(self, tables: Mapping[str, Table]) -> None:
-        """Add tables; their changes are tracked from now on.
-
-        Args:
-            tables: The tables by name.
-
-        Raises:
-            InputError: Another table with the same name is attached.
-            UsageError: A table has the maximum number of consumers, or the client is closed.
-        """
+        """Add tables; their changes are tracked from now on."""
         self._check_open()
         for name, table in tables.items():
             if self._tables.get(name, table) is not table:
@@ -125,14 +106,7 @@ class SyncHandle:
             self._tables[name] = table
 
     def push(self, config_str: bytes | str | None = None) -> Message:
-        """Push the changed rows to every target; see `ParameterSyncClient.create_sync_op`.
-
-        Args:
-            config_str: A serialised ClientConfig; empty: the last one.
-
-        Returns:
-            The PushResult.
-        """
+        """Push the changed rows to every target; see `ParameterSyncClient.create_sync_op`."""
         self._check_open()
         if _is_given(config_str):
             self._config = _read(config_str)
@@ -188,10 +162,8 @@ class SyncHandle:
         return target
 
     def _drop_absent(self, listed: int) -> None:
-        """Forget targets that the config has not listed for longest, once they hold too many ids.
-
-        listed: The number of targets that it lists, which are the last ones.
-        """
+        """Forget targets that the config has not listed for longest, once they hold too many ids."""
+        # listed: The number of targets that it lists, which are the last ones.
         absent = list(self._targets)[: len(self._targets) - listed]
         total = sum(len(self._targets[key].backlog) for key in absent)
         for key in absent:
@@ -318,22 +290,9 @@ class SyncHandle:
 class DummySyncHandle(SyncHandle):
     """Reports success for every push without sending anything; its tables track no changes."""
 
-    def attach(self, tables: Mapping[str, Table]) -> None:
-        """Do nothing.
-
-        Args:
-            tables: The tables by name.
-        """
+    def attach(self, tables: Mapping[str, Table]) -> None: ...
 
     def push(self, config_str: bytes | str | None = None) -> Message:
-        """Report success.
-
-        Args:
-            config_str: A serialised ClientConfig; empty: the last one.
-
-        Returns:
-            A PushResult with success for every target.
-        """
         if _is_given(config_str):
             self._config = _read(config_str)
         result = PushResult()

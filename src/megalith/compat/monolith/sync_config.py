@@ -46,17 +46,7 @@ class SyncConfig:
 
 
 def read_sync_config(config: bytes | Message) -> SyncConfig:
-    """Read a ClientConfig.
-
-    Args:
-        config: The message or its bytes.
-
-    Returns:
-        The config. Extra info is left out if there is not one entry per target.
-
-    Raises:
-        InputError: It is not a ClientConfig, or a target is not an address.
-    """
+    """Read a ClientConfig."""
     if isinstance(config, bytes):
         try:
             config = ClientConfig.FromString(config)

@@ -83,23 +83,6 @@ def sharding_params(
     enable_gpu_emb: bool = False,
     use_gpu: bool = False,
 ) -> ShardingSparseFidsOpParams:
-    """See `PartitionedHashTable.gen_feature_configs`.
-
-    Args:
-        num_ps: See there.
-        feature_name_to_config: See there.
-        layout_configs: See there.
-        feature_to_unmerged_slice_dims: See there.
-        feature_to_combiner: See there.
-        use_native_multi_hash_table: See there.
-        transfer_float16: See there.
-        unique: See there.
-        enable_gpu_emb: See there.
-        use_gpu: See there.
-
-    Returns:
-        The tables and features.
-    """
     where = "gen_feature_configs"
     count = max(1, checks.integer(num_ps, f"{where}: num_ps", 0))
     native = checks.flag(use_native_multi_hash_table, f"{where}: use_native_multi_hash_table")
@@ -159,15 +142,7 @@ def sharding_params(
 
 
 def named(config: TableConfig, name: str) -> TableConfig:
-    """Return a config under another name, for Monolith's tables: ids without a row read as zeros.
-
-    Args:
-        config: The config.
-        name: The name.
-
-    Returns:
-        The config.
-    """
+    """Return a config under another name, for Monolith's tables: ids without a row read as zeros."""
     return TableConfig(
         name,
         segments=config.segments,

@@ -29,11 +29,7 @@ MAX_IDS = 20_000_000
 
 
 class TrackedChanges:
-    """The changed ids of tables, for each client. Safe to share between threads.
-
-    Args:
-        max_ids: The number of changed ids to remember, and of removed ids.
-    """
+    """The changed ids of tables, for each client. Safe to share between threads."""
 
     def __init__(self, max_ids: int = MAX_IDS) -> None:
         self._consumer = f"sync clients {uuid.uuid4().hex}"
@@ -52,16 +48,7 @@ class TrackedChanges:
             journal.begin_epoch("")
 
     def attach(self, client: object, name: str, table: Table) -> None:
-        """Record the changes of a table for a client from now on; a second call has no effect.
-
-        Args:
-            client: The client, as a key.
-            name: The client's name of the table.
-            table: The table.
-
-        Raises:
-            UsageError: The table already has the maximum number of consumers.
-        """
+        """Record the changes of a table for a client from now on; a second call has no effect."""
         key = str(id(table))
         with self._lock:
             self._drain()  # earlier changes are not for this client
@@ -77,11 +64,7 @@ class TrackedChanges:
             self._pending.setdefault(client, IdSets())
 
     def detach(self, client: object) -> None:
-        """Forget a client; tables that no other client has attached stop recording.
-
-        Args:
-            client: The client, as a key.
-        """
+        """Forget a client; tables that no other client has attached stop recording."""
         with self._lock:
             keys = set(self._attached.pop(client, {}).values())
             self._pending.pop(client, None)
@@ -90,31 +73,14 @@ class TrackedChanges:
                 self._tables.pop(key).untrack(self._consumer)
 
     def reach(self, client: object, model: str, part: int) -> None:
-        """Record that a part of a model has answered a client, which then pushes the part's ids to it.
-
-        Args:
-            client: The client, as a key.
-            model: The name of the model, without its part.
-            part: The number of the part.
-        """
+        """Record that a part of a model has answered a client, which then pushes the part's ids to it."""
         with self._lock:
             self._reached.setdefault(client, set()).add((model, part))
 
     def unreached(self, client: object, name: str, model: str, num_parts: int) -> set[int]:
-        """Return the parts of a model that no client pushes a table to.
-
-        Clients that have not pushed yet are expected to push to a part each: nothing is returned as long as
-        there are enough of them for the parts that are left.
-
-        Args:
-            client: A client that has attached the table, as a key.
-            name: Its name of the table.
-            model: The name of the model, without its part.
-            num_parts: The number of parts of the model.
-
-        Returns:
-            The numbers of the parts.
-        """
+        """Return the parts of a model that no client pushes a table to."""
+        # Clients that have not pushed yet are expected to push to a part each: nothing is returned as long as
+        # there are enough of them for the parts that are left.
         with self._lock:
             key = self._attached[client][name]
             clients = [each for each, keys in self._attached.items() if key in keys.values()]
@@ -123,27 +89,15 @@ class TrackedChanges:
             return left if len(left) > sum(not each for each in reached) else set()
 
     def waiting(self, client: object) -> dict[str, Tensor]:
-        """Return what `take` would return, and leave it there.
-
-        Args:
-            client: The client, as a key.
-
-        Returns:
-            The ids of each table, int64 [n], without duplicates.
-        """
+        """Return what `take` would return, and leave it there."""
+        # returns: the ids of each table, int64 [n], without duplicates.
         with self._lock:
             self._drain()
             return self._by_name(client, self._pending.get(client, IdSets()).tensors())
 
     def take(self, client: object) -> dict[str, Tensor]:
-        """Return the ids that changed or were removed since the client's last call.
-
-        Args:
-            client: The client, as a key.
-
-        Returns:
-            The ids of each table, int64 [n], without duplicates.
-        """
+        """Return the ids that changed or were removed since the client's last call."""
+        # returns: the ids of each table, int64 [n], without duplicates.
         with self._lock:
             self._drain()
             pending = self._pending.get(client, IdSets()).tensors()
@@ -151,14 +105,7 @@ class TrackedChanges:
             return self._by_name(client, pending)
 
     def has_changed(self, client: object) -> bool:
-        """Return whether anything has changed since the tables were attached, as far as `take` knows.
-
-        Args:
-            client: The client, as a key.
-
-        Returns:
-            False if `all_ids` has no ids.
-        """
+        """Return whether anything has changed since the tables were attached, as far as `take` knows."""
         with self._lock:
             return not self._changed.isdisjoint(self._attached.get(client, {}).values())
 
@@ -169,15 +116,9 @@ class TrackedChanges:
             return bool(self._journal.labels or self._removals.labels)
 
     def all_ids(self, client: object) -> dict[str, Tensor]:
-        """Return all ids that changed since the tables were attached; if too many, those of all rows instead.
-
-        Args:
-            client: The client, as a key.
-
-        Returns:
-            The ids of each table, int64 [n], without duplicates. Removed ids are included unless
-            `knows_removals` is false.
-        """
+        """Return all ids that changed since the tables were attached; if too many, those of all rows
+        instead."""
+        # returns: the ids of each table, int64 [n], without duplicates.
         with self._lock:
             self._drain()
             known = self._journal.since("")

@@ -126,19 +126,7 @@ def write_payload(source: Compressed | Payload, label: Label) -> bytes:
 
 
 def parameter_parts(payload: Payload, number: int, spec: ParameterSpec) -> dict[str, Any]:
-    """Return a parameter of a payload under Templar's keys.
-
-    Args:
-        payload: The payload.
-        number: The number of the parameter.
-        spec: Its spec.
-
-    Returns:
-        `NAMEidxs`, `NAMEvals` and `NAMEquant_params`.
-
-    Raises:
-        InputError: An odd number of positions is kept per chunk, or chunks are padded.
-    """
+    """Return a parameter of a payload under Templar's keys."""
     (lines, columns), (down, across), (height, width) = spec.matrix, spec.bands, spec.chunk
     if spec.keep % 2 or (lines, columns) != (down * height, across * width):
         raise InputError(

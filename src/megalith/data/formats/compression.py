@@ -17,32 +17,14 @@ from megalith.errors import InputError
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """Opens a file for reading; a name that ends in .gz is decompressed.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The open file, which the caller closes.
-    """
+    """Opens a file for reading; a name that ends in .gz is decompressed."""
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
     return path.open("rb")
 
 
 def snappy_blocks(path: Path, *, max_bytes: int) -> Iterator[bytes]:
-    """Yields the unpacked Snappy blocks of a file.
-
-    Args:
-        path: The file.
-        max_bytes: Maximum unpacked length of a block.
-
-    Yields:
-        The bytes of each block, in order.
-
-    Raises:
-        InputError: a block is truncated, damaged or too large. The message has the file and the byte.
-    """
+    """Yields the unpacked Snappy blocks of a file."""
     at = 0
     with path.open("rb") as file:
         while head := file.read(4):

@@ -46,14 +46,7 @@ class FramedRecord(NamedTuple):
 
 
 class RecordFile:
-    """Reads the records of a file.
-
-    Args:
-        path: the file; .gz is decompressed.
-        framing: "length" or "tfrecord".
-        header: the headers before each length, some of HEADERS.
-        max_bytes: the maximum length of a record.
-    """
+    """Reads the records of a file."""
 
     def __init__(
         self,
@@ -69,19 +62,7 @@ class RecordFile:
         self.max_bytes = max_bytes
 
     def read(self, *, offset: int = 0, number: int = 0) -> Iterator[FramedRecord]:
-        """Yields the records from record `number`, which begins at byte `offset`.
-
-        Args:
-            offset: Byte at which the first record begins.
-            number: Number of that record, for messages and for `FramedRecord.number`.
-
-        Yields:
-            The records, in order.
-
-        Raises:
-            InputError: the file ends within a record, a length exceeds max_bytes, or a checksum is wrong. The
-                message has the file and the byte.
-        """
+        """Yields the records from record `number`, which begins at byte `offset`."""
         try:
             with open_bytes(self.path) as file:
                 file.seek(offset)
@@ -166,14 +147,7 @@ class _Cursor:
 def write_records(
     file: BinaryIO, messages: Sequence[bytes], framing: Framing, *, header: Sequence[str] = ()
 ) -> None:
-    """Appends messages to a file.
-
-    Args:
-        file: a file that is open for writing.
-        messages: the records.
-        framing: "length" or "tfrecord".
-        header: the headers to write before each length, filled with zeros as Monolith's writer does.
-    """
+    """Appends messages to a file."""
     sizes = {"lagrangex_header": 8, "kafka_dump_prefix": 16, "sort_id": 8, "kafka_dump": 8}
     for message in messages:
         length = struct.pack("<Q", len(message))
@@ -188,40 +162,19 @@ def write_records(
 
 
 def masked_crc32c(data: bytes) -> int:
-    """Returns TFRecord's checksum: crc32c rotated and offset, so that checksums of checksums differ.
-
-    Args:
-        data: The bytes.
-
-    Returns:
-        The checksum, 0 to 2^32 - 1.
-    """
+    """Return TFRecord's checksum: crc32c rotated and offset, so that checksums of checksums differ."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def crc32c(data: bytes) -> int:
-    """Returns the Castagnoli CRC of some bytes.
-
-    Args:
-        data: The bytes.
-
-    Returns:
-        The CRC, 0 to 2^32 - 1.
-    """
+    """Return the Castagnoli CRC of some bytes."""
     native = native_module()
     return crc32c_twin(data) if native is None else native.crc32c(data)
 
 
 def crc32c_twin(data: bytes) -> int:
-    """`crc32c` in numpy.
-
-    Args:
-        data: The bytes.
-
-    Returns:
-        The CRC, 0 to 2^32 - 1.
-    """
+    """`crc32c` in numpy."""
     effect, places = _crc_tables()
     values = np.frombuffer(data, np.uint8)
     crc, at = 0xFFFFFFFF, len(values) % _CRC_BLOCK

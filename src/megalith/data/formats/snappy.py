@@ -15,48 +15,19 @@ _MAX_GAIN = 22
 
 
 def max_packed(size: int) -> int:
-    """Returns the maximum packed size of `size` bytes.
-
-    Args:
-        size: Number of unpacked bytes.
-
-    Returns:
-        A number of bytes that no Snappy encoder exceeds.
-    """
+    """Return the maximum packed size of `size` bytes."""
     return 32 + size + size // 6
 
 
 def unsnap(data: bytes, max_bytes: int) -> bytes:
-    """Unpacks a raw Snappy block.
-
-    Args:
-        data: The block.
-        max_bytes: Maximum unpacked length.
-
-    Returns:
-        The unpacked bytes.
-
-    Raises:
-        InputError: the block is damaged or too long. The message has the byte.
-    """
+    """Unpacks a raw Snappy block."""
     bound = min(max_bytes, _MAX_GAIN * len(data))
     native = native_module()
     return unsnap_twin(data, bound) if native is None else native.unsnap(data, bound)
 
 
 def unsnap_twin(data: bytes, max_bytes: int) -> bytes:
-    """`unsnap` in pure Python.
-
-    Args:
-        data: The block.
-        max_bytes: Maximum unpacked length.
-
-    Returns:
-        The unpacked bytes.
-
-    Raises:
-        InputError: The block is damaged or too long.
-    """
+    """`unsnap` in pure Python."""
     length, at = _length(data)
     if length > max_bytes:
         raise InputError(f"snappy: it states {length} bytes, more than the limit of {max_bytes}")

@@ -60,12 +60,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Call:
-    """A call in progress.
-
-    Args:
-        future: The `grpc.Future` of the call.
-        address: The server, for messages.
-    """
+    """A call in progress."""
 
     def __init__(self, future: Any, address: str) -> None:
         self._future = future
@@ -85,13 +80,6 @@ class Connection:
     """A channel to one server, and the calls over it. Thread-safe; connects at the first call.
 
     Requests are messages or their bytes. Timeouts are in seconds.
-
-    Args:
-        address: host:port.
-        credentials: What the client presents to the server.
-
-    Raises:
-        InputError: The address is malformed.
     """
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
@@ -113,68 +101,22 @@ class Connection:
         self._get_model_status = self._method(GET_MODEL_STATUS, GetModelStatusResponse)
 
     def predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Message:
-        """Send a PredictRequest and wait for the response.
-
-        Args:
-            request: The PredictRequest.
-            timeout: Deadline of the call in seconds.
-            metadata: Sent with the request, after the token.
-
-        Returns:
-            The PredictResponse.
-
-        Raises:
-            RemoteError: The call failed, or the response is malformed.
-        """
+        """Send a PredictRequest and wait for the response."""
         return self._call(self._predict, request, timeout, metadata)
 
     def start_predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Call:
-        """Send a PredictRequest without waiting.
-
-        Args:
-            request: The PredictRequest.
-            timeout: Deadline of the call in seconds.
-            metadata: Sent with the request, after the token.
-
-        Returns:
-            The call in progress.
-
-        Raises:
-            RemoteError: The connection is closed.
-        """
+        """Send a PredictRequest without waiting."""
         with _failures(self.address):
             sent = (*self._metadata, *metadata)
             future = self._predict.future(_to_bytes(request), timeout=timeout, metadata=sent)
             return Call(future, self.address)
 
     def get_model_metadata(self, request: Message | bytes, *, timeout: float) -> Message:
-        """Request the signatures of a model.
-
-        Args:
-            request: The GetModelMetadataRequest.
-            timeout: Deadline of the call in seconds.
-
-        Returns:
-            The GetModelMetadataResponse.
-
-        Raises:
-            RemoteError: The call failed, or the response is malformed.
-        """
+        """Request the signatures of a model."""
         return self._call(self._get_model_metadata, request, timeout)
 
     def get_model_status(self, request: Message | bytes, *, timeout: float) -> Message:
-        """Request the states of the versions of a model.
-
-        Args:
-            request: The GetModelStatusRequest.
-            timeout: Deadline of the call in seconds.
-
-        Returns:
-            The GetModelStatusResponse.
-
-        Raises:
-            RemoteError: The call failed, or the response is malformed.
-        """
+        """Request the states of the versions of a model."""
         return self._call(self._get_model_status, request, timeout)
 
     def close(self) -> None:
@@ -202,9 +144,6 @@ class Channels:
     """Connections by address, opened on first use and closed together. Thread-safe.
 
     Beyond MAX_CONNECTIONS the least recently used connection is closed.
-
-    Args:
-        credentials: What clients present to all servers.
     """
 
     def __init__(self, credentials: Credentials | None = None) -> None:
@@ -215,18 +154,7 @@ class Channels:
         self._closed = False
 
     def get(self, address: str) -> Connection:
-        """Return the connection to an address; opened on first use.
-
-        Args:
-            address: host:port.
-
-        Returns:
-            The connection, which these channels close.
-
-        Raises:
-            InputError: The address is malformed.
-            UsageError: The channels are closed.
-        """
+        """Return the connection to an address; opened on first use."""
         with self._lock:
             if self._closed:
                 raise UsageError("these channels are closed; open new ones")
@@ -240,14 +168,7 @@ class Channels:
         return connection
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Run a call in a pooled thread; grpcio would start a thread for each of its futures.
-
-        Args:
-            work: Makes the call and passes on its result; what it returns or raises is dropped.
-
-        Raises:
-            UsageError: The channels are closed.
-        """
+        """Run a call in a pooled thread; grpcio would start a thread for each of its futures."""
         with self._lock:
             if self._closed:
                 raise UsageError("these channels are closed; open new ones")

@@ -99,18 +99,7 @@ class Credentials:
 
 
 def read_secret(what: str, path: Path) -> bytes:
-    """Read a token, a certificate or a key.
-
-    Args:
-        what: What the file holds, for error messages.
-        path: The file.
-
-    Returns:
-        The content of the file.
-
-    Raises:
-        InputError: The file cannot be read or has more than MAX_SECRET_BYTES.
-    """
+    """Read a token, a certificate or a key."""
     try:
         if path.stat().st_size > MAX_SECRET_BYTES:
             raise InputError(f"{what}: {path} has more than {MAX_SECRET_BYTES} bytes")

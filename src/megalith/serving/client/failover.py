@@ -42,11 +42,6 @@ class Targets:
 
     Each call starts at the next replica, the first call at a random one, so that clients that start together
     do not all use the same replica. Replicas that failed recently come last.
-
-    Args:
-        discovery: A started discovery.
-        service: The name of the service.
-        channels: The connections.
     """
 
     def __init__(self, discovery: Discovery, service: str, channels: Channels) -> None:
@@ -68,11 +63,7 @@ class Targets:
         return addresses
 
     def failed(self, address: str) -> None:
-        """Record that a replica failed; for REST_SECONDS it is tried last.
-
-        Args:
-            address: The address of the replica.
-        """
+        """Record that a replica failed; for REST_SECONDS it is tried last."""
         self._failed[address] = time.monotonic()
 
     def close(self) -> None:
@@ -107,11 +98,7 @@ Ended = queue.SimpleQueue[tuple[Try, Outcome]]
 
 
 class Attempt:
-    """A request in progress. It uses its first route, and the next one if a server lacks the model.
-
-    Args:
-        routes: At least one route.
-    """
+    """A request in progress. It uses its first route, and the next one if a server lacks the model."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self.done = False
@@ -137,13 +124,7 @@ class Attempt:
         return self._response
 
     def begin(self, end: float, ended: Ended, *, alone: bool) -> None:
-        """Send the request to the first server of the first route that has any.
-
-        Args:
-            end: The deadline, of `time.monotonic`.
-            ended: Where tries are put when they end.
-            alone: Whether the call may block, because no other request runs.
-        """
+        """Send the request to the first server of the first route that has any."""
         self._end, self._ended, self._alone = end, ended, alone
         self._not_found = None
         try:
@@ -159,12 +140,7 @@ class Attempt:
         self._send()
 
     def take(self, ended: Try, outcome: Outcome) -> None:
-        """Handle the end of a try: finish, or continue with the next server or route, or fail.
-
-        Args:
-            ended: The try; one that is not in progress, because another was faster, is ignored.
-            outcome: The response, or the error.
-        """
+        """Handle the end of a try: finish, or continue with the next server or route, or fail."""
         if ended not in self._in_progress:
             return
         slower = self._in_progress[: self._in_progress.index(ended)]
@@ -177,11 +153,7 @@ class Attempt:
         self._finish(response=outcome)
 
     def wake(self, now: float) -> None:
-        """Send the request to the next server too, or fail at the deadline.
-
-        Args:
-            now: The time of `time.monotonic`.
-        """
+        """Send the request to the next server too, or fail at the deadline."""
         if now >= self._end:
             for each in self._in_progress:
                 self._routes[0].targets.failed(each.address)
@@ -245,12 +217,7 @@ class Attempt:
 
 
 def run(attempts: Sequence[Attempt], seconds: float) -> None:
-    """Run requests concurrently until each has a response or an error.
-
-    Args:
-        attempts: The requests.
-        seconds: The deadline of all of them.
-    """
+    """Run requests concurrently until each has a response or an error."""
     end = time.monotonic() + seconds
     ended: Ended = queue.SimpleQueue()
     for attempt in attempts:

@@ -154,17 +154,7 @@ class PredictClient:
 def check_settings(
     old_model_name: object, model_version: object, signature_name: object, credentials: object
 ) -> None:
-    """Check the types of a client's settings; see `PredictClient`.
-
-    Args:
-        old_model_name: None or a string.
-        model_version: An integer of -1 or more.
-        signature_name: A string.
-        credentials: None or Credentials.
-
-    Raises:
-        InputError: A setting is something else.
-    """
+    """Check the types of a client's settings; see `PredictClient`."""
     if old_model_name is not None:
         text(old_model_name, "old_model_name")
     if (
@@ -179,16 +169,7 @@ def check_settings(
 
 
 def model_spec(name: str, signature_name: str, version: int = -1) -> bytes:
-    """Return the bytes of a PredictRequest without inputs; append those of `inputs_and_outputs`.
-
-    Args:
-        name: The name of the model on its servers.
-        signature_name: The signature.
-        version: The version; -1: none, so that servers use the newest.
-
-    Returns:
-        A serialized PredictRequest.
-    """
+    """Return the bytes of a PredictRequest without inputs; append those of `inputs_and_outputs`."""
     request = PredictRequest()
     request.model_spec.name = name
     request.model_spec.signature_name = signature_name
@@ -199,34 +180,13 @@ def model_spec(name: str, signature_name: str, version: int = -1) -> bytes:
 
 
 def inputs_and_outputs(protos: Mapping[str, Message], outputs: Sequence[str] = ()) -> bytes:
-    """Return the bytes of a PredictRequest without a model; append them to those of `model_spec`.
-
-    Args:
-        protos: TensorProto by name of the input.
-        outputs: Names of the outputs to request; empty: all.
-
-    Returns:
-        A serialized PredictRequest.
-    """
+    """Return the bytes of a PredictRequest without a model; append them to those of `model_spec`."""
     data: bytes = PredictRequest(inputs=protos, output_filter=outputs).SerializeToString()
     return data
 
 
 def read_outputs(response: Message, names: Sequence[str], service: str) -> dict[str, Tensor]:
-    """Read the tensors of a PredictResponse.
-
-    Args:
-        response: The message.
-        names: The outputs to read, in this order (empty: all).
-        service: The service, for messages.
-
-    Returns:
-        Tensors by name, of at most MAX_BYTES together.
-
-    Raises:
-        RemoteError: An output is missing or holds strings (INVALID_ARGUMENT: the request should name
-            another), is malformed, or the outputs are too large (INTERNAL).
-    """
+    """Read the tensors of a PredictResponse."""
     left, read = MAX_BYTES, {}
     for name in names or sorted(response.outputs):
         label = f"{service}: output {name[:100]!r}"
@@ -247,18 +207,7 @@ def read_outputs(response: Message, names: Sequence[str], service: str) -> dict[
 
 
 def service_of(model_name: str, task: str | int) -> ServiceName:
-    """Return the service of a part of a model.
-
-    Args:
-        model_name: The model.
-        task: The part, or a number i for ps_i.
-
-    Returns:
-        The name by which discovery finds its servers.
-
-    Raises:
-        InputError: A name is malformed.
-    """
+    """Return the service of a part of a model."""
     if isinstance(task, bool) or not isinstance(task, str | int) or (isinstance(task, int) and task < 0):
         raise InputError(f"task must be a part of the model, such as 'entry', or 0 for 'ps_0', got {task!r}")
     return ServiceName(model_name, f"ps_{task}" if isinstance(task, int) else task)
@@ -270,17 +219,7 @@ def _wire_name(service: ServiceName) -> str:
 
 
 def check_timeout(value: float) -> float:
-    """Check a deadline.
-
-    Args:
-        value: Seconds.
-
-    Returns:
-        The value.
-
-    Raises:
-        InputError: It is not a finite number above 0.
-    """
+    """Check a deadline."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise InputError(f"timeout must be a number of seconds above 0, got {value!r}")
     return value

@@ -52,18 +52,7 @@ class _Piece:
 
 
 class RowFetcher:
-    """Fetches rows from the ps parts of a model. Thread-safe.
-
-    Args:
-        discovery: A started discovery of the services "{model}:ps_0" and so on.
-        signature: The model.
-        fail_soft: Use zeros for the rows of a part that does not answer, and count them.
-        timeout: Seconds for a whole fetch.
-        credentials: What the client presents to servers.
-
-    Raises:
-        InputError: The model has no ps parts, or a table is routed to more parts than there are.
-    """
+    """Fetches rows from the ps parts of a model. Thread-safe."""
 
     def __init__(
         self,
@@ -98,20 +87,8 @@ class RowFetcher:
         """Number of distinct ids that read as zeros because of that."""
 
     def __call__(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Fetch the rows of ids; an id without a row reads as zeros.
-
-        Args:
-            ids: Table -> int64 [n].
-
-        Returns:
-            Table -> float32 [n, dim], in the order of the ids.
-
-        Raises:
-            UnknownNameError: A table is unknown.
-            InputError: Ids have another dtype or shape.
-            RemoteError: A part did not answer in time.
-            DiscoveryError: The discovery failed.
-        """
+        """Fetch the rows of ids; an id without a row reads as zeros."""
+        # ids: table -> int64 [n]; returns: table -> float32 [n, dim], in the order of the ids.
         distinct: dict[str, list[Tensor]] = {}
         inverse: dict[str, Tensor] = {}
         found: dict[str, Tensor] = {}

@@ -17,18 +17,6 @@ _GRPC_SCHEMES = frozenset({"unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv
 
 
 def check_address(address: object, what: str = "address") -> str:
-    """Check an address.
-
-    Args:
-        address: The address to check.
-        what: What it is the address of, for the error message.
-
-    Returns:
-        The address.
-
-    Raises:
-        InputError: It is not `host:port` or `[ipv6]:port`.
-    """
     found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if found is None or not 1 <= int(found["port"]) <= 65535 or found["host"].lower() in _GRPC_SCHEMES:
         shown = repr(address)[:100]
@@ -37,26 +25,12 @@ def check_address(address: object, what: str = "address") -> str:
 
 
 def is_wildcard(address: str) -> bool:
-    """Return whether an address means "all interfaces": a server can bind to it, a client cannot call it.
-
-    Args:
-        address: An address, `host:port`.
-
-    Returns:
-        True for 0.0.0.0 and [::].
-    """
+    """Return whether an address means "all interfaces": a server can bind to it, a client cannot call it."""
     return address.startswith(("0.0.0.0", "[::]"))
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host can be reached from this machine only.
-
-    Args:
-        host: A name or an IP address, without a port.
-
-    Returns:
-        True for localhost and loopback addresses; other names are not resolved.
-    """
+    """Return whether a host can be reached from this machine only."""
     if host.lower() == "localhost":
         return True
     try:

@@ -28,19 +28,7 @@ SyncTargets = tuple[str, Collection[str]]
 
 
 def check_name(name: object, what: str) -> str:
-    """Check a name that becomes part of a path or of `a:b:c`.
-
-    Args:
-        name: The name to check.
-        what: What the name stands for, for the error message.
-
-    Returns:
-        The name.
-
-    Raises:
-        InputError: It is not a string of 1 to 255 printable characters without '/' and ':', or it is
-            "." or "..".
-    """
+    """Check a name that becomes part of a path or of `a:b:c`."""
     if not isinstance(name, str) or not 1 <= len(name) <= 255:
         raise InputError(f"{what} must be a string of 1 to 255 characters, got {repr(name)[:100]}")
     if name in (".", "..") or any(char in "/:" or not char.isprintable() for char in name):
@@ -266,7 +254,6 @@ class Discovery(SyncBackend):
         return self._registry.wait(service, count, timeout)
 
     def subscribe_model(self, model_name: str) -> None:
-        """See `SyncBackend.subscribe_model`."""
         check_name(model_name, "model name")
         if self._model not in (None, model_name):
             raise UsageError(
@@ -302,24 +289,12 @@ class ReplicaRegistry:
         self._watches: dict[str, list[OnChange]] = {}
 
     def get(self, service: str) -> Replicas:
-        """Return the replicas found last.
-
-        Args:
-            service: The service, "model:part".
-
-        Returns:
-            The replicas; none before the first `set`.
-        """
+        """Return the replicas found last."""
         with self._changed:
             return self._found.get(service, ())
 
     def set(self, service: str, replicas: Iterable[Replica]) -> None:
-        """Store the replicas found, and call the watches if they changed.
-
-        Args:
-            service: The service, "model:part".
-            replicas: All its replicas, in any order.
-        """
+        """Store the replicas found, and call the watches if they changed."""
         found = sort_replicas(replicas)
         with self._changed:
             if found == self._found.get(service, ()):
@@ -330,15 +305,7 @@ class ReplicaRegistry:
                 call_back(callback, found, service)
 
     def watch(self, service: str, callback: OnChange) -> Watch:
-        """Call back immediately and after every change.
-
-        Args:
-            service: The service, "model:part".
-            callback: Called with the replicas, with the lock of the registry held.
-
-        Returns:
-            The watch, to be cancelled.
-        """
+        """Call back immediately and after every change."""
         # A partial compares by identity: a function may watch twice and cancel one of the watches.
         entry = partial(callback)
         with self._changed:
@@ -352,19 +319,6 @@ class ReplicaRegistry:
                 self._watches[service].remove(entry)
 
     def wait(self, service: str, count: int, timeout: float) -> Replicas:
-        """Wait for the replicas of a service.
-
-        Args:
-            service: The service, "model:part".
-            count: The number of replicas to wait for.
-            timeout: Seconds to wait.
-
-        Returns:
-            The replicas, at least `count`.
-
-        Raises:
-            DiscoveryError: There are fewer replicas after `timeout` seconds.
-        """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.get(service)) >= count, timeout):
                 raise DiscoveryError(
@@ -374,14 +328,7 @@ class ReplicaRegistry:
 
 
 def sort_replicas(replicas: Iterable[Replica]) -> Replicas:
-    """Sort replicas and keep the first of each address.
-
-    Args:
-        replicas: The replicas in any order.
-
-    Returns:
-        The replicas, sorted by replica id and address.
-    """
+    """Sort replicas and keep the first of each address."""
     first: dict[str, Replica] = {}
     for replica in sorted(replicas, key=lambda replica: (replica.replica_id, replica.address)):
         first.setdefault(replica.address, replica)
@@ -389,13 +336,7 @@ def sort_replicas(replicas: Iterable[Replica]) -> Replicas:
 
 
 def call_back(callback: Callable[..., object], value: object, about: str) -> None:
-    """Call a user's function. An exception is logged, because there is no caller to raise it to.
-
-    Args:
-        callback: The function.
-        value: Its argument.
-        about: What the value belongs to, for the log.
-    """
+    """Call a user's function. An exception is logged, because there is no caller to raise it to."""
     try:
         callback(value)
     except Exception:
@@ -403,18 +344,7 @@ def call_back(callback: Callable[..., object], value: object, about: str) -> Non
 
 
 def parse_replica(given: object, where: str) -> Replica:
-    """Make a Replica from an address or from a mapping of its fields.
-
-    Args:
-        given: A Replica, an address, or {"address": ..., "replica_id": ..., "idc": ..., "cluster": ...}.
-        where: The place it comes from, for the error message.
-
-    Returns:
-        The replica.
-
-    Raises:
-        InputError: A field is missing, unknown or malformed.
-    """
+    """Make a Replica from an address or from a mapping of its fields."""
     if isinstance(given, Replica):
         return given
     if isinstance(given, str):

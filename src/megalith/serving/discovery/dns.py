@@ -69,7 +69,6 @@ class DNSDiscovery(Discovery):
             self._thread.start()
 
     def stop(self) -> None:
-        """See `SyncBackend.stop`."""
         self._stopping.set()
 
     def register(self, service: str, replica: Replica) -> None:
@@ -96,7 +95,6 @@ class DNSDiscovery(Discovery):
         checks.text(address, "unregister: address")
 
     def replicas(self, service: str) -> Replicas:
-        """See `Discovery.replicas`."""
         ServiceName.parse(service)
         with self._lock:
             is_new = service not in self._services
@@ -133,36 +131,14 @@ class DNSDiscovery(Discovery):
 
 
 def lookup_addresses(host: str, port: int) -> list[str]:
-    """Resolve a name.
-
-    Args:
-        host: The name.
-        port: The port of the addresses.
-
-    Returns:
-        Its addresses, "ip:port" or "[ipv6]:port", each once.
-
-    Raises:
-        OSError: The name cannot be resolved.
-    """
+    """Resolve a name."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     ips = dict.fromkeys(str(address[0]) for *_, address in found)
     return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in ips]
 
 
 def open_dns(rest: str, **options: float) -> DNSDiscovery:
-    """Make a DNSDiscovery from the part of a URL after "dns:".
-
-    Args:
-        rest: "name:port", perhaps after "//".
-        options: Further arguments of the class.
-
-    Returns:
-        The discovery.
-
-    Raises:
-        InputError: It is not a name and a port.
-    """
+    """Make a DNSDiscovery from the part of a URL after "dns:"."""
     name, colon, port = rest.removeprefix("//").rpartition(":")
     if not colon or not name or not port.isascii() or not port.isdecimal():
         raise InputError("dns: must be dns:name:port")

@@ -81,7 +81,6 @@ class FileDiscovery(Discovery):
             self._thread.start()
 
     def stop(self) -> None:
-        """See `SyncBackend.stop`."""
         self._stopping.set()
         for service, address in sorted(self._own):
             try:
@@ -92,7 +91,7 @@ class FileDiscovery(Discovery):
             self._thread.join()
 
     def register(self, service: str, replica: Replica) -> None:
-        """See `Discovery.register`; raises UsageError for a TOML file, which is read-only."""
+        # Raises UsageError for a TOML file, which is read-only.
         name = str(ServiceName.parse(service))
         checks.instance(replica, Replica, "register: replica")
         entry = {key: value for key, value in vars(replica).items() if value not in (None, -1)}
@@ -103,7 +102,6 @@ class FileDiscovery(Discovery):
         self.refresh()
 
     def unregister(self, service: str, address: str) -> None:
-        """See `Discovery.unregister`."""
         ServiceName.parse(service)
         checks.text(address, "unregister: address")
         with self._rewriting() as services:
@@ -114,7 +112,6 @@ class FileDiscovery(Discovery):
         self.refresh()
 
     def replicas(self, service: str) -> Replicas:
-        """See `Discovery.replicas`."""
         ServiceName.parse(service)
         self.refresh()
         return self._registry.get(service)
@@ -192,18 +189,7 @@ class FileDiscovery(Discovery):
 
 
 def parse_services(data: bytes, path: Path) -> dict[str, list[Replica]]:
-    """Parse the content of a file.
-
-    Args:
-        data: The bytes of the file.
-        path: Its path: the suffix selects JSON or TOML, and errors name it.
-
-    Returns:
-        The replicas of each service.
-
-    Raises:
-        InputError: The content is malformed; the message names the file and the place in it.
-    """
+    """Parse the content of a file."""
     try:
         found = tomllib.loads(data.decode()) if path.suffix == ".toml" else parse_json(data)
     except (ValueError, RecursionError) as error:

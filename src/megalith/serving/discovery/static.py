@@ -40,7 +40,6 @@ class StaticDiscovery(Discovery):
                 self.register(service, parse_replica(server, service))
 
     def register(self, service: str, replica: Replica) -> None:
-        """See `Discovery.register`."""
         ServiceName.parse(service)
         checks.instance(replica, Replica, "register: replica")
         with self._lock:
@@ -48,7 +47,7 @@ class StaticDiscovery(Discovery):
             self._update(service)
 
     def unregister(self, service: str, address: str) -> None:
-        """See `Discovery.unregister`; servers that serve every service stay."""
+        # Servers that serve every service stay.
         ServiceName.parse(service)
         checks.text(address, "unregister: address")
         with self._lock:
@@ -56,7 +55,6 @@ class StaticDiscovery(Discovery):
             self._update(service)
 
     def replicas(self, service: str) -> Replicas:
-        """See `Discovery.replicas`."""
         ServiceName.parse(service)
         with self._lock:
             self._update(service)

@@ -47,19 +47,7 @@ _RETRY_SECONDS = 0.5
 
 
 class ZooKeeperSession:
-    """A connection to ZooKeeper; see the module. Safe to share between threads.
-
-    Args:
-        hosts: The servers of ZooKeeper, "host:port,host:port".
-        session_seconds: The silence after which ZooKeeper deletes our nodes.
-        poll_seconds: The interval of a full comparison without any event.
-        request_seconds: How long to wait for one answer.
-        client_options: Further arguments of KazooClient, for example for TLS (use_ssl, ca, certfile, keyfile)
-            and access control (auth_data, default_acl).
-
-    Raises:
-        InputError: The hosts or a duration are malformed.
-    """
+    """A connection to ZooKeeper; see the module. Safe to share between threads."""
 
     def __init__(
         self,
@@ -93,15 +81,7 @@ class ZooKeeperSession:
     # ---- start and stop
 
     def start(self, timeout: float = 15.0) -> None:
-        """Connect.
-
-        Args:
-            timeout: Seconds to wait for the connection; 0 connects in the background.
-
-        Raises:
-            DiscoveryError: ZooKeeper did not answer in time.
-            UsageError: The session was stopped.
-        """
+        """Connect."""
         if self._stopping.is_set():
             raise UsageError(f"ZooKeeper {self.hosts}: a stopped session cannot restart: create a new one")
         if self._thread is not None:
@@ -126,7 +106,6 @@ class ZooKeeperSession:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the session is connected."""
         return bool(self._client.connected)
 
     @property
@@ -138,15 +117,7 @@ class ZooKeeperSession:
     # ---- nodes of our own
 
     def hold(self, path: str, value: bytes) -> SessionTask:
-        """Keep an ephemeral node, also in later sessions, until `release` or `stop`; does not block.
-
-        Args:
-            path: The path of the node.
-            value: Its content; a second call replaces it.
-
-        Returns:
-            The task, for `wait`.
-        """
+        """Keep an ephemeral node, also in later sessions, until `release` or `stop`; does not block."""
         with self._lock:
             held = self._held.get(path)
             if held is None:
@@ -158,14 +129,7 @@ class ZooKeeperSession:
         return held
 
     def release(self, path: str) -> SessionTask:
-        """Delete a held node; does not block.
-
-        Args:
-            path: The path of the node; one that is not held has no effect.
-
-        Returns:
-            The task, for `wait`.
-        """
+        """Delete a held node; does not block."""
         released = SessionTask(path, self._wake)
         with self._lock:
             if self._held.pop(path, None) is None:
@@ -176,16 +140,8 @@ class ZooKeeperSession:
         return released
 
     def wait(self, *tasks: SessionTask) -> None:
-        """Wait until nodes are written or deleted and views computed; does not wait without a connection.
-
-        Unfinished tasks run when ZooKeeper is available again.
-
-        Args:
-            tasks: The results of `hold`, `release` and `view`.
-
-        Raises:
-            DiscoveryError: ZooKeeper refuses to write a node, which is then no longer held.
-        """
+        """Wait until nodes are written or deleted and views computed; does not wait without a connection."""
+        # Unfinished tasks run when ZooKeeper is available again.
         # The thread cannot wait for itself.
         if self.is_connected and threading.current_thread() is not self._thread:
             deadline = time.monotonic() + self._request_seconds
@@ -204,16 +160,7 @@ class ZooKeeperSession:
     def view(
         self, name: str, read: Callable[[NodeReader], T], on_change: Callable[[T], object]
     ) -> NodeView[T]:
-        """Compute a value now and after every change of a node that it was computed from.
-
-        Args:
-            name: The path of its main node, for the log.
-            read: Computes the value from nodes; called by the thread.
-            on_change: Called with each new value; an exception it raises is logged.
-
-        Returns:
-            The view, for `wait` and `drop`.
-        """
+        """Compute a value now and after every change of a node that it was computed from."""
         view = NodeView(name, read, on_change, self._wake)
         with self._lock:
             self._views.append(view)
@@ -221,11 +168,7 @@ class ZooKeeperSession:
         return view
 
     def drop(self, view: NodeView[Any]) -> None:
-        """Remove a view; its function is not called again.
-
-        Args:
-            view: The result of `view`.
-        """
+        """Remove a view; its function is not called again."""
         with self._lock:
             if view in self._views:
                 self._views.remove(view)
@@ -233,46 +176,21 @@ class ZooKeeperSession:
     # ---- single requests
 
     def put(self, path: str, value: bytes) -> None:
-        """Create a persistent node with its parents, or set its value.
-
-        Args:
-            path: The path of the node.
-            value: Its content.
-
-        Raises:
-            DiscoveryError: ZooKeeper is unavailable or refuses.
-        """
+        """Create a persistent node with its parents, or set its value."""
         try:
             self._ask("create", path, value, makepath=True)
         except kazoo("exceptions").NodeExistsError:
             self._ask("set", path, value)
 
     def remove(self, path: str) -> None:
-        """Delete a node if it exists.
-
-        Args:
-            path: The path of the node.
-
-        Raises:
-            DiscoveryError: ZooKeeper is unavailable or refuses.
-        """
+        """Delete a node if it exists."""
         try:
             self._ask("delete", path)
         except kazoo("exceptions").NoNodeError:
             return
 
     def get(self, path: str) -> bytes | None:
-        """Read a node.
-
-        Args:
-            path: The path of the node.
-
-        Returns:
-            Its content; None if it does not exist.
-
-        Raises:
-            DiscoveryError: ZooKeeper is unavailable or refuses.
-        """
+        """Read a node."""
         try:
             return bytes(self._ask("get", path)[0])
         except kazoo("exceptions").NoNodeError:
@@ -293,18 +211,7 @@ class ZooKeeperSession:
         return self.result(self.send(call, path, *args, **options), path)
 
     def send(self, call: str, path: str, *args: Any, **options: Any) -> Any:
-        """Send a request.
-
-        Args:
-            call: The name of a method of KazooClient, such as "create"; it gets all other arguments.
-            path: The path of the node.
-
-        Returns:
-            The request in progress, for `result`.
-
-        Raises:
-            ZooKeeperUnavailable: There is no connection.
-        """
+        """Send a request."""
         client = self._client
         if not client.connected:
             # kazoo would queue the request, and might execute it long after the caller got an error.
@@ -312,18 +219,7 @@ class ZooKeeperSession:
         return getattr(client, f"{call}_async")(path, *args, **options)
 
     def result(self, sent: Any, path: str) -> Any:
-        """Wait for an answer.
-
-        Args:
-            sent: The request in progress that `send` returned.
-            path: The path of its node, for the error message.
-
-        Returns:
-            What the method of KazooClient returns.
-
-        Raises:
-            ZooKeeperUnavailable: There is no answer. Errors of the request itself are raised as kazoo's.
-        """
+        """Wait for an answer."""
         errors = kazoo("exceptions")
         try:
             return sent.get(timeout=self._request_seconds)

@@ -22,17 +22,7 @@ _READ_TRIES = 5
 
 
 def kazoo(module: str) -> Any:
-    """Import a module of kazoo.
-
-    Args:
-        module: The name of the module below kazoo, such as "client".
-
-    Returns:
-        The module.
-
-    Raises:
-        MissingDependencyError: kazoo is not installed.
-    """
+    """Import a module of kazoo."""
     try:
         return importlib.import_module(f"kazoo.{module}")
     except ImportError as error:
@@ -44,12 +34,7 @@ class ZooKeeperUnavailable(DiscoveryError):
 
 
 class SessionTask:
-    """Work for the thread, repeated whenever it is marked due.
-
-    Args:
-        name: The path of its node.
-        wake: Set to wake the thread.
-    """
+    """Work for the thread, repeated whenever it is marked due."""
 
     def __init__(self, name: str, wake: threading.Event) -> None:
         self.name = name
@@ -59,23 +44,13 @@ class SessionTask:
         self.problem: str | None = None
 
     def mark_due(self, event: object = None) -> None:
-        """Run the task again. A bound method, so that kazoo keeps one watch per node.
-
-        Args:
-            event: The event that kazoo passes to a watch; it is not used.
-        """
+        """Run the task again. A bound method, so that kazoo keeps one watch per node."""
         self.is_due = True
         self._wake.set()
 
 
 class HeldNode(SessionTask):
-    """An ephemeral node that this session keeps in ZooKeeper.
-
-    Args:
-        path: The path of the node.
-        value: Its content.
-        wake: Set to wake the thread.
-    """
+    """An ephemeral node that this session keeps in ZooKeeper."""
 
     def __init__(self, path: str, value: bytes, wake: threading.Event) -> None:
         super().__init__(path, wake)
@@ -87,14 +62,7 @@ class HeldNode(SessionTask):
 
 
 class NodeView(SessionTask, Generic[T]):
-    """A value computed from nodes, and computed again whenever one of them changes.
-
-    Args:
-        name: The path of its main node, for the log.
-        read: Computes the value.
-        on_change: Called with each new value.
-        wake: Set to wake the thread.
-    """
+    """A value computed from nodes, and computed again whenever one of them changes."""
 
     def __init__(
         self,
@@ -110,12 +78,7 @@ class NodeView(SessionTask, Generic[T]):
 
 
 class NodeReader:
-    """Reads nodes for a view and sets a watch on each of them.
-
-    Args:
-        session: The connection to ZooKeeper.
-        mark_due: Called by kazoo when one of the nodes changes.
-    """
+    """Reads nodes for a view and sets a watch on each of them."""
 
     def __init__(self, session: ZooKeeperSession, mark_due: Callable[[object], None]) -> None:
         self._session = session
@@ -123,25 +86,10 @@ class NodeReader:
         self._missing: type[Exception] = kazoo("exceptions").NoNodeError
 
     def children(self, path: str) -> list[str]:
-        """List the children of a node.
-
-        Args:
-            path: The path of the node.
-
-        Returns:
-            Their names, sorted; none if the node does not exist.
-        """
         return sorted(self._answer(self._ask("get_children", path), "get_children", path) or ())
 
     def data(self, paths: Iterable[str]) -> dict[str, bytes]:
-        """Read nodes. The requests are sent together.
-
-        Args:
-            paths: The paths of the nodes.
-
-        Returns:
-            The content of each node that exists, by path.
-        """
+        """Read nodes. The requests are sent together."""
         asked = {path: self._ask("get", path) for path in paths}
         answers = {path: self._answer(answer, "get", path) for path, answer in asked.items()}
         return {path: bytes(answer[0]) for path, answer in answers.items() if answer is not None}

@@ -69,11 +69,11 @@ class ZooKeeperDiscovery(Discovery):
         self._parts: dict[str, set[str]] = {}
 
     def start(self, timeout: float = 15.0) -> None:
-        """See `SyncBackend.start`; a timeout of 0 connects in the background."""
+        # A timeout of 0 connects in the background.
         self.session.start(timeout)
 
     def stop(self) -> None:
-        """See `SyncBackend.stop`; registered replicas disappear immediately if ZooKeeper can be reached."""
+        # Registered replicas disappear immediately if ZooKeeper can be reached.
         self.session.stop()
 
     @property
@@ -82,7 +82,7 @@ class ZooKeeperDiscovery(Discovery):
         return self.session.is_connected
 
     def register(self, service: str, replica: Replica) -> None:
-        """See `Discovery.register`; while ZooKeeper is unavailable the replica is kept and written later."""
+        # While ZooKeeper is unavailable the replica is kept and written later.
         name = ServiceName.parse(service)
         checks.instance(replica, Replica, "register: replica")
         info = ContainerServiceInfo(grpc=replica.address, idc=replica.idc)
@@ -93,7 +93,6 @@ class ZooKeeperDiscovery(Discovery):
         self.session.wait(announced, *bound)
 
     def unregister(self, service: str, address: str) -> None:
-        """See `Discovery.unregister`."""
         name = ServiceName.parse(service)
         checks.text(address, "unregister: address")
         with self._lock:
@@ -108,12 +107,10 @@ class ZooKeeperDiscovery(Discovery):
         self.session.wait(*tasks)
 
     def replicas(self, service: str) -> Replicas:
-        """See `Discovery.replicas`."""
         self._watch_bindings(ServiceName.parse(service).model)
         return self._registry.get(service)
 
     def subscribe_model(self, model_name: str) -> None:
-        """See `SyncBackend.subscribe_model`."""
         super().subscribe_model(model_name)
         self._watch_bindings(model_name)
 
@@ -179,15 +176,7 @@ class ZooKeeperDiscovery(Discovery):
 
 
 def read_service_info(data: bytes, path: str) -> ContainerServiceInfo | None:
-    """Read the addresses of a container; a malformed record is logged.
-
-    Args:
-        data: The content of its node.
-        path: The path of the node, for the log.
-
-    Returns:
-        The addresses; None if the record is malformed.
-    """
+    """Read the addresses of a container; a malformed record is logged."""
     try:
         return ContainerServiceInfo.from_json(data, where=path)
     except InputError as error:
@@ -204,18 +193,7 @@ def _name_or_none(idc: str | None) -> str | None:
 
 
 def open_zookeeper(rest: str, **options: Any) -> ZooKeeperDiscovery:
-    """Make a discovery from a URL.
-
-    Args:
-        rest: The URL without "zk:", such as "//host:port,host:port/root".
-        options: Further arguments of `ZooKeeperDiscovery`.
-
-    Returns:
-        The discovery, which is not started yet.
-
-    Raises:
-        InputError: The URL or an option is malformed.
-    """
+    """Make a discovery from a URL."""
     hosts, _, root = rest.removeprefix("//").partition("/")
     if not rest.startswith("//") or not hosts:
         raise InputError(f"zk:{rest} must be zk://host:port,host:port/root")

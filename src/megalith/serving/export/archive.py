@@ -62,17 +62,7 @@ _CONTAINERS = (None, "builtins.dict", "builtins.list", "builtins.tuple")
 
 
 def write_archive(program: ExportedProgram) -> bytes:
-    """Serialize a program.
-
-    Args:
-        program: The program; its sample inputs, guards and metadata are removed.
-
-    Returns:
-        The archive.
-
-    Raises:
-        ExportError: `check_archive` would refuse the archive.
-    """
+    """Serialize a program."""
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta = {name: value for name, value in node.meta.items() if name == "val"}
@@ -87,12 +77,7 @@ def write_archive(program: ExportedProgram) -> bytes:
 
 
 def check_archive(data: bytes, where: str) -> None:
-    """Raise ExportError unless an archive holds a program that only computes.
-
-    Args:
-        data: The archive.
-        where: Its name, for messages.
-    """
+    """Raise ExportError unless an archive holds a program that only computes."""
     from torch.export.pt2_archive._package import PT2ArchiveReader
 
     try:
@@ -121,10 +106,9 @@ def check_archive(data: bytes, where: str) -> None:
 
 
 def _check_directory(data: bytes) -> None:
-    """Raise ValueError unless the one directory of a zip file stands where its end says, right before it.
-
-    Two readers of zip files can find two directories otherwise: one that we check, and one that torch reads.
-    """
+    """Raise ValueError unless the one directory of a zip file stands where its end says, right before it."""
+    # Two readers of zip files can find two directories otherwise: one that we check, and one that torch
+    # reads.
     at = len(data) - _END.size
     if at < 0:
         raise ValueError("it is not a zip file")
@@ -148,17 +132,9 @@ def _check_stored(data: bytes) -> None:
 
 
 def load_archive(data: bytes) -> ExportedProgram:
-    """Load the program of an archive that passed `check_archive`.
-
-    It does not use torch.export.load: when that fails, it tries an older, pickled format with another zip
-    reader, and one file can look like different archives to two readers.
-
-    Args:
-        data: The archive.
-
-    Returns:
-        The program.
-    """
+    """Load the program of an archive that passed `check_archive`."""
+    # It does not use torch.export.load: when that fails, it tries an older, pickled format with another zip
+    # reader, and one file can look like different archives to two readers.
     from torch.export.pt2_archive._package import load_pt2
 
     program: ExportedProgram = load_pt2(io.BytesIO(data)).exported_programs["model"]

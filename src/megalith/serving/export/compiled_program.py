@@ -64,17 +64,7 @@ def default_cache() -> Path:
 
 
 def open_cache(directory: Path) -> Path:
-    """Create the directory of libraries, and check that it is private.
-
-    Args:
-        directory: The directory.
-
-    Returns:
-        It.
-
-    Raises:
-        ExportError: It belongs to someone else, or others may write to it or replace it.
-    """
+    """Create the directory of libraries, and check that it is private."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
@@ -97,14 +87,6 @@ def _is_open(status: os.stat_result) -> bool:
 
 
 def library_name(program: bytes) -> str:
-    """Return the name of the library of a program.
-
-    Args:
-        program: The archive of torch.export.
-
-    Returns:
-        A digest of the program, the version of torch and the CPU, with a suffix.
-    """
     digest = hashlib.sha256(program)
     for part in (torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), _cpu()):
         digest.update(b"\0" + part.encode())
@@ -123,20 +105,7 @@ def _cpu() -> str:
 def find_library(
     program: Path, cache: Path, *, checksum: str | None = None, stopped: threading.Event | None = None
 ) -> Path | None:
-    """Return the library of a program; compile it first, in a child process, if there is none.
-
-    Args:
-        program: The archive of an export that is trusted.
-        cache: The directory of libraries.
-        checksum: Checksum of the archive that is served; None: it is not compared.
-        stopped: Ends the child process once it is set.
-
-    Returns:
-        The library; None if it cannot be compiled, for example without a C++ compiler.
-
-    Raises:
-        ExportError: The directory is not private.
-    """
+    """Return the library of a program; compile it first, in a child process, if there is none."""
     open_cache(cache)
     stopped = threading.Event() if stopped is None else stopped
     data = program.read_bytes()
@@ -224,16 +193,7 @@ def _run(command: list[str], environment: dict[str, str], stopped: threading.Eve
 
 
 def load_library(path: Path, reference: Callable[..., Sequence[Tensor]], inputs: Inputs) -> Runner | None:
-    """Load a library and compare its outputs with those of the program.
-
-    Args:
-        path: What `find_library` returned.
-        reference: Runs the program with rows and dense values.
-        inputs: Makes rows and dense values of a batch size.
-
-    Returns:
-        Computes the outputs from the program's inputs in flat order; None if the outputs differ.
-    """
+    """Load a library and compare its outputs with those of the program."""
     loader: Any = torch._inductor.aoti_load_package(str(path)).loader
 
     def run(flat: list[Tensor]) -> Sequence[Tensor]:
@@ -253,15 +213,7 @@ def load_library(path: Path, reference: Callable[..., Sequence[Tensor]], inputs:
 
 
 def flatten(rows: dict[str, Any], dense: Tensor | None) -> list[Tensor]:
-    """Return the inputs of a program in the order in which torch.export flattens them.
-
-    Args:
-        rows: Tensors, or lists of tensors, by name.
-        dense: The dense values.
-
-    Returns:
-        The tensors.
-    """
+    """Return the inputs of a program in the order in which torch.export flattens them."""
     flat: list[Tensor] = []
     for each in rows.values():
         if isinstance(each, Tensor):
@@ -272,15 +224,7 @@ def flatten(rows: dict[str, Any], dense: Tensor | None) -> list[Tensor]:
 
 
 def compile_archive(program: Path, path: Path) -> None:
-    """Compile a program, and write the library once it has run.
-
-    Args:
-        program: The archive of torch.export.
-        path: The new library, whose name is the `library_name` of the program.
-
-    Raises:
-        ExportError: The archive is not valid, or it is another one than the name says.
-    """
+    """Compile a program, and write the library once it has run."""
     data = program.read_bytes()
     if library_name(data) != path.name:
         raise ExportError(f"{program} changed meanwhile")

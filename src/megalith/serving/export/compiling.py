@@ -15,20 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def compile_servable(servable: Servable, cache: Path, *, stopped: threading.Event | None = None) -> bool:
-    """Compile the dense part of a trusted export, or load the library of an earlier time.
-
-    Args:
-        servable: The version; requests continue meanwhile.
-        cache: The directory of libraries, which must be private.
-        stopped: Ends the compilation once it is set.
-
-    Returns:
-        Whether requests use it from now on, while the exported weights are in use. Not for models without a
-        program, with features that a batch shares, or that divide integers.
-
-    Raises:
-        ExportError: The directory is not private.
-    """
+    """Compile the dense part of a trusted export, or load the library of an earlier time."""
     program, file = servable.dense_program, servable.signature.program
     if program is None or file is None:
         return False

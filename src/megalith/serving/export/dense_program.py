@@ -26,14 +26,7 @@ PREFIX = "model."
 
 
 class DenseProgram:
-    """Computes outputs [B, ...] from rows by name and dense values. Thread-safe.
-
-    Args:
-        path: An archive of torch.export.
-
-    Raises:
-        ExportError: The file is not such an archive, or it contains ops that are not allowed.
-    """
+    """Computes outputs [B, ...] from rows by name and dense values. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -79,25 +72,13 @@ class DenseProgram:
                     return copy(rows, dense)
 
     def use_compiled(self, compiled: Runner) -> None:
-        """Compute with a compiled program while the exported weights are in use.
-
-        Args:
-            compiled: What `load_library` returned.
-        """
+        """Compute with a compiled program while the exported weights are in use."""
         with self._writing:
             self._compiled = compiled
             for copy in self._copies:
                 copy.compiled = compiled if copy.is_exported else None
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Check new weights.
-
-        Args:
-            weights: Name -> weight.
-
-        Raises:
-            InputError: A weight is unknown, not finite, or has another dtype or shape.
-        """
         for name, weight in weights.items():
             if not isinstance(weight, Tensor) or not weight.is_cpu:
                 raise InputError(f"dense weight {str(name)[:100]!r} must be a tensor on the CPU")
@@ -113,19 +94,8 @@ class DenseProgram:
                 raise InputError(f"dense weight {name!r} holds NaN or Inf")
 
     def set(self, weights: Mapping[str, Tensor]) -> ProgramCopy:
-        """Replace weights in one step.
-
-        The previous front copy keeps its weights until the next call.
-
-        Args:
-            weights: Name -> weight; other weights stay.
-
-        Returns:
-            The new front copy.
-
-        Raises:
-            InputError: A weight is unknown, not finite, or has another dtype or shape.
-        """
+        """Replace weights in one step."""
+        # The previous front copy keeps its weights until the next call.
         self.check(weights)
         with self._writing:
             self._now.update({self._same[name]: weight.detach().clone() for name, weight in weights.items()})
@@ -146,18 +116,7 @@ class DenseProgram:
 
 
 class ProgramCopy:
-    """One copy of the program. As a context manager it keeps its weights unchanged.
-
-    Args:
-        program: The loaded archive; no other copy may use it.
-
-    Attributes:
-        module: The module that computes.
-        weights: Its parameters and persistent buffers, each once.
-        same: Every name of a weight -> its name in `weights`.
-        is_exported: Whether it has the weights of the export.
-        compiled: Computes the outputs instead of the module, if there is one.
-    """
+    """One copy of the program. As a context manager it keeps its weights unchanged."""
 
     def __init__(self, program: ExportedProgram) -> None:
         # Guards would be source code from the archive; the batches of a Servable have one size.
@@ -212,10 +171,8 @@ class ProgramCopy:
 
 
 def _shorten_lookups(module: torch.nn.Module) -> None:
-    """Make the weights of a module plain attributes, too: a module finds them only after a failed lookup.
-
-    A program looks up each of its weights in every call. They are the same tensors, which change in place.
-    """
+    """Make the weights of a module plain attributes, too: a module finds them only after a failed lookup."""
+    # A program looks up each of its weights in every call. They are the same tensors, which change in place.
     for each in module.modules():
         for registered in (each._modules, each._parameters, each._buffers):
             vars(each).update(registered)

@@ -49,12 +49,7 @@ class _FolderClosedError(Exception):
 
 
 class FoldedRows:
-    """Flagged rows of one table in a mapped file that has no name any more.
-
-    Args:
-        rows: The rows; their last column is the flag.
-        width: Columns of a row, with the flag.
-    """
+    """Flagged rows of one table in a mapped file that has no name any more."""
 
     def __init__(self, rows: FrozenRows, width: int) -> None:
         self._rows, self._width = rows, width
@@ -68,38 +63,20 @@ class FoldedRows:
         return len(self._rows)
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return flagged rows.
-
-        Args:
-            ids: int64 [n].
-
-        Returns:
-            float32 [n, width]; zeros for an id that was not folded.
-        """
+        """Return flagged rows."""
+        # ids: int64 [n]; returns: float32 [n, width].
         out = torch.empty(ids.numel(), self._width, device="cpu")
         self._rows.read(ids.contiguous(), out)
         return out
 
     def scan(self) -> Iterator[Chunk]:
-        """Yield all rows.
-
-        Yields:
-            Chunks with ids and flagged rows.
-        """
         for ids in self._rows.ids.split(_CHUNK):
             nothing = torch.zeros(ids.numel(), dtype=torch.int64, device="cpu")
             yield Chunk(ids, self.lookup(ids), {}, nothing)
 
 
 class Folder:
-    """Folds the pushed rows of a servable, one fold at a time.
-
-    Args:
-        directory: Where the files are written; None: the system's temporary directory.
-        rows: Pushed rows from which a fold begins.
-        seconds: Least time from here to the first fold, and from the end of one to the next: a push of many
-            rows takes four times as long while they are folded.
-    """
+    """Folds the pushed rows of a servable, one fold at a time."""
 
     def __init__(self, directory: Path | None = None, *, rows: int = FOLD_ROWS, seconds: float = 0.0) -> None:
         self._directory = directory
@@ -112,11 +89,7 @@ class Folder:
         """Folds that ended."""
 
     def consider(self, overlay: Overlay) -> None:
-        """Begin a fold if there are enough rows. Called by the thread that writes, after a write.
-
-        Args:
-            overlay: The rows.
-        """
+        """Begin a fold if there are enough rows. Called by the thread that writes, after a write."""
         if self._closed or (self._thread is not None and self._thread.is_alive()):
             return
         enough = max(self._least, overlay.folded_rows // _SHARE)

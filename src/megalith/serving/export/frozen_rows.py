@@ -33,28 +33,13 @@ _GOLDEN = signed(0x9E3779B97F4A7C15)
 
 
 def slot_hash(ids: Tensor) -> Tensor:
-    """Return the hash by which ids are sorted.
-
-    Args:
-        ids: int64 [n].
-
-    Returns:
-        The 64 bits of each hash, int64 [n].
-    """
+    """Return the hash by which ids are sorted."""
+    # ids: int64 [n]; returns: the 64 bits of each hash, int64 [n].
     return mix64(ids + _GOLDEN)
 
 
 class FrozenRows:
-    """The rows of a file, which is mapped into memory or read.
-
-    Args:
-        path: The file.
-        format: How the rows are stored.
-        in_memory: Read the whole file: a mapped file that another process truncates ends this process.
-
-    Raises:
-        ExportError: The file is damaged, or holds other rows.
-    """
+    """The rows of a file, which is mapped into memory or read."""
 
     def __init__(self, path: Path, format: RowFormat, *, in_memory: bool = False) -> None:
         self._path = path
@@ -94,32 +79,16 @@ class FrozenRows:
         return self.ids.numel()
 
     def read(self, ids: Tensor, out: Tensor, skip: Tensor | None = None) -> int:
-        """Read rows; an id without a row reads as zeros. All tensors are contiguous.
-
-        Args:
-            ids: int64 [n].
-            out: Where the rows go, float32 [n, dim].
-            skip: uint8 [n]; `out` is unchanged where it is not 0.
-
-        Returns:
-            Number of ids without a row.
-        """
+        """Read rows; an id without a row reads as zeros. All tensors are contiguous."""
+        # ids: int64 [n]; out: where the rows go, float32 [n, dim]; skip: uint8 [n].
         if self.native is None:
             return self.read_twin(ids, out, skip)
         missing: int = self.native.read(ids, skip, out)
         return missing
 
     def read_twin(self, ids: Tensor, out: Tensor, skip: Tensor | None = None) -> int:
-        """Read rows in torch; the reference implementation of `read`.
-
-        Args:
-            ids: int64 [n].
-            out: Where the rows go, float32 [n, dim].
-            skip: uint8 [n]; `out` is unchanged where it is not 0. None: nothing is skipped.
-
-        Returns:
-            Number of ids without a row.
-        """
+        """Read rows in torch; the reference implementation of `read`."""
+        # ids: int64 [n]; out: where the rows go, float32 [n, dim]; skip: uint8 [n].
         found = self.find(ids)
         wanted = torch.ones_like(found, dtype=torch.bool) if skip is None else skip == 0
         has = wanted & (found >= 0)
@@ -128,14 +97,8 @@ class FrozenRows:
         return int((wanted & ~has).sum())
 
     def find(self, ids: Tensor) -> Tensor:
-        """Return the row index of each id.
-
-        Args:
-            ids: int64 [n].
-
-        Returns:
-            int64 [n]; -1 where an id has no row.
-        """
+        """Return the row index of each id."""
+        # ids: int64 [n]; returns: int64 [n].
         bucket = shift_right(slot_hash(ids), 64 - self._bits) if self._bits else torch.zeros_like(ids)
         begin, end = self._buckets[bucket], self._buckets[bucket + 1]
         found = torch.full_like(ids, -1)
@@ -151,11 +114,6 @@ class FrozenWriter:
 
     Disk space is allocated first where the system supports it, so that a full disk raises OSError here
     instead of crashing later. Memory: 40 bytes a row at first, then 8 bytes a row and the rows of one `add`.
-
-    Args:
-        path: The new file.
-        ids: Distinct ids, int64 [n].
-        format: How the rows are stored.
     """
 
     def __init__(self, path: Path, ids: Tensor, format: RowFormat) -> None:
@@ -187,16 +145,8 @@ class FrozenWriter:
         self._written = 0
 
     def add(self, ids: Tensor, rows: Tensor) -> None:
-        """Write the next rows, in the order of the constructor's ids.
-
-        Args:
-            ids: int64 [k].
-            rows: float32 [k, dim].
-
-        Raises:
-            ExportError: The ids are not the next ones.
-            InputError: A value cannot be stored.
-        """
+        """Write the next rows, in the order of the constructor's ids."""
+        # ids: int64 [k]; rows: float32 [k, dim].
         places = self._places[self._written : self._written + ids.numel()]
         if not torch.equal(self._ids[places], ids):
             raise ExportError(f"{self._path}: the table changed while it was exported; save a checkpoint")

@@ -14,13 +14,7 @@ _PIECE = 1 << 16
 
 
 def inherit_rows(own: Overlay, overlay: Overlay, frozen: Mapping[str, FrozenRows]) -> None:
-    """Write what differs from the exported rows, so that overlays do not grow from version to version.
-
-    Args:
-        own: The overlay of the version that inherits, which is empty.
-        overlay: The overlay of the other version.
-        frozen: Table -> exported rows of the version that inherits.
-    """
+    """Write what differs from the exported rows, so that overlays do not grow from version to version."""
     for table, exported in frozen.items():
         for ids, rows, flags in overlay.scan(table):
             there = flags == PRESENT

@@ -20,19 +20,7 @@ _DIVIDING = ("div", "divide", "floor_divide", "remainder", "fmod")
 
 
 def divide(dividend: Tensor, divisor: Tensor | float, *, rounding_mode: str | None = None) -> Tensor:
-    """Return the quotient, as `torch.div`; for the smallest integer and -1, the smallest integer.
-
-    Args:
-        dividend: Any tensor.
-        divisor: A tensor or a number.
-        rounding_mode: None, "trunc" or "floor".
-
-    Returns:
-        The quotient.
-
-    Raises:
-        RuntimeError: An integer is divided by zero.
-    """
+    """Return the quotient, as `torch.div`; for the smallest integer and -1, the smallest integer."""
     kind = torch.result_type(dividend, divisor)
     if rounding_mode is None or kind not in _SIGNED:
         return torch.div(dividend, divisor, rounding_mode=rounding_mode)
@@ -46,33 +34,14 @@ def divide(dividend: Tensor, divisor: Tensor | float, *, rounding_mode: str | No
 
 
 def divide_in_place(dividend: Tensor, divisor: Tensor | float, *, rounding_mode: str | None = None) -> Tensor:
-    """Replace a tensor by its quotient; see `divide`.
-
-    Args:
-        dividend: A tensor, which is replaced.
-        divisor: A tensor or a number.
-        rounding_mode: None, "trunc" or "floor".
-
-    Returns:
-        The dividend.
-    """
+    """Replace a tensor by its quotient; see `divide`."""
     return dividend.copy_(divide(dividend, divisor, rounding_mode=rounding_mode))
 
 
 def divide_into(
     dividend: Tensor, divisor: Tensor | float, *, rounding_mode: str | None = None, out: Tensor
 ) -> Tensor:
-    """Write a quotient to a tensor of its shape; see `divide`.
-
-    Args:
-        dividend: Any tensor.
-        divisor: A tensor or a number.
-        rounding_mode: None, "trunc" or "floor".
-        out: Where the quotient is written.
-
-    Returns:
-        `out`.
-    """
+    """Write a quotient to a tensor of its shape; see `divide`."""
     return out.copy_(divide(dividend, divisor, rounding_mode=rounding_mode))
 
 
@@ -94,11 +63,7 @@ _GUARDED = _guarded()
 
 
 def guard_divisions(module: torch.nn.Module) -> None:
-    """Replace the divisions of a loaded program by guarded ones.
-
-    Args:
-        module: The module of an ExportedProgram.
-    """
+    """Replace the divisions of a loaded program by guarded ones."""
     if not isinstance(module, torch.fx.GraphModule):
         return
     found = [node for node in module.graph.nodes if node.target in _GUARDED]
@@ -109,14 +74,7 @@ def guard_divisions(module: torch.nn.Module) -> None:
 
 
 def divides_integers(module: torch.nn.Module) -> bool:
-    """Return whether a program divides integers; compilers do not guard all of these divisions.
-
-    Args:
-        module: The module of an ExportedProgram, guarded or not.
-
-    Returns:
-        True also if the type of a quotient is unknown.
-    """
+    """Return whether a program divides integers; compilers do not guard all of these divisions."""
     if not isinstance(module, torch.fx.GraphModule):
         return False
     return any(_is_integer_division(node) for node in module.graph.nodes)

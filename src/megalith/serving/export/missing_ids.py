@@ -24,17 +24,7 @@ HasRows = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 def count_missing(
     plan: FeaturePlan, features: Mapping[str, Ragged | Tensor], has_rows: HasRows
 ) -> dict[str, int]:
-    """Count the ids without a row.
-
-    Args:
-        plan: The features of the model.
-        features: The columns of a request by name.
-        has_rows: Looks up ids.
-
-    Returns:
-        Feature -> number of its ids that have no row, for features that have any such ids; ids that a FirstN
-        feature does not use do not count.
-    """
+    """Count the ids without a row."""
     ids = {}
     for name, feature in plan.features.items():
         column = column_of(feature, features[name])
@@ -55,16 +45,8 @@ def count_missing(
 def find_rows(
     asked: Mapping[str, Tensor], overlay: Overlay, frozen: Mapping[str, FrozenRows]
 ) -> dict[str, Tensor]:
-    """Look up ids in the rows of a version.
-
-    Args:
-        asked: Table -> ids int64 [n].
-        overlay: The rows written since the export.
-        frozen: Table -> exported rows.
-
-    Returns:
-        Table -> bool [n], whether an id has a row.
-    """
+    """Look up ids in the rows of a version."""
+    # asked: table -> ids int64 [n]; returns: table -> bool [n], whether an id has a row.
     found = {}
     for table, ids in asked.items():
         flags = overlay.read(table, ids)[1]

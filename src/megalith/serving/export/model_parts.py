@@ -34,15 +34,9 @@ class Exportable(Protocol):
     num_dense: int
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Any:
-        """Compute the outputs; traced by torch.export, with any batch size B.
-
-        Args:
-            rows: Embeddings by name of the feature or layout, [B, ...], and masks, bool [B, n].
-            dense: Dense values, float32 [B, num_dense]; None if `num_dense` is 0.
-
-        Returns:
-            Logits [B]; or other tensors [B, ...], as one tensor, a tuple or a dict by name.
-        """
+        """Compute the outputs; traced by torch.export, with any batch size B."""
+        # rows: embeddings by name of the feature or layout, [B, ...], and masks, bool [B, n]; dense: dense
+        # values, float32 [B, num_dense].
 
 
 class ServingModule:
@@ -81,20 +75,7 @@ def _default_call(module: nn.Module, features: dict[str, Any], dense: Tensor | N
 
 
 class ModelParts:
-    """The collections and the dense part of a model.
-
-    Args:
-        model: An Exportable, a ServingModule, or any other `nn.Module` with EmbeddingCollections.
-
-    Attributes:
-        module: The trained module, whose weights have the names of training.
-        num_dense: Number of dense values of a row.
-        masks: Name -> FirstN feature.
-        is_scorer: Whether it is an Exportable, whose single output is a logit.
-
-    Raises:
-        InputError: The model cannot be exported.
-    """
+    """The collections and the dense part of a model."""
 
     def __init__(self, model: Any) -> None:
         self.is_scorer = isinstance(model, nn.Module) and all(hasattr(model, name) for name in _PARTS)
@@ -155,27 +136,13 @@ class ModelParts:
         return FeaturePlan(features, layouts, configs)
 
     def routing(self, table: str) -> Mapping[str, Any]:
-        """Return the routing that a loaded checkpoint recorded for the tables of a table's collection.
-
-        Args:
-            table: Name of the table.
-
-        Returns:
-            Routing by table.
-        """
+        """Return the routing that a loaded checkpoint recorded for the tables of a table's collection."""
         owner = next(each for each in self.collections if table in each.configs)
         return owner.checkpoint_state.routing
 
     def run(self, rows: dict[str, Any], dense: Tensor | None) -> Any:
-        """Compute the outputs from rows, as the traced program does.
-
-        Args:
-            rows: Embeddings by name of the feature or layout, and masks.
-            dense: float32 [B, num_dense].
-
-        Returns:
-            What the model returns.
-        """
+        """Compute the outputs from rows, as the traced program does."""
+        # dense: float32 [B, num_dense].
         return self._run(rows, dense)
 
 

@@ -12,16 +12,7 @@ from megalith.storage.store import LocalStore
 
 
 def check_files(directory: Path, signature: Signature, *, checksums: bool) -> None:
-    """Check that the files of a version are complete.
-
-    Args:
-        directory: The directory of the version.
-        signature: Names the files.
-        checksums: Compare their checksums; False: only their sizes.
-
-    Raises:
-        ExportError: A file is missing or damaged.
-    """
+    """Check that the files of a version are complete."""
     store = LocalStore(directory)
     tables = (table.file for table in signature.tables.values())
     for entry in (*tables, signature.program, signature.examples):
@@ -39,20 +30,7 @@ def check_files(directory: Path, signature: Signature, *, checksums: bool) -> No
 def open_rows(
     directory: Path, signature: Signature, *, first: Sequence[str], in_memory: bool
 ) -> dict[str, FrozenRows]:
-    """Open the rows of all tables.
-
-    Args:
-        directory: The directory of the version, which has rows.
-        signature: Names the files.
-        first: Tables that come first in the result, in this order.
-        in_memory: Read the files instead of mapping them.
-
-    Returns:
-        Table -> its rows.
-
-    Raises:
-        ExportError: A file is malformed, or has another number of rows.
-    """
+    """Open the rows of all tables."""
     rest = [name for name in signature.tables if name not in first]
     return {name: _open_table(directory, signature, name, in_memory) for name in (*first, *rest)}
 

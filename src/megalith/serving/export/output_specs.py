@@ -55,18 +55,7 @@ LOGIT_OUTPUTS = (OutputSpec(LOGITS), OutputSpec(PROBABILITIES))
 
 
 def name_tensors(result: Any, names: Sequence[str] | None) -> dict[str, Any]:
-    """Give names to what a model returns.
-
-    Args:
-        result: A tensor, a list or tuple of tensors, or a dict of tensors by name.
-        names: Names of the tensors that are not in a dict; None: `output`, or `output_0`, `output_1` ...
-
-    Returns:
-        Values by name; not checked to be tensors.
-
-    Raises:
-        InputError: The number of names differs from that of the tensors, or a name is invalid.
-    """
+    """Give names to what a model returns."""
     if isinstance(result, Mapping):
         if names is not None:
             raise InputError("export: the model names its outputs itself, so `outputs` must not be given")
@@ -95,18 +84,7 @@ def name_tensors(result: Any, names: Sequence[str] | None) -> dict[str, Any]:
 
 
 def activate(named: Mapping[str, Tensor], activations: Mapping[str, str]) -> dict[str, Tensor]:
-    """Apply activations, and turn half precision into float32.
-
-    Args:
-        named: Tensors by name.
-        activations: Output -> one of ACTIVATIONS.
-
-    Returns:
-        Tensors by name, in the same order.
-
-    Raises:
-        InputError: An output is unknown, or its dtype cannot be served.
-    """
+    """Apply activations, and turn half precision into float32."""
     for name in activations:
         if name not in named:
             raise InputError(
@@ -122,18 +100,7 @@ def activate(named: Mapping[str, Tensor], activations: Mapping[str, str]) -> dic
 
 
 def describe_outputs(named: Mapping[str, Tensor], size: int) -> tuple[OutputSpec, ...]:
-    """Describe the outputs of one run of a program.
-
-    Args:
-        named: Tensors by name.
-        size: The number of rows of that run.
-
-    Returns:
-        Their descriptions.
-
-    Raises:
-        InputError: A tensor does not have a row for each row of the batch.
-    """
+    """Describe the outputs of one run of a program."""
     known = {dtype: text for text, dtype in OUTPUT_DTYPES.items()}
     specs = []
     for name, tensor in named.items():
@@ -147,18 +114,7 @@ def describe_outputs(named: Mapping[str, Tensor], size: int) -> tuple[OutputSpec
 
 
 def read_output(data: Mapping[str, Any]) -> OutputSpec:
-    """Validate the description of an output.
-
-    Args:
-        data: Parsed JSON.
-
-    Returns:
-        The description.
-
-    Raises:
-        KeyError: A field is missing.
-        ValueError: A field is wrong.
-    """
+    """Validate the description of an output."""
     name, dtype, shape = data["name"], data["dtype"], data["shape"]
     if not isinstance(name, str) or not 1 <= len(name) <= 1000:
         raise ValueError(f"the name of an output must be a string, got {repr(name)[:100]}")

@@ -45,14 +45,8 @@ class RowLayer(Protocol):
     def __len__(self) -> int: ...
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return flagged rows.
-
-        Args:
-            ids: int64 [n].
-
-        Returns:
-            float32 [n, width + 1]; zeros for an id that is not in the layer.
-        """
+        """Return flagged rows."""
+        # ids: int64 [n]; returns: float32 [n, width + 1].
 
 
 Layers = Mapping[str, tuple[Any, ...]]
@@ -60,13 +54,7 @@ Layers = Mapping[str, tuple[Any, ...]]
 
 
 class Overlay:
-    """Rows by table that take precedence over frozen ones. Thread-safe; one thread at a time writes.
-
-    Args:
-        dims: Table -> width of its rows.
-        hides_base: An id that is not in the overlay has no row, even if it has a frozen one.
-        codes: Tables that hold codes, and their formats. Their rows are those of the codes.
-    """
+    """Rows by table that take precedence over frozen ones. Thread-safe; one thread at a time writes."""
 
     def __init__(
         self, dims: Mapping[str, int], *, hides_base: bool = False, codes: Formats = _NO_CODES
@@ -97,32 +85,17 @@ class Overlay:
         return sum(self.rows_of(name) for name in self.dims)
 
     def rows_of(self, table: str) -> int:
-        """Return the number of written ids of a table, including removed ones.
-
-        Args:
-            table: Name of the table.
-
-        Returns:
-            The number of ids; an id in several layers counts in each.
-        """
+        """Return the number of written ids of a table, including removed ones."""
         return sum(len(layer) for layer in self._layers[table])
 
     def reserve(self, rows: Mapping[str, int]) -> None:
-        """Make room for rows that are about to be written.
-
-        Args:
-            rows: The number of rows of each table; room is made for at most MAX_RESERVED.
-        """
+        """Make room for rows that are about to be written."""
         for name, count in rows.items():
             self._layers[name][0].reserve(min(count, MAX_RESERVED))
 
     def apply(self, rows: RowsByTable, removed: Mapping[str, Tensor] = _NOTHING) -> None:
-        """Write rows, then remove ids; the caller has validated both.
-
-        Args:
-            rows: Table -> (ids int64 [n], rows float32 [n, dim]).
-            removed: Table -> ids int64 [n].
-        """
+        """Write rows, then remove ids; the caller has validated both."""
+        # rows: table -> (ids int64 [n], rows float32 [n, dim]); removed: table -> ids int64 [n].
         for name, (ids, values) in rows.items():
             stored = values if name not in self._codes else _columns(self._codes[name].encode(values))
             # The engine itself: rows were validated when they arrived.
@@ -140,28 +113,13 @@ class Overlay:
             newest.assign(ids, flagged)
 
     def read(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Read rows.
-
-        Args:
-            table: Name of the table.
-            ids: int64 [n].
-
-        Returns:
-            Rows float32 [n, dim], zeros where there is none; and flags float32 [n]: PRESENT, REMOVED, or 0 if
-            the id was not written.
-        """
+        """Read rows."""
+        # ids: int64 [n]; returns: rows float32 [n, dim], zeros where there is none.
         flagged = _lookup(self._layers[table], ids)
         return self._rows(table, flagged), flagged[:, -1]
 
     def served(self, frozen: Mapping[str, FrozenRows]) -> Any:
-        """Return the native reader of these rows over those of an export, in one pass over all tables.
-
-        Args:
-            frozen: The rows of the export. Tables are in its order.
-
-        Returns:
-            `_native.ServedFiles`, valid until a fold begins or ends; make it again for each call.
-        """
+        """Return the native reader of these rows over those of an export, in one pass over all tables."""
         served, layers = self._served, self._layers
         if served is None or served[0] is not layers or served[1] is not frozen:
             native: Any = native_module()
@@ -196,25 +154,13 @@ class Overlay:
         return sum(len(layer) for layers in self._layers.values() for layer in layers[1:])
 
     def width_of(self, table: str) -> int:
-        """Return the columns of a stored row.
-
-        Args:
-            table: Name of the table.
-
-        Returns:
-            The number of columns, with the flag.
-        """
+        """Return the columns of a stored row."""
         return self._widths[table]
 
     def seal(self) -> Layers:
-        """Begin a fold: further writes go to new tables. Called by the thread that writes.
-
-        Nothing is sealed while the rows of a fold that failed are in memory: each failure would add a layer,
-        with another copy of rows that are written often.
-
-        Returns:
-            The layers to fold, which do not change any more.
-        """
+        """Begin a fold: further writes go to new tables. Called by the thread that writes."""
+        # Nothing is sealed while the rows of a fold that failed are in memory: each failure would add a
+        # layer, with another copy of rows that are written often.
         sealed = self._layers
         if any(isinstance(layer, Table) for layers in sealed.values() for layer in layers[1:]):
             return {name: layers[1:] for name, layers in sealed.items()}
@@ -222,36 +168,20 @@ class Overlay:
         return sealed
 
     def replace_sealed(self, folded: Mapping[str, RowLayer]) -> None:
-        """End a fold: one layer replaces those that `seal` returned. Called while nothing else is sealed.
-
-        Args:
-            folded: The layer of each table.
-        """
+        """End a fold: one layer replaces those that `seal` returned. Called while nothing else is sealed."""
         self._layers = {name: (layers[0], folded[name]) for name, layers in self._layers.items()}
         self._served = None  # it would keep the sealed rows in memory until the next request
 
     def scan(self, table: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield everything written.
-
-        Args:
-            table: Name of the table.
-
-        Yields:
-            Chunks: ids int64 [k], rows float32 [k, dim] and flags float32 [k].
-        """
+        """Yield everything written."""
+        # yields: chunks: ids int64 [k], rows float32 [k, dim] and flags float32 [k].
         for ids, flagged in scan_layers(self._layers[table]):
             yield ids, self._rows(table, flagged), flagged[:, -1]
 
 
 def scan_layers(layers: tuple[Any, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the flagged rows of layers, each id once.
-
-    Args:
-        layers: The layers of a table, the newest first.
-
-    Yields:
-        Chunks: ids int64 [k] and flagged rows float32 [k, width + 1].
-    """
+    """Yield the flagged rows of layers, each id once."""
+    # yields: chunks: ids int64 [k] and flagged rows float32 [k, width + 1].
     for number, layer in enumerate(layers):
         for chunk in layer.scan():
             ids, flagged = chunk.ids, chunk.rows

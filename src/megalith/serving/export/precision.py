@@ -21,49 +21,21 @@ _SMALLEST_STEP = torch.finfo(torch.float32).tiny
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """Return the dtype of stored rows.
-
-    Args:
-        precision: "float32", "float16" or "int8".
-
-    Returns:
-        The dtype.
-
-    Raises:
-        InputError: The precision is unknown.
-    """
+    """Return the dtype of stored rows."""
     return PRECISIONS[one_of(precision, list(PRECISIONS), "precision")]
 
 
 def steps_for(largest: Sequence[float], precision: str) -> list[float]:
-    """Return the step size of each segment.
-
-    Args:
-        largest: The largest magnitude of each segment, which becomes 127 steps.
-        precision: Steps are 1 except for "int8".
-
-    Returns:
-        Step sizes of at least float32's smallest normal number, so that none underflows to 0.
-    """
+    """Return the step size of each segment."""
     if precision != "int8":
         return [1.0] * len(largest)
     return [max(each / 127.0, _SMALLEST_STEP) if each > 0 else 1.0 for each in largest]
 
 
 def encode(rows: Tensor, precision: str, steps: Tensor) -> Tensor:
-    """Convert rows to their stored form.
-
-    Args:
-        rows: float32 [n, dim].
-        precision: "float32", "float16" or "int8".
-        steps: Step size of each column, float32 [dim], or of all, float32 []; used for int8.
-
-    Returns:
-        [n, dim], of the dtype of the precision.
-
-    Raises:
-        InputError: A row holds NaN, Inf, or a value beyond float16.
-    """
+    """Convert rows to their stored form."""
+    # rows: float32 [n, dim]; steps: step size of each column, float32 [dim], or of all, float32 []; returns:
+    # [n, dim], of the dtype of the precision.
     if not bool(torch.isfinite(rows).all()):
         raise InputError("a row holds NaN or Inf")
     if precision == "float32":
@@ -76,14 +48,8 @@ def encode(rows: Tensor, precision: str, steps: Tensor) -> Tensor:
 
 
 def decode(stored: Tensor, steps: Tensor) -> Tensor:
-    """Convert stored rows back; the inverse of `encode`.
-
-    Args:
-        stored: float32, float16 or int8 [n, dim].
-        steps: Step size of each column, float32 [dim], or of all, float32 []; used for int8.
-
-    Returns:
-        float32 [n, dim].
-    """
+    """Convert stored rows back; the inverse of `encode`."""
+    # stored: float32, float16 or int8 [n, dim]; steps: step size of each column, float32 [dim], or of all,
+    # float32 []; returns: float32 [n, dim].
     rows = stored.to(torch.float32)
     return rows * steps if stored.dtype == torch.int8 else rows

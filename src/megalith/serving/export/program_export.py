@@ -54,21 +54,7 @@ def export_program(
     activations: Mapping[str, str] | None = None,
     joint_rows: bool | None = None,
 ) -> WrittenProgram:
-    """Trace the dense part with torch.export, for any batch size, run it, and write it.
-
-    Args:
-        parts: The model.
-        path: The new file.
-        names: Names of the tensors that the model returns without names; see `name_tensors`.
-        activations: Output -> one of ACTIVATIONS.
-        joint_rows: Whether the outputs of a row depend on the other rows of its batch (None: find out).
-
-    Returns:
-        The file and the outputs.
-
-    Raises:
-        InputError: The dense part cannot be traced, or an output has no batch dimension.
-    """
+    """Trace the dense part with torch.export, for any batch size, run it, and write it."""
     dense_part = _DensePart(parts, names, activations)
     model = parts.module
     training = [module for module in model.modules() if module.training]

@@ -45,11 +45,7 @@ class _Command:
 
 
 class RankRows:
-    """The rows of all ranks, in an order that is the same as long as no table changes.
-
-    Args:
-        tables: The shards of each table, all over the same ranks.
-    """
+    """The rows of all ranks, in an order that is the same as long as no table changes."""
 
     def __init__(self, tables: Mapping[str, Shards]) -> None:
         exchange = next(iter(tables.values())).ranks
@@ -61,17 +57,8 @@ class RankRows:
         """The error of this rank's scan."""
 
     def write(self, write: Callable[[RowSource], None]) -> None:
-        """Call a function on rank 0 with the rows of all ranks; if it fails, raise on all. A collective call.
-
-        Args:
-            write: Takes the source of the rows.
-
-        Raises:
-            Exception: The error of `write` on rank 0, and the error of its scan on a rank that cannot read
-                its rows.
-            ExportError: On the other ranks, with the error of rank 0.
-            RankTimeoutError: A rank does not take part.
-        """
+        """Call a function on rank 0 with the rows of all ranks; if it fails, raise on all. A collective
+        call."""
         if self._exchange.rank:
             self._send_all()
             return
@@ -84,7 +71,6 @@ class RankRows:
         self._round(_Command(is_end=True))
 
     def _rows(self, table: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return the rows of a table, on rank 0."""
         command = _Command(table)
         while (chunks := self._round(command)[1]) is not None:
             yield from chunks

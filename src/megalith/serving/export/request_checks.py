@@ -18,16 +18,7 @@ from megalith.serving.export.signature import Signature
 
 
 def check_plain(batch: Any, size: Any, row_bytes: int) -> None:
-    """Check requests with one id for each feature and row.
-
-    Args:
-        batch: The bytes of the ids of each request.
-        size: The rows of all requests.
-        row_bytes: Bytes of the ids of a row.
-
-    Raises:
-        InputError: They are not bytes, or have another size.
-    """
+    """Check requests with one id for each feature and row."""
     if not isinstance(batch, list | tuple) or not all(isinstance(ids, bytes) for ids in batch):
         raise InputError(f"batch must be a list of bytes, got {kind(batch)}")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -37,16 +28,7 @@ def check_plain(batch: Any, size: Any, row_bytes: int) -> None:
 
 
 def check_features(plan: FeaturePlan, features: Any) -> None:
-    """Check the names of the features of a request.
-
-    Args:
-        plan: The features of the model.
-        features: Columns by name.
-
-    Raises:
-        InputError: It is not a dict.
-        UnknownNameError: A feature is missing.
-    """
+    """Check the names of the features of a request."""
     if not isinstance(features, Mapping):
         raise InputError(f"features must be a dict of columns by name, got {kind(features)}")
     missing = plan.features.keys() - features.keys()
@@ -55,19 +37,7 @@ def check_features(plan: FeaturePlan, features: Any) -> None:
 
 
 def check_dense(signature: Signature, dense: Tensor | None, size: int) -> Tensor | None:
-    """Check the dense values of a request.
-
-    Args:
-        signature: The model.
-        dense: Floats [size, num_dense].
-        size: Number of rows.
-
-    Returns:
-        The values as float32; None if the model takes none.
-
-    Raises:
-        InputError: They have a wrong dtype or shape.
-    """
+    """Check the dense values of a request."""
     width = signature.num_dense
     if width == 0:
         if dense is not None:
@@ -81,17 +51,7 @@ def check_dense(signature: Signature, dense: Tensor | None, size: int) -> Tensor
 
 
 def check_outputs(directory: Path, signature: Signature, outputs: Sequence[Any], size: int) -> None:
-    """Check what the program of a version returns.
-
-    Args:
-        directory: The directory of the version.
-        signature: Describes the outputs.
-        outputs: The outputs of a request, in the order of the signature.
-        size: Number of rows of the request.
-
-    Raises:
-        ExportError: They are not what the signature describes.
-    """
+    """Check what the program of a version returns."""
     for spec, tensor in zip_longest(signature.outputs, outputs):
         if (
             spec is None

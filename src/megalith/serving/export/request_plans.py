@@ -43,13 +43,7 @@ class PlainPlan:
 
 
 class RequestPlans:
-    """Compiles requests to one model. Thread-safe.
-
-    Args:
-        plan: The features of the model.
-        dims: Table -> width of a row.
-        masks: Name -> FirstN feature; see `Signature.masks`.
-    """
+    """Compiles requests to one model. Thread-safe."""
 
     def __init__(self, plan: FeaturePlan, dims: Mapping[str, int], masks: Mapping[str, str]) -> None:
         self.plan = plan
@@ -64,17 +58,7 @@ class RequestPlans:
         """The features in the order of the tables; empty if one of them is shared by the rows of a batch."""
 
     def columns(self, features: Mapping[str, Any]) -> RequestPlan:
-        """Compile columns of any kind.
-
-        Args:
-            features: Every feature by name, as for an EmbeddingCollection.
-
-        Returns:
-            The compiled request.
-
-        Raises:
-            InputError: A column has a wrong dtype or shape.
-        """
+        """Compile columns of any kind."""
         columns = {name: column_of(f, features[name]) for name, f in self.plan.features.items()}
         batch = self.plan.compile(columns)
         sizes = {table: ids.numel() for table, ids in batch.ids.items()}
@@ -82,14 +66,7 @@ class RequestPlans:
         return RequestPlan(batch, Gathering(sizes, batch.pooling, self._dims), ids)
 
     def plain(self, size: int) -> PlainPlan:
-        """Return the plan of a request with one id for each of `plain_features` and row.
-
-        Args:
-            size: Number of rows, above 0.
-
-        Returns:
-            The plan, which is cached for common sizes.
-        """
+        """Return the plan of a request with one id for each of `plain_features` and row."""
         compiled = self._compiled.get(size)
         if compiled is None:
             zeros = torch.zeros(size, dtype=torch.int64, device="cpu")
@@ -100,28 +77,16 @@ class RequestPlans:
         return compiled
 
     def singles(self, ids: Tensor) -> RequestPlan:
-        """Compile what `plain_ids` returned.
-
-        Args:
-            ids: int64 [features * rows].
-
-        Returns:
-            The compiled request, with the ids of each table.
-        """
+        """Compile what `plain_ids` returned."""
+        # ids: int64 [features * rows].
         size = ids.numel() // len(self.plain_features)
         plan = self.plain(size)
         parts = ids.split([count * size for count in self._features])
         return RequestPlan(plan.batch, plan.gathering, dict(zip(self.plan.tables, parts, strict=True)))
 
     def plain_ids(self, features: Mapping[str, Any]) -> Tensor | None:
-        """Concatenate the ids of a request with one id for each feature and row.
-
-        Args:
-            features: Every feature by name.
-
-        Returns:
-            int64 [features * rows], in the order of `plain_features`; None for another request.
-        """
+        """Concatenate the ids of a request with one id for each feature and row."""
+        # returns: int64 [features * rows], in the order of `plain_features`.
         columns: list[Tensor] = []
         for name in self.plain_features:
             ids = features[name]
@@ -133,28 +98,12 @@ class RequestPlans:
         return torch.cat(columns) if columns else None
 
     def pooled(self, request: RequestPlan, gathered: Gathered) -> dict[str, Any]:
-        """Return the inputs of the dense program.
-
-        Args:
-            request: The compiled request.
-            gathered: The rows of its ids.
-
-        Returns:
-            Pooled rows by name, and masks.
-        """
+        """Return the inputs of the dense program."""
         with span("megalith.pool"):
             return self.program_inputs(request.batch, request.gathering.pool(gathered))
 
     def program_inputs(self, batch: CompiledBatch, outputs: Sequence[Tensor]) -> dict[str, Any]:
-        """Give pooled rows their names.
-
-        Args:
-            batch: The compiled batch.
-            outputs: The outputs of its pooling.
-
-        Returns:
-            The inputs of the dense program: rows by name, and masks.
-        """
+        """Give pooled rows their names."""
         rows = self.plan.assemble(batch, outputs)
         for name, of in self._masks.items():
             places = real_places(self.plan.features[of], batch.columns[of])

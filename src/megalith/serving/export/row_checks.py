@@ -14,18 +14,8 @@ from megalith.serving.export.signature import ENTRY, Signature
 
 
 def check_ids(signature: Signature, table: str, ids: Tensor) -> None:
-    """Check ids of a table.
-
-    Args:
-        signature: The model, or a part of it.
-        table: Name of the table.
-        ids: int64 [n].
-
-    Raises:
-        UnknownNameError: The table is unknown.
-        InputError: The ids have a wrong dtype or shape, or belong to another part, where they would
-            otherwise read as missing rows.
-    """
+    """Check ids of a table."""
+    # ids: int64 [n].
     if not isinstance(table, str) or table not in signature.tables:
         known = ", ".join(map(repr, signature.tables))
         raise UnknownNameError(f"unknown table {table!r} (known: {known})")
@@ -44,18 +34,8 @@ def check_ids(signature: Signature, table: str, ids: Tensor) -> None:
 
 
 def check_rows(signature: Signature, rows: RowsByTable, removed: Mapping[str, Tensor]) -> None:
-    """Check rows to write and ids to remove.
-
-    Args:
-        signature: The model, or a part of it.
-        rows: Table -> (ids int64 [n], rows float32 [n, dim]).
-        removed: Table -> ids int64 [n].
-
-    Raises:
-        UnknownNameError: A table is unknown.
-        InputError: A tensor has a wrong dtype or shape, holds NaN or Inf, or is of another part; or this is
-            an entry, which holds no rows.
-    """
+    """Check rows to write and ids to remove."""
+    # rows: table -> (ids int64 [n], rows float32 [n, dim]); removed: table -> ids int64 [n].
     mapping(rows, "rows", '{"user": (ids, rows)}')
     mapping(removed, "removed", '{"user": ids}')
     if signature.part == ENTRY and (rows or removed):

@@ -36,20 +36,11 @@ _NATIVE_KINDS = {"float32": 0, "float16": 1, "int8": 2, "fixed_point": 2, "one_b
 
 @dataclass(frozen=True)
 class RowPart:
-    """The columns of one segment.
-
-    Attributes:
-        kind: One of KINDS.
-        dim: Number of columns.
-        step: See the module; 1 where it is not used.
-
-    Raises:
-        ValueError: A field is out of range.
-    """
+    """The columns of one segment."""
 
     kind: str
-    dim: int
-    step: float = 1.0
+    dim: int  # Number of columns
+    step: float = 1.0  # See the module; 1 where it is not used
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -72,7 +63,6 @@ class RowPart:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a row."""
         return self._precision.code_bytes(self.dim) if self.is_code else self.dim * self.dtype.itemsize
 
     @property
@@ -81,17 +71,8 @@ class RowPart:
         return torch.uint8 if self.is_code else PRECISIONS[self.kind]
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Convert columns to bytes.
-
-        Args:
-            rows: float32 [n, dim].
-
-        Returns:
-            uint8 [n, bytes].
-
-        Raises:
-            InputError: A value cannot be stored.
-        """
+        """Convert columns to bytes."""
+        # rows: float32 [n, dim]; returns: uint8 [n, bytes].
         if self.is_code:
             if not bool(torch.isfinite(rows).all()):
                 raise InputError("a row holds NaN or Inf")
@@ -103,14 +84,8 @@ class RowPart:
         )
 
     def decode(self, stored: Tensor) -> Tensor:
-        """Convert bytes to columns; the inverse of `encode`.
-
-        Args:
-            stored: uint8 [n, bytes].
-
-        Returns:
-            float32 [n, dim].
-        """
+        """Convert bytes to columns; the inverse of `encode`."""
+        # stored: uint8 [n, bytes]; returns: float32 [n, dim].
         if self.is_code:
             return self._precision.decode(stored, self.dim)
         own = stored.clone(memory_format=torch.contiguous_format)  # also the strides of one row or none
@@ -125,28 +100,11 @@ class RowFormat:
 
     @classmethod
     def uniform(cls, precision: str, dims: Sequence[int], steps: Sequence[float]) -> RowFormat:
-        """Return the format of rows of one precision.
-
-        Args:
-            precision: "float32", "float16" or "int8".
-            dims: Columns of each segment.
-            steps: Step of each segment.
-
-        Returns:
-            The format.
-        """
         return cls(tuple(RowPart(precision, dim, step) for dim, step in zip(dims, steps, strict=True)))
 
     @classmethod
     def codes_of(cls, config: TableConfig) -> RowFormat | None:
-        """Return the format in which a table is sent to servers.
-
-        Args:
-            config: The config of the table.
-
-        Returns:
-            The format; None if all segments are sent as float32.
-        """
+        """Return the format in which a table is sent to servers."""
         given = [(segment.serving, segment.dim) for segment in config.segments]
         return cls(
             tuple(
@@ -171,7 +129,6 @@ class RowFormat:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return sum(part.bytes for part in self.parts)
 
     @cached_property
@@ -196,31 +153,16 @@ class RowFormat:
         return torch.tensor([part.step for part in self.parts for _ in range(part.dim)], device="cpu")
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Convert rows to their stored form.
-
-        Args:
-            rows: float32 [n, dim].
-
-        Returns:
-            [n, width] of `dtype`.
-
-        Raises:
-            InputError: A row holds NaN, Inf, or a value that cannot be stored.
-        """
+        """Convert rows to their stored form."""
+        # rows: float32 [n, dim]; returns: [n, width] of `dtype`.
         if self.dtype != torch.uint8:
             return encode(rows, self.parts[0].kind, self.column_steps)
         pieces = rows.split([part.dim for part in self.parts], dim=1)
         return torch.cat([part.encode(each) for part, each in zip(self.parts, pieces, strict=True)], dim=1)
 
     def decode(self, stored: Tensor) -> Tensor:
-        """Convert stored rows back; the inverse of `encode`.
-
-        Args:
-            stored: [n, width] of `dtype`.
-
-        Returns:
-            float32 [n, dim].
-        """
+        """Convert stored rows back; the inverse of `encode`."""
+        # stored: [n, width] of `dtype`; returns: float32 [n, dim].
         if self.dtype != torch.uint8:
             return decode(stored, self.column_steps)
         pieces = stored.split([part.bytes for part in self.parts], dim=1)
@@ -232,17 +174,7 @@ class RowFormat:
 
     @classmethod
     def from_data(cls, data: Any) -> RowFormat:
-        """Read what `to_data` returned.
-
-        Args:
-            data: Untrusted data.
-
-        Returns:
-            The format.
-
-        Raises:
-            ValueError: The data are malformed.
-        """
+        """Read what `to_data` returned."""
         if not isinstance(data, list) or not data:
             raise ValueError("a format must be a list of parts")
         parts = []

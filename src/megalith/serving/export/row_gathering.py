@@ -19,13 +19,7 @@ from megalith.shards.joint_pooling import joint_weights
 
 
 class Gathering:
-    """A pooling over the rows of one buffer.
-
-    Args:
-        sizes: Table -> number of ids.
-        pooling: How rows are reduced.
-        dims: Table -> width of a row.
-    """
+    """A pooling over the rows of one buffer."""
 
     def __init__(self, sizes: Mapping[str, int], pooling: Pooling, dims: Mapping[str, int]) -> None:
         self._outputs = pooling.outputs
@@ -48,15 +42,7 @@ class Gathering:
         self._covered = covered(self._bags, self._outputs)
 
     def plan(self, features: Sequence[int], size: int) -> RowPlan:
-        """Compile the pooling of requests with one id for each feature and row.
-
-        Args:
-            features: Number of features of each table, in the order of the tables that are read.
-            size: Number of rows.
-
-        Returns:
-            The plan, with which one native call reads and reduces rows.
-        """
+        """Compile the pooling of requests with one id for each feature and row."""
         native: Any = native_module()
         bags = [each.native for each in self._bags]
         arguments = (bags, self._outputs, self._index, self._dim, sum(self._sizes), list(features), size)
@@ -69,25 +55,12 @@ class Gathering:
         return Gathered(buffer, {name: part.view(shape) for (name, shape), part in parts})
 
     def pool(self, gathered: Gathered) -> list[Tensor]:
-        """Reduce the rows of a request.
-
-        Args:
-            gathered: The filled buffer of `rows`.
-
-        Returns:
-            The outputs of the pooling, float32, in its order.
-        """
+        """Reduce the rows of a request."""
         return pool_flat(gathered.buffer, self._index, self._bags, self._outputs, self._dim, self._covered)
 
 
 class RowPlan:
-    """A compiled pooling.
-
-    Args:
-        native: The plan of the native module.
-        shapes: The shape of each output.
-        covered: Whether the pooling writes all of it.
-    """
+    """A compiled pooling."""
 
     def __init__(self, native: Any, shapes: Sequence[tuple[int, int]], covered: Sequence[bool]) -> None:
         self.native = native
@@ -102,12 +75,7 @@ class RowPlan:
 
 
 class Gathered:
-    """Rows to fill, all in one buffer.
-
-    Args:
-        buffer: float32, flat: the rows of table after table.
-        rows: Table -> its part of the buffer, float32 [n, dim].
-    """
+    """Rows to fill, all in one buffer."""
 
     def __init__(self, buffer: Tensor, rows: dict[str, Tensor]) -> None:
         self.buffer = buffer

@@ -42,22 +42,17 @@ _POOLING_METHODS = ("cut", "offsets", "divisor", "output_shape")
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """A feature of the model.
-
-    Attributes:
-        max_length: Number of ids that a FirstN feature uses.
-        ids: One of ID_KINDS: what the ids were in training. Requests must send the same; None: unknown.
-        single: Whether rows have one id each, so that its shape in metadata is [B].
-    """
+    """A feature of the model."""
 
     name: str
     table: str
     combiner: str
     shared: bool = False
     pad: int = -1
-    max_length: int | None = None
+    max_length: int | None = None  # Number of ids that a FirstN feature uses
+    # One of ID_KINDS: what the ids were in training. Requests must send the same; None: unknown.
     ids: str | None = None
-    single: bool = False
+    single: bool = False  # Whether rows have one id each, so that its shape in metadata is [B]
 
     def feature(self) -> Feature:
         """Return the feature of the collection."""
@@ -71,19 +66,7 @@ class FeatureSpec:
 
     @classmethod
     def of(cls, feature: Feature, ids: str | None = None, *, single: bool = False) -> FeatureSpec:
-        """Describe a feature.
-
-        Args:
-            feature: A feature of a collection.
-            ids: One of ID_KINDS, or None if it is unknown.
-            single: Whether rows have one id each.
-
-        Returns:
-            Its description.
-
-        Raises:
-            InputError: The feature has no combiner, or one that servers do not know.
-        """
+        """Describe a feature."""
         combiner = feature.combiner
         if isinstance(combiner, FirstN):
             name, length = "first_n", combiner.n
@@ -111,14 +94,7 @@ class LayoutSpec:
 
     @classmethod
     def of(cls, layout: Layout) -> LayoutSpec:
-        """Describe a layout.
-
-        Args:
-            layout: A layout of a collection.
-
-        Returns:
-            Its description.
-        """
+        """Describe a layout."""
         cuts = tuple((cut.feature, cut.start, cut.end) for cut in layout.slices)
         return cls(layout.name, layout.kind, cuts)
 
@@ -145,14 +121,7 @@ class ExportedTable:
         return sum(self.segments)
 
     def format(self, precision: str) -> RowFormat:
-        """Return how rows are stored.
-
-        Args:
-            precision: The precision of the export.
-
-        Returns:
-            The format of the table's file.
-        """
+        """Return how rows are stored."""
         kinds = self.kinds or (precision,) * len(self.segments)
         return RowFormat(tuple(map(RowPart, kinds, self.segments, self.steps)))
 
@@ -163,35 +132,26 @@ class ExportedTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """An exported model, or one part of it.
-
-    Attributes:
-        part: "standalone", "entry", "ps_0", "ps_1" and so on.
-        sub_graph_num: Number of ps parts; 0 for a standalone model.
-        base: Id of the save that was exported.
-        step: Global step of that save.
-        masks: Name -> FirstN feature; the mask marks the positions that hold ids.
-        outputs: What the program returns, in its order.
-        joint_rows: Whether the outputs of a row depend on the other rows of its batch.
-    """
+    """An exported model, or one part of it."""
 
     model: str
     version: int
-    part: str
-    sub_graph_num: int
-    base: str
-    step: int
+    part: str  # "standalone", "entry", "ps_0", "ps_1" and so on
+    sub_graph_num: int  # Number of ps parts; 0 for a standalone model
+    base: str  # Id of the save that was exported
+    step: int  # Global step of that save
     created: str
     megalith: str
     precision: str
     tables: dict[str, ExportedTable]
     features: tuple[FeatureSpec, ...] = ()
     layouts: tuple[LayoutSpec, ...] | None = None
+    # Name -> FirstN feature; the mask marks the positions that hold ids
     masks: dict[str, str] = field(default_factory=dict)
     num_dense: int = 0
     dense_name: str = DENSE
-    outputs: tuple[OutputSpec, ...] = LOGIT_OUTPUTS
-    joint_rows: bool = False
+    outputs: tuple[OutputSpec, ...] = LOGIT_OUTPUTS  # What the program returns, in its order
+    joint_rows: bool = False  # Whether the outputs of a row depend on the other rows of its batch
     program: StoredFile | None = None
     examples: StoredFile | None = None
 
@@ -245,17 +205,7 @@ class Signature:
 
     @classmethod
     def read(cls, directory: Path) -> Signature:
-        """Read the signature of an exported version.
-
-        Args:
-            directory: The directory of the version.
-
-        Returns:
-            The signature; every field is validated.
-
-        Raises:
-            ExportError: The file is missing or malformed.
-        """
+        """Read the signature of an exported version."""
         path = directory / NAME
         try:
             text = LocalStore(directory).read_whole(NAME, MAX_BYTES)
@@ -267,18 +217,7 @@ class Signature:
 
     @classmethod
     def from_dict(cls, data: Any, where: str) -> Signature:
-        """Validate plain data.
-
-        Args:
-            data: The parsed JSON.
-            where: The file, for messages.
-
-        Returns:
-            The signature.
-
-        Raises:
-            ExportError: A field is missing or wrong; the message names it.
-        """
+        """Validate plain data."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ExportError(f"{where} is not the signature of an exported model")
         version = data.get("format_version")
@@ -394,14 +333,6 @@ def _file(data: Any) -> StoredFile | None:
 
 
 def check_name(model: str) -> None:
-    """Check the name of a model.
-
-    Args:
-        model: The name.
-
-    Raises:
-        InputError: It is empty or too long, or holds '/', ':' or unprintable characters.
-    """
     if not isinstance(model, str) or not 1 <= len(model) <= _MAX_TEXT:
         raise InputError(
             f"the name of a model must be a string of 1 to {_MAX_TEXT} characters, not {repr(model)[:100]}"

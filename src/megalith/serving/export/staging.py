@@ -29,14 +29,6 @@ class StagingDirectories:
     """The directories in which the parts of a version are written, next to their final places.
 
     As a context manager it creates them, and removes those that were not published.
-
-    Args:
-        out: Directory of the versions.
-        version: Number of the version, 0 to 2^63 - 1.
-        parts: Names of the parts, in the order in which they are published.
-
-    Raises:
-        InputError: The version is not such a number.
     """
 
     def __init__(self, out: Path, version: int, parts: Sequence[str]) -> None:
@@ -51,14 +43,7 @@ class StagingDirectories:
         return self._out if part == STANDALONE else self._out / part
 
     def path(self, part: str) -> Path:
-        """Return the staging directory of a part.
-
-        Args:
-            part: One of `parts`.
-
-        Returns:
-            The directory.
-        """
+        """Return the staging directory of a part."""
         return self._base(part) / self._name
 
     def __enter__(self) -> StagingDirectories:
@@ -97,15 +82,7 @@ class StagingDirectories:
         self._locks.close()
 
     def write(self, part: str, signature: Signature) -> None:
-        """Write the signature of a part, the last of its files, and flush all files to disk.
-
-        Args:
-            part: One of `parts`.
-            signature: What the directory holds.
-
-        Raises:
-            ExportError: A server could not read the signature.
-        """
+        """Write the signature of a part, the last of its files, and flush all files to disk."""
         path = self.path(part)
         text = signature.to_json()
         # A signature that servers cannot read must not be published.
@@ -131,12 +108,7 @@ class StagingDirectories:
 
 @contextmanager
 def _locked(directory: Path, seconds: float = 0.0) -> Iterator[None]:
-    """Hold a lock that the system releases when the process ends, even if it is killed.
-
-    Raises:
-        ExportError: Another process has held it all the time.
-        OSError: There are no locks.
-    """
+    """Hold a lock that the system releases when the process ends, even if it is killed."""
     handle = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         if not take_lock(handle, seconds):

@@ -33,15 +33,7 @@ REFUSED = 3
 
 
 def try_version(directory: Path, stopping: threading.Event) -> None:
-    """Open a version in a child process.
-
-    Args:
-        directory: The directory of the version.
-        stopping: Ends the wait, without an error.
-
-    Raises:
-        ExportError: The child process was ended by a signal, or did not end in time.
-    """
+    """Open a version in a child process."""
     command = [
         sys.executable,
         "-P",

@@ -21,17 +21,7 @@ Example = tuple[dict[str, Ragged], Tensor | None]
 
 
 def read_examples(path: Path) -> list[Example]:
-    """Read the warm-up requests of an export.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The requests.
-
-    Raises:
-        ExportError: The file cannot be read or is malformed.
-    """
+    """Read the warm-up requests of an export."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError("too long")
@@ -50,15 +40,7 @@ def read_examples(path: Path) -> list[Example]:
 
 
 def write_examples(path: Path, examples: list[Example]) -> StoredFile:
-    """Write the warm-up requests of an export.
-
-    Args:
-        path: The new file.
-        examples: The requests.
-
-    Returns:
-        The entry of the file.
-    """
+    """Write the warm-up requests of an export."""
     data = {
         "examples": [
             {

@@ -23,16 +23,7 @@ _VARINT, _BYTES = 0, 2
 def cut_contents(
     data: bytes, wanted: Callable[[str], bool] = lambda signature: True
 ) -> tuple[bytes, dict[str, memoryview]]:
-    """Cut the `tensor_content` of large inputs out of a serialized PredictRequest.
-
-    Args:
-        data: The request.
-        wanted: Whether to cut requests for a signature.
-
-    Returns:
-        The request without the contents, and views of `data` with the contents by input name. A request with
-        unexpected or invalid fields is returned unchanged, for protobuf to parse or refuse.
-    """
+    """Cut the `tensor_content` of large inputs out of a serialized PredictRequest."""
     kept: list[bytes | memoryview] = []
     contents: dict[str, memoryview] = {}
     scanner = _Scanner()
@@ -142,15 +133,7 @@ def _text(field: _WireField) -> str:
 
 
 def field_prefix(number: int, length: int) -> bytes:
-    """Encode the key and the length of a length-delimited protobuf field; its payload follows them.
-
-    Args:
-        number: The number of the field, 1 to 15.
-        length: The number of bytes of the payload.
-
-    Returns:
-        The bytes before the payload.
-    """
+    """Encode the key and the length of a length-delimited protobuf field; its payload follows them."""
     out = bytearray([number << 3 | _BYTES])
     while length >= 0x80:
         out.append(length & 0x7F | 0x80)

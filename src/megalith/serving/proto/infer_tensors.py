@@ -61,18 +61,7 @@ _CONTENTS = {
 
 
 def from_infer_request(request: Message, *, max_bytes: int = MAX_BYTES) -> dict[str, Tensor | Strings]:
-    """Convert the inputs of a ModelInferRequest.
-
-    Args:
-        request: The message.
-        max_bytes: The maximum total size of the inputs.
-
-    Returns:
-        Tensors by name; BYTES are arrays of bytes objects.
-
-    Raises:
-        InputError: An input, which the message names, is invalid or too large.
-    """
+    """Convert the inputs of a ModelInferRequest."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise InputError(f"{len(raw)} raw_input_contents for {len(request.inputs)} inputs")
@@ -100,21 +89,7 @@ def from_infer_request(request: Message, *, max_bytes: int = MAX_BYTES) -> dict[
 def from_raw(
     datatype: str, shape: Sequence[int], data: bytes, *, name: str = "tensor", max_bytes: int = MAX_BYTES
 ) -> Tensor | Strings:
-    """Convert raw contents to a tensor, or to an array of bytes objects for BYTES.
-
-    Args:
-        datatype: The protocol's name of the type.
-        shape: The sizes.
-        data: Little-endian elements in row-major order; an element of BYTES is a 4-byte length and its bytes.
-        name: The name of the tensor in errors.
-        max_bytes: The maximum size of the result.
-
-    Returns:
-        A tensor of that shape, or an array of bytes objects for BYTES.
-
-    Raises:
-        InputError: The type is unknown, or the bytes do not match the shape.
-    """
+    """Convert raw contents to a tensor, or to an array of bytes objects for BYTES."""
     if datatype == BYTES:
         sizes = checked_shape(shape, POINTER_BYTES, max_bytes, name)
         return _cut(data, math.prod(sizes), name).reshape(sizes)
@@ -130,21 +105,7 @@ def from_values(
     name: str = "tensor",
     max_bytes: int = MAX_BYTES,
 ) -> Tensor | Strings:
-    """Convert values of typed contents or of JSON to a tensor, or to an array of bytes objects for BYTES.
-
-    Args:
-        datatype: The protocol's name of the type.
-        shape: The sizes.
-        values: The elements in row-major order.
-        name: The name of the tensor in errors.
-        max_bytes: The maximum size of the result.
-
-    Returns:
-        A tensor of that shape, or an array of bytes objects for BYTES.
-
-    Raises:
-        InputError: A value has another type, or the number of values does not match the shape.
-    """
+    """Convert values of typed contents or of JSON to a tensor, or to an array of bytes objects for BYTES."""
     dtype = None if datatype == BYTES else _dtype(datatype, name)
     item_bytes = POINTER_BYTES if dtype is None else dtype.itemsize
     sizes = checked_shape(shape, item_bytes, max_bytes, name)
@@ -158,20 +119,7 @@ def from_values(
 def to_infer_request(
     inputs: Mapping[str, Tensor | Strings], *, model_name: str, model_version: str = "", id: str = ""
 ) -> Message:
-    """Create a ModelInferRequest with raw contents.
-
-    Args:
-        inputs: Tensors, or arrays of bytes objects, by name.
-        model_name: The model.
-        model_version: The version; empty means the server's choice.
-        id: The id of the request, which the response repeats.
-
-    Returns:
-        The ModelInferRequest.
-
-    Raises:
-        InputError: The protocol does not have the type of an input.
-    """
+    """Create a ModelInferRequest with raw contents."""
     request = ModelInferRequest(model_name=model_name, model_version=model_version, id=id)
     for name, value in inputs.items():
         request.inputs.add(name=name, datatype=datatype_of(value, name), shape=value.shape)
@@ -180,18 +128,7 @@ def to_infer_request(
 
 
 def datatype_of(value: Tensor | Strings | torch.dtype, name: str = "tensor") -> str:
-    """Return the protocol's name of a type.
-
-    Args:
-        value: A dtype, or a tensor or an array of bytes objects that has the type.
-        name: The name of the tensor in errors.
-
-    Returns:
-        The name, such as "FP32"; "BYTES" for an array of bytes objects.
-
-    Raises:
-        InputError: The protocol does not have the type.
-    """
+    """Return the protocol's name of a type."""
     if isinstance(value, np.ndarray):
         return BYTES
     dtype = value.dtype if isinstance(value, Tensor) else value

@@ -43,20 +43,6 @@ BITS: dict[torch.dtype, type[np.generic]] = {
 
 
 def checked_shape(sizes: Sequence[int], item_bytes: int, max_bytes: int, name: str) -> tuple[int, ...]:
-    """Check a shape.
-
-    Args:
-        sizes: The size of each dimension.
-        item_bytes: The size of an element.
-        max_bytes: The maximum size of all elements.
-        name: The name of the tensor in errors.
-
-    Returns:
-        The sizes as a tuple.
-
-    Raises:
-        InputError: A size is negative, there are more than MAX_RANK, or the elements exceed max_bytes.
-    """
     if len(sizes) > MAX_RANK:
         raise InputError(f"{name}: the shape has more than {MAX_RANK} dimensions")
     shape = tuple(sizes)
@@ -77,22 +63,7 @@ def tensor_of_bytes(
     name: str,
     buffers: MessageBuffers | None = None,
 ) -> Tensor:
-    """Make a tensor of elements.
-
-    Args:
-        data: The elements, little-endian in row-major order.
-        dtype: Their type.
-        shape: The shape of the tensor.
-        name: The name of the tensor in errors.
-        buffers: None: the tensor does not share memory with `data`. Otherwise it does if `data` is a
-            memoryview with the alignment of the elements, and must not be written; else this is its memory.
-
-    Returns:
-        The tensor; a bool is true if its byte is not 0.
-
-    Raises:
-        InputError: The number of bytes does not match the shape.
-    """
+    """Make a tensor of elements."""
     expected = math.prod(shape) * dtype.itemsize
     if len(data) != expected:
         raise InputError(f"{name}: {len(data)} bytes, but {_kind(dtype)} {list(shape)} takes {expected}")
@@ -114,18 +85,7 @@ def tensor_of_bytes(
 
 
 def bytes_of_tensor(tensor: Tensor, name: str) -> bytes:
-    """Return the elements of a tensor.
-
-    Args:
-        tensor: A tensor on any device.
-        name: The name of the tensor in errors.
-
-    Returns:
-        The elements, little-endian in row-major order.
-
-    Raises:
-        InputError: The dtype is not one of BITS.
-    """
+    """Return the elements of a tensor."""
     if tensor.dtype not in BITS:
         raise InputError(f"{name}: {_kind(tensor.dtype)} cannot be sent; use one of {', '.join(_kinds())}")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -133,16 +93,7 @@ def bytes_of_tensor(tensor: Tensor, name: str) -> bytes:
 
 
 def tensor_of_bits(bits: NDArray[np.generic], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Convert an array of bits to a tensor.
-
-    Args:
-        bits: An array of `BITS[dtype]`: float16 and bfloat16 are given as their bits.
-        dtype: The dtype of the tensor.
-        shape: The shape of the tensor.
-
-    Returns:
-        The tensor; it may share memory with `bits`.
-    """
+    """Convert an array of bits to a tensor."""
     flat = torch.from_numpy(np.ascontiguousarray(bits))
     if dtype in (torch.float16, torch.bfloat16):
         flat = flat.view(dtype)
@@ -150,19 +101,7 @@ def tensor_of_bits(bits: NDArray[np.generic], dtype: torch.dtype, shape: tuple[i
 
 
 def in_range(values: NDArray[np.generic], target: type[np.generic], name: str) -> NDArray[np.generic]:
-    """Convert integers to a narrower type.
-
-    Args:
-        values: The integers.
-        target: The numpy type to convert to.
-        name: The name of the tensor in errors.
-
-    Returns:
-        An array of `target`.
-
-    Raises:
-        InputError: A value does not fit; the message has the first one.
-    """
+    """Convert integers to a narrower type."""
     low, high = np.iinfo(target).min, np.iinfo(target).max  # type: ignore[type-var]
     wrong = (values < low) | (values > high)  # type: ignore[operator]
     if wrong.any():

@@ -20,17 +20,7 @@ Message: TypeAlias = Any
 
 
 def protobuf(module: str) -> Any:
-    """Import a module of google.protobuf.
-
-    Args:
-        module: Its name, such as "json_format".
-
-    Returns:
-        The module.
-
-    Raises:
-        MissingDependencyError: Protobuf is not installed.
-    """
+    """Import a module of google.protobuf."""
     try:
         return importlib.import_module(f"google.protobuf.{module}")
     except ImportError as error:
@@ -38,14 +28,7 @@ def protobuf(module: str) -> Any:
 
 
 def load_pool(path: Path) -> Any:
-    """Create a descriptor pool.
-
-    Args:
-        path: A file with a serialized FileDescriptorSet.
-
-    Returns:
-        A pool with the files of the set; protobuf's default pool is not changed.
-    """
+    """Create a descriptor pool."""
     pool = protobuf("descriptor_pool").DescriptorPool()
     for file in protobuf("descriptor_pb2").FileDescriptorSet.FromString(path.read_bytes()).file:
         pool.Add(file)
@@ -53,15 +36,6 @@ def load_pool(path: Path) -> Any:
 
 
 def message_class(pool: Any, full_name: str) -> Any:
-    """Return the class of a message.
-
-    Args:
-        pool: A descriptor pool that has the message.
-        full_name: The name with its package, such as "tensorflow.TensorProto".
-
-    Returns:
-        The class; the messages and enums declared inside the message are its attributes.
-    """
     return protobuf("message_factory").GetMessageClass(pool.FindMessageTypeByName(full_name))
 
 

@@ -34,18 +34,6 @@ _MAX_HEADS = 1024
 def encode_predict_response(
     model: str, signature: str, version: int, outputs: Mapping[str, NDArray[Any]], *, typed: bool
 ) -> bytes | None:
-    """Return the bytes of a PredictResponse.
-
-    Args:
-        model: Name of the model.
-        signature: Name of the signature.
-        version: Number of the version that computed the scores.
-        outputs: Arrays by name.
-        typed: Write elements to typed fields, as TF Serving does; False: to `tensor_content`.
-
-    Returns:
-        The serialized message; None if an array is not of float32 or float64.
-    """
     parts: list[bytes] = []
     for name, array in outputs.items():
         head = _output_head(name, array.dtype, array.shape, typed)
@@ -59,17 +47,6 @@ def encode_predict_response(
 def encode_infer_response(
     model: str, version: int, request_id: str, outputs: Mapping[str, NDArray[Any]]
 ) -> bytes:
-    """Return the bytes of a ModelInferResponse.
-
-    Args:
-        model: Name of the model.
-        version: Number of the version that computed the scores.
-        request_id: Id of the request; "": it has none.
-        outputs: Arrays by name.
-
-    Returns:
-        The serialized message, with raw contents.
-    """
     parts = [_infer_head(model, version)]
     if request_id:
         parts.append(_field(3, request_id.encode()))

@@ -71,17 +71,7 @@ _FIELDS = {
 
 
 def to_tensor_proto(tensor: Tensor) -> Message:
-    """Convert a tensor to a TensorProto.
-
-    Args:
-        tensor: A tensor on any device.
-
-    Returns:
-        A TensorProto with the elements in `tensor_content`.
-
-    Raises:
-        InputError: TensorFlow does not have the dtype.
-    """
+    """Convert a tensor to a TensorProto."""
     content = bytes_of_tensor(tensor, "tensor")
     proto = TensorProto(dtype=DTYPES[tensor.dtype], tensor_content=content)
     _set_shape(proto, tensor.shape)
@@ -89,14 +79,7 @@ def to_tensor_proto(tensor: Tensor) -> Message:
 
 
 def fill_tensor_proto(proto: Message, array: NDArray[np.generic], *, typed: bool) -> None:
-    """Write an array to an empty TensorProto.
-
-    Args:
-        proto: The message.
-        array: Elements of a type that torch has too, except float16.
-        typed: Write the elements to the typed field, as TF Serving does by default; False: to
-            `tensor_content`.
-    """
+    """Write an array to an empty TensorProto."""
     dtype = _NUMPY[array.dtype.name]
     proto.dtype = dtype
     _set_shape(proto, array.shape)
@@ -127,23 +110,7 @@ def from_tensor_proto(
     content: memoryview | None = None,
     buffers: MessageBuffers | None = None,
 ) -> Tensor:
-    """Convert a TensorProto to a tensor.
-
-    Args:
-        proto: The message.
-        name: The name of the tensor in errors.
-        max_bytes: The maximum size of the tensor.
-        content: Its `tensor_content`, if `cut_contents` cut it out of the message.
-        buffers: None: the tensor does not share memory with the message; see `tensor_of_bytes`.
-
-    Returns:
-        The tensor. Fewer values than the shape holds are completed
-        with the last one, as TensorFlow does.
-
-    Raises:
-        InputError: The dtype is unknown or DT_STRING (see `strings_from_tensor_proto`), or the values do not
-            match the shape.
-    """
+    """Convert a TensorProto to a tensor."""
     number = proto.dtype
     if number not in _TORCH:
         hint = "; read it with strings_from_tensor_proto" if number == DataType.DT_STRING else ""
@@ -168,20 +135,7 @@ def from_tensor_protos(
     contents: Mapping[str, memoryview] = MappingProxyType({}),
     buffers: MessageBuffers | None = None,
 ) -> dict[str, Tensor | Strings]:
-    """Convert the inputs of a request.
-
-    Args:
-        protos: TensorProto by name.
-        max_bytes: The maximum total size.
-        contents: The contents that `cut_contents` cut out of the messages, by name.
-        buffers: None: the tensors do not share memory with the messages; see `tensor_of_bytes`.
-
-    Returns:
-        Tensors by name; strings are arrays of bytes objects.
-
-    Raises:
-        InputError: As in `from_tensor_proto`.
-    """
+    """Convert the inputs of a request."""
     left = max_bytes
     read: dict[str, Tensor | Strings] = {}
     for name in sorted(protos):
@@ -198,17 +152,7 @@ def from_tensor_protos(
 
 
 def strings_to_tensor_proto(strings: Strings | Sequence[bytes]) -> Message:
-    """Convert bytes objects to a TensorProto of DT_STRING.
-
-    Args:
-        strings: An array of bytes objects, of any shape, or a list of them.
-
-    Returns:
-        A TensorProto of the same shape.
-
-    Raises:
-        InputError: An element is not a bytes object.
-    """
+    """Convert bytes objects to a TensorProto of DT_STRING."""
     array = np.asarray(strings, dtype=object)
     flat = array.reshape(-1).tolist()
     for value in flat:
@@ -220,19 +164,7 @@ def strings_to_tensor_proto(strings: Strings | Sequence[bytes]) -> Message:
 
 
 def strings_from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes: int = MAX_BYTES) -> Strings:
-    """Convert a TensorProto of DT_STRING to an array of bytes objects.
-
-    Args:
-        proto: The message.
-        name: The name of the tensor in errors.
-        max_bytes: The maximum size of the array, 8 bytes for each element in addition to the message.
-
-    Returns:
-        An array of bytes objects, in the shape of the message.
-
-    Raises:
-        InputError: The dtype is another, or the values do not match the shape.
-    """
+    """Convert a TensorProto of DT_STRING to an array of bytes objects."""
     if proto.dtype != DataType.DT_STRING:
         raise InputError(f"{name}: dtype {_dtype_name(proto.dtype)} is not DT_STRING")
     shape = _shape(proto, POINTER_BYTES, max_bytes, name)
@@ -247,19 +179,7 @@ def strings_from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes
 
 
 def tensor_info(name: str, dtype: torch.dtype | None, shape: Iterable[int | None]) -> Message:
-    """Describe a tensor for a signature.
-
-    Args:
-        name: The name of the tensor.
-        dtype: Its type; None: strings.
-        shape: Its sizes; None or -1 for a size that varies.
-
-    Returns:
-        A TensorInfo.
-
-    Raises:
-        InputError: TensorFlow does not have the dtype.
-    """
+    """Describe a tensor for a signature."""
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"{name}: TensorFlow does not have the dtype {dtype}")
     info = TensorInfo(name=name, dtype=DataType.DT_STRING if dtype is None else DTYPES[dtype])
@@ -283,10 +203,8 @@ def _shape(proto: Message, item_bytes: int, max_bytes: int, name: str) -> tuple[
 
 
 def _only_field(proto: Message, name: str, content: memoryview | None = None) -> tuple[str, Any]:
-    """The name and the values of the only field that has values; raises InputError if there are others.
-
-    Each access to `tensor_content` copies it, so it is read once and returned.
-    """
+    """The name and the values of the only field that has values; raises InputError if there are others."""
+    # Each access to `tensor_content` copies it, so it is read once and returned.
     expected = _FIELDS[DataType(proto.dtype)]
     filled = {f.name: value for f, value in proto.ListFields() if f.name.endswith(("_val", "_content"))}
     if content is not None:

@@ -43,14 +43,7 @@ _MAX_TEXT = 200
 
 
 class AccessLog:
-    """Writes the access log of a server; `close` it. Thread-safe.
-
-    Args:
-        path: The file, to which lines are appended; "-" is standard output.
-
-    Raises:
-        InputError: The file cannot be written.
-    """
+    """Writes the access log of a server; `close` it. Thread-safe."""
 
     def __init__(self, path: str) -> None:
         self._own = threading.local()
@@ -71,17 +64,7 @@ class AccessLog:
     def call(
         self, protocol: str, method: str, peer: str, traceparent: str | None
     ) -> Iterator[dict[str, Any]]:
-        """Log a call when it ends.
-
-        Args:
-            protocol: "grpc" or "http".
-            method: The method and path.
-            peer: Address of the client.
-            traceparent: The header of that name; None: the client sent none.
-
-        Yields:
-            The fields of the line, to be completed.
-        """
+        """Log a call when it ends."""
         fields = _first_fields(protocol, method, peer, traceparent)
         self._own.fields = fields
         started = time.perf_counter()
@@ -94,16 +77,7 @@ class AccessLog:
     def refused(
         self, method: str, peer: str, metadata: Metadata, *, code: str, reason: str, started: float
     ) -> None:
-        """Log a call over gRPC that ends before its message is read.
-
-        Args:
-            method: Path of the method.
-            peer: Address of the client.
-            metadata: The metadata of the call.
-            code: Its status.
-            reason: Why it ends.
-            started: When it arrived, of `time.perf_counter`.
-        """
+        """Log a call over gRPC that ends before its message is read."""
         fields = _first_fields("grpc", method, peer, traceparent_of(metadata))
         self._write(fields | {"code": code, "reason": reason, "request_bytes": 0}, started)
 
@@ -113,11 +87,7 @@ class AccessLog:
         self._handler.handle(logging.makeLogRecord({"msg": json.dumps(line)}))
 
     def note(self, **fields: Any) -> None:
-        """Add fields to the line of the call that this thread answers.
-
-        Args:
-            fields: Their values by name.
-        """
+        """Add fields to the line of the call that this thread answers."""
         found = getattr(self._own, "fields", None)
         if found is not None:
             found.update(fields)
@@ -129,26 +99,12 @@ def _first_fields(protocol: str, method: str, peer: str, traceparent: str | None
 
 
 def traceparent_of(metadata: Metadata) -> str | None:
-    """Return the `traceparent` of a call over gRPC.
-
-    Args:
-        metadata: The metadata of the call.
-
-    Returns:
-        Its text; None: the client sent none.
-    """
+    """Return the `traceparent` of a call over gRPC."""
     sent = [value for key, value in metadata if key == TRACEPARENT]
     return sent[0] if sent and isinstance(sent[0], str) else None
 
 
 def trace_of(traceparent: str | None) -> dict[str, str]:
-    """Return the ids of a trace.
-
-    Args:
-        traceparent: The header of the W3C Trace Context; None: there is none.
-
-    Returns:
-        trace_id and span_id; nothing if the header is missing or malformed.
-    """
+    """Return the ids of a trace."""
     found = None if traceparent is None else _TRACEPARENT.fullmatch(traceparent.strip())
     return {} if found is None else {"trace_id": found[1], "span_id": found[2]}

@@ -50,15 +50,7 @@ class _QueuedRequest(Generic[Work, Result]):
 
 
 class Batcher(Generic[Work, Result]):
-    """A queue of requests and the threads that compute them.
-
-    Args:
-        compute: Maps a batch of work to a result or an error for each item.
-        settings: Limits of batches and of the queue.
-        name: Names the threads.
-        combines: Whether a batch may hold more than one request.
-        on_batch: Called with the number of rows of each batch.
-    """
+    """A queue of requests and the threads that compute them."""
 
     def __init__(
         self,
@@ -96,12 +88,7 @@ class Batcher(Generic[Work, Result]):
         return self._rows
 
     def check(self, rows: int, cost: int = 0) -> None:
-        """Raise InputError for a request that is larger than the empty queue.
-
-        Args:
-            rows: Number of rows.
-            cost: Bytes that the computation gathers.
-        """
+        """Raise InputError for a request that is larger than the empty queue."""
         settings = self._settings
         if rows > settings.max_queue_rows or cost > settings.max_queue_bytes:
             raise InputError(
@@ -112,23 +99,7 @@ class Batcher(Generic[Work, Result]):
     def submit(
         self, work: Work, rows: int, *, cost: int = 0, timeout: float, alive: Alive | None = None
     ) -> Result:
-        """Queue work and wait for its result.
-
-        Args:
-            work: What `compute` gets.
-            rows: Number of rows.
-            cost: Bytes that the computation gathers.
-            timeout: Seconds to wait for the result.
-            alive: Returns whether the client still waits; asked before the computation. None: it does.
-
-        Returns:
-            What `compute` returned for this work.
-
-        Raises:
-            InputError: The request is larger than the empty queue.
-            RequestError: The queue is full, or the timeout has passed.
-            Exception: What `compute` returned for this request.
-        """
+        """Queue work and wait for its result."""
         self.check(rows, cost)
         queued: _QueuedRequest[Work, Result] = _QueuedRequest(work, rows, cost, timeout, alive)
         with self._changed:

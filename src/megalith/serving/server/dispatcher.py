@@ -52,18 +52,7 @@ class ScoreRequest(Protocol):
     """Whether the response must give the number of ids without a row."""
 
     def read(self, reader: InputReader, /) -> Rows:
-        """Read the rows; called once, after the request is admitted.
-
-        Args:
-            reader: Reads the inputs of the version that answers.
-
-        Returns:
-            The rows to score.
-
-        Raises:
-            InputError: An input is unknown, missing or malformed.
-            RequestError: The request is too large.
-        """
+        """Read the rows; called once, after the request is admitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +66,7 @@ class ScoreResult:
 
 
 class Dispatcher:
-    """Passes requests to the models of a repository.
-
-    Args:
-        repository: The models.
-        metrics: Where requests are counted.
-        config: Limits, and whether writes are allowed.
-    """
+    """Passes requests to the models of a repository."""
 
     def __init__(self, repository: Repository, metrics: Metrics, config: ServerConfig) -> None:
         self.repository = repository
@@ -112,15 +95,7 @@ class Dispatcher:
         return self._closing
 
     def permit(self, authorization: str | bytes | None, permission: Permission) -> None:
-        """Check what a client may do.
-
-        Args:
-            authorization: The `authorization` that it sent; None: nothing.
-            permission: What it wants to do.
-
-        Raises:
-            RequestError: It may not; the refusal is counted.
-        """
+        """Check what a client may do."""
         if not self._security.requires_token or self._security.permits(authorization, permission):
             return
         known = self._security.admits(authorization)
@@ -130,14 +105,7 @@ class Dispatcher:
         raise self.reject(RequestError(Code.PERMISSION_DENIED if known else Code.UNAUTHENTICATED, text))
 
     def check_size(self, size: int) -> None:
-        """Check the bytes of a request that is to be parsed.
-
-        Args:
-            size: Its bytes, without large tensors that are not parsed.
-
-        Raises:
-            RequestError: They are more than `max_predict_bytes`.
-        """
+        """Check the bytes of a request that is to be parsed."""
         self.memory.received(size)
         if size > self.max_predict_bytes:
             raise self.reject(
@@ -148,17 +116,7 @@ class Dispatcher:
             )
 
     def predict(self, request: ScoreRequest) -> ScoreResult:
-        """Compute the scores of a request's rows.
-
-        Args:
-            request: What to score, and by which version.
-
-        Returns:
-            The requested outputs.
-
-        Raises:
-            RequestError: The request cannot be answered.
-        """
+        """Compute the scores of a request's rows."""
         with (
             self.admit(request.model, PREDICT) as model,
             model.version(request.version, point=model.point(request.key)) as version,
@@ -196,22 +154,7 @@ class Dispatcher:
         outputs: Sequence[str] = (),
         timeout: float | None = None,
     ) -> tuple[int, dict[str, Tensor]]:
-        """Return the rows of the ids that a request holds.
-
-        Args:
-            name: The model.
-            version: Number or label of the version; None: the newest, or that with the largest share.
-            read: Reads the inputs; called once the request is admitted.
-            signature: `lookup` or `raw_lookup`.
-            outputs: Names of the outputs to return; empty: all.
-            timeout: Seconds until the client stops waiting; None: no deadline.
-
-        Returns:
-            The number of the version, and the outputs by name.
-
-        Raises:
-            RequestError: The request cannot be answered.
-        """
+        """Return the rows of the ids that a request holds."""
         with self.admit(name, signature) as model:
             _check_deadline(timeout)
             with model.version(version) as found:
@@ -228,21 +171,7 @@ class Dispatcher:
         *,
         timeout: float | None = None,
     ) -> dict[str, Tensor | Strings]:
-        """Pass a message of a publisher to the model's subscriber.
-
-        Args:
-            name: The model.
-            signature: One of WRITES.
-            read: Reads the inputs; called once the request is admitted.
-            metadata: The header of the message.
-            timeout: Seconds until the client stops waiting; None: no deadline.
-
-        Returns:
-            The subscriber's response: outputs by name.
-
-        Raises:
-            RequestError: Writes are not allowed, or the message cannot be applied.
-        """
+        """Pass a message of a publisher to the model's subscriber."""
         with self.admit(name, signature) as model:
             _check_deadline(timeout)
             if not self.allow_writes or model.subscriber is None:
@@ -260,27 +189,11 @@ class Dispatcher:
                 model.writers.release()
 
     def admit(self, name: str, signature: str) -> _Admission:
-        """Admit a request.
-
-        Args:
-            name: The model.
-            signature: The signature, or another word for the kind of request, as a label of the metrics.
-
-        Returns:
-            A context manager for the time of the request, which gives the model. Any error within it, or of
-            the admission, is raised as a RequestError and counted.
-        """
+        """Admit a request."""
         return _Admission(self, name, signature)
 
     def reject(self, error: Exception) -> RequestError:
-        """Count a request that cannot be parsed.
-
-        Args:
-            error: Why it cannot be parsed.
-
-        Returns:
-            The error to raise.
-        """
+        """Count a request that cannot be parsed."""
         status, text = as_request_error(error, "a request")
         self.metrics.request(UNKNOWN, UNKNOWN, status.name, 0.0)
         return RequestError(status, text)
@@ -290,14 +203,7 @@ class Dispatcher:
         self._leaving = True
 
     def close(self, timeout: float) -> bool:
-        """Refuse new requests and wait for those in progress.
-
-        Args:
-            timeout: Seconds to wait.
-
-        Returns:
-            False if some requests are still in progress.
-        """
+        """Refuse new requests and wait for those in progress."""
         with self._changed:
             self._closing = self._leaving = True
             return self._changed.wait_for(lambda: not self._running, timeout)
@@ -365,14 +271,7 @@ class _Admission:
 
 
 def unknown_signature(name: str) -> RequestError:
-    """Return the error for a signature that no model has.
-
-    Args:
-        name: The signature of the request.
-
-    Returns:
-        An error that lists the known signatures.
-    """
+    """Return the error for a signature that no model has."""
     known = ", ".join(SIGNATURES)
     return RequestError(Code.INVALID_ARGUMENT, f"signature {name[:100]!r} is unknown; use one of {known}")
 

@@ -24,11 +24,7 @@ class FreedMemory:
         self._received = 0
 
     def received(self, size: int) -> None:
-        """Count a request.
-
-        Args:
-            size: Its bytes; less than LARGE_BYTES do not count.
-        """
+        """Count a request."""
         if size >= LARGE_BYTES:
             with self._lock:
                 self._received += size

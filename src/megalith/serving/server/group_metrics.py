@@ -21,11 +21,7 @@ class MeasuredProcess(Protocol):
 
 
 class GroupMetrics:
-    """The metrics of all processes.
-
-    Args:
-        processes: The processes.
-    """
+    """The metrics of all processes."""
 
     def __init__(self, processes: Sequence[MeasuredProcess]) -> None:
         self._processes = processes

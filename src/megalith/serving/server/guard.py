@@ -64,14 +64,7 @@ class _CallGroup:
 
 
 class Guard:
-    """The places of a server's calls, and who may make them; `close` it.
-
-    Args:
-        security: Has the token; without one, nothing is required.
-        max_requests: Number of places for requests.
-        read_seconds: Seconds in which the message of a call must arrive.
-        log: Where refused calls are logged; None: nowhere.
-    """
+    """The places of a server's calls, and who may make them; `close` it."""
 
     def __init__(
         self, security: Security, max_requests: int, read_seconds: float, log: AccessLog | None = None

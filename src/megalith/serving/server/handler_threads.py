@@ -33,10 +33,6 @@ class HandlerThreads(ThreadPoolExecutor):
     """A pool of daemon threads that are started when they are needed.
 
     It is a ThreadPoolExecutor because grpcio accepts nothing else; only `submit` and `shutdown` are used.
-
-    Args:
-        count: Maximum number of threads.
-        name: Prefix of their names.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -49,19 +45,7 @@ class HandlerThreads(ThreadPoolExecutor):
         self._ended = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a call in a thread.
-
-        Args:
-            fn: What to call.
-            args: Its positional arguments.
-            kwargs: Its other arguments.
-
-        Returns:
-            The result, once there is one. Calls wait in order while all threads are busy.
-
-        Raises:
-            RuntimeError: The pool was shut down.
-        """
+        """Run a call in a thread."""
         future: Future[T] = Future()
         call: _Call = (future, fn, args, kwargs)
         with self._mutex:
@@ -83,12 +67,7 @@ class HandlerThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads once the submitted calls have ended.
-
-        Args:
-            wait: Whether to wait for that.
-            cancel_futures: Cancel calls that have not begun.
-        """
+        """End the threads once the submitted calls have ended."""
         with self._mutex:
             self._ended = True
             cancelled = list(self._waiting) if cancel_futures else []

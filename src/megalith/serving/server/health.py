@@ -30,20 +30,12 @@ class Health:
         self.set(())
 
     def add_to(self, server: Any) -> None:
-        """Add the service to a gRPC server.
-
-        Args:
-            server: A `grpc.Server` that is not started yet.
-        """
+        """Add the service to a gRPC server."""
         stubs = _module("grpcio-health-checking", "grpc_health.v1.health_pb2_grpc")
         stubs.add_HealthServicer_to_server(self._servicer, server)
 
     def set(self, serving: Iterable[str]) -> None:
-        """Set which services and models are SERVING; the server itself is, if there are any.
-
-        Args:
-            serving: Their names. Names of earlier calls that are not among them become NOT_SERVING.
-        """
+        """Set which services and models are SERVING; the server itself is, if there are any."""
         now = set(serving)
         states = self._messages.HealthCheckResponse
         for name in {*self._known, *now, ""}:
@@ -58,12 +50,7 @@ class Health:
 
 
 def add_reflection(server: Any, services: Sequence[str]) -> None:
-    """Add reflection, by which clients such as grpcurl list services, methods and messages.
-
-    Args:
-        server: A `grpc.Server` that is not started yet.
-        services: Full names of our services; health and reflection are added.
-    """
+    """Add reflection, by which clients such as grpcurl list services, methods and messages."""
     reflection = _module("grpcio-reflection", "grpc_reflection.v1alpha.reflection")
     for name in ("grpc_health.v1.health_pb2", "grpc_reflection.v1alpha.reflection_pb2"):
         POOL.AddSerializedFile(importlib.import_module(name).DESCRIPTOR.serialized_pb)

@@ -37,15 +37,7 @@ _FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: c
 
 
 class HttpServer(ThreadingMixIn, HTTPServer):
-    """An HTTP server; `start` and `stop` it.
-
-    Args:
-        handler: Handles the requests of a connection.
-        security: Whether to use TLS.
-        host: Address to listen on.
-        port: 0 picks a free port.
-        reuse_port: Share the port with other processes.
-    """
+    """An HTTP server; `start` and `stop` it."""
 
     daemon_threads = True
     block_on_close = False
@@ -72,11 +64,7 @@ class HttpServer(ThreadingMixIn, HTTPServer):
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Accept no further connections, and wait for responses in progress.
-
-        Args:
-            timeout: Seconds to wait.
-        """
+        """Accept no further connections, and wait for responses in progress."""
         if self._thread.ident is not None:  # `shutdown` would wait forever for a loop that never started
             self.shutdown()
             self._thread.join()
@@ -92,11 +80,7 @@ class HttpServer(ThreadingMixIn, HTTPServer):
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Mark a request, which has arrived completely, as in progress.
-
-        Raises:
-            ConnectionAbortedError: The connection was closed for another one.
-        """
+        """Mark a request, which has arrived completely, as in progress."""
         if not self.connections.begin_answer(self.connection):
             raise ConnectionAbortedError("closed for another connection")
         with self._changed:
@@ -110,12 +94,7 @@ class HttpServer(ThreadingMixIn, HTTPServer):
                 self._changed.notify_all()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, or send a 503 without a body if there is no room for it.
-
-        Args:
-            request: The socket of the connection.
-            client_address: Host and port of the client.
-        """
+        """Start a thread for a connection, or send a 503 without a body if there is no room for it."""
         opened = self.connections.open(request)
         if opened is None:
             try:
@@ -131,12 +110,7 @@ class HttpServer(ThreadingMixIn, HTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a connection; the TLS handshake happens here, so that a slow client delays no other.
-
-        Args:
-            request: The HttpConnection.
-            client_address: Host and port of the client.
-        """
+        """Serve a connection; the TLS handshake happens here, so that a slow client delays no other."""
         opened: HttpConnection = request
         client = opened.client
         try:
@@ -157,12 +131,7 @@ class HttpServer(ThreadingMixIn, HTTPServer):
             self.connections.close(opened)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a broken connection, for debugging only.
-
-        Args:
-            request: The socket of the connection.
-            client_address: Host and port of the client.
-        """
+        """Log a broken connection, for debugging only."""
         logger.debug("a connection broke", exc_info=True)
 
 
@@ -190,25 +159,13 @@ class Handler(BaseHTTPRequestHandler):
         return answered
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log for debugging only: requests are counted instead.
-
-        Args:
-            format: A format string.
-            *args: Its arguments.
-        """
+        """Log for debugging only: requests are counted instead."""
         logger.debug(format, *args)
 
     def reply(
         self, status: int, kind: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Send a response, and start the deadline of the next request.
-
-        Args:
-            status: HTTP status.
-            kind: Content type.
-            body: Content; the response to HEAD has its length only.
-            headers: Further headers.
-        """
+        """Send a response, and start the deadline of the next request."""
         self._reader.begin()
         self.connection.settimeout(IDLE_SECONDS)
         self.send_response(status)
@@ -236,7 +193,6 @@ class _DeadlineReader(io.RawIOBase):
         self._deadline = time.monotonic() + REQUEST_SECONDS
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def readinto(self, buffer: Buffer) -> int:

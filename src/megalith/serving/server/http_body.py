@@ -26,21 +26,7 @@ _READ_BYTES, _PIECE_BYTES = 1 << 14, 1 << 18
 def read_body(
     headers: Message, read: Callable[[int], bytes], limit: int, *, accept_compressed: bool
 ) -> bytes:
-    """Read the body of a request.
-
-    Args:
-        headers: The headers of the request.
-        read: Reads a number of bytes, or fewer if the connection ends.
-        limit: Maximum number of bytes, before and after decompression.
-        accept_compressed: Whether the body may be compressed with gzip.
-
-    Returns:
-        The body, decompressed.
-
-    Raises:
-        RequestError: The length is missing, malformed or too large, the body ends early, or its encoding is
-            not accepted.
-    """
+    """Read the body of a request."""
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if headers.get("transfer-encoding"):
         raise RequestError(Code.INVALID_ARGUMENT, "send the body with a Content-Length, not in chunks")
@@ -90,15 +76,7 @@ def _decompressed_size(body: bytes, limit: int) -> int:
 
 
 def compress_body(headers: Message, body: bytes) -> tuple[bytes, dict[str, str]]:
-    """Compress the body of a response if the client accepts that and it is large enough.
-
-    Args:
-        headers: The headers of the request.
-        body: The body.
-
-    Returns:
-        The body to send, and the headers that describe it.
-    """
+    """Compress the body of a response if the client accepts that and it is large enough."""
     if len(body) < MIN_GZIP_BYTES or not _accepts_gzip(headers):
         return body, {}
     return gzip.compress(body, _LEVEL, mtime=0), {"Content-Encoding": GZIP, "Vary": "Accept-Encoding"}

@@ -19,12 +19,7 @@ SPARE_CONNECTIONS = 16
 
 
 class HttpConnection:
-    """A connection of an HTTP server.
-
-    Args:
-        client: Its socket.
-        is_spare: Whether it may only ask for health.
-    """
+    """A connection of an HTTP server."""
 
     def __init__(self, client: socket.socket, is_spare: bool) -> None:
         self.client = client
@@ -40,14 +35,7 @@ class HttpConnections:
         self._answering: set[HttpConnection] = set()
 
     def open(self, client: socket.socket) -> HttpConnection | None:
-        """Register a new connection, and close the longest waiting one if there are too many.
-
-        Args:
-            client: The socket of the connection.
-
-        Returns:
-            The connection; None if there is no room: every other connection is being answered.
-        """
+        """Register a new connection, and close the longest waiting one if there are too many."""
         with self._lock:
             count = len(self._waiting) + len(self._answering)
             is_spare = len(self._answering) >= MAX_CONNECTIONS
@@ -64,14 +52,7 @@ class HttpConnections:
             return opened
 
     def begin_answer(self, connection: HttpConnection) -> bool:
-        """Note that a request has arrived completely.
-
-        Args:
-            connection: Its connection.
-
-        Returns:
-            False if the connection was closed for another one meanwhile.
-        """
+        """Note that a request has arrived completely."""
         with self._lock:
             if connection not in self._waiting:
                 return False
@@ -80,22 +61,14 @@ class HttpConnections:
             return True
 
     def end_answer(self, connection: HttpConnection) -> None:
-        """Note that a response was sent.
-
-        Args:
-            connection: Its connection, which may send another request.
-        """
+        """Note that a response was sent."""
         with self._lock:
             if connection in self._answering:
                 self._answering.remove(connection)
                 self._waiting[connection] = None
 
     def close(self, connection: HttpConnection) -> None:
-        """Forget a connection that has ended.
-
-        Args:
-            connection: The connection.
-        """
+        """Forget a connection that has ended."""
         with self._lock:
             self._waiting.pop(connection, None)
             self._answering.discard(connection)

@@ -30,16 +30,7 @@ MAX_JSON_BYTES = 4 << 20
 
 
 class InferRequest:
-    """A request for scores; see ScoreRequest. `read` parses the body.
-
-    Args:
-        model: The name in the path.
-        version: None: the newest version.
-        body: JSON, perhaps followed by tensors.
-        header: The value of HEADER_LENGTH.
-        key: Selects a version if the traffic is split.
-        reports_missing: Whether the response must give the number of ids without a row.
-    """
+    """A request for scores; see ScoreRequest. `read` parses the body."""
 
     alive: Alive | None = None
 
@@ -61,32 +52,13 @@ class InferRequest:
         self._binary: dict[str, bool] = {}
 
     def read(self, reader: InputReader) -> Rows:
-        """Parse the body and read the rows; sets `outputs` and `timeout`.
-
-        Args:
-            reader: Reads the inputs of the version that answers.
-
-        Returns:
-            The rows to score.
-
-        Raises:
-            InputError: The body is malformed, or an input is unknown, missing or malformed.
-            RequestError: The body has too much JSON.
-        """
+        """Parse the body and read the rows; sets `outputs` and `timeout`."""
         self._request, tensors = _split(self._body, self._header)
         self._binary = _outputs(self._request)
         self.outputs, self.timeout = list(self._binary), _timeout(self._request)
         return reader.read(_inputs(self._request, tensors, reader.max_bytes))
 
     def response(self, scored: ScoreResult) -> tuple[dict[str, Any], bytes]:
-        """Return the response to the request.
-
-        Args:
-            scored: The scores.
-
-        Returns:
-            The JSON, and the bytes of the tensors that follow it.
-        """
         given = _parameters(self._request).get("binary_data_output") is True
         reply: dict[str, Any] = {"model_name": self.model, "model_version": str(scored.version)}
         if isinstance(self._request.get("id"), str):

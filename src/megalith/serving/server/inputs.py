@@ -53,15 +53,7 @@ class Column:
     weights: bytes | None = None
 
     def piece(self, begin: int, end: int) -> Column:
-        """Return some rows of the column.
-
-        Args:
-            begin: The first row.
-            end: The row after the last one.
-
-        Returns:
-            A column of `end - begin` rows.
-        """
+        """Return some rows of the column."""
         lengths, first, last = None, begin, end
         if self.lengths is not None:
             lengths = self.lengths[8 * begin : 8 * end]
@@ -89,13 +81,7 @@ class Rows:
 
 
 class InputReader:
-    """Reads the requests to one model, and concatenates them.
-
-    Args:
-        signature: The model.
-        max_bytes: Maximum number of bytes of a request's tensors, and of the rows of its ids.
-        refuse_nan: Refuse dense values that hold NaN or infinity.
-    """
+    """Reads the requests to one model, and concatenates them."""
 
     def __init__(self, signature: Signature, *, max_bytes: int = MAX_BYTES, refuse_nan: bool = False) -> None:
         self._refuse_nan = refuse_nan
@@ -123,17 +109,7 @@ class InputReader:
             self._native = native.ScoreReader(list(self.plain_features), self.dense_name, self.num_dense)
 
     def read_message(self, message: ScoreMessage) -> Rows | None:
-        """Read the inputs of a request in the usual form in one native pass.
-
-        Args:
-            message: The request.
-
-        Returns:
-            The rows to score; None for a request with other inputs, which may be wrong.
-
-        Raises:
-            InputError: The inputs are too large, or dense values are refused.
-        """
+        """Read the inputs of a request in the usual form in one native pass."""
         found = None if self._native is None else self._native.read(message)
         if found is None:
             return None
@@ -143,46 +119,15 @@ class InputReader:
         return self._check_cost(self._plain_rows(count, ids, dense if self.num_dense else None))
 
     def read_protos(self, protos: Mapping[str, Message]) -> Rows:
-        """Read the inputs of a PredictRequest.
-
-        Args:
-            protos: TensorProto by name.
-
-        Returns:
-            The rows to score.
-
-        Raises:
-            InputError: An input is unknown, missing, malformed or too large; the message names it.
-        """
+        """Read the inputs of a PredictRequest."""
         return self.read(from_tensor_protos(protos, max_bytes=self.max_bytes))
 
     def read_infer(self, request: Message) -> Rows:
-        """Read the inputs of a ModelInferRequest.
-
-        Args:
-            request: The message.
-
-        Returns:
-            The rows to score.
-
-        Raises:
-            InputError: An input is unknown, missing, malformed or too large; the message names it.
-        """
+        """Read the inputs of a ModelInferRequest."""
         return self.read(from_infer_request(request, max_bytes=self.max_bytes))
 
     def read(self, inputs: Inputs) -> Rows:
-        """Read inputs that are decoded already.
-
-        Args:
-            inputs: Tensors and strings by name.
-
-        Returns:
-            The rows to score.
-
-        Raises:
-            InputError: An input is unknown, missing or malformed, or the rows of its ids are too large; the
-                message names it.
-        """
+        """Read inputs that are decoded already."""
         for name in inputs:
             self._check_known(name, inputs)
         counts: dict[str, int] = {}
@@ -212,29 +157,15 @@ class InputReader:
         return self._check_cost(self._rows_of(count, tuple(columns), dense))
 
     def pieces(self, rows: Rows, size: int) -> list[Rows]:
-        """Split a request.
-
-        Args:
-            rows: The request.
-            size: Maximum number of rows of a part.
-
-        Returns:
-            The parts in the order of the rows; features shared by a batch are in every part.
-        """
+        """Split a request."""
         if rows.count <= size:
             return [rows]
         ends = [*range(size, rows.count, size), rows.count]
         return [self._piece(rows, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
     def join(self, batch: Sequence[Rows]) -> tuple[dict[str, Ragged | Tensor], Tensor | None]:
-        """Concatenate the features and the dense values of requests.
-
-        Args:
-            batch: The requests.
-
-        Returns:
-            Features by name, and the dense values float32 [B, num_dense]; None if the model takes none.
-        """
+        """Concatenate the features and the dense values of requests."""
+        # returns: features by name, and the dense values float32 [B, num_dense].
         features: dict[str, Ragged | Tensor] = {}
         if all(rows.plain is not None for rows in batch):
             for name in self.names:
@@ -248,14 +179,8 @@ class InputReader:
         return features, self.join_dense(batch)
 
     def join_dense(self, batch: Sequence[Rows]) -> Tensor | None:
-        """Concatenate the dense values of requests.
-
-        Args:
-            batch: The requests.
-
-        Returns:
-            float32 [B, num_dense]; None if the model takes none.
-        """
+        """Concatenate the dense values of requests."""
+        # returns: float32 [B, num_dense].
         if not self.num_dense:
             return None
         return _float32([rows.dense or b"" for rows in batch]).view(-1, self.num_dense)
@@ -267,14 +192,7 @@ class InputReader:
         return Column(rows.plain[at * width : (at + 1) * width])
 
     def missing(self, rows: Rows) -> list[str]:
-        """Return the features that a request lacks.
-
-        Args:
-            rows: The request.
-
-        Returns:
-            Their names, in the order of the signature.
-        """
+        """Return the features that a request lacks."""
         if rows.plain is not None:
             return []
         return [name for name, column in zip(self.names, rows.columns, strict=True) if column is None]

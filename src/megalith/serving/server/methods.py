@@ -43,16 +43,7 @@ class GrpcScoreRequest:
 
 
 def grpc_handler(service: str, methods: Mapping[str, Method], log: AccessLog | None = None) -> Any:
-    """Make a gRPC handler of a service.
-
-    Args:
-        service: Full name of the service.
-        methods: Name -> method, which takes bytes, returns bytes, and raises RequestErrors.
-        log: Where calls are logged; None: nowhere.
-
-    Returns:
-        A generic handler, to be added to a `grpc.Server`.
-    """
+    """Make a gRPC handler of a service."""
     grpc = grpc_module()
     return grpc.method_handlers_generic_handler(
         service,
@@ -93,19 +84,6 @@ def _logged(method: Method, name: str, log: AccessLog) -> Method:
 
 
 def parse(dispatcher: Dispatcher, kind: Any, data: bytes) -> Message:
-    """Parse a message.
-
-    Args:
-        dispatcher: Counts malformed requests.
-        kind: The message class.
-        data: The serialized message.
-
-    Returns:
-        The message.
-
-    Raises:
-        RequestError: The bytes are malformed.
-    """
     try:
         return kind.FromString(data)
     except Exception as error:
@@ -113,27 +91,12 @@ def parse(dispatcher: Dispatcher, kind: Any, data: bytes) -> Message:
 
 
 def serialize(message: Message) -> bytes:
-    """Return the bytes of a message.
-
-    Args:
-        message: A protobuf message.
-
-    Returns:
-        The serialized message.
-    """
     data: bytes = message.SerializeToString()
     return data
 
 
 def request_options(context: Any) -> tuple[str | None, bool]:
-    """Return the options of a request for scores, which are in its metadata.
-
-    Args:
-        context: The `grpc.ServicerContext` of the call.
-
-    Returns:
-        The value of REQUEST_KEY, and whether there is a MISSING_IDS: the last fields of a GrpcScoreRequest.
-    """
+    """Return the options of a request for scores, which are in its metadata."""
     request_key, missing = None, False
     for key, value in context.invocation_metadata():
         if key == MISSING_IDS:
@@ -144,24 +107,12 @@ def request_options(context: Any) -> tuple[str | None, bool]:
 
 
 def report_missing(context: Any, missing_ids: Mapping[str, int] | None) -> None:
-    """Send the number of ids without a row, as JSON in the trailing metadata MISSING_IDS.
-
-    Args:
-        context: The `grpc.ServicerContext` of the call.
-        missing_ids: Feature -> number of ids; None: the call did not ask for it.
-    """
+    """Send the number of ids without a row, as JSON in the trailing metadata MISSING_IDS."""
     if missing_ids is not None:
         context.set_trailing_metadata(((MISSING_IDS, json.dumps(missing_ids)),))
 
 
 def remaining(context: Any) -> float | None:
-    """Return the time until a call's deadline.
-
-    Args:
-        context: The `grpc.ServicerContext` of the call.
-
-    Returns:
-        Seconds; None if the call has no deadline.
-    """
+    """Return the time until a call's deadline."""
     seconds: float | None = context.time_remaining()
     return None if seconds is None or seconds > NO_DEADLINE else seconds

@@ -404,11 +404,7 @@ class ModelServer:
 
 
 def linger(seconds: float) -> None:
-    """Wait while requests are still answered, so that load balancers learn that the server leaves.
-
-    Args:
-        seconds: The lame-duck period.
-    """
+    """Wait while requests are still answered, so that load balancers learn that the server leaves."""
     time.sleep(seconds)
 
 

@@ -53,11 +53,7 @@ EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "
 
 
 class OIPService:
-    """The methods of GRPCInferenceService.
-
-    Args:
-        dispatcher: Answers the requests.
-    """
+    """The methods of GRPCInferenceService."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -74,88 +70,31 @@ class OIPService:
         }
 
     def server_live(self, data: bytes, context: Any) -> bytes:
-        """Return that the server runs.
-
-        Args:
-            data: The serialized ServerLiveRequest.
-            context: The `grpc.ServicerContext` of the call; not used.
-
-        Returns:
-            The serialized ServerLiveResponse.
-        """
+        """Return that the server runs."""
         return serialize(ServerLiveResponse(live=True))
 
     def server_ready(self, data: bytes, context: Any) -> bytes:
-        """Return whether some model is available.
-
-        Args:
-            data: The serialized ServerReadyRequest.
-            context: The `grpc.ServicerContext` of the call; not used.
-
-        Returns:
-            The serialized ServerReadyResponse.
-        """
+        """Return whether some model is available."""
         return serialize(ServerReadyResponse(ready=self._dispatcher.ready))
 
     def model_ready(self, data: bytes, context: Any) -> bytes:
-        """Return whether a version of a model is available.
-
-        Args:
-            data: The serialized ModelReadyRequest.
-            context: The `grpc.ServicerContext` of the call; not used.
-
-        Returns:
-            The serialized ModelReadyResponse.
-
-        Raises:
-            RequestError: The request is malformed.
-        """
+        """Return whether a version of a model is available."""
         request = parse(self._dispatcher, ModelReadyRequest, data)
         ready = model_ready(self._dispatcher, request.name, request.version)
         return serialize(ModelReadyResponse(ready=ready))
 
     def server_metadata(self, data: bytes, context: Any) -> bytes:
-        """Return name and version of this server.
-
-        Args:
-            data: The serialized ServerMetadataRequest.
-            context: The `grpc.ServicerContext` of the call; not used.
-
-        Returns:
-            The serialized ServerMetadataResponse.
-        """
+        """Return name and version of this server."""
         return serialize(ServerMetadataResponse(name=SERVER, version=__version__, extensions=EXTENSIONS))
 
     def model_metadata(self, data: bytes, context: Any) -> bytes:
-        """Return the inputs and outputs of a version.
-
-        Args:
-            data: The serialized ModelMetadataRequest.
-            context: The `grpc.ServicerContext` of the call; not used.
-
-        Returns:
-            The serialized ModelMetadataResponse.
-
-        Raises:
-            RequestError: The request is malformed, or the model or the version is unknown.
-        """
+        """Return the inputs and outputs of a version."""
         request = parse(self._dispatcher, ModelMetadataRequest, data)
         described = describe(self._dispatcher, request.name, request.version)
         return serialize(ModelMetadataResponse(**described))
 
     def model_infer(self, data: bytes, context: Any) -> bytes:
-        """Return the scores of the request's rows.
-
-        Args:
-            data: The serialized ModelInferRequest.
-            context: The `grpc.ServicerContext` of the call: its deadline, and whether the client waits.
-
-        Returns:
-            The serialized ModelInferResponse.
-
-        Raises:
-            RequestError: The request cannot be answered.
-        """
+        """Return the scores of the request's rows."""
         self._dispatcher.permit(authorization_of(context.invocation_metadata()), Permission.READ)
         self._dispatcher.check_size(len(data))
         message = read_infer_message(data)
@@ -194,17 +133,7 @@ class OIPService:
 
 
 def parse_version(text: str) -> int | None:
-    """Parse a version of the protocol.
-
-    Args:
-        text: Decimal digits; "" is the newest version.
-
-    Returns:
-        The number; None for the newest version.
-
-    Raises:
-        InputError: The text is not a number.
-    """
+    """Parse a version of the protocol."""
     if not text:
         return None
     if not text.isascii() or not text.isdecimal() or len(text) > 19:
@@ -213,16 +142,7 @@ def parse_version(text: str) -> int | None:
 
 
 def model_ready(dispatcher: Dispatcher, name: str, version: str) -> bool:
-    """Return whether a version of a model is available.
-
-    Args:
-        dispatcher: Has the models.
-        name: The model.
-        version: The number of the version as text; "" is the newest.
-
-    Returns:
-        False also for an unknown model and a malformed version, and while the server shuts down.
-    """
+    """Return whether a version of a model is available."""
     try:
         number = parse_version(version)
         model = dispatcher.repository.find(name)
@@ -232,19 +152,7 @@ def model_ready(dispatcher: Dispatcher, name: str, version: str) -> bool:
 
 
 def describe(dispatcher: Dispatcher, name: str, version: str) -> dict[str, Any]:
-    """Return the metadata of a model in the form of the protocol.
-
-    Args:
-        dispatcher: Admits the request.
-        name: The model.
-        version: The number of the version as text; "" is the newest.
-
-    Returns:
-        The fields of a ModelMetadataResponse.
-
-    Raises:
-        RequestError: The model or the version is unknown.
-    """
+    """Return the metadata of a model in the form of the protocol."""
     with dispatcher.admit(name, "metadata") as model, model.version(parse_version(version)) as found:
         return {
             "name": name,
@@ -266,14 +174,7 @@ def _outputs(signature: Signature) -> list[dict[str, Any]]:
 
 
 def datatype_of_output(dtype: str) -> str:
-    """Return the protocol's name of an output's type.
-
-    Args:
-        dtype: One of OUTPUT_DTYPES.
-
-    Returns:
-        The name, such as "FP32".
-    """
+    """Return the protocol's name of an output's type."""
     return DATATYPES[OUTPUT_DTYPES[dtype]]
 
 

@@ -31,11 +31,7 @@ class _Wait:
 
 
 class ReadDeadlines:
-    """Cancels calls that wait too long; `close` it.
-
-    Args:
-        seconds: Seconds in which the message of a call must arrive.
-    """
+    """Cancels calls that wait too long; `close` it."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -51,41 +47,19 @@ class ReadDeadlines:
         return self._seconds
 
     def begin(self, context: Any, group: object = None) -> _Wait:
-        """Start the deadline of a call.
-
-        Args:
-            context: The `grpc.ServicerContext` of the call.
-            group: The calls for which it gives way; None: for none.
-
-        Returns:
-            What `end` takes.
-        """
+        """Start the deadline of a call."""
         wait = _Wait(context, group)
         self._waiting.append(wait)
         return wait
 
     def end(self, wait: _Wait) -> bool:
-        """End the deadline of a call whose message has arrived, or which was cancelled.
-
-        Args:
-            wait: The result of `begin`.
-
-        Returns:
-            Whether the call gave way to another one, which has its place now.
-        """
+        """End the deadline of a call whose message has arrived, or which was cancelled."""
         with self._lock:
             wait.context = None
             return wait.gave_way
 
     def give_way(self, group: object) -> bool:
-        """End the call of a group that has waited longest for its message.
-
-        Args:
-            group: What `begin` was given.
-
-        Returns:
-            False if no call has waited for PATIENCE_SECONDS.
-        """
+        """End the call of a group that has waited longest for its message."""
         latest = time.monotonic() - PATIENCE_SECONDS
         with self._lock:
             for wait in list(self._waiting):  # a copy: calls begin meanwhile

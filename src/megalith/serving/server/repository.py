@@ -60,16 +60,7 @@ class _FailedVersion:
 
 
 class Repository:
-    """The models of a directory. Thread-safe.
-
-    Args:
-        directory: An export, its parts, or a directory of several.
-        open_version: Opens a version's directory; returns its servable, and the fetcher of an entry.
-        metrics: Where failures are counted.
-        config: Options of the server.
-        make_subscriber: Creates the subscriber of a model from its first servable; None: no writes.
-        on_refresh: Called after each check of the directory.
-    """
+    """The models of a directory. Thread-safe."""
 
     def __init__(
         self,
@@ -122,11 +113,7 @@ class Repository:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Stop polling and retire every version.
-
-        Args:
-            timeout: Seconds to wait for requests in progress, all together.
-        """
+        """Stop polling and retire every version."""
         end = time.monotonic() + timeout
         self._stopping.set()
         if self._thread.is_alive():
@@ -138,17 +125,7 @@ class Repository:
                 model.subscriber.close()
 
     def find(self, name: str) -> ServedModel:
-        """Return the model that a request names.
-
-        Args:
-            name: The model, or the model and its part; a model in parts is found by its entry.
-
-        Returns:
-            The model, which may have no available version.
-
-        Raises:
-            RequestError: The model is unknown.
-        """
+        """Return the model that a request names."""
         found = self._names.get(name) or self._names.get(f"{name}:{ENTRY}")
         if found is None:  # a model that was never opened has the name of its directory
             found = next((model for model in self.models if model.name == name), None)
@@ -320,10 +297,8 @@ class Repository:
 
 
 def _freeze_garbage_collection() -> None:
-    """Exclude all objects from garbage collection, after one that also frees versions that were closed.
-
-    A program of torch.export has so many objects that a full collection takes more than 100 ms.
-    """
+    """Exclude all objects from garbage collection, after one that also frees versions that were closed."""
+    # A program of torch.export has so many objects that a full collection takes more than 100 ms.
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -41,12 +41,7 @@ HTTP_STATUS: dict[Any, int] = {
 
 
 class RequestError(MegalithError):
-    """A request that is refused.
-
-    Args:
-        code: The gRPC status.
-        message: What the client gets.
-    """
+    """A request that is refused."""
 
     def __init__(self, code: Any, message: str) -> None:
         super().__init__(message)
@@ -54,15 +49,7 @@ class RequestError(MegalithError):
 
 
 def as_request_error(error: Exception, where: str) -> tuple[Any, str]:
-    """Return the status code and the message that a client gets for an error.
-
-    Args:
-        error: What was raised; an unexpected error is logged, and its message is not sent.
-        where: What failed, for the log.
-
-    Returns:
-        The gRPC status, and a message of at most MAX_MESSAGE characters.
-    """
+    """Return the status code and the message that a client gets for an error."""
     if isinstance(error, RequestError):
         return error.code, str(error)[:MAX_MESSAGE]
     if isinstance(error, DecodeError):

@@ -56,16 +56,7 @@ class HttpReply:
 
 
 class RestServer(HttpServer):
-    """The HTTP server of the protocols.
-
-    Args:
-        dispatcher: Answers the requests.
-        security: Token and TLS.
-        host: Address to listen on.
-        port: Port; 0 picks a free one.
-        accept_compressed: Whether requests may be compressed with gzip.
-        reuse_port: Share the port with other processes.
-    """
+    """The HTTP server of the protocols."""
 
     def __init__(
         self,

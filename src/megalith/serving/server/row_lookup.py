@@ -32,22 +32,7 @@ def lookup_rows(
     outputs: Sequence[str] = (),
     max_bytes: int,
 ) -> dict[str, Tensor]:
-    """Return the rows of the ids of a request.
-
-    Args:
-        servable: Holds the rows.
-        inputs: The ids, as the signature has them.
-        signature: `lookup` or `raw_lookup`.
-        outputs: Names of the outputs to return; empty: all.
-        max_bytes: Maximum number of bytes of all rows together.
-
-    Returns:
-        The outputs of the signature by name.
-
-    Raises:
-        InputError: An input or an output is unknown, or an input is missing, has another dtype or shape, or
-            has too many ids.
-    """
+    """Return the rows of the ids of a request."""
     dims = servable.signature.dims
     raw = signature == RAW_LOOKUP
     ids = _raw_ids(inputs, dims) if raw else _ids_by_table(inputs, dims)

@@ -45,28 +45,14 @@ class ScoreMessage(Protocol):
 
 
 def read_predict_message(data: bytes) -> ScoreMessage | None:
-    """Read a PredictRequest.
-
-    Args:
-        data: The serialized message.
-
-    Returns:
-        The request; None for one in another form, which may be malformed.
-    """
+    """Read a PredictRequest."""
     native: Any = native_module()
     message: ScoreMessage | None = None if native is None else native.read_predict_request(data)
     return message
 
 
 def read_infer_message(data: bytes) -> ScoreMessage | None:
-    """Read a ModelInferRequest.
-
-    Args:
-        data: The serialized message.
-
-    Returns:
-        The request; None for one in another form, which may be malformed.
-    """
+    """Read a ModelInferRequest."""
     native: Any = native_module()
     message: ScoreMessage | None = None if native is None else native.read_infer_request(data)
     return message

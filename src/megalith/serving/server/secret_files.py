@@ -25,15 +25,7 @@ Content = TypeVar("Content")
 
 
 class WatchedFiles(Generic[Content]):
-    """What some files hold, read again when one of them changes. Thread-safe.
-
-    Args:
-        files: The files.
-        read: Reads them; raises InputError.
-
-    Raises:
-        InputError: The files cannot be read now.
-    """
+    """What some files hold, read again when one of them changes. Thread-safe."""
 
     def __init__(self, files: list[Path], read: Callable[[], Content]) -> None:
         self._files, self._read = files, read
@@ -75,17 +67,7 @@ class WatchedFiles(Generic[Content]):
 
 
 def token_reader(token: str | Path) -> Callable[[], tuple[bytes, ...]]:
-    """Return a function that gives the current tokens.
-
-    Args:
-        token: A token, or a file with a token on each line; several are valid while a token is replaced.
-
-    Returns:
-        The function; it returns at least one token.
-
-    Raises:
-        InputError: The file cannot be read, or a token is malformed.
-    """
+    """Return a function that gives the current tokens."""
     if isinstance(token, str):
         only = (check_token(token),)
         return lambda: only
@@ -101,36 +83,13 @@ def token_reader(token: str | Path) -> Callable[[], tuple[bytes, ...]]:
 
 
 def check_token(token: str) -> bytes:
-    """Check a token.
-
-    Args:
-        token: The token.
-
-    Returns:
-        Its bytes.
-
-    Raises:
-        InputError: It is too short or too long, or has other characters than visible ASCII.
-    """
     if not re.fullmatch(r"[\x21-\x7e]{8,4096}", token):
         raise InputError("a token must be 8 to 4096 visible ASCII characters, without spaces")
     return token.encode()
 
 
 def tls_context(certificate: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
-    """Make the TLS context of a server.
-
-    Args:
-        certificate: PEM file of the certificate chain.
-        key: PEM file of its private key.
-        client_ca: PEM file of the authority of clients; None: clients need no certificate.
-
-    Returns:
-        The context.
-
-    Raises:
-        InputError: A file cannot be read, or certificate and key do not match.
-    """
+    """Make the TLS context of a server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:

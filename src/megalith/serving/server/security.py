@@ -222,28 +222,13 @@ def _header_bytes(authorization: str | bytes | None) -> bytes:
 
 
 def authorization_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | bytes | None:
-    """Return the `authorization` of a call.
-
-    Args:
-        metadata: The gRPC metadata of the call.
-
-    Returns:
-        The value; None if there is none, or more than one.
-    """
+    """Return the `authorization` of a call."""
     sent = [value for key, value in metadata if key == "authorization"]
     return sent[0] if len(sent) == 1 else None
 
 
 def read_token(path: Path | None, environment: Mapping[str, str] | None = None) -> str | Path | None:
-    """Find the token of a server; it is not an option of the command line, which other users can see.
-
-    Args:
-        path: File of the token.
-        environment: Where MEGALITH_SERVE_TOKEN is looked up without a file (None: os.environ).
-
-    Returns:
-        The file, or the token of the environment, or None if neither is given.
-    """
+    """Find the token of a server; it is not an option of the command line, which other users can see."""
     if path is not None:
         return path
     return (os.environ if environment is None else environment).get(TOKEN_VARIABLE) or None

@@ -51,14 +51,7 @@ MAX_WRITERS = 8
 
 
 class Version:
-    """A version of a model that answers requests.
-
-    Args:
-        servable: The opened export.
-        config: Options of the server.
-        on_batch: Called with the number of rows of each batch.
-        fetcher: Fetches the rows of an entry.
-    """
+    """A version of a model that answers requests."""
 
     def __init__(
         self,
@@ -111,20 +104,7 @@ class Version:
             self._close()
 
     def predict(self, rows: Rows, *, timeout: float, alive: Alive | None = None) -> dict[str, Array]:
-        """Compute the scores of a request, together with those of other requests.
-
-        Args:
-            rows: What to score.
-            timeout: Seconds to wait.
-            alive: Returns whether the client still waits.
-
-        Returns:
-            Outputs by name, each [rows, ...].
-
-        Raises:
-            InputError: The request is too large.
-            RequestError: The queue is full, or the timeout has passed.
-        """
+        """Compute the scores of a request, together with those of other requests."""
         if not rows.count:
             outputs = self.signature.outputs
             return {each.name: np.empty((0, *each.shape), each.dtype) for each in outputs}
@@ -144,14 +124,7 @@ class Version:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def count_missing(self, rows: Rows) -> dict[str, int]:
-        """Count the ids of a request that have no row.
-
-        Args:
-            rows: The request.
-
-        Returns:
-            Feature -> number of its ids without a row, if there are any.
-        """
+        """Count the ids of a request that have no row."""
         return self.servable.count_missing(self.reader.join([rows])[0]) if rows.count else {}
 
     def _score(self, rows: Rows, timeout: float, alive: Alive | None) -> dict[str, Array]:
@@ -161,12 +134,7 @@ class Version:
         return {name: array[begin:end] for name, array in outputs.items()}
 
     def retire(self, timeout: float = 0.0, on_end: Callable[[], object] = lambda: None) -> None:
-        """Accept no further requests, and close the version when the last request has ended.
-
-        Args:
-            timeout: Seconds to wait for that; afterwards the last request closes the version.
-            on_end: Called when the version is closed.
-        """
+        """Accept no further requests, and close the version when the last request has ended."""
         with self._unused:
             self._retired, self._on_end = True, on_end
             idle = self._unused.wait_for(lambda: not self._users, timeout)
@@ -223,12 +191,7 @@ class VersionStatus:
 
 
 class ServedModel:
-    """A model, or one part of it, and its versions. Thread-safe.
-
-    Args:
-        name: The name in requests.
-        root: The directory of the versions, for messages.
-    """
+    """A model, or one part of it, and its versions. Thread-safe."""
 
     def __init__(self, name: str, root: str) -> None:
         self.name = name
@@ -260,14 +223,7 @@ class ServedModel:
             return dict(sorted(self._status.items(), reverse=True))
 
     def statuses_of(self, wanted: int | str | None) -> dict[int, VersionStatus]:
-        """Return the status of some versions. Raise RequestError if the one that is named is unknown.
-
-        Args:
-            wanted: Number or label of a version; None or 0: all.
-
-        Returns:
-            The statuses by number, newest first.
-        """
+        """Return the status of some versions. Raise RequestError if the one that is named is unknown."""
         number = self._labelled(wanted) if isinstance(wanted, str) else wanted or None
         found = self.statuses
         if number is None:
@@ -282,13 +238,7 @@ class ServedModel:
         return self._newest is not None
 
     def set_status(self, number: int, state: ModelState, error: str = "") -> None:
-        """Set the status of a version; only the newest 16 ended versions are kept.
-
-        Args:
-            number: The version.
-            state: Its state.
-            error: Why it ended; "": without an error.
-        """
+        """Set the status of a version; only the newest 16 ended versions are kept."""
         with self._lock:
             self._status[number] = VersionStatus(state, error)
             ended = [n for n, status in sorted(self._status.items()) if status.state == ModelState.END]
@@ -296,23 +246,14 @@ class ServedModel:
                 del self._status[old]
 
     def add(self, version: Version) -> None:
-        """Make a version available; the highest number is the newest.
-
-        Args:
-            version: The version, which is open and warmed up.
-        """
+        """Make a version available; the highest number is the newest."""
         with self._lock:
             self._versions[version.number] = version
             self._newest = self._versions[max(self._versions)]
         self.set_status(version.number, ModelState.AVAILABLE)
 
     def remove(self, number: int, timeout: float = 0.0) -> None:
-        """Retire a version; see `Version.retire`.
-
-        Args:
-            number: The version.
-            timeout: Seconds to wait for its last request; afterwards that request closes the version.
-        """
+        """Retire a version; see `Version.retire`."""
         with self._lock:
             version = self._versions.pop(number)
             self._newest = self._versions[max(self._versions)] if self._versions else None
@@ -324,28 +265,14 @@ class ServedModel:
             self.set_status(number, ModelState.END)
 
     def point(self, key: str | None) -> float | None:
-        """Return where a request falls in the split of the model's traffic.
-
-        Args:
-            key: What the client gave to get the same version always; None: nothing.
-
-        Returns:
-            A number from 0 to 100; None: there is no split.
-        """
+        """Return where a request falls in the split of the model's traffic."""
         if not self.rules.shares:
             return None
         return point_of_request(next(self._requests)) if key is None else point_of_key(self.name, key)
 
     @contextmanager
     def version(self, wanted: int | str | None, *, point: float | None = None) -> Iterator[Version]:
-        """Give a version for the time of one request. Raise RequestError if there is none.
-
-        Args:
-            wanted: Number or label of a version. None is the newest version, or the one that the rules
-                choose. So is 0 if no version has that number, because some clients send 0 instead of no
-                version.
-            point: Where the request falls in the split; None: the version with the largest share.
-        """
+        """Give a version for the time of one request. Raise RequestError if there is none."""
         number = self._labelled(wanted) if isinstance(wanted, str) else wanted
         while True:
             with self._lock:
@@ -381,15 +308,7 @@ class ServedModel:
 
 
 def names_of(signature: Signature) -> list[str]:
-    """Return the names of a model in requests.
-
-    Args:
-        signature: The model or one part of it. A standalone model also has the names of parts; without a
-            program it is not an entry.
-
-    Returns:
-        The names, the main one first.
-    """
+    """Return the names of a model in requests."""
     if signature.part != STANDALONE:
         return [signature.name]
     parts = [STANDALONE, ENTRY, "ps_0"] if signature.predicts else [STANDALONE, "ps_0"]
@@ -397,12 +316,5 @@ def names_of(signature: Signature) -> list[str]:
 
 
 def services_of(signature: Signature) -> list[str]:
-    """Return the names under which discovery registers a model.
-
-    Args:
-        signature: The model or one part of it.
-
-    Returns:
-        Its names that have a part.
-    """
+    """Return the names under which discovery registers a model."""
     return [name for name in names_of(signature) if ":" in name]

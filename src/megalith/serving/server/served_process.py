@@ -21,11 +21,7 @@ from megalith.serving.server.server_processes import ChildTask
 
 
 def main() -> int:
-    """Serve what the parent asks for.
-
-    Returns:
-        The exit status.
-    """
+    """Serve what the parent asks for."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print must not reach the parent's pipe
     source = os.fdopen(os.dup(0), "rb", buffering=0)  # no buffer: a thread reads it until the process ends

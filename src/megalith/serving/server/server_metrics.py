@@ -27,17 +27,7 @@ _SESSIONS = {
 
 
 def prometheus(module: str = "prometheus_client") -> Any:
-    """Import a module of prometheus_client.
-
-    Args:
-        module: Name of the module.
-
-    Returns:
-        The module.
-
-    Raises:
-        MissingDependencyError: It is not installed.
-    """
+    """Import a module of prometheus_client."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -45,11 +35,7 @@ def prometheus(module: str = "prometheus_client") -> Any:
 
 
 class Metrics:
-    """The metrics of one server.
-
-    Args:
-        models: Returns the models; called when the metrics are requested.
-    """
+    """The metrics of one server."""
 
     def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
         client = prometheus()
@@ -89,50 +75,25 @@ class Metrics:
         self._children: dict[tuple[str, ...], Any] = {}
 
     def request(self, model: str, signature: str, code: str, seconds: float) -> None:
-        """Record the end of a request.
-
-        Args:
-            model: Name of the model; UNKNOWN if there is no such model.
-            signature: The signature; UNKNOWN if it is none of ours.
-            code: Name of the gRPC status.
-            seconds: Time from its arrival to its response.
-        """
+        """Record the end of a request."""
         self._child(self._latency, "latency", model, signature, code).observe(seconds)
         if code not in ("OK", "INTERNAL"):
             self._child(self._refused, "refused", model, code).inc()
 
     def batch(self, model: str, rows: int) -> None:
-        """Record the rows of a batch.
-
-        Args:
-            model: Name of the model.
-            rows: Number of rows.
-        """
+        """Record the rows of a batch."""
         self._child(self._batches, "batches", model).observe(rows)
 
     def missing_feature(self, model: str, feature: str) -> None:
-        """Count a request without a feature.
-
-        Args:
-            model: Name of the model.
-            feature: Name of the feature.
-        """
+        """Count a request without a feature."""
         self._child(self._missing, "missing", model, feature).inc()
 
     def load_failed(self, model: str) -> None:
-        """Count a version that failed to load.
-
-        Args:
-            model: Name of the model.
-        """
+        """Count a version that failed to load."""
         self._failed_loads.labels(model).inc()
 
     def version_changed(self, model: str) -> None:
-        """Count a version whose files changed after it was loaded.
-
-        Args:
-            model: Name of the model.
-        """
+        """Count a version whose files changed after it was loaded."""
         self._changed.labels(model).inc()
 
     def text(self) -> bytes:
@@ -226,14 +187,7 @@ class MetricsText(Protocol):
 
 
 class MetricsServer(HttpServer):
-    """An HTTP server of the metrics, for any path; it uses TLS if the other ports do.
-
-    Args:
-        metrics: What to return.
-        security: TLS; no token is required.
-        host: Address to listen on.
-        port: Port; 0 picks a free one.
-    """
+    """An HTTP server of the metrics, for any path; it uses TLS if the other ports do."""
 
     def __init__(self, metrics: MetricsText, security: Security, host: str, port: int) -> None:
         self.metrics = metrics

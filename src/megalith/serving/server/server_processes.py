@@ -69,15 +69,7 @@ class ChildTask:
 
 
 class ServerProcesses:
-    """Serves the models below a directory with several processes; also a context manager.
-
-    Args:
-        directory: An export, its parts, or a directory of several.
-        config: The options; `processes` is above 1.
-
-    Raises:
-        InputError: An option is invalid, or this system cannot share a port.
-    """
+    """Serves the models below a directory with several processes; also a context manager."""
 
     def __init__(self, directory: str | Path, config: ServerConfig) -> None:
         self._directory = checks.path(directory, "directory")
@@ -98,13 +90,7 @@ class ServerProcesses:
         self._state = "new"
 
     def start(self) -> Self:
-        """Start the processes, and wait until all of them serve.
-
-        Raises:
-            UsageError: It was started before.
-            RemoteError: A process cannot serve; the message says why.
-            OSError: A port cannot be opened.
-        """
+        """Start the processes, and wait until all of them serve."""
         if self._state != "new":
             raise UsageError("a group can be started only once; create another one")
         self._state = "started"
@@ -368,15 +354,7 @@ class _Child:
 
 
 def divide_cores(processes: int, cores: Sequence[int] | None = None) -> list[tuple[int, ...]]:
-    """Divide the cores of this process among children.
-
-    Args:
-        processes: Number of children.
-        cores: The cores; None: those that this process may use.
-
-    Returns:
-        As many cores for each child, in order; none for any of them if there are fewer cores than children.
-    """
+    """Divide the cores of this process among children."""
     if cores is None:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     each = len(cores) // processes

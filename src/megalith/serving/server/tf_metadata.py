@@ -22,19 +22,7 @@ METHOD = "tensorflow/serving/predict"
 
 
 def model_status(dispatcher: Dispatcher, name: str, wanted: int | str | None) -> Message:
-    """Return the state of each version of a model, or of one version.
-
-    Args:
-        dispatcher: Admits the request.
-        name: The model.
-        wanted: Number or label of a version; None or 0: all.
-
-    Returns:
-        A GetModelStatusResponse.
-
-    Raises:
-        RequestError: The model or the version is unknown.
-    """
+    """Return the state of each version of a model, or of one version."""
     with dispatcher.admit(name, "status") as model:
         response = GetModelStatusResponse()
         for number, status in model.statuses_of(wanted).items():
@@ -45,19 +33,7 @@ def model_status(dispatcher: Dispatcher, name: str, wanted: int | str | None) ->
 
 
 def model_metadata(dispatcher: Dispatcher, name: str, wanted: int | str | None) -> tuple[Message, Message]:
-    """Return the signatures of a version.
-
-    Args:
-        dispatcher: Admits the request.
-        name: The model.
-        wanted: Number or label of a version; None: the newest, or that with the largest share.
-
-    Returns:
-        The ModelSpec of the version, and a SignatureDefMap.
-
-    Raises:
-        RequestError: The model or the version is unknown.
-    """
+    """Return the signatures of a version."""
     with dispatcher.admit(name, "metadata") as model, model.version(wanted) as version:
         spec = ModelSpec(name=name)
         spec.version.value = version.number
@@ -65,15 +41,7 @@ def model_metadata(dispatcher: Dispatcher, name: str, wanted: int | str | None) 
 
 
 def signatures_of(signature: Signature, writes: bool) -> Message:
-    """Return the signatures of a version.
-
-    Args:
-        signature: The version.
-        writes: Whether to include those of writes.
-
-    Returns:
-        A SignatureDefMap.
-    """
+    """Return the signatures of a version."""
     made = SignatureDefMap()
 
     def define(name: str, inputs: dict[str, Message], outputs: dict[str, Message]) -> None:
@@ -110,15 +78,7 @@ def signatures_of(signature: Signature, writes: bool) -> Message:
 
 
 def inputs_of(signature: Signature) -> list[tuple[str, torch.dtype | None, list[int | None]]]:
-    """Return the inputs of serving_default.
-
-    Args:
-        signature: The model.
-
-    Returns:
-        Name, dtype and shape of each input. The dtype None is that of strings; None in a shape is a size
-        that varies.
-    """
+    """Return the inputs of serving_default."""
     described: list[tuple[str, torch.dtype | None, list[int | None]]] = []
     for feature in signature.features:
         length: list[int | None] = [] if feature.single or feature.max_length == 1 else [None]

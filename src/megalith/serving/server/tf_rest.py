@@ -56,17 +56,7 @@ class TFPath:
 
     @classmethod
     def parse(cls, parts: Sequence[str]) -> TFPath:
-        """Parse a path.
-
-        Args:
-            parts: The parts of the path after /v1/models/.
-
-        Returns:
-            What it selects.
-
-        Raises:
-            RequestError: There is no such path.
-        """
+        """Parse a path."""
         names = list(parts)
         action = ""
         if names and names[-1] == "metadata" and len(names) > 1:
@@ -93,17 +83,7 @@ class TFPath:
         )
 
     def describe(self, dispatcher: Dispatcher) -> dict[str, Any]:
-        """Return the status or the metadata of what the path selects.
-
-        Args:
-            dispatcher: Admits the request.
-
-        Returns:
-            The response as JSON.
-
-        Raises:
-            RequestError: The model or the version is unknown, or the path takes a POST.
-        """
+        """Return the status or the metadata of what the path selects."""
         if self.action == "predict":
             raise RequestError(Code.INVALID_ARGUMENT, "predict needs a POST")
         if self.action == "":
@@ -122,14 +102,7 @@ def _to_json(message: Message) -> dict[str, Any]:
 
 
 class TFRequest:
-    """A request for scores; see ScoreRequest. `read` parses the body.
-
-    Args:
-        path: What is requested.
-        body: JSON.
-        key: Selects a version if the traffic is split.
-        reports_missing: Whether the response must give the number of ids without a row.
-    """
+    """A request for scores; see ScoreRequest. `read` parses the body."""
 
     alive: Alive | None = None
     timeout: float | None = None
@@ -142,18 +115,7 @@ class TFRequest:
         self._in_rows = False
 
     def read(self, reader: InputReader) -> Rows:
-        """Parse the body and read the rows.
-
-        Args:
-            reader: Reads the inputs of the version that answers.
-
-        Returns:
-            The rows to score.
-
-        Raises:
-            InputError: The body is malformed, or an input is unknown, missing or malformed.
-            RequestError: The body is too large.
-        """
+        """Parse the body and read the rows."""
         if len(self._body) > MAX_JSON_BYTES:
             raise RequestError(
                 Code.OUT_OF_RANGE,
@@ -174,14 +136,7 @@ class TFRequest:
         return reader.read(_inputs(columns, reader))
 
     def response(self, scored: ScoreResult) -> dict[str, Any]:
-        """Return the response to the request.
-
-        Args:
-            scored: The scores.
-
-        Returns:
-            The JSON, in the format of the request.
-        """
+        """Return the response to the request."""
         outputs = {name: _values(array) for name, array in scored.outputs.items()}
         reply: dict[str, Any]
         if len(outputs) == 1:

@@ -65,12 +65,7 @@ _LARGEST = 16 << 20
 
 
 class TFService:
-    """The methods of PredictionService and ModelService.
-
-    Args:
-        dispatcher: Answers the requests.
-        write_refusal: Why no writes are accepted here; "": they are.
-    """
+    """The methods of PredictionService and ModelService."""
 
     def __init__(self, dispatcher: Dispatcher, *, write_refusal: str = "") -> None:
         self._dispatcher = dispatcher
@@ -91,19 +86,7 @@ class TFService:
         ]
 
     def predict(self, data: bytes, context: Any) -> bytes:
-        """Return scores, rows, or the response to a write, depending on the signature.
-
-        Args:
-            data: The serialized PredictRequest.
-            context: The `grpc.ServicerContext` of the call: its deadline and metadata, and
-                whether the client waits.
-
-        Returns:
-            The serialized PredictResponse.
-
-        Raises:
-            RequestError: The request cannot be answered.
-        """
+        """Return scores, rows, or the response to a write, depending on the signature."""
         message = read_predict_message(data)
         if message is not None and (message.signature or PREDICT) == PREDICT:
             return self._predict_message(data, message, context)
@@ -145,18 +128,7 @@ class TFService:
         return serialize(response)
 
     def get_model_metadata(self, data: bytes, context: Any) -> bytes:
-        """Return the signatures of a version.
-
-        Args:
-            data: The serialized GetModelMetadataRequest.
-            context: The `grpc.ServicerContext` of the call; not used.
-
-        Returns:
-            The serialized GetModelMetadataResponse.
-
-        Raises:
-            RequestError: The request is malformed, or the model or the version is unknown.
-        """
+        """Return the signatures of a version."""
         request = self._parse(GetModelMetadataRequest, data)
         if list(request.metadata_field) != [METADATA_FIELD]:
             error = InputError(f"metadata_field must be [{METADATA_FIELD!r}]")
@@ -170,18 +142,7 @@ class TFService:
         return serialize(response)
 
     def get_model_status(self, data: bytes, context: Any) -> bytes:
-        """Return the state of each version, or of the one that the request names (0 names none).
-
-        Args:
-            data: The serialized GetModelStatusRequest.
-            context: The `grpc.ServicerContext` of the call; not used.
-
-        Returns:
-            The serialized GetModelStatusResponse.
-
-        Raises:
-            RequestError: The request is malformed, or the model or the version is unknown.
-        """
+        """Return the state of each version, or of the one that the request names (0 names none)."""
         request = self._parse(GetModelStatusRequest, data)
         spec = request.model_spec
         return serialize(model_status(self._dispatcher, spec.name, version_of(spec)))
@@ -254,14 +215,7 @@ def _is_large(signature: str) -> bool:
 
 
 def version_of(spec: Message) -> int | str | None:
-    """Return the version that a ModelSpec names.
-
-    Args:
-        spec: The message.
-
-    Returns:
-        The number or the label; None if it names none.
-    """
+    """Return the version that a ModelSpec names."""
     if spec.version_label:
         label: str = spec.version_label
         return label

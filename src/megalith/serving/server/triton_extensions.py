@@ -44,11 +44,7 @@ _TYPES = POOL.FindEnumTypeByName("inference.DataType").values_by_name
 
 
 class TritonExtensions:
-    """The methods of GRPCInferenceService that Triton adds.
-
-    Args:
-        dispatcher: Has the models.
-    """
+    """The methods of GRPCInferenceService that Triton adds."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -75,19 +71,7 @@ class TritonExtensions:
 
 
 def model_config(dispatcher: Dispatcher, name: str, version: str) -> Message:
-    """Return the configuration of a model.
-
-    Args:
-        dispatcher: Admits the request.
-        name: The model.
-        version: The number of the version as text; "" is the newest.
-
-    Returns:
-        A ModelConfigResponse.
-
-    Raises:
-        RequestError: The model or the version is unknown.
-    """
+    """Return the configuration of a model."""
     described = describe(dispatcher, name, version)
     response = ModelConfigResponse()
     config = response.config
@@ -103,19 +87,7 @@ def model_config(dispatcher: Dispatcher, name: str, version: str) -> Message:
 
 
 def model_statistics(dispatcher: Dispatcher, name: str, version: str) -> Message:
-    """Return the statistics of loaded versions.
-
-    Args:
-        dispatcher: Admits the request.
-        name: The model; "": all models.
-        version: The number of a version as text; "": all versions.
-
-    Returns:
-        A ModelStatisticsResponse.
-
-    Raises:
-        RequestError: The model or the version is unknown.
-    """
+    """Return the statistics of loaded versions."""
     response = ModelStatisticsResponse()
     if not name:
         for model in dispatcher.repository.models:
@@ -155,15 +127,7 @@ def _add_statistics(response: Message, model: ServedModel, name: str, number: in
 
 
 def repository_index(dispatcher: Dispatcher, *, ready_only: bool) -> Message:
-    """Return the versions of all models.
-
-    Args:
-        dispatcher: Has the models.
-        ready_only: Leave out versions that do not answer requests.
-
-    Returns:
-        A RepositoryIndexResponse.
-    """
+    """Return the versions of all models."""
     response = RepositoryIndexResponse()
     for model in dispatcher.repository.models:
         for number, status in reversed(model.statuses.items()):
@@ -174,14 +138,7 @@ def repository_index(dispatcher: Dispatcher, *, ready_only: bool) -> Message:
 
 
 def message_to_json(message: Message) -> dict[str, Any]:
-    """Return a message as JSON in Triton's form: every field, and integers as numbers.
-
-    Args:
-        message: A protobuf message without maps.
-
-    Returns:
-        The fields by name; those of a oneof only if they are set.
-    """
+    """Return a message as JSON in Triton's form: every field, and integers as numbers."""
     made: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)

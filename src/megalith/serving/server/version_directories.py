@@ -13,15 +13,7 @@ DEPTH = 2
 
 
 def version_roots(directory: Path, depth: int) -> Iterator[Path]:
-    """Yield the directories that hold versions.
-
-    Args:
-        directory: Where to search.
-        depth: How many levels below it to search; directories below one with versions are not searched.
-
-    Yields:
-        Directories, those of one level in the order of their names.
-    """
+    """Yield the directories that hold versions."""
     if versions_of(directory):
         yield directory
     elif depth:
@@ -30,14 +22,7 @@ def version_roots(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def versions_of(directory: Path) -> list[int]:
-    """Return the version numbers in a directory; only names that are int64 numbers count.
-
-    Args:
-        directory: The directory of the versions; a missing one has none.
-
-    Returns:
-        The numbers, unsorted.
-    """
+    """Return the version numbers in a directory; only names that are int64 numbers count."""
     names = [name for name in _folders(directory) if name.isascii() and name.isdecimal()]
     return [int(name) for name in names if str(int(name)) == name and int(name) < 2**63]
 

@@ -125,29 +125,12 @@ class VersionRules:
 
 
 def is_named(rules: VersionRules, number: int) -> bool:
-    """Return whether rules name a version.
-
-    Args:
-        rules: The rules.
-        number: The version.
-
-    Returns:
-        True if it has a label or a share.
-    """
+    """Return whether rules name a version."""
     return number in rules.labels.values() or any(number == each for each, _ in rules.shares)
 
 
 def choose_version(rules: VersionRules, available: Container[int], point: float | None) -> int | None:
-    """Choose the version of a request that names none.
-
-    Args:
-        rules: The rules.
-        available: The versions that answer; the share of the others is divided among them.
-        point: From 0 to 100; None: the version with the largest share.
-
-    Returns:
-        The version; None: no version of the split is available, or there is no split.
-    """
+    """Choose the version of a request that names none."""
     shares = [(number, percent) for number, percent in rules.shares if percent and number in available]
     if not shares:
         return None
@@ -162,29 +145,14 @@ def choose_version(rules: VersionRules, available: Container[int], point: float 
 
 
 def point_of_key(model: str, key: str) -> float:
-    """Return where a request with a key falls in the split of a model.
-
-    Args:
-        model: Name of the model: the splits of two models do not depend on each other.
-        key: The key, such as the id of a user.
-
-    Returns:
-        A number from 0 to 100, the same in every process.
-    """
+    """Return where a request with a key falls in the split of a model."""
     text = f"{model}\0{key}".encode("utf-8", "surrogateescape")
     hashed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
     return hashed / 2**64 * TOTAL
 
 
 def point_of_request(number: int) -> float:
-    """Return where a request without a key falls in a split.
-
-    Args:
-        number: The number of the request, counted from 0.
-
-    Returns:
-        A number from 0 to 100; the points of consecutive requests are spread evenly.
-    """
+    """Return where a request without a key falls in a split."""
     return number * _GOLDEN % TOTAL
 
 

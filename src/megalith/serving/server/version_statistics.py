@@ -48,14 +48,7 @@ class VersionStatistics:
         self._sums = StatisticSums()
 
     def succeeded(self, rows: int, started: int, read: int, ended: int) -> None:
-        """Count a request that was answered; times are those of `time.perf_counter_ns`.
-
-        Args:
-            rows: Number of its rows.
-            started: When the version was chosen.
-            read: When its inputs were read.
-            ended: When it was computed.
-        """
+        """Count a request that was answered; times are those of `time.perf_counter_ns`."""
         with self._lock:
             sums = self._sums
             sums.successes += 1
@@ -66,22 +59,13 @@ class VersionStatistics:
             sums.last_ms = time.time_ns() // 1_000_000
 
     def failed(self, started: int) -> None:
-        """Count a request that raised an error.
-
-        Args:
-            started: When the version was chosen, by `time.perf_counter_ns`.
-        """
+        """Count a request that raised an error."""
         with self._lock:
             self._sums.failures += 1
             self._sums.fail_ns += time.perf_counter_ns() - started
 
     def computed(self, requests: int, nanoseconds: int) -> None:
-        """Count a batch.
-
-        Args:
-            requests: Number of its requests.
-            nanoseconds: How long it was computed.
-        """
+        """Count a batch."""
         with self._lock:
             self._sums.batches += 1
             self._sums.infer_ns += requests * nanoseconds

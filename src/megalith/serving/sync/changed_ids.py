@@ -37,9 +37,6 @@ class IdSets:
 
     `add` appends tensors as they come, and compacts a table once its size has doubled. So at most about twice
     the distinct ids are held, and each id is processed a bounded number of times.
-
-    Args:
-        lazy: Do not compact in `add`; the owner does it with `needs_compaction` and `replace`.
     """
 
     def __init__(self, *, lazy: bool = False) -> None:
@@ -53,11 +50,8 @@ class IdSets:
         return sum(self._sizes.values())
 
     def add(self, ids: Mapping[str, Tensor]) -> None:
-        """Add ids.
-
-        Args:
-            ids: The ids of each table, int64 [n], without duplicates. The tensors must not be modified later.
-        """
+        """Add ids."""
+        # ids: the ids of each table, int64 [n], without duplicates.
         for table, given in ids.items():
             if not given.numel():
                 continue
@@ -75,13 +69,8 @@ class IdSets:
         return {table: tuple(parts) for table, parts in self._parts.items() if self._has_doubled(table)}
 
     def replace(self, table: str, parts: tuple[Tensor, ...], ids: Tensor) -> None:
-        """Replace tensors by their distinct ids, if they are still held.
-
-        Args:
-            table: The table of the ids.
-            parts: The tensors that `needs_compaction` returned for it.
-            ids: Their distinct ids, int64 [n].
-        """
+        """Replace tensors by their distinct ids, if they are still held."""
+        # ids: their distinct ids, int64 [n].
         now = self._parts[table]
         if len(now) >= len(parts) and all(a is b for a, b in zip(now, parts, strict=False)):
             self._parts[table] = [ids, *now[len(parts) :]]
@@ -89,11 +78,7 @@ class IdSets:
             self._compacted[table] = ids.numel()
 
     def compact(self, keep: Keep | None = None) -> None:
-        """Remove duplicates, and the ids that `keep` does not select.
-
-        Args:
-            keep: Selects the ids that stay; None: all of them.
-        """
+        """Remove duplicates, and the ids that `keep` does not select."""
         for table in list(self._parts):
             self._compact(table, keep)
 
@@ -117,15 +102,8 @@ class IdSets:
         return dict(self._sizes)
 
     def take(self, budget: int, costs: Mapping[str, int]) -> dict[str, Tensor]:
-        """Remove and return ids.
-
-        Args:
-            budget: The maximum total cost. One id is returned even if it costs more.
-            costs: The cost of one id, by table.
-
-        Returns:
-            The ids of each table, int64 [n].
-        """
+        """Remove and return ids."""
+        # returns: the ids of each table, int64 [n].
         taken: dict[str, Tensor] = {}
         for table, ids in self.tensors().items():
             count = min(ids.numel(), max(0 if taken else 1, budget // costs[table]))
@@ -148,11 +126,7 @@ Uncompacted: TypeAlias = tuple[IdSets, str, tuple[Tensor, ...]]
 
 
 class Journal:
-    """The ids changed in each epoch. Not safe to share between threads.
-
-    Args:
-        max_ids: The maximum number of ids held; the oldest epochs are dropped to stay below it.
-    """
+    """The ids changed in each epoch. Not safe to share between threads."""
 
     def __init__(self, max_ids: int = 20_000_000) -> None:
         if max_ids < 1:
@@ -170,11 +144,7 @@ class Journal:
         return tuple(epoch.label for epoch in self._epochs)
 
     def begin_epoch(self, label: str) -> None:
-        """Start an epoch. If the label exists, its epoch restarts here and loses its ids.
-
-        Args:
-            label: The id of the save that the rows are equal to now.
-        """
+        """Start an epoch. If the label exists, its epoch restarts here and loses its ids."""
         for number, epoch in enumerate(self._epochs):
             if epoch.label == label:
                 del self._epochs[number]
@@ -185,11 +155,8 @@ class Journal:
         del self._epochs[:-MAX_EPOCHS]
 
     def add(self, ids: Mapping[str, Tensor]) -> None:
-        """Add changed ids to the current epoch; without an epoch they are ignored.
-
-        Args:
-            ids: The ids of each table, int64 [n], without duplicates.
-        """
+        """Add changed ids to the current epoch; without an epoch they are ignored."""
+        # ids: the ids of each table, int64 [n], without duplicates.
         if not self._epochs:
             return
         self._epochs[-1].ids.add(ids)
@@ -205,11 +172,9 @@ class Journal:
         return len(self) / self._max_ids
 
     def needs_compaction(self) -> list[Uncompacted]:
-        """Return the tensors to compact.
-
-        Compaction takes long, so the owner leaves it to another thread: `dedup` of the tensors needs no lock,
-        `IdSets.replace` with the result does.
-        """
+        """Return the tensors to compact."""
+        # Compaction takes long, so the owner leaves it to another thread: `dedup` of the tensors needs no
+        # lock, `IdSets.replace` with the result does.
         return [
             (epoch.ids, table, parts)
             for epoch in self._epochs
@@ -217,14 +182,8 @@ class Journal:
         ]
 
     def since(self, label: str) -> dict[str, Tensor] | None:
-        """Return the ids changed after a save.
-
-        Args:
-            label: The id of the save.
-
-        Returns:
-            The ids of each table, int64 [n]; None if the label is unknown.
-        """
+        """Return the ids changed after a save."""
+        # returns: the ids of each table, int64 [n].
         if label not in self.labels:
             return None
         found = IdSets()
@@ -233,15 +192,7 @@ class Journal:
         return found.tensors()
 
     def is_not_older(self, later: str, earlier: str) -> bool:
-        """Return whether both labels are known and one is not older than the other.
-
-        Args:
-            later: The label that may be newer.
-            earlier: The label that may be older.
-
-        Returns:
-            True also for equal labels.
-        """
+        """Return whether both labels are known and one is not older than the other."""
         labels = self.labels
         return earlier in labels and later in labels and labels.index(earlier) <= labels.index(later)
 
@@ -259,10 +210,6 @@ class Backlog:
 
     Ids are added by interval. All ids of an interval are taken before later ones, so a target that is slower
     than training still gets complete intervals.
-
-    Args:
-        max_rows: The maximum number of ids, without those of `begin`.
-        keep: Selects the ids that belong to the target; None: all of them.
     """
 
     def __init__(self, max_rows: int, *, keep: Keep | None = None) -> None:
@@ -280,12 +227,8 @@ class Backlog:
         return len(self._now) + len(self._later)
 
     def begin(self, ids: Mapping[str, Tensor], interval: Interval) -> None:
-        """Set the first ids, which are taken before all others.
-
-        Args:
-            ids: The ids of each table, int64 [n], without duplicates.
-            interval: The last interval in which they changed.
-        """
+        """Set the first ids, which are taken before all others."""
+        # ids: the ids of each table, int64 [n], without duplicates.
         self._now.add(ids)
         self._now.compact(self._keep)
         self._interval_now = interval
@@ -293,15 +236,8 @@ class Backlog:
         self._max_rows += len(self._now)
 
     def add(self, ids: Mapping[str, Tensor], interval: Interval) -> bool:
-        """Add the ids of an interval.
-
-        Args:
-            ids: The ids of each table, int64 [n], without duplicates.
-            interval: The interval in which they changed.
-
-        Returns:
-            False if there are now more than `max_rows` ids.
-        """
+        """Add the ids of an interval."""
+        # ids: the ids of each table, int64 [n], without duplicates.
         self._later.add(ids)
         self._interval_later = interval
         if len(self) > self._max_rows:
@@ -319,15 +255,8 @@ class Backlog:
         return len(self) > 0 or self._completed is not self._interval_later
 
     def take(self, budget: int, costs: Mapping[str, int]) -> tuple[dict[str, Tensor], Interval | None]:
-        """Remove and return ids.
-
-        Args:
-            budget: The maximum total cost. One id is returned even if it costs more.
-            costs: The cost of one id, by table.
-
-        Returns:
-            The ids of each table, int64 [n], and the interval that is complete with them, if one is.
-        """
+        """Remove and return ids."""
+        # returns: the ids of each table, int64 [n], and the interval that is complete with them, if one is.
         if not len(self._now):
             self._later.compact(self._keep)
             self._now, self._later = self._later, IdSets()

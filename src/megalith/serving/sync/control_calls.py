@@ -22,24 +22,7 @@ def ask_position(
     header: MessageHeader | None = None,
     base: str | None = None,
 ) -> Position:
-    """Make a control call.
-
-    Args:
-        connection: The connection to the server.
-        model: The name of the model there.
-        signature: One of sync_position, sync_begin and sync_reload.
-        timeout: Seconds to wait for the answer.
-        header: The header of the message; None for a client without a session.
-        base: The save to begin on, for sync_begin; "" replaces all rows.
-
-    Returns:
-        The position of the server.
-
-    Raises:
-        RemoteError: The server does not answer or refuses; one of Monolith does not have the signature, or
-            answers without outputs (UNIMPLEMENTED).
-        InputError: The answer is not a position.
-    """
+    """Make a control call."""
     request = PredictRequest()
     request.model_spec.name = model
     request.model_spec.signature_name = signature

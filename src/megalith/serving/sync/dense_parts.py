@@ -25,28 +25,14 @@ PART, BEGIN = "dense_part:", "dense_begin:"
 
 @dataclass(frozen=True)
 class DensePart:
-    """Consecutive elements of a dense weight.
+    """Consecutive elements of a dense weight."""
 
-    Args:
-        begin: The number of elements before them.
-        values: The elements, [k].
-    """
-
-    begin: int
-    values: Tensor
+    begin: int  # The number of elements before them
+    values: Tensor  # The elements, [k]
 
 
 def split_weight(name: str, weight: Tensor, room: int) -> Iterator[dict[str, Tensor]]:
-    """Divide a weight into parts.
-
-    Args:
-        name: The name of the weight.
-        weight: The weight, contiguous.
-        room: The maximum number of bytes of a part.
-
-    Yields:
-        The inputs of each part.
-    """
+    """Divide a weight into parts."""
     flat = weight.reshape(-1)
     step = max(1, room // flat.element_size())
     for begin in range(0, flat.numel(), step):
@@ -57,18 +43,7 @@ def split_weight(name: str, weight: Tensor, room: int) -> Iterator[dict[str, Ten
 
 
 def read_parts(left: dict[str, Tensor | Strings], names: Mapping[str, object]) -> dict[str, DensePart]:
-    """Validate the parts of a message, and remove their inputs from `left`.
-
-    Args:
-        left: The inputs that are not read yet.
-        names: The dense weights of the model.
-
-    Returns:
-        The parts by weight.
-
-    Raises:
-        InputError: An input is missing, or has the wrong type or shape.
-    """
+    """Validate the parts of a message, and remove their inputs from `left`."""
     parts = {}
     for name in names:
         values, begin = left.pop(f"{PART}{name}", None), left.pop(f"{BEGIN}{name}", None)
@@ -95,15 +70,7 @@ class DenseAssembly:
         self._filled: dict[str, int] = {}
 
     def check(self, parts: Mapping[str, DensePart], known: Mapping[str, Tensor]) -> None:
-        """Raise unless parts follow those before them; change nothing.
-
-        Args:
-            parts: The parts of a message, by weight.
-            known: The dense weights of the model, which determine dtypes and shapes.
-
-        Raises:
-            InputError: A part has another dtype, is not finite, begins elsewhere, or is too long.
-        """
+        """Raise unless parts follow those before them; change nothing."""
         for name, part in parts.items():
             like, count = known[name], part.values.numel()
             if part.values.dtype != like.dtype:
@@ -121,15 +88,7 @@ class DenseAssembly:
                 raise InputError(f"dense weight {name!r}: its parts have more than {like.numel()} elements")
 
     def add(self, parts: Mapping[str, DensePart], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Add parts that passed `check`.
-
-        Args:
-            parts: The parts of a message, by weight.
-            known: The dense weights of the model.
-
-        Returns:
-            The weights that are complete now; they leave the assembly.
-        """
+        """Add parts that passed `check`."""
         complete = {}
         for name, part in parts.items():
             like, end = known[name], part.begin + part.values.numel()
@@ -143,15 +102,7 @@ class DenseAssembly:
         return complete
 
     def check_last(self, parts: Mapping[str, DensePart], known: Mapping[str, Tensor]) -> None:
-        """Raise unless all weights are complete with the parts of a message; change nothing.
-
-        Args:
-            parts: The parts of the message, by weight; they passed `check`.
-            known: The dense weights of the model.
-
-        Raises:
-            InputError: A part of a weight is missing.
-        """
+        """Raise unless all weights are complete with the parts of a message; change nothing."""
         missing = set(self._weights) - set(parts)
         missing |= {n for n, part in parts.items() if part.begin + part.values.numel() < known[n].numel()}
         if missing:

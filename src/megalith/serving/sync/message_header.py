@@ -60,26 +60,15 @@ _INTEGER = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class MessageHeader:
-    """The sender and the sequence number of a message.
+    """The sender and the sequence number of a message."""
 
-    Args:
-        session: The session, 32 hex digits.
-        index: The number of the publisher in the session, from 0.
-        count: The number of publishers in the session.
-        sequence: The sequence number of the message; 0 if it has none.
-        complete: Everything trained until this time (seconds since 1970) is in the messages up to this one.
-        number: The number of the session, which orders sessions of one model; 0: it has none.
-
-    Raises:
-        InputError: The session, the index or the count is malformed.
-    """
-
-    session: str
-    index: int = 0
-    count: int = 1
-    sequence: int = 0
+    session: str  # The session, 32 hex digits
+    index: int = 0  # The number of the publisher in the session, from 0
+    count: int = 1  # The number of publishers in the session
+    sequence: int = 0  # The sequence number of the message; 0 if it has none
+    # Everything trained until this time (seconds since 1970) is in the messages up to this one
     complete: float | None = None
-    number: int = 0
+    number: int = 0  # The number of the session, which orders sessions of one model; 0: it has none
 
     def __post_init__(self) -> None:
         if not _SESSION.fullmatch(self.session):
@@ -100,17 +89,7 @@ class MessageHeader:
 
     @classmethod
     def read(cls, metadata: Mapping[str, str]) -> MessageHeader | None:
-        """Read a header from gRPC metadata.
-
-        Args:
-            metadata: The metadata of a request.
-
-        Returns:
-            The header; None without a session.
-
-        Raises:
-            InputError: A value is malformed; the message names its key.
-        """
+        """Read a header from gRPC metadata."""
         if SESSION not in metadata:
             return None
         publisher = _PUBLISHER.fullmatch(metadata.get(PUBLISHER, "0/1"))
@@ -147,11 +126,7 @@ class SequenceCounter:
             return self.last
 
     def skip(self, used: int) -> None:
-        """Continue after a number that is known to be used.
-
-        Args:
-            used: The number; a smaller one than the last has no effect.
-        """
+        """Continue after a number that is known to be used."""
         with self._lock:
             self.last = max(self.last, used)
 
@@ -167,19 +142,12 @@ class TableLayout:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """What a server serves of a model.
+    """What a server serves of a model."""
 
-    Args:
-        part: One of "standalone", "entry", or "ps_0" and so on.
-        sub_graph_num: The number of ps parts of the model.
-        tables: The served tables.
-        dense: The names of the dense weights.
-    """
-
-    part: str = "standalone"
-    sub_graph_num: int = 0
-    tables: Mapping[str, TableLayout] = field(default_factory=dict)
-    dense: frozenset[str] = frozenset()
+    part: str = "standalone"  # One of "standalone", "entry", or "ps_0" and so on
+    sub_graph_num: int = 0  # The number of ps parts of the model
+    tables: Mapping[str, TableLayout] = field(default_factory=dict)  # The served tables
+    dense: frozenset[str] = frozenset()  # The names of the dense weights
 
     @property
     def takes_rows(self) -> bool:
@@ -192,15 +160,8 @@ class ModelLayout:
         return {name: each.codes for name, each in self.tables.items() if each.codes is not None}
 
     def keep(self, table: str, ids: Tensor) -> Tensor:
-        """Select the ids that belong to this part.
-
-        Args:
-            table: The table; none of its ids belong here if it is not served.
-            ids: The ids, int64 [n].
-
-        Returns:
-            Some of the ids in their order, int64 [k].
-        """
+        """Select the ids that belong to this part."""
+        # ids: the ids, int64 [n]; returns: some of the ids in their order, int64 [k].
         if table not in self.tables or not self.takes_rows:
             return ids[:0]
         if not self.part.startswith("ps_"):
@@ -231,17 +192,7 @@ class ModelLayout:
 
     @classmethod
     def from_json(cls, data: bytes) -> ModelLayout:
-        """Read the wire format.
-
-        Args:
-            data: The JSON object that `to_json` writes.
-
-        Returns:
-            The layout.
-
-        Raises:
-            InputError: The data are malformed.
-        """
+        """Read the wire format."""
         try:
             found = parse_json(data, max_bytes=MAX_LAYOUT)
             part = found["part"]
@@ -327,31 +278,12 @@ class Position:
 
 
 def string(text: str) -> Strings:
-    """Encode a string.
-
-    Args:
-        text: The string.
-
-    Returns:
-        A tensor of strings, [1].
-    """
+    """Encode a string."""
     return _string(text.encode())
 
 
 def read_string(tensors: Mapping[str, Tensor | Strings], name: str, longest: int = 4096) -> str:
-    """Read a tensor that holds one string.
-
-    Args:
-        tensors: Tensors by name.
-        name: The name of the tensor.
-        longest: The number of bytes after which the string is cut.
-
-    Returns:
-        The string.
-
-    Raises:
-        InputError: The tensor is missing, is not one string, or is not UTF-8.
-    """
+    """Read a tensor that holds one string."""
     try:
         return _read_bytes(tensors, name)[:longest].decode()
     except UnicodeDecodeError:

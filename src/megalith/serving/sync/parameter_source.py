@@ -34,16 +34,6 @@ class ParameterSource:
     """The tables and dense weights of a model.
 
     A table has its own name or, if the model has several collections, "collection.table", as in a checkpoint.
-
-    Args:
-        model: The model, or the shards of its tables, which have no dense weights.
-        dense: Include dense weights.
-        needs_rows: Whether all rows must be in this process. With False, those of parameter servers are left
-            out: the servers send them.
-
-    Raises:
-        InputError: The model has no EmbeddingCollection.
-        UsageError: The rows are on parameter servers.
     """
 
     def __init__(self, model: nn.Module | Shards, *, dense: bool = True, needs_rows: bool = True) -> None:
@@ -77,34 +67,20 @@ class ParameterSource:
     # ---- in the training thread
 
     def track(self, consumer: str) -> None:
-        """Start to record changes for a consumer.
-
-        Args:
-            consumer: A name that no other consumer of the tables has.
-        """
+        """Start to record changes for a consumer."""
         self.flush()
         for shards in self._shards:
             shards.track(consumer)
             shards.drain_touched(consumer)
 
     def untrack(self, consumer: str) -> None:
-        """Stop recording changes for a consumer.
-
-        Args:
-            consumer: The name given to `track`.
-        """
+        """Stop recording changes for a consumer."""
         for shards in self._shards:
             shards.untrack(consumer)
 
     def drain(self, consumer: str) -> dict[str, Tensor]:
-        """Return the ids that changed or were removed since the last call; no id is lost by an error.
-
-        Args:
-            consumer: The name given to `track`.
-
-        Returns:
-            The ids of each table, int64 [n], without duplicates.
-        """
+        """Return the ids that changed or were removed since the last call; no id is lost by an error."""
+        # returns: the ids of each table, int64 [n], without duplicates.
         found: dict[str, Tensor] = {}
         try:
             for shards in self._shards:
@@ -116,12 +92,8 @@ class ParameterSource:
         return found
 
     def put_back(self, consumer: str, ids: Mapping[str, Tensor]) -> None:
-        """Record ids as changed, so that the next `drain` returns them again.
-
-        Args:
-            consumer: The name given to `track`.
-            ids: The ids of each table, int64 [n], as `drain` returned them.
-        """
+        """Record ids as changed, so that the next `drain` returns them again."""
+        # ids: the ids of each table, int64 [n], as `drain` returned them.
         for name, changed in ids.items():
             self.tables[name].mark_touched(consumer, changed)
 
@@ -151,15 +123,8 @@ class ParameterSource:
         return scan_ids(self.tables)
 
     def find(self, ids: Mapping[str, Tensor]) -> PushMessage:
-        """Find rows, which are read into the memory of a message when it is encoded.
-
-        Args:
-            ids: The ids of each table, int64 [n].
-
-        Returns:
-            A message with deferred rows, and the ids without a row as removed. Encoding it raises
-            NotFiniteRows if a row is not finite; then `read` the rows.
-        """
+        """Find rows, which are read into the memory of a message when it is encoded."""
+        # ids: the ids of each table, int64 [n].
         rows, removed = {}, {}
         for name, wanted in ids.items():
             present, found, gone = _find(self.tables[name], wanted)
@@ -170,14 +135,8 @@ class ParameterSource:
         return PushMessage(rows, removed)
 
     def read(self, ids: Mapping[str, Tensor]) -> PushMessage:
-        """Read rows; those that are not finite are logged, and counted in `held_back`.
-
-        Args:
-            ids: The ids of each table, int64 [n].
-
-        Returns:
-            A message with the finite rows, and the ids without a row as removed.
-        """
+        """Read rows; those that are not finite are logged, and counted in `held_back`."""
+        # ids: the ids of each table, int64 [n].
         push, not_finite = read_rows(self.tables, ids)
         if not_finite:
             logger.warning("%s", describe_not_finite(not_finite))
@@ -191,27 +150,15 @@ def _equal(weight: Tensor, other: Tensor) -> bool:
 
 
 def join_changes(updated: Tensor, removed: Tensor) -> Tensor:
-    """Join the two results of `Table.drain_touched`.
-
-    Args:
-        updated: The ids written, int64 [n], without duplicates.
-        removed: The ids removed, int64 [m]. An id that was removed and created again is in both.
-
-    Returns:
-        The distinct ids, int64 [k].
-    """
+    """Join the two results of `Table.drain_touched`."""
+    # updated: the ids written, int64 [n], without duplicates; removed: the ids removed, int64 [m]; returns:
+    # the distinct ids, int64 [k].
     return torch.unique(torch.cat([updated, removed])) if removed.numel() else updated
 
 
 def scan_ids(tables: Mapping[str, Table]) -> dict[str, Tensor]:
-    """List the ids that have a row; ids created or removed meanwhile may be missing.
-
-    Args:
-        tables: The tables by name.
-
-    Returns:
-        The ids of each table, int64 [n].
-    """
+    """List the ids that have a row; ids created or removed meanwhile may be missing."""
+    # returns: the ids of each table, int64 [n].
     none = [torch.empty(0, dtype=torch.int64, device="cpu")]
     return {name: torch.cat(none + [chunk.ids for chunk in table.scan()]) for name, table in tables.items()}
 
@@ -245,16 +192,9 @@ def _deferred(table: Table, ids: Tensor, found: FoundRows) -> DeferredRows:
 def read_rows(
     tables: Mapping[str, Table], ids: Mapping[str, Tensor]
 ) -> tuple[PushMessage, dict[str, Tensor]]:
-    """Read the current rows of ids, as servers return them (`Segment.serving`).
-
-    Args:
-        tables: The tables by name.
-        ids: The ids of each table, int64 [n].
-
-    Returns:
-        A message with the finite rows, and the ids without a row as removed; and the ids whose rows are left
-        out because they are not finite, int64 [k] by table.
-    """
+    """Read the current rows of ids, as servers return them (`Segment.serving`)."""
+    # ids: the ids of each table, int64 [n]; returns: A message with the finite rows, and the ids without a
+    # row as removed.
     rows, removed, not_finite = {}, {}, {}
     for name, wanted in ids.items():
         table = tables[name]
@@ -276,14 +216,8 @@ def read_rows(
 
 
 def describe_not_finite(not_finite: Mapping[str, Tensor]) -> str:
-    """Name the rows that are not pushed because they are not finite.
-
-    Args:
-        not_finite: The ids of those rows, int64 [n] by table, as `read_rows` returns them.
-
-    Returns:
-        A sentence for a log or an error; of many ids the first MAX_NAMED_IDS are named.
-    """
+    """Name the rows that are not pushed because they are not finite."""
+    # not_finite: the ids of those rows, int64 [n] by table, as `read_rows` returns them.
     tables = []
     for name, ids in not_finite.items():
         more = ", ..." if ids.numel() > MAX_NAMED_IDS else ""

@@ -357,10 +357,8 @@ class Publisher:
             self._watch(f"{self.model_name}:{part}", self.model_name)
 
     def _ask_for_targets(self) -> None:
-        """Get the servers of all parts, or of this rank's part while their number is not known.
-
-        For Monolith, where a rank is a part, and for backends without watches.
-        """
+        """Get the servers of all parts, or of this rank's part while their number is not known."""
+        # For Monolith, where a rank is a part, and for backends without watches.
         numbers = range(self._num_parts) if self._num_parts else (self._options.index,)
         for number in numbers:
             try:

@@ -55,14 +55,10 @@ class NotFiniteRows(MegalithError):
 
 @dataclass(frozen=True)
 class DeferredRows:
-    """Rows that are read directly into the memory of a message.
+    """Rows that are read directly into the memory of a message."""
 
-    Args:
-        shape: The number of rows and of their columns.
-        read_into: Writes the rows to float32 of this shape; returns False if one of them is not finite.
-    """
-
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # The number of rows and of their columns
+    # Writes the rows to float32 of this shape; returns False if one of them is not finite
     read_into: Callable[[Tensor], bool]
 
     @property
@@ -91,22 +87,18 @@ _NO_CODES: Formats = MappingProxyType({})
 
 @dataclass(frozen=True)
 class PushMessage:
-    """The content of a message.
+    """The content of a message."""
 
-    Args:
-        rows: The ids, int64 [n], and rows, float32 [n, dim], by table; with `encoded`, uint8 [n, bytes] of
-            tables with codes. Rows of a message to send may be deferred.
-        removed: The ids that no longer have a row, int64 [n], by table.
-        dense: The dense weights by name.
-        parts: The parts of dense weights that do not fit into a message, by name.
-        expected: The number of ids of each table in this message and the following ones of the interval, so
-            that the server can make room for them.
-    """
-
+    # The ids, int64 [n], and rows, float32 [n, dim], by table; with `encoded`, uint8 [n, bytes] of tables
+    # with codes. Rows of a message to send may be deferred.
     rows: Mapping[str, tuple[Tensor, Any]] = field(default_factory=dict)
+    # The ids that no longer have a row, int64 [n], by table
     removed: Mapping[str, Tensor] = field(default_factory=dict)
-    dense: Mapping[str, Tensor] = field(default_factory=dict)
+    dense: Mapping[str, Tensor] = field(default_factory=dict)  # The dense weights by name
+    # The parts of dense weights that do not fit into a message, by name
     parts: Mapping[str, DensePart] = field(default_factory=dict)
+    # The number of ids of each table in this message and the following ones of the interval, so that the
+    # server can make room for them
     expected: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -116,14 +108,8 @@ class PushMessage:
         return with_row + sum(ids.numel() for ids in self.removed.values())
 
     def encoded(self, codes: Formats) -> PushMessage:
-        """Convert the rows of tables with codes.
-
-        Args:
-            codes: The formats of these tables.
-
-        Returns:
-            The same message with codes, uint8 [n, bytes], instead of rows.
-        """
+        """Convert the rows of tables with codes."""
+        # returns: the same message with codes, uint8 [n, bytes], instead of rows.
         rows = {
             table: (ids, codes[table].encode(values) if table in codes else values)
             for table, (ids, values) in self.rows.items()
@@ -131,14 +117,7 @@ class PushMessage:
         return replace(self, rows=rows)
 
     def with_zero_rows(self, dims: Mapping[str, int]) -> PushMessage:
-        """Replace removals by rows of zeros, which is how an absent id reads on Monolith's servers.
-
-        Args:
-            dims: The number of columns of each table.
-
-        Returns:
-            The same message without removed ids.
-        """
+        """Replace removals by rows of zeros, which is how an absent id reads on Monolith's servers."""
         rows = dict(self.rows)
         for table, gone in self.removed.items():
             ids, values = rows.get(table, (_NO_IDS, torch.empty(0, dims[table], device="cpu")))
@@ -150,26 +129,12 @@ class PushMessage:
 
 
 def is_raw(signature: str) -> bool:
-    """Return whether a signature is raw_assign, with or without Monolith's prefix of a table set.
-
-    Args:
-        signature: The name of the signature.
-
-    Returns:
-        True for "raw_assign" and "anything/raw_assign".
-    """
+    """Return whether a signature is raw_assign, with or without Monolith's prefix of a table set."""
     return signature == RAW_ASSIGN or signature.endswith(f"/{RAW_ASSIGN}")
 
 
 def is_assign(signature: str) -> bool:
-    """Return whether a signature writes rows.
-
-    Args:
-        signature: The name of the signature.
-
-    Returns:
-        True for hashtable_assign and raw_assign.
-    """
+    """Return whether a signature writes rows."""
     return signature == HASHTABLE_ASSIGN or is_raw(signature)
 
 
@@ -177,16 +142,7 @@ def is_assign(signature: str) -> bool:
 
 
 def inputs_of(push: PushMessage, signature: str, tables: Iterable[str]) -> MessageInputs:
-    """Convert a push to the inputs of a signature.
-
-    Args:
-        push: The content.
-        signature: Either hashtable_assign or raw_assign.
-        tables: The names of all tables of the target, which raw_assign needs.
-
-    Returns:
-        Tensors by name; a list of tensors is sent as one flat tensor.
-    """
+    """Convert a push to the inputs of a signature."""
     rest: MessageInputs = {
         f"{EXPECTED}{table}": torch.tensor([n], device="cpu") for table, n in push.expected.items()
     }
@@ -218,34 +174,14 @@ def _is_code(rows: Content) -> bool:
 
 
 def row_bytes(dims: Mapping[str, int], codes: Formats = _NO_CODES) -> dict[str, int]:
-    """Compute the bytes that one id and its row take in a message.
-
-    Args:
-        dims: The number of columns of each table.
-        codes: The formats of tables with codes.
-
-    Returns:
-        The number of bytes, by table.
-    """
+    """Compute the bytes that one id and its row take in a message."""
     return {name: 8 + (codes[name].row_bytes if name in codes else 4 * dim) for name, dim in dims.items()}
 
 
 def pack_inputs(
     push: PushMessage, dense: Mapping[str, Tensor], signature: str, tables: Iterable[str], room: int
 ) -> list[MessageInputs]:
-    """Distribute a push and dense weights over messages.
-
-    Args:
-        push: Rows and removed ids, which fit into one message.
-        dense: The dense weights, contiguous. The first ones share the message of the rows while they fit;
-            one that is larger than a message is divided.
-        signature: Either hashtable_assign or raw_assign.
-        tables: The names of all tables of the target.
-        room: The maximum number of bytes of rows and dense weights in a message.
-
-    Returns:
-        The inputs of each message; none without rows and weights.
-    """
+    """Distribute a push and dense weights over messages."""
     messages = [inputs_of(push, signature, tables)] if push.num_ids else []
     room_left = room - 8 * push.num_ids - sum(rows.nbytes for _, rows in push.rows.values())
     for name, weight in dense.items():
@@ -263,19 +199,7 @@ def pack_inputs(
 
 
 def encode_request(model: str, signature: str, inputs: Inputs) -> bytes:
-    """Serialise a PredictRequest; each tensor is copied once, and deferred rows are read once.
-
-    Args:
-        model: The name of the model on the server.
-        signature: The signature name.
-        inputs: Contents by name.
-
-    Returns:
-        The bytes of the request.
-
-    Raises:
-        NotFiniteRows: Deferred rows are not finite.
-    """
+    """Serialise a PredictRequest; each tensor is copied once, and deferred rows are read once."""
     spec = ModelSpec(name=model, signature_name=signature).SerializeToString()
     parts: list[bytes | memoryview | DeferredRows] = [field_prefix(1, len(spec)) + spec]
     size = len(field_prefix(1, len(spec))) + len(spec)
@@ -348,14 +272,8 @@ def _memory(content: Content) -> memoryview | DeferredRows:
 
 
 def splits_of(sizes: Iterable[int]) -> Tensor:
-    """Compute the positions at which consecutive pieces begin and end.
-
-    Args:
-        sizes: The size of each of n pieces.
-
-    Returns:
-        The cumulative sums, starting with 0, int64 [n + 1].
-    """
+    """Compute the positions at which consecutive pieces begin and end."""
+    # returns: the cumulative sums, starting with 0, int64 [n + 1].
     return torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int64))
 
 
@@ -369,22 +287,7 @@ def read_push(
     dense: Mapping[str, Sequence[int]],
     codes: Formats = _NO_CODES,
 ) -> PushMessage:
-    """Validate the inputs of a signature.
-
-    Args:
-        signature: Either hashtable_assign or raw_assign.
-        inputs: The received tensors.
-        dims: The number of columns of each table.
-        dense: The shape of each dense weight.
-        codes: The formats of tables with codes. Their rows may also come as float32, from a Monolith client,
-            which sends zeros for a removed id: with one bit, where no row is zero, the id is removed.
-
-    Returns:
-        The content of the message, with rows instead of codes.
-
-    Raises:
-        InputError: An input is unknown, missing, or has the wrong type or shape; the message names it.
-    """
+    """Validate the inputs of a signature."""
     left = dict(inputs)
     read = _read_raw if is_raw(signature) else _read_named
     rows, removed = read(left, dims, codes)
@@ -426,15 +329,8 @@ def _remove_zeros(
 
 
 def result_of(push: PushMessage, signature: str) -> dict[str, Tensor]:
-    """Make the outputs that answer an assign, as Monolith's servers do.
-
-    Args:
-        push: The message that was applied.
-        signature: Either hashtable_assign or raw_assign.
-
-    Returns:
-        The number of ids with a row as `{table}_result` int64 [1], or `result` [0] for raw_assign.
-    """
+    """Make the outputs that answer an assign, as Monolith's servers do."""
+    # returns: the number of ids with a row as `{table}_result` int64 [1], or `result` [0] for raw_assign.
     if is_raw(signature):
         return {"result": torch.zeros(1, dtype=torch.int64, device="cpu")}
     return {
@@ -487,20 +383,9 @@ def _read_raw(left: dict[str, Tensor | Strings], dims: Mapping[str, int], codes:
 
 
 def split_by_table(left: dict[str, Tensor | Strings], name: str, split: str, tables: int) -> list[Tensor]:
-    """Split the ids of all tables, and remove both inputs from `left`.
-
-    Args:
-        left: The inputs that are not read yet.
-        name: The input with the ids, int64 [n].
-        split: The input with the positions at which tables begin and end, int64 [tables + 1].
-        tables: The number of tables.
-
-    Returns:
-        The ids of each table, int64 [n_t].
-
-    Raises:
-        InputError: An input is missing, or has the wrong type, shape or values.
-    """
+    """Split the ids of all tables, and remove both inputs from `left`."""
+    # name: the input with the ids, int64 [n]; split: the input with the positions at which tables begin and
+    # end, int64 [tables + 1]; returns: the ids of each table, int64 [n_t].
     ids, splits = _ids(left, name), _ids(left, split)
     sizes = splits.diff() if splits.numel() else splits
     ends = splits.numel() == tables + 1 and int(splits[0]) == 0 and int(splits[-1]) == ids.numel()

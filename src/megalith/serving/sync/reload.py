@@ -36,33 +36,12 @@ class Reloaded:
 
 
 def latest_save(checkpoint: Path) -> str:
-    """Return the id of the latest save of a checkpoint.
-
-    Args:
-        checkpoint: The directory of the checkpoint or of the run.
-
-    Returns:
-        The id.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or it is damaged.
-    """
+    """Return the id of the latest save of a checkpoint."""
     return read_manifest(_store(checkpoint)).tip
 
 
 def read_newer(checkpoint: Path, servable: Servable) -> Reloaded:
-    """Read what a checkpoint has in addition to the save a model was exported from.
-
-    Args:
-        checkpoint: The directory of the checkpoint or of the run.
-        servable: The served model.
-
-    Returns:
-        The rows, the dense weights and the id of the save.
-
-    Raises:
-        CheckpointError: The checkpoint is missing, damaged, being replaced, or of another model.
-    """
+    """Read what a checkpoint has in addition to the save a model was exported from."""
     store = _store(checkpoint)
     manifest = read_manifest(store)
     try:

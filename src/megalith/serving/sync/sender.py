@@ -80,14 +80,7 @@ class HandshakeNeeded(MegalithError):
 
 
 class _QueuedMessage:
-    """A message to send. It is encoded shortly before, so that a large dense weight is not in memory twice.
-
-    Args:
-        encode: Returns the bytes.
-        header: The header.
-        rows: The number of ids with and without a row.
-        interval: The interval that is complete with this message.
-    """
+    """A message to send. Encoded just before sending, so that a large dense weight is not in memory twice."""
 
     def __init__(
         self, encode: Callable[[], bytes], header: MessageHeader, rows: int, interval: Interval | None
@@ -105,15 +98,7 @@ class _QueuedMessage:
 
 
 class Sender:
-    """Sends to one target until `close`.
-
-    Args:
-        address: The address, host:port.
-        model: The name of the model there.
-        publisher: The state shared with the publisher.
-        options: The options shared by all senders.
-        sequence: Numbers the messages; shared with an earlier sender to this target, if there was one.
-    """
+    """Sends to one target until `close`."""
 
     def __init__(
         self,
@@ -159,20 +144,12 @@ class Sender:
         self._connection.close()
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread.
-
-        Args:
-            timeout: The maximum number of seconds to wait.
-        """
+        """Wait for the thread."""
         self._thread.join(timeout)
 
     def add(self, ids: Mapping[str, Tensor], interval: Interval) -> None:
-        """Add changed ids, with the publisher's lock held; a backlog that overflows is dropped.
-
-        Args:
-            ids: The ids of each table, int64 [n], without duplicates.
-            interval: The interval in which they changed.
-        """
+        """Add changed ids, with the publisher's lock held; a backlog that overflows is dropped."""
+        # ids: the ids of each table, int64 [n], without duplicates.
         if self._backlog is None:
             return  # the handshake decides what to send
         if not self._backlog.add(ids, interval):
@@ -183,11 +160,7 @@ class Sender:
         self._update_report()
 
     def set_listed(self, listed: bool) -> None:
-        """Record, with the publisher's lock held, whether discovery lists the target.
-
-        Args:
-            listed: False if it does not; the sender continues until it is closed.
-        """
+        """Record, with the publisher's lock held, whether discovery lists the target."""
         self.report.listed = listed
 
     def _update_report(self) -> None:
@@ -259,10 +232,8 @@ class Sender:
         return self._connection.start_predict(message.data, timeout=self._options.timeout, metadata=metadata)
 
     def _await_answer(self, message: _QueuedMessage, call: Call, *, last: _QueuedMessage | None) -> Message:
-        """Return the answer to a message, which is sent again until there is one.
-
-        last: The last message in flight after it, which arrives too early if this one is sent again.
-        """
+        """Return the answer to a message, which is sent again until there is one."""
+        # last: The last message in flight after it, which arrives too early if this one is sent again.
         failures = 0
         while True:
             try:

@@ -101,7 +101,7 @@ class ServerPublisher(Publisher):
             raise
 
     def publish(self) -> int:
-        """See `Publisher.publish`: every server sends its changes."""
+        # Every server sends its changes.
         if self._started:
             self._tables.each_part(_publish)
         self._refresh_dense()
@@ -112,23 +112,11 @@ class ServerPublisher(Publisher):
             self._refresh()
 
     def checkpoint_taken(self, save_id: str) -> None:
-        """See `Publisher.checkpoint_taken`.
-
-        Args:
-            save_id: The id of the save.
-        """
         super().checkpoint_taken(save_id)
         self._tables.each_part(_checkpoint_taken, save_id)
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """See `Publisher.flush`, for the changes of all servers.
-
-        Args:
-            timeout: Seconds to wait.
-
-        Returns:
-            Whether all targets have acknowledged everything in time.
-        """
+        # For the changes of all servers.
         self._tables.flush()
         number = self.publish()
         deadline = clock.monotonic() + timeout
@@ -155,11 +143,7 @@ class ServerPublisher(Publisher):
 
 
 class KeptPublisher:
-    """The publisher of one server; a `Kept`.
-
-    Args:
-        publisher: The publisher.
-    """
+    """The publisher of one server; a `Kept`."""
 
     def __init__(self, publisher: Publisher) -> None:
         self.publisher = publisher

@@ -373,13 +373,8 @@ class Subscriber:
         return self._base_output()
 
     def _reload(self, *, again: bool = False) -> None:
-        """Adopt the latest save of the checkpoint.
-
-        Without a checkpoint, or if it cannot be read, nothing changes: the publisher sees the old base.
-
-        Args:
-            again: Reload even if the base is that save already, to drop pushed rows.
-        """
+        """Adopt the latest save of the checkpoint."""
+        # Without a checkpoint, or if it cannot be read, nothing changes: the publisher sees the old base.
         if self._checkpoint is None:
             return
         try:

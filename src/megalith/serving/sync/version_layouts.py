@@ -11,14 +11,7 @@ if TYPE_CHECKING:
 
 
 def layout_of(servable: Servable) -> ModelLayout:
-    """Return the layout of a version.
-
-    Args:
-        servable: The version.
-
-    Returns:
-        Its part, tables and dense weights.
-    """
+    """Return the layout of a version."""
     spec = servable.signature
     tables = {
         name: TableLayout(table.dim, table.router(), spec.codes.get(name))
@@ -28,31 +21,14 @@ def layout_of(servable: Servable) -> ModelLayout:
 
 
 def have_equal_layouts(one: Servable, other: Servable) -> bool:
-    """Return whether two versions take the same messages.
-
-    Args:
-        one: A version.
-        other: Another one.
-
-    Returns:
-        Whether part, tables and dense weights are equal.
-    """
+    """Return whether two versions take the same messages."""
     return layout_of(one).to_json() == layout_of(other).to_json()
 
 
 def continues(servable: Servable, before: Servable) -> bool:
-    """Return whether rows pushed to one version are valid on top of another.
-
-    They are not on an older version, and not if its layout differs: publishers would continue to send the ids
-    of the old layout.
-
-    Args:
-        servable: The version that would inherit the rows.
-        before: The version to which they were pushed.
-
-    Returns:
-        Whether they are valid.
-    """
+    """Return whether rows pushed to one version are valid on top of another."""
+    # They are not on an older version, and not if its layout differs: publishers would continue to send the
+    # ids of the old layout.
     old, new = before.signature, servable.signature
     newer = new.version > old.version and new.step >= old.step
     return newer and have_equal_layouts(servable, before)

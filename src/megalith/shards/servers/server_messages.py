@@ -43,47 +43,28 @@ READER = -1
 
 @dataclass(frozen=True)
 class ServerWrite:
-    """A change of the tables of one server.
+    """A change of the tables of one server."""
 
-    Attributes:
-        kind: See the module.
-        header: JSON data.
-        arrays: Arrays by name.
-    """
-
-    kind: str
-    header: dict[str, Any]
-    arrays: dict[str, Array] = field(default_factory=dict)
+    kind: str  # See the module
+    header: dict[str, Any]  # JSON data
+    arrays: dict[str, Array] = field(default_factory=dict)  # Arrays by name
 
 
 @dataclass(frozen=True)
 class SpaceSpec:
-    """The tables of one `ServerShards`, as its servers create them.
+    """The tables of one `ServerShards`, as its servers create them."""
 
-    Attributes:
-        configs: All tables.
-        engine: As for `Table`.
-        seed: As for `Table`.
-        wire: The precision of rows and of gradients.
-        sync: Whether a step waits for the gradients of all workers.
-        staleness: How many steps a worker may be ahead of the slowest; None: any number.
-        num_workers: Number of workers that the first step waits for, with `sync`.
-        timeout: Seconds that a wait for other workers may take.
-        described: Text by which two specs are compared.
-        recovery: How a server gets its rows back; None: it does not.
-        routers: The router of each table, for processes that only read.
-    """
-
-    configs: Sequence[TableConfig]
-    engine: str
-    seed: int
-    wire: tuple[str, str]
-    sync: bool
-    staleness: int | None
-    num_workers: int
-    timeout: float
-    described: str
-    recovery: Recovery | None = None
+    configs: Sequence[TableConfig]  # All tables
+    engine: str  # As for `Table`
+    seed: int  # As for `Table`
+    wire: tuple[str, str]  # The precision of rows and of gradients
+    sync: bool  # Whether a step waits for the gradients of all workers
+    staleness: int | None  # How many steps a worker may be ahead of the slowest; None: any number
+    num_workers: int  # Number of workers that the first step waits for, with `sync`
+    timeout: float  # Seconds that a wait for other workers may take
+    described: str  # Text by which two specs are compared
+    recovery: Recovery | None = None  # How a server gets its rows back; None: it does not
+    # The router of each table, for processes that only read
     routers: Mapping[str, Router] = field(default_factory=dict)
 
 
@@ -96,17 +77,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Joined:
-    """What a server knows of a worker that joins.
+    """What a server knows of a worker that joins."""
 
-    Attributes:
-        accepted: The number of the last write of this worker that the server has; 0: none.
-        step: The highest step of all pushes; -1: none.
-        incarnation: Identifies the start of the server.
-    """
-
-    accepted: int
-    step: int
-    incarnation: str
+    accepted: int  # The number of the last write of this worker that the server has; 0: none
+    step: int  # The highest step of all pushes; -1: none
+    incarnation: str  # Identifies the start of the server
 
 
 class _Memory:
@@ -120,14 +95,7 @@ class _Memory:
 
 
 def tensor_of(array: Array) -> Tensor:
-    """Return the memory of an array as a tensor, without a copy. It must not be written to.
-
-    Args:
-        array: A contiguous array; Ray's arrays are read-only, of which torch would warn.
-
-    Returns:
-        A tensor of the same memory; a copy if it is not aligned.
-    """
+    """Return the memory of an array as a tensor, without a copy. It must not be written to."""
     if not array.size:  # NumPy's strides of an empty array may be 0
         return torch.empty(array.shape, dtype=torch.from_numpy(np.empty(1, array.dtype)).dtype, device="cpu")
     if array.__array_interface__["data"][0] % 8:
@@ -136,27 +104,13 @@ def tensor_of(array: Array) -> Tensor:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """Return a tensor as an array: of the same memory if it is contiguous on the CPU, otherwise of a copy.
-
-    Args:
-        tensor: The tensor.
-
-    Returns:
-        The array.
-    """
+    """Return a tensor as an array: of the same memory if it is contiguous on the CPU, otherwise of a copy."""
     found: Array = tensor.detach().cpu().contiguous().numpy()
     return found
 
 
 def chunk_arrays(chunk: Chunk) -> dict[str, Array]:
-    """Return the columns of a chunk by name.
-
-    Args:
-        chunk: The chunk.
-
-    Returns:
-        The arrays; `chunk_of` makes a chunk of them.
-    """
+    """Return the columns of a chunk by name."""
     columns = {"ids": chunk.ids, "rows": chunk.rows, "time": chunk.time}
     columns |= {f"state/{key}": values for key, values in chunk.state.items()}
     columns |= {
@@ -166,14 +120,6 @@ def chunk_arrays(chunk: Chunk) -> dict[str, Array]:
 
 
 def chunk_of(arrays: Mapping[str, Array]) -> Chunk:
-    """Return the chunk of arrays that `chunk_arrays` returned.
-
-    Args:
-        arrays: The columns by name.
-
-    Returns:
-        The chunk.
-    """
     columns = {name: tensor_of(values) for name, values in arrays.items()}
     state = {name[6:]: values for name, values in columns.items() if name.startswith("state/")}
     return Chunk(

@@ -31,20 +31,7 @@ _PAUSE = 0.1
 
 
 class ServerReader:
-    """See the module.
-
-    Args:
-        name: The name of the tables, as given to `ServerShards`.
-        address: The address of the Ray cluster (`Servers.address`); None: the one this process is connected
-            to, or the one that runs on this machine.
-        timeout: Seconds to wait for servers.
-
-    Attributes:
-        configs: The configuration of each table, by name.
-
-    Raises:
-        UsageError: No Ray runs there, or no server has these tables.
-    """
+    """See the module."""
 
     def __init__(self, name: str, *, address: str | None = None, timeout: float = 30.0) -> None:
         self._name = checks.text(name, "ServerReader: name")
@@ -78,19 +65,8 @@ class ServerReader:
         self._dims = [config.dim for config in spec.configs]
 
     def lookup(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Read rows as they are now. An id without a row reads as `TableConfig.missing` says.
-
-        Args:
-            ids: int64 or int32 [n] per table.
-
-        Returns:
-            float32 [n, dim] per table.
-
-        Raises:
-            UnknownNameError: There is no such table.
-            ServerLostError: A server has ended.
-            RankTimeoutError: A server did not answer in time.
-        """
+        """Read rows as they are now. An id without a row reads as `TableConfig.missing` says."""
+        # ids: int64 or int32 [n] per table; returns: float32 [n, dim] per table.
         routed = self._prepare(ids)
         deduped = routed.deduped
         counts = deduped.counts.tolist()

@@ -24,21 +24,7 @@ _COUNTERS = {"reads": "Lookups.", "writes": "Writes."}
 
 
 def server_status(address: str | None = None, *, timeout: float = 30.0) -> list[dict[str, Any]]:
-    """Ask all servers of a Ray cluster for their numbers.
-
-    Args:
-        address: The address of the cluster; None: the one this process is connected to, or the one that runs
-            on this machine.
-        timeout: Seconds to wait for a server.
-
-    Returns:
-        One dict per server and `ServerShards`, as of `ServerShards.describe_servers`, with "group", which
-        servers of one `Servers` share, and "name", the name of the tables. A server that does not answer has
-        only "group", "server" and "error".
-
-    Raises:
-        UsageError: No Ray runs there.
-    """
+    """Ask all servers of a Ray cluster for their numbers."""
     connected = connect_ray(address)
     ray = ray_module()
     try:
@@ -62,17 +48,7 @@ def server_status(address: str | None = None, *, timeout: float = 30.0) -> list[
 
 
 def prometheus_text(numbers: Sequence[Mapping[str, Any]]) -> str:
-    """Return numbers of servers in Prometheus's text format.
-
-    Args:
-        numbers: What `server_status` or `ServerShards.describe_servers` returned.
-
-    Returns:
-        The text.
-
-    Raises:
-        UsageError: They are not such numbers.
-    """
+    """Return numbers of servers in Prometheus's text format."""
     try:
         return "".join(f"{line}\n" for line in _lines([each for each in numbers if "error" not in each]))
     except (TypeError, KeyError, AttributeError) as error:

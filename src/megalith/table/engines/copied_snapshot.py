@@ -15,13 +15,7 @@ from megalith.table.table_data import Chunk, SnapshotStart
 
 
 class CopiedSnapshot:
-    """The rows of a snapshot, the next row to read, and the ids that were drained for it.
-
-    Args:
-        rows: The rows.
-        consumer: Number of the consumer whose touched rows were drained, or -1.
-        drained: The updated and removed ids that were drained.
-    """
+    """The rows of a snapshot, the next row to read, and the ids that were drained for it."""
 
     def __init__(self, rows: Chunk, consumer: int, drained: tuple[Tensor, Tensor]) -> None:
         self._rows = rows
@@ -30,14 +24,7 @@ class CopiedSnapshot:
         self.drained = drained
 
     def read(self, chunk: Chunk) -> int:
-        """Fill a chunk with the next rows.
-
-        Args:
-            chunk: Receives the rows from its start.
-
-        Returns:
-            Number of rows written; 0 at the end.
-        """
+        """Fill a chunk with the next rows."""
         n = min(chunk.ids.numel(), self._rows.ids.numel() - self._at)
         part = self._rows.part(self._at, self._at + n)
         chunk.ids[:n], chunk.time[:n] = part.ids, part.time
@@ -73,7 +60,7 @@ class CopyingEngine(Engine):
     def begin_snapshot(
         self, consumer: int, touched_only: bool, room: int, with_pending: bool
     ) -> SnapshotStart:
-        """See `Engine.begin_snapshot`; copies the rows at once."""
+        # Copies the rows at once.
         with self._guard:
             if self._snapshot is not None:
                 raise InputError(f"table {self.name!r} already has an open snapshot: close it first")
@@ -86,16 +73,13 @@ class CopyingEngine(Engine):
             return SnapshotStart(rows.ids.numel(), total, drained[1], pending)
 
     def read_snapshot(self, chunk: Chunk) -> int:
-        """See `Engine.read_snapshot`."""
         assert self._snapshot is not None
         return self._snapshot.read(chunk)
 
     def snapshot_pressure(self) -> float:
-        """See `Engine.snapshot_pressure`."""
         return 0.0
 
     def end_snapshot(self, give_back: bool) -> float:
-        """See `Engine.end_snapshot`."""
         with self._guard:
             copy, self._snapshot = self._snapshot, None
             if copy is not None and give_back and copy.consumer in self._consumers:

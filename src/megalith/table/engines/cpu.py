@@ -51,32 +51,14 @@ NativeCall = tuple[Any, ...]
 
 
 def set_huge_pages(on: bool) -> None:
-    """Set whether tables ask for 2 MiB pages when they allocate memory (the default).
-
-    They make random access in large tables 1.5 to 3 times faster; on some virtual machines the first write of
-    each page is slower.
-
-    Args:
-        on: False keeps pages of the usual size for memory that tables allocate from now on.
-    """
+    """Set whether tables ask for 2 MiB pages when they allocate memory (the default)."""
+    # They make random access in large tables 1.5 to 3 times faster; on some virtual machines the first write
+    # of each page is slower.
     _native.set_huge_pages(on)
 
 
 class CpuEngine(Engine):
-    """Rows in native memory. See `Engine`.
-
-    Args:
-        config: The config of the table.
-        seed: As for `Engine`.
-        num_shards: As for `Engine`.
-        kernels: "portable", "avx2" or "avx512"; empty for those of the environment variable MEGALITH_KERNELS,
-            or without it the best that this CPU has.
-        max_rows: Limit of the number of rows.
-
-    Attributes:
-        joins_updates: Whether an update is native from begin to end, so that it can be part of a call over
-            several tables.
-    """
+    """Rows in native memory. See `Engine`."""
 
     engine = "cpu"
 
@@ -150,7 +132,6 @@ class CpuEngine(Engine):
         return self._native
 
     def reseed(self, seed: int) -> None:
-        """See `Engine.reseed`."""
         with self._writing:
             self.seed = seed
             self._key = table_key(seed, self.name)
@@ -159,10 +140,8 @@ class CpuEngine(Engine):
     def _with_room(
         self, ids: Tensor, write: Callable[[], None], new_rows: Callable[[], int] | None = None
     ) -> None:
-        """Run a write; if the table is full and its score is a Python function, make room and repeat it.
-
-        `new_rows` returns how many rows the write creates, if not every id gets one.
-        """
+        """Run a write; if the table is full and its score is a Python function, make room and repeat it."""
+        # `new_rows` returns how many rows the write creates, if not every id gets one.
         try:
             write()
         except TableFullError:
@@ -178,7 +157,6 @@ class CpuEngine(Engine):
         return int((self.find(torch.unique(ids)).rows < 0).sum())
 
     def admitted(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
-        """See `Engine.admitted`."""
         if self.config.admission is None:
             return torch.ones_like(ids, dtype=torch.bool)
         admitted = torch.empty_like(ids)
@@ -190,31 +168,15 @@ class CpuEngine(Engine):
     def native_read(
         self, ids: Tensor, found: FoundRows | None, rows: Tensor | None, bags: object
     ) -> NativeCall:
-        """Return the part of this table of `_native.read_tables`.
-
-        Args:
-            ids: int64 [n].
-            found: Rows of the ids, if they are known.
-            rows: int32 [n], receives the rows otherwise.
-            bags: Bags of this table, in native form.
-
-        Returns:
-            The fields.
-        """
+        """Return the part of this table of `_native.read_tables`."""
+        # ids: int64 [n]; rows: int32 [n], receives the rows otherwise.
         if found is None:
             return self._native, ids, rows, None, bags
         return self._native, ids, *_native_rows(found), bags
 
     def native_block(self, ids: Tensor, found: FoundRows | None) -> NativeCall:
-        """Return the part of this table of `_native.read_blocks`.
-
-        Args:
-            ids: int64 [n].
-            found: Rows of the ids; None if there are no ids.
-
-        Returns:
-            The fields.
-        """
+        """Return the part of this table of `_native.read_blocks`."""
+        # ids: int64 [n].
         return self._native, ids, *_native_rows(found)
 
     def native_update(
@@ -226,62 +188,38 @@ class CpuEngine(Engine):
         step: Step,
         occurrences: Tensor | None,
     ) -> NativeCall:
-        """Return the part of this table of `_native.update_tables`.
-
-        Args:
-            ids: int64 [n].
-            found: Rows of the ids, if they are known.
-            bags: Bags of this table, in native form; None: `gradient` has a row per id.
-            gradient: float32 [n, dim], without bags.
-            step: As for `update`.
-            occurrences: As for `update`.
-
-        Returns:
-            The fields.
-        """
+        """Return the part of this table of `_native.update_tables`."""
+        # ids: int64 [n]; gradient: float32 [n, dim], without bags.
         corrections = self._corrections
         if self._corrected:
             corrections = [s.optimizer.correction(step.step) for s in self.config.segments]
         return self._native, ids, *_native_rows(found), bags, gradient, step, corrections, occurrences
 
     def find(self, ids: Tensor) -> FoundRows:
-        """See `Engine.find`."""
         rows = torch.empty(ids.numel(), dtype=torch.int32, device="cpu")
         (epoch,) = _native.read_tables([self.native_read(ids, None, rows, ())], (), torch.get_num_threads())
         return FoundRows(rows, epoch)
 
     def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
-        """See `Engine.read`."""
         out = torch.empty(ids.numel(), self.dim, dtype=torch.float32, device="cpu") if out is None else out
         self._native.read(*_native_rows(found), ids, out, torch.get_num_threads())
         return out
 
     def read_finite(self, ids: Tensor, found: FoundRows, out: Tensor) -> bool:
-        """Read rows into given memory, and check them while they are in the cache.
-
-        Args:
-            ids: int64 [n].
-            found: Rows of the ids.
-            out: float32 [n, dim]; its content is undefined if a row is not finite.
-
-        Returns:
-            Whether all rows are finite.
-        """
+        """Read rows into given memory, and check them while they are in the cache."""
+        # ids: int64 [n]; out: float32 [n, dim].
         return self._native.read_finite(*_native_rows(found), ids, out, torch.get_num_threads())
 
     def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:
-        """See `Engine.pool`."""
         rows = torch.empty(ids.numel(), dtype=torch.int32, device="cpu") if found is None else None
         call = self.native_read(ids, found, rows, pooling.native(self.name))
         _native.read_tables([call], outputs, torch.get_num_threads())
 
     def apply_view(self, rows: Tensor, step: int | None) -> None:
-        """See `Engine.apply_view`."""
         assert self.view is not None
         _native.view_rows(rows, self.view.native_parts(step), torch.get_num_threads())
 
     def pool_rows(self, rows: Tensor, bags: Sequence[Bags], outputs: list[Tensor]) -> None:
-        """See `Engine.pool_rows`."""
         forms, threads = [each.native for each in bags], torch.get_num_threads()
         _native.pool(rows.view(-1), None, self.dim, self.dim, forms, outputs, "ids", threads)
 
@@ -294,7 +232,6 @@ class CpuEngine(Engine):
         step: Step,
         occurrences: Tensor | None = None,
     ) -> None:
-        """See `Engine.update`."""
         if self._in_torch:
             with self.stage_update(ids, found, grads, pooling, step, occurrences) as write:
                 write()
@@ -367,7 +304,7 @@ class CpuEngine(Engine):
         step: Step,
         occurrences: Tensor | None = None,
     ) -> Iterator[Callable[[], None]]:
-        """See `Engine.stage_update`. An optimizer that is written in torch makes its step here."""
+        # An optimizer that is written in torch makes its step here.
         if not self._in_torch:
             with super().stage_update(ids, found, grads, pooling, step, occurrences) as write:
                 yield write
@@ -398,25 +335,17 @@ class CpuEngine(Engine):
     # ---- rows
 
     def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
-        """See `Engine.assign`."""
         with self._writing:
             self._with_room(ids, lambda: self._native.assign(ids, rows, add, time, torch.get_num_threads()))
 
     def assign_filled(self, ids: Tensor, rows: Tensor, fill: float, time: int) -> None:
-        """Assign the first columns of rows, and one number to all columns after them.
-
-        Args:
-            ids: int64 [n].
-            rows: float32 [n, width], contiguous; at most as wide as the rows of the table.
-            fill: The value of the other columns.
-            time: As for `assign`.
-        """
+        """Assign the first columns of rows, and one number to all columns after them."""
+        # ids: int64 [n]; rows: float32 [n, width], contiguous.
         with self._writing:
             threads = torch.get_num_threads()
             self._with_room(ids, lambda: self._native.assign_filled(ids, rows, fill, time, threads))
 
     def reinitialize(self, ids: Tensor, time: int) -> Tensor:
-        """See `Engine.reinitialize`."""
         status = torch.empty(ids.numel(), dtype=torch.int32, device="cpu")
         with self._writing:
             self._with_room(
@@ -425,7 +354,6 @@ class CpuEngine(Engine):
         return status
 
     def remove(self, ids: Tensor) -> int:
-        """See `Engine.remove`."""
         with self._writing:
             return self._native.remove(ids)
 
@@ -438,7 +366,6 @@ class CpuEngine(Engine):
         watch: int | None = None,
         stop: int | None = None,
     ) -> tuple[Chunk, int]:
-        """See `Engine.scan_part`."""
         chunk = self.new_chunk(min(limit, len(self) + 1), rows=rows)  # one more: the scan reaches the end
         n, end = self._native.scan(
             start, *_native_chunk(chunk), -1 if watch is None else watch, _MAX_PLACE if stop is None else stop
@@ -446,60 +373,48 @@ class CpuEngine(Engine):
         return chunk.part(0, n), end
 
     def restore(self, chunk: Chunk) -> None:
-        """See `Engine.restore`."""
         with self._writing:
             threads = torch.get_num_threads()
             self._with_room(chunk.ids, lambda: self._native.restore(*_native_chunk(chunk), threads))
 
     def clear(self) -> None:
-        """See `Engine.clear`."""
         with self._writing:
             self._native.clear()
             self.moves += 1
 
     def reserve(self, n: int) -> None:
-        """See `Engine.reserve`."""
         self._native.reserve(n)
 
     # ---- policies
 
     def open_watch(self) -> int:
-        """See `Engine.open_watch`."""
         return self._native.open_watch()
 
     def close_watch(self, watch: int) -> None:
-        """See `Engine.close_watch`."""
         self._native.close_watch(watch)
 
     def evict(self, ids: Tensor, watch: int) -> Tensor:
-        """See `Engine.evict`."""
         with self._writing:
             return torch.from_numpy(self._native.evict(ids, watch))
 
     def compact(self, limit: int) -> bool:
-        """See `Engine.compact`."""
         return self._native.compact(limit)
 
     def drain_evicted(self) -> Tensor:
-        """See `Engine.drain_evicted`."""
         return torch.from_numpy(self._native.drain_evicted())
 
     def drain_refused(self) -> Tensor:
-        """See `Engine.drain_refused`."""
         return torch.from_numpy(self._native.drain_refused())
 
     def pending(self) -> tuple[Tensor, Tensor]:
-        """See `Engine.pending`."""
         ids, counts = self._native.pending()
         return torch.from_numpy(ids), torch.from_numpy(counts)
 
     def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
-        """See `Engine.restore_pending`."""
         with self._writing:
             self._native.restore_pending(ids, counts)
 
     def counters(self) -> RowCounters:
-        """See `Engine.counters`."""
         return RowCounters(*self._native.counters())
 
     # ---- snapshots
@@ -507,58 +422,47 @@ class CpuEngine(Engine):
     def begin_snapshot(
         self, consumer: int, touched_only: bool, room: int, with_pending: bool
     ) -> SnapshotStart:
-        """See `Engine.begin_snapshot`."""
         rows, live, *found = self._native.begin_snapshot(consumer, touched_only, room, with_pending)
         removed, ids, counts = map(torch.from_numpy, found)
         return SnapshotStart(rows, live, removed, (ids, counts))
 
     def read_snapshot(self, chunk: Chunk) -> int:
-        """See `Engine.read_snapshot`."""
         return self._native.read_snapshot(*_native_chunk(chunk))
 
     def snapshot_pressure(self) -> float:
-        """See `Engine.snapshot_pressure`."""
         return self._native.snapshot_pressure()
 
     def end_snapshot(self, give_back: bool) -> float:
-        """See `Engine.end_snapshot`."""
         return self._native.end_snapshot(give_back)
 
     # ---- touched rows
 
     def track(self, consumer: int) -> None:
-        """See `Engine.track`."""
         self._native.track(consumer)
 
     def untrack(self, consumer: int) -> None:
-        """See `Engine.untrack`."""
         self._native.untrack(consumer)
 
     def drain(self, consumer: int) -> tuple[Tensor, Tensor]:
-        """See `Engine.drain`."""
         updated, removed = self._native.drain(consumer)
         return torch.from_numpy(updated), torch.from_numpy(removed)
 
     def mark(self, consumer: int, ids: Tensor) -> None:
-        """See `Engine.mark`."""
         self._native.mark(consumer, ids)
 
     # ---- state
 
     @property
     def epoch(self) -> int:
-        """See `Engine.epoch`."""
         return self._native.epoch
 
     def __len__(self) -> int:
         return len(self._native)
 
     def shape(self) -> tuple[int, int, int, bool]:
-        """See `Engine.shape`."""
         return self._native.shape()
 
     def memory(self) -> MemoryUse:
-        """See `Engine.memory`."""
         use = MemoryUse(*self._native.memory())
         return (
             use

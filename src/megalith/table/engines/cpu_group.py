@@ -25,11 +25,7 @@ from megalith.table.table_data import FoundRows, Step
 
 
 class CpuEngineGroup(EngineGroup):
-    """See `EngineGroup`.
-
-    Args:
-        engines: Engines by table name, all of them of the cpu engine.
-    """
+    """See `EngineGroup`."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         super().__init__(engines)
@@ -38,7 +34,6 @@ class CpuEngineGroup(EngineGroup):
         self._views = any(engine.view is not None for engine in self._cpu.values())
 
     def find(self, ids: Mapping[str, Tensor]) -> dict[str, FoundRows]:
-        """See `EngineGroup.find`."""
         found: dict[str, FoundRows] = {}
         with span("megalith.ids"):
             self._read(ids, found, dict.fromkeys(ids, ()), ())
@@ -53,7 +48,6 @@ class CpuEngineGroup(EngineGroup):
         *,
         step: int | None = None,
     ) -> None:
-        """See `EngineGroup.read_blocks`."""
         if self._views:
             super().read_blocks(ids, found, counts, out, step=step)
             return
@@ -69,7 +63,7 @@ class CpuEngineGroup(EngineGroup):
         *,
         step: int | None = None,
     ) -> list[Tensor]:
-        """See `EngineGroup.pool`. Tables with a view are read in torch."""
+        # Tables with a view are read in torch.
         with span("megalith.pool"):
             outputs = pooling.new_outputs()
             if not self._views:
@@ -122,7 +116,7 @@ class CpuEngineGroup(EngineGroup):
         steps: Mapping[str, Step],
         occurrences: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """See `EngineGroup.update`. Tables that need Python in their update are written afterwards."""
+        # Tables that need Python in their update are written afterwards.
         occurrences = occurrences or {}
         with span("megalith.optimizer"), ExitStack() as staged:
             calls = []

@@ -36,11 +36,6 @@ class ReferenceEngine(CopyingEngine):
     """Rows in one tensor, found through a dict. See `Engine`.
 
     Weights of 16 bits are rounded in the same way as in other engines, but occupy 32 bits.
-
-    Args:
-        config: The config of the table.
-        seed: As for `Engine`.
-        num_shards: As for `Engine`.
     """
 
     engine = "reference"
@@ -74,7 +69,6 @@ class ReferenceEngine(CopyingEngine):
         self._boundary = 0  # rows from here on are being moved; 0: no compaction in progress
 
     def reseed(self, seed: int) -> None:
-        """See `Engine.reseed`."""
         with self._lock:
             self.seed = seed
             self._key = table_key(seed, self.name)
@@ -82,19 +76,17 @@ class ReferenceEngine(CopyingEngine):
 
     @property
     def epoch(self) -> int:
-        """See `Engine.epoch`."""
         return self._epoch
 
     def __len__(self) -> int:
         return len(self._row_of)
 
     def shape(self) -> tuple[int, int, int, bool]:
-        """See `Engine.shape`."""
         with self._lock:
             return len(self), max(len(self), self._data.shape[0]), self._epoch, False
 
     def memory(self) -> MemoryUse:
-        """See `Engine.memory`; counts 100 bytes for a dict entry."""
+        # Counts 100 bytes for a dict entry.
         places, used = self._data.shape[0], len(self)
         state = 4 * (self.config.row_floats - self.dim)
         side = 32 if self.config.counted else 16
@@ -104,7 +96,6 @@ class ReferenceEngine(CopyingEngine):
         return MemoryUse(used * 100, 4 * used * self.dim, used * state, used * side, counters, slack)
 
     def clear(self) -> None:
-        """See `Engine.clear`."""
         with self._lock:
             self._note_removed(list(self._row_of))
             self._counters["removed"] += len(self)
@@ -115,7 +106,6 @@ class ReferenceEngine(CopyingEngine):
             self.moves += 1
 
     def reserve(self, n: int) -> None:
-        """See `Engine.reserve`."""
         with self._lock:
             self._grow(n)
 
@@ -187,7 +177,6 @@ class ReferenceEngine(CopyingEngine):
     # ---- hot calls
 
     def find(self, ids: Tensor) -> FoundRows:
-        """See `Engine.find`."""
         with self._lock:
             rows = [self._row_of.get(i, -1) for i in ids.tolist()]
             return FoundRows(torch.tensor(rows, dtype=torch.int32, device="cpu"), self._epoch)
@@ -201,7 +190,6 @@ class ReferenceEngine(CopyingEngine):
         return bool(((rows >= 0) & (rows < self._used)).all())
 
     def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
-        """See `Engine.read`."""
         with self._lock:
             rows = self._current(found, ids)
             exists = rows >= 0
@@ -217,7 +205,6 @@ class ReferenceEngine(CopyingEngine):
 
     @torch.no_grad()
     def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:
-        """See `Engine.pool`."""
         pooling.check(self.name, ids.numel(), self.dim)
         pool(self.read(ids, found), pooling.of(self.name), outputs)
 
@@ -231,7 +218,7 @@ class ReferenceEngine(CopyingEngine):
         step: Step,
         occurrences: Tensor | None = None,
     ) -> None:
-        """See `Engine.update`. It finds rows itself."""
+        # It finds rows itself.
         with self.stage_update(ids, found, grads, pooling, step, occurrences) as write:
             write()
 
@@ -245,7 +232,6 @@ class ReferenceEngine(CopyingEngine):
         step: Step,
         occurrences: Tensor | None = None,
     ) -> Iterator[Callable[[], None]]:
-        """See `Engine.stage_update`."""
         flat = grads[0] if pooling is None else None
         call, all_occurrences = ids, occurrences
         occurrences = torch.ones_like(ids) if occurrences is None else occurrences
@@ -286,7 +272,6 @@ class ReferenceEngine(CopyingEngine):
     # ---- rows
 
     def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
-        """See `Engine.assign`."""
         with self._lock:
             found = self._find_or_create(ids)
             for row, values in zip(found.tolist(), rows, strict=True):
@@ -295,7 +280,6 @@ class ReferenceEngine(CopyingEngine):
             self._assigned(ids, found, time)
 
     def reinitialize(self, ids: Tensor, time: int) -> Tensor:
-        """See `Engine.reinitialize`."""
         with self._lock:
             new = [id for id in dict.fromkeys(ids.tolist()) if id not in self._row_of]
             self._make_place(new, ids.tolist())
@@ -310,7 +294,6 @@ class ReferenceEngine(CopyingEngine):
             return torch.tensor(status, dtype=torch.int32, device="cpu")
 
     def remove(self, ids: Tensor) -> int:
-        """See `Engine.remove`."""
         with self._lock:
             gone = [id for id in dict.fromkeys(ids.tolist()) if id in self._row_of]
             self._remove(gone, "removed")
@@ -326,7 +309,6 @@ class ReferenceEngine(CopyingEngine):
         self._counters[counter] += len(ids)
 
     def restore(self, chunk: Chunk) -> None:
-        """See `Engine.restore`."""
         with self._lock:
             found = self._find_or_create(chunk.ids)
             raw = torch.cat(chunk.columns(), dim=1)
@@ -349,7 +331,6 @@ class ReferenceEngine(CopyingEngine):
         watch: int | None = None,
         stop: int | None = None,
     ) -> tuple[Chunk, int]:
-        """See `Engine.scan_part`."""
         with self._lock:
             end = self._used if stop is None else min(stop, self._used)
             live = [r for r in range(start, end) if self._is_live(r)][:limit]
@@ -383,25 +364,21 @@ class ReferenceEngine(CopyingEngine):
     # ---- policies
 
     def admitted(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
-        """See `Engine.admitted`."""
         with self._lock:
             known = torch.tensor([id in self._row_of for id in ids.tolist()], device="cpu").bool()
             return known | self._admission.admits(ids, seen, step)
 
     def open_watch(self) -> int:
-        """See `Engine.open_watch`."""
         with self._lock:
             number = max(self._watches, default=-1) + 1
             self._watches[number] = {}
             return number
 
     def close_watch(self, watch: int) -> None:
-        """See `Engine.close_watch`."""
         with self._lock:
             del self._watches[watch]
 
     def evict(self, ids: Tensor, watch: int) -> Tensor:
-        """See `Engine.evict`."""
         with self._lock:
             unchanged = self._watches[watch]
             gone = [id for id in ids.tolist() if id in self._row_of and unchanged.get(id, False)]
@@ -437,7 +414,6 @@ class ReferenceEngine(CopyingEngine):
         self._evict([int(self._ids_of[row]) for row in rows])
 
     def compact(self, limit: int) -> bool:
-        """See `Engine.compact`."""
         with self._lock:
             if self._snapshot is not None or not (self._boundary or is_sparse(len(self), self._used)):
                 return True
@@ -468,17 +444,14 @@ class ReferenceEngine(CopyingEngine):
         self._row_of[int(self._ids_of[new])] = new
 
     def drain_evicted(self) -> Tensor:
-        """See `Engine.drain_evicted`."""
         with self._lock:
             return self._evicted.take()
 
     def drain_refused(self) -> Tensor:
-        """See `Engine.drain_refused`."""
         with self._lock:
             return self._admission.refused.take()
 
     def pending(self) -> tuple[Tensor, Tensor]:
-        """See `Engine.pending`."""
         with self._lock:
             counts = self._admission.counts
             return torch.tensor(list(counts), dtype=torch.int64, device="cpu"), torch.tensor(
@@ -486,14 +459,12 @@ class ReferenceEngine(CopyingEngine):
             )
 
     def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
-        """See `Engine.restore_pending`."""
         with self._lock:
             for id, count in zip(ids.tolist(), counts.tolist(), strict=True):
                 if id not in self._row_of:
                     self._admission.count(id, count)
 
     def counters(self) -> RowCounters:
-        """See `Engine.counters`."""
         with self._lock:
             state = self._admission
             return RowCounters(
@@ -520,18 +491,15 @@ class ReferenceEngine(CopyingEngine):
         return self._row_of.get(int(self._ids_of[row])) == row
 
     def track(self, consumer: int) -> None:
-        """See `Engine.track`."""
         with self._lock:
             self._touched[consumer] = {}
             self._removed[consumer] = {}
 
     def untrack(self, consumer: int) -> None:
-        """See `Engine.untrack`."""
         with self._lock:
             del self._touched[consumer], self._removed[consumer]
 
     def drain(self, consumer: int) -> tuple[Tensor, Tensor]:
-        """See `Engine.drain`."""
         with self._lock:
             updated = list(self._touched[consumer])
             removed = [id for id in self._removed[consumer] if id not in self._row_of]
@@ -541,7 +509,6 @@ class ReferenceEngine(CopyingEngine):
         )
 
     def mark(self, consumer: int, ids: Tensor) -> None:
-        """See `Engine.mark`."""
         with self._lock:
             for id in ids.tolist():
                 kept = self._touched if id in self._row_of else self._removed

@@ -25,14 +25,7 @@ _STEP_FACTOR = 0xD1B54A32D192ED03
 
 
 class IdLog:
-    """The most recent ids of a kind of event, until the user fetches them.
-
-    Args:
-        most: Number of ids that it keeps.
-
-    Attributes:
-        lost: Number of ids that newer ones replaced.
-    """
+    """The most recent ids of a kind of event, until the user fetches them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -43,11 +36,7 @@ class IdLog:
         return len(self._ids)
 
     def add(self, ids: list[int]) -> None:
-        """Append ids.
-
-        Args:
-            ids: The ids, in order.
-        """
+        """Append ids."""
         self._ids += ids
         excess = max(0, len(self._ids) - self._most)
         del self._ids[:excess]
@@ -60,20 +49,7 @@ class IdLog:
 
 
 class AdmissionState:
-    """Decides which new ids get a row, and counts those that do not.
-
-    Args:
-        policy: The admission policy of the table; None admits every id.
-        key: The key of the table's random numbers.
-        max_ids: Largest number of ids that are counted.
-        max_log: Largest number of ids of the log.
-
-    Attributes:
-        counts: Occurrences of ids without a row, in the order of their first occurrence.
-        dropped: Ids that are no longer counted because there were too many.
-        refused: Log of refused ids.
-        refusals: Number of refusals.
-    """
+    """Decides which new ids get a row, and counts those that do not."""
 
     def __init__(self, policy: Admission | None, key: int, max_ids: int, max_log: int) -> None:
         self._policy = policy
@@ -85,24 +61,13 @@ class AdmissionState:
         self.refusals = 0
 
     def set_key(self, key: int) -> None:
-        """Change the key of the random numbers.
-
-        Args:
-            key: The new key.
-        """
+        """Change the key of the random numbers."""
         self._key = key & _WORD
 
     def admits(self, ids: Tensor, occurrences: Tensor, step: int) -> Tensor:
-        """Decide which ids without a row get one. Changes nothing.
-
-        Args:
-            ids: int64 [n], distinct.
-            occurrences: Number of occurrences of each in this call, int64 [n].
-            step: The global step.
-
-        Returns:
-            Whether each gets a row, bool [n].
-        """
+        """Decide which ids without a row get one. Changes nothing."""
+        # ids: int64 [n], distinct; occurrences: number of occurrences of each in this call, int64 [n];
+        # returns: whether each gets a row, bool [n].
         if isinstance(self._policy, MinCount):
             before = torch.tensor(
                 [self.counts.get(id, 0) for id in ids.tolist()], dtype=torch.int64, device="cpu"
@@ -121,11 +86,7 @@ class AdmissionState:
         return admitted
 
     def refuse(self, seen: list[tuple[int, int]]) -> None:
-        """Record refused ids.
-
-        Args:
-            seen: Pairs of an id and the number of its occurrences in this call.
-        """
+        """Record refused ids."""
         for id, occurrences in seen:
             if isinstance(self._policy, MinCount):
                 self.count(id, occurrences)
@@ -133,12 +94,7 @@ class AdmissionState:
         self.refused.add([id for id, _ in seen])
 
     def count(self, id: int, occurrences: int) -> None:
-        """Add occurrences of an id that has no row.
-
-        Args:
-            id: The id.
-            occurrences: How often it occurred.
-        """
+        """Add occurrences of an id that has no row."""
         if not isinstance(self._policy, MinCount):
             return
         if id not in self.counts and len(self.counts) >= self._max_ids:
@@ -161,18 +117,7 @@ class VictimSearch:
         self._high = self._candidates = 0
 
     def choose(self, need: int, live: list[bool], scores: list[int], kept: set[int], size: int) -> list[int]:
-        """Choose rows to remove.
-
-        Args:
-            need: How many.
-            live: Whether each row number is in use.
-            scores: The score of each row number; rows with low scores go first.
-            kept: Rows that must stay.
-            size: Number of rows in use.
-
-        Returns:
-            Row numbers in the order of their removal.
-        """
+        """Choose rows to remove."""
         self._live, self._scores, self._high = live, scores, len(live)
         self._taken, self._candidates = set(kept), max(size - len(kept), 1)
         victims: list[int] = []
@@ -226,13 +171,5 @@ class VictimSearch:
 
 
 def is_sparse(used: int, places: int) -> bool:
-    """Return whether a table has so many free places that moving its rows is worth the time.
-
-    Args:
-        used: Number of rows in use.
-        places: Number of places of rows.
-
-    Returns:
-        Whether fewer than half of the places are in use, and the table is not small.
-    """
+    """Return whether a table has so many free places that moving its rows is worth the time."""
     return places > MIN_COMPACT and 2 * used < places

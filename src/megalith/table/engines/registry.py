@@ -22,18 +22,7 @@ GROUPS = {
 
 
 def engine_class(engine: str) -> type[Engine]:
-    """Return the class of an engine and import its module.
-
-    Args:
-        engine: Name of the engine, a key of `ENGINES`.
-
-    Returns:
-        The subclass of `Engine`.
-
-    Raises:
-        InputError: No engine has this name.
-        NativeMissingError: The engine needs the native module, which is not built.
-    """
+    """Return the class of an engine and import its module."""
     if not isinstance(engine, str) or engine not in ENGINES:
         raise InputError(f"unknown engine {engine!r}; known engines: {', '.join(ENGINES)}")
     module, name = ENGINES[engine]  # imported on use: the cpu engine needs the native module
@@ -42,14 +31,7 @@ def engine_class(engine: str) -> type[Engine]:
 
 
 def engine_group(engines: Mapping[str, Engine]) -> EngineGroup:
-    """Join the engines of one LocalShards.
-
-    Args:
-        engines: Engines by table name, all of one kind.
-
-    Returns:
-        The group that calls them together.
-    """
+    """Join the engines of one LocalShards."""
     kinds = {engine.engine for engine in engines.values()}
     if len(kinds) != 1 or not kinds <= GROUPS.keys():
         return EngineGroup(engines)

@@ -23,19 +23,7 @@ if TYPE_CHECKING:
 def check_room(
     engine: Engine, ids: Tensor, pooling: Pooling | None, step: Step, occurrences: Tensor | None
 ) -> None:
-    """Raise if the rows of an update cannot fit. An update of several tables asks all of them first.
-
-    Args:
-        engine: The table.
-        ids: As for `Engine.update`.
-        pooling: As for `Engine.update`.
-        step: As for `Engine.update`.
-        occurrences: As for `Engine.update`.
-
-    Raises:
-        TableFullError: The rows of the ids exceed the limit, or the table is full and its capacity has no
-            score.
-    """
+    """Raise if the rows of an update cannot fit. An update of several tables asks all of them first."""
     capacity, limit = engine.config.capacity, engine.row_limit
     if capacity is None or limit is None or len(engine) + ids.numel() <= limit:
         return
@@ -53,17 +41,8 @@ def check_room(
 
 
 def make_room(engine: Engine, ids: Tensor, new: int) -> None:
-    """Remove rows with low results of a score function.
-
-    Args:
-        engine: The table; its `Capacity` has a score function.
-        ids: int64 [n], the ids of the write that needs room. Their rows stay.
-        new: Number of rows that the write creates.
-
-    Raises:
-        TableFullError: The limit is lower than the number of rows of the write.
-        InputError: The score function returned something else than finite numbers, one per row.
-    """
+    """Remove rows with low results of a score function."""
+    # ids: int64 [n], the ids of the write that needs room.
     limit = engine.row_limit
     assert limit is not None
     assert engine.score_search is not None

@@ -47,13 +47,7 @@ _SCORED_ROWS = 1 << 16  # rows of a call of the score function
 
 
 class ScoreSearch:
-    """The search of one table. The lock of the table's writers must be held.
-
-    Args:
-        engine: The table.
-        score: The score function of its `Capacity`.
-        limit: Largest number of rows of the table.
-    """
+    """The search of one table. The lock of the table's writers must be held."""
 
     def __init__(self, engine: Engine, score: Score, limit: int) -> None:
         self._engine = engine
@@ -69,15 +63,8 @@ class ScoreSearch:
         return sum(each.bytes for each in (self._ready, self._passing) if each is not None)
 
     def make_room(self, need: int, kept: Tensor) -> None:
-        """Remove rows with low scores; a few more than needed, so that not every write has to.
-
-        Args:
-            need: Smallest number of rows to remove, if the table has so many others.
-            kept: int64 [n], sorted: ids whose rows stay.
-
-        Raises:
-            InputError: The score function returned something else than finite numbers, one per row.
-        """
+        """Remove rows with low scores; a few more than needed, so that not every write has to."""
+        # kept: int64 [n], sorted: ids whose rows stay.
         if self._moves != self._engine.moves:
             self.restart()
         few = self._limit // (PARTS * VISITED)
@@ -139,15 +126,6 @@ class _Pass:
 
     Candidates are in groups by score, so that neither adding nor taking some of them costs time for all. The
     bounds of the groups come from the first rows that the pass visits, which are a sample of the table.
-
-    Args:
-        engine: The table.
-        limit: Largest number of rows of the table.
-        wanted: Number of candidates that a call needs.
-
-    Attributes:
-        watch: The watch of the rows that were visited.
-        complete: Whether all rows were visited.
     """
 
     def __init__(self, engine: Engine, limit: int, wanted: int) -> None:
@@ -175,16 +153,8 @@ class _Pass:
         return 16 * self._count + self._blocks * self._block // 8
 
     def visit(self, score: Score, rows: int, kept: Tensor) -> None:
-        """Visit the next blocks.
-
-        Args:
-            score: The score function.
-            rows: Number of rows to visit; one block more at most.
-            kept: int64 [n], sorted: ids that do not become candidates, since their rows are about to change.
-
-        Raises:
-            InputError: The score function returned something else than finite numbers, one per row.
-        """
+        """Visit the next blocks."""
+        # kept: int64 [n], sorted: ids that do not become candidates, since their rows are about to change.
         while rows > 0 and not self.complete:
             chunks, count = [], 0
             while count < min(rows, _SCORED_ROWS) and not self.complete:
@@ -199,14 +169,7 @@ class _Pass:
                 self.keep(self._most)
 
     def take(self, n: int) -> Tensor:
-        """Remove the candidates with the lowest scores; among equals those that were visited first.
-
-        Args:
-            n: How many; all if there are fewer.
-
-        Returns:
-            Their ids, int64.
-        """
+        """Remove the candidates with the lowest scores; among equals those that were visited first."""
         taken = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for group in self._groups:
             if n > 0 and len(group):
@@ -216,11 +179,7 @@ class _Pass:
         return torch.cat(taken)
 
     def keep(self, n: int) -> None:
-        """Limit the number of candidates: those with the lowest scores stay.
-
-        Args:
-            n: How many; also of the rest of the pass.
-        """
+        """Limit the number of candidates: those with the lowest scores stay."""
         self._most = n
         while self._count > n:
             last = self._groups[-1]
@@ -280,24 +239,18 @@ class _Candidates:
         return self._count
 
     def add(self, ids: Tensor, scores: Tensor) -> None:
-        """Add rows.
-
-        Args:
-            ids: int64 [n].
-            scores: float64 [n].
-        """
+        """Add rows."""
+        # ids: int64 [n]; scores: float64 [n].
         self._ids.append(ids)
         self._scores.append(scores)
         self._count += ids.numel()
 
     def take(self, n: int) -> Tensor:
-        """See `_Pass.take`."""
         ids, scores, low = self._lowest(n)
         self._set(ids[~low], scores[~low])
         return ids[low]
 
     def keep(self, n: int) -> None:
-        """See `_Pass.keep`."""
         ids, scores, low = self._lowest(n)
         self._set(ids[low], scores[low])
 
@@ -318,7 +271,8 @@ class _Candidates:
 
 def _group_bounds(sample: Tensor, share: float) -> Tensor:
     """Return the largest score of each group. Groups are about as large as the number of rows that go at
-    once, and all together have a share of the rows."""
+    once, and all together have a share of the rows.
+    """
     if sample.numel() < _SAMPLE or share >= 1:
         return torch.tensor([math.inf], dtype=torch.float64, device="cpu")
     size = _SAMPLE // (PARTS * VISITED)
@@ -329,7 +283,8 @@ def _group_bounds(sample: Tensor, share: float) -> Tensor:
 
 def _spreading_stride(n: int) -> int:
     """Return a number without a common divisor with n, near its golden section: multiples modulo n then are
-    spread evenly, however many there are."""
+    spread evenly, however many there are.
+    """
     stride = max(1, round(n * 0.6180339887498949))
     while math.gcd(stride, n) > 1:
         stride += 1

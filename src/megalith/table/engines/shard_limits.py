@@ -38,32 +38,15 @@ COUNTED_BYTES = 76
 
 
 class ShardLimits(NamedTuple):
-    """The limits of one shard.
+    """The limits of one shard."""
 
-    Attributes:
-        rows: Number of rows; None without a `Capacity`.
-        log_ids: Number of ids of each log.
-        counted_ids: Number of ids that `MinCount` counts; 0 without it.
-    """
-
-    rows: int | None
-    log_ids: int
-    counted_ids: int
+    rows: int | None  # Number of rows; None without a `Capacity`
+    log_ids: int  # Number of ids of each log
+    counted_ids: int  # Number of ids that `MinCount` counts; 0 without it
 
 
 def shard_limits(config: TableConfig, num_shards: int) -> ShardLimits:
-    """Compute the limits of one shard.
-
-    Args:
-        config: The config of the table.
-        num_shards: Number of shards of the table.
-
-    Returns:
-        The limits; all but a missing one are at least 1.
-
-    Raises:
-        InputError: `Capacity(max_bytes)` has no room for a row.
-    """
+    """Compute the limits of one shard."""
     capacity = config.capacity
     counted_ids = config.admission.max_ids if isinstance(config.admission, MinCount) else 0
     if capacity is None or capacity.max_bytes is None:

@@ -27,19 +27,9 @@ from megalith.table.table_data import Chunk, Step
 def update_in_torch(
     optimizer: Optimizer, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int
 ) -> None:
-    """Call an optimizer's `update` and check that it works in place.
-
-    Args:
-        optimizer: The optimizer.
-        rows: float32 [n, dim], changed in place.
-        grads: float32 [n, dim].
-        state: float32 [n, size] by name, changed in place.
-        lr: The learning rate.
-        step: The global step, from 0.
-
-    Raises:
-        UsageError: `update` returned something, or changed neither rows nor state.
-    """
+    """Call an optimizer's `update` and check that it works in place."""
+    # rows: float32 [n, dim], changed in place; grads: float32 [n, dim]; state: float32 [n, size] by name,
+    # changed in place.
     tensors = (rows, *state.values())
     before = [tensor._version for tensor in tensors]
     result: object = optimizer.update(rows, grads, state, lr, step)
@@ -58,20 +48,10 @@ def sum_per_id(
     dim: int,
     occurrences: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the gradients of each distinct id in input order.
-
-    Args:
-        ids: int64 [n].
-        grads: One tensor [n, dim], or with `pooling` one gradient per output.
-        pooling: The pooling whose outputs the gradients belong to.
-        table: Name of the table, its key in the pooling.
-        dim: Number of weights of a row.
-        occurrences: Number of occurrences that each id stands for, int64 [n]. None: one each.
-
-    Returns:
-        The distinct ids that the gradients reach, int64 [u], their sums, float32 [u, dim], and their numbers
-        of occurrences, int64 [u].
-    """
+    """Sum the gradients of each distinct id in input order."""
+    # ids: int64 [n]; occurrences: number of occurrences that each id stands for, int64 [n]; returns: the
+    # distinct ids that the gradients reach, int64 [u], their sums, float32 [u, dim], and their numbers of
+    # occurrences, int64 [u].
     flat = grads[0]
     occurrences = torch.ones_like(ids) if occurrences is None else occurrences
     if pooling is not None:
@@ -100,17 +80,9 @@ def _contain_all(bags: Sequence[Bags], n: int) -> bool:
 def distinct_ids(
     ids: Tensor, pooling: Pooling | None, table: str, occurrences: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Find the distinct ids that the gradients of an update reach.
-
-    Args:
-        ids: int64 [n].
-        pooling: The pooling whose outputs the gradients belong to.
-        table: Name of the table, its key in the pooling.
-        occurrences: Number of occurrences that each id stands for, int64 [n]. None: one each.
-
-    Returns:
-        The ids, int64 [u], and their numbers of occurrences, int64 [u].
-    """
+    """Find the distinct ids that the gradients of an update reach."""
+    # ids: int64 [n]; occurrences: number of occurrences that each id stands for, int64 [n]; returns: the ids,
+    # int64 [u], and their numbers of occurrences, int64 [u].
     occurrences = torch.ones_like(ids) if occurrences is None else occurrences
     if pooling is not None:
         ranges = [(int(bags.offsets[0]), int(bags.offsets[-1])) for bags in pooling.of(table)]
@@ -121,16 +93,8 @@ def distinct_ids(
 
 
 def ids_without_bag(ids: Tensor, pooling: Pooling | None, table: str) -> Tensor:
-    """Find the occurrences that the gradients of an update do not reach.
-
-    Args:
-        ids: int64 [n].
-        pooling: The pooling whose outputs the gradients belong to.
-        table: Name of the table, its key in the pooling.
-
-    Returns:
-        Their ids, int64 [k]; none without a pooling.
-    """
+    """Find the occurrences that the gradients of an update do not reach."""
+    # ids: int64 [n]; returns: their ids, int64 [k].
     outside = torch.full(ids.shape, pooling is not None, device="cpu")
     for bags in () if pooling is None else pooling.of(table):
         outside[int(bags.offsets[0]) : int(bags.offsets[-1])] = False
@@ -138,15 +102,8 @@ def ids_without_bag(ids: Tensor, pooling: Pooling | None, table: str) -> Tensor:
 
 
 def clip_rows(grads: Tensor, clip_norm: float) -> Tensor:
-    """Shorten rows to a largest L2 norm.
-
-    Args:
-        grads: float32 [n, dim].
-        clip_norm: The norm; 0 for no limit.
-
-    Returns:
-        float32 [n, dim].
-    """
+    """Shorten rows to a largest L2 norm."""
+    # grads: float32 [n, dim]; returns: float32 [n, dim].
     if not clip_norm:
         return grads
     norms = sum_of_squares(grads).sqrt()[:, None]
@@ -162,16 +119,8 @@ def update_chunk(
     view: ServingView | None = None,
     update: Callable[[Optimizer, Tensor, Tensor, Mapping[str, Tensor], float, int], None] = update_in_torch,
 ) -> None:
-    """Make one optimizer step on complete rows, in place.
-
-    Args:
-        config: The config of the table.
-        sums: float32 [n, dim], one summed gradient per row.
-        chunk: The rows.
-        step: Learning rates, scale, clip_norm and step.
-        view: What the gradients are of, instead of the rows.
-        update: Makes the step of one segment.
-    """
+    """Make one optimizer step on complete rows, in place."""
+    # sums: float32 [n, dim], one summed gradient per row.
     sums = sums * step.scale
     if view is not None:
         sums = view.gradient(sums, chunk.rows, step.step)

@@ -45,15 +45,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 def native_rule(optimizer: Optimizer) -> tuple[str, str, tuple[float, ...]] | None:
-    """Return how the native module knows an optimizer.
-
-    Args:
-        optimizer: Any optimizer.
-
-    Returns:
-        Its name, the name of the optimizer that it wraps (or empty) and its settings; None for an optimizer
-        that only has a torch step, such as a user's, also one derived from an optimizer of the library.
-    """
+    """Return how the native module knows an optimizer."""
     if OPTIMIZERS.get(optimizer.name) is not type(optimizer):
         return None
     if not isinstance(optimizer, DelayCompensated):

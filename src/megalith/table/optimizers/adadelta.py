@@ -43,11 +43,10 @@ class Adadelta(Optimizer):
         return (self.rho, 1 - self.rho, self.eps, self.weight_decay)
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: the averages of squared gradients and squared steps."""
+        # The averages of squared gradients and squared steps.
         return (State("square_avg", dim), State("acc_delta", dim))
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         grads = grads + self.weight_decay * rows
         a, u = state["square_avg"], state["acc_delta"]
         a.copy_(self.rho * a + (1 - self.rho) * (grads * grads))

@@ -48,11 +48,10 @@ class Adagrad(AdagradSettings):
     name: ClassVar[str] = "adagrad"
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: the sum of squared gradients."""
+        # The sum of squared gradients.
         return (State("sum", dim, self.initial_accumulator_value),)
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         grads = grads + self.weight_decay * rows
         state["sum"].copy_(state["sum"] + grads * grads)
         rows.copy_(rows - lr * grads / (state["sum"].sqrt() + self.eps))

@@ -44,7 +44,7 @@ class AdamSettings(Optimizer):
         return self.bias_correction == "row"
 
     def correction(self, step: int) -> float:
-        """See `Optimizer.correction`: sqrt(1 - beta2^t) / (1 - beta1^t), t = step + 1."""
+        # Sqrt(1 - beta2^t) / (1 - beta1^t), t = step + 1.
         if self.counts_rows:
             return 1.0
         beta1, beta2 = self.betas
@@ -56,7 +56,7 @@ class AdamSettings(Optimizer):
         return (*self.betas, *self._complements, self.eps, self.weight_decay, float(self.counts_rows))
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: both moments, and by row the update count."""
+        # Both moments, and by row the update count.
         count = (State("count", 1),) if self.counts_rows else ()
         return (State("m", dim), State("v", dim), *count)
 
@@ -112,17 +112,15 @@ class Adam(AdamSettings):
 
     @property
     def hyper(self) -> tuple[float, ...]:
-        """See `AdamSettings.hyper`."""
         *rest, options = super().hyper
         return (*rest, options + 2 * bool(self.nesterov) + 4 * self.decoupled)
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: both moments, for AMSGrad the largest v, and by row the update count."""
+        # Both moments, for AMSGrad the largest v, and by row the update count.
         m, v, *count = super().states(dim)
         return (m, v, State("v_max", dim), *count) if self.keeps_maximum else (m, v, *count)
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         if not self.decoupled:
             grads = grads + self.weight_decay * rows
         rate = lr * self._average(grads, state, step)

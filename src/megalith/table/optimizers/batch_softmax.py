@@ -33,17 +33,12 @@ class BatchSoftmax(Optimizer):
     name: ClassVar[str] = "batch_softmax"
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: the step of the last occurrence, high * 2^24 + low.
-
-        Raises:
-            InputError: The dim is not 1.
-        """
+        # The step of the last occurrence, high * 2^24 + low.
         if dim != 1:
             raise InputError(f"BatchSoftmax: the segment must have dim 1, got {dim}")
         return (State("step_high", 1), State("step_low", 1))
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         t = step + 1
         before = state["step_high"].long() * _PART + state["step_low"].long()
         rows.copy_((1 - lr) * rows + lr * (t - before).float())

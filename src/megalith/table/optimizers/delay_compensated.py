@@ -38,11 +38,11 @@ class DelayCompensated(Optimizer):
         self._check("strength")
 
     def rate(self, step: int) -> float:
-        """See `Optimizer.rate`: that of the base."""
+        # That of the base.
         return self.base.rate(step)
 
     def correction(self, step: int) -> float:
-        """See `Optimizer.correction`: that of the base."""
+        # That of the base.
         return self.base.correction(step)
 
     @property
@@ -51,11 +51,10 @@ class DelayCompensated(Optimizer):
         return (self.strength, *self.base.hyper)
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: the last change of the weights, then the state of the base."""
+        # The last change of the weights, then the state of the base.
         return (State("change", dim), *self.base.states(dim))
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         change = state["change"]
         grads = grads + self.strength * (grads * grads) * change
         before = rows.clone()

@@ -44,11 +44,10 @@ class DynamicWdAdagrad(AdagradSettings):
         return (self.eps, coupled, apart)
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: the sum of squared gradients."""
+        # The sum of squared gradients.
         return (State("sum", dim, self.initial_accumulator_value),)
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         eps, coupled, apart = self.hyper
         grads = grads + coupled * rows
         n = state["sum"]

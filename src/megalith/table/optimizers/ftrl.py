@@ -42,7 +42,7 @@ class FTRL(Optimizer):
         self._check("initial_accumulator_value", "beta", "l1", "l2")
 
     def rate(self, step: int) -> float:
-        """See `Optimizer.rate`; 0 is an error."""
+        # 0 is an error.
         return check_positive_rate(type(self).__name__, super().rate(step), step)
 
     @property
@@ -51,11 +51,10 @@ class FTRL(Optimizer):
         return (self.beta, self.l1, self.l2)
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: the sum of squared gradients and z."""
+        # The sum of squared gradients and z.
         return (State("sum", dim, self.initial_accumulator_value), State("z", dim))
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         before = state["sum"].clone()
         n = before + grads * grads
         sigma = (n.sqrt() - before.sqrt()) / lr

@@ -42,7 +42,7 @@ class GroupAdagrad(Optimizer):
         self._check("initial_accumulator_value", "beta", "l2", "weight_decay")
 
     def rate(self, step: int) -> float:
-        """See `Optimizer.rate`; 0 is an error."""
+        # 0 is an error.
         return check_positive_rate("GroupAdagrad", super().rate(step), step)
 
     @property
@@ -51,11 +51,10 @@ class GroupAdagrad(Optimizer):
         return (self.beta, self.l2, self.weight_decay)
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: the sum of the largest squared gradients."""
+        # The sum of the largest squared gradients.
         return (State("sum", 1, self.initial_accumulator_value),)
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         grads = grads + self.weight_decay * rows
         s = state["sum"]
         s.copy_(s + (grads * grads).amax(1, keepdim=True))

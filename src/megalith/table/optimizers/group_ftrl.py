@@ -34,7 +34,6 @@ class GroupFTRL(FTRL):
     name: ClassVar[str] = "group_ftrl"
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         n, z = state["sum"], state["z"]
         before = n.clone()
         n.copy_(n + grads * grads)

@@ -31,7 +31,6 @@ class LAMB(AdamSettings):
     name: ClassVar[str] = "lamb"
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         correction = self._average(grads, state, step)
         direction = correction * state["m"] / (state["v"].sqrt() + self.eps) + self.weight_decay * rows
         length, along = (sum_of_squares(x).sqrt()[:, None] for x in (rows, direction))

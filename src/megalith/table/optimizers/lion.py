@@ -45,11 +45,10 @@ class Lion(Optimizer):
         return (beta1, 1 - beta1, beta2, 1 - beta2, self.weight_decay)
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: the averaged gradient."""
+        # The averaged gradient.
         return (State("m", dim),)
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         beta1, beta2 = self.betas
         m = state["m"]
         sign = (beta1 * m + (1 - beta1) * grads).sign()

@@ -46,11 +46,10 @@ class Momentum(Optimizer):
         return (self.momentum, self.weight_decay, float(self.nesterov))
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: the velocity."""
+        # The velocity.
         return (State("velocity", dim),)
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         before = state["velocity"].clone()
         velocity = self.momentum * before - lr * (grads + self.weight_decay * rows)
         state["velocity"].copy_(velocity)

@@ -37,5 +37,4 @@ class MovingAverage(Optimizer):
         return (self.momentum, 1 - self.momentum)
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         rows.copy_(self.momentum * rows + (1 - self.momentum) * grads)

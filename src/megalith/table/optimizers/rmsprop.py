@@ -48,11 +48,10 @@ class RMSProp(Optimizer):
         return (self.alpha, self.new_square, self.eps, self.weight_decay)
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: the average of squared gradients."""
+        # The average of squared gradients.
         return (State("square_avg", dim),)
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         grads = grads + self.weight_decay * rows
         n = state["square_avg"]
         n.copy_(self.alpha * n + self.new_square * (grads * grads))

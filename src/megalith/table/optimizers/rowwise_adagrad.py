@@ -31,11 +31,10 @@ class RowWiseAdagrad(AdagradSettings):
     name: ClassVar[str] = "rowwise_adagrad"
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: the sum of mean squared gradients."""
+        # The sum of mean squared gradients.
         return (State("sum", 1, self.initial_accumulator_value),)
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         grads = grads + self.weight_decay * rows
         mean = sum_of_squares(grads) / float(grads.shape[1])
         state["sum"].copy_(state["sum"] + mean[:, None])
@@ -43,16 +42,10 @@ class RowWiseAdagrad(AdagradSettings):
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Sum the squares of each row.
-
-    The order of additions is the same in every engine: eight lanes, then a tree over the lanes.
-
-    Args:
-        x: float32 [n, dim].
-
-    Returns:
-        float32 [n].
-    """
+    """Sum the squares of each row."""
+    # The order of additions is the same in every engine: eight lanes, then a tree over the lanes.
+    #
+    # x: float32 [n, dim]; returns: float32 [n].
     columns = -(-x.shape[1] // 8) * 8
     padded = torch.nn.functional.pad(x, (0, columns - x.shape[1]))
     lanes = torch.zeros(x.shape[0], 8, dtype=x.dtype, device=x.device)

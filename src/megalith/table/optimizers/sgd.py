@@ -24,9 +24,8 @@ class SGD(Optimizer):
     name: ClassVar[str] = "sgd"
 
     def states(self, dim: int) -> tuple[State, ...]:
-        """See `Optimizer.states`: there is none."""
+        # There is none.
         return ()
 
     def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """See `Optimizer.update`."""
         rows.copy_(rows - lr * grads)

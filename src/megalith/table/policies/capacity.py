@@ -68,5 +68,5 @@ class Capacity(Eviction):
             )
 
     def expired(self, chunk: Chunk, now: int) -> Tensor:
-        """See `Eviction.expired`: nothing, since a table never exceeds its capacity."""
+        # Nothing, since a table never exceeds its capacity.
         return torch.zeros(chunk.ids.shape[0], dtype=torch.bool, device="cpu")

@@ -35,6 +35,5 @@ class MinNorm(Eviction):
         object.__setattr__(self, "norm", check_real("MinNorm: norm", self.norm, above=0, most=FLOAT32_MAX))
 
     def expired(self, chunk: Chunk, now: int) -> Tensor:
-        """See `Eviction.expired`."""
         small: Tensor = torch.linalg.vector_norm(chunk.rows, dim=1, dtype=torch.float64) < self.norm
         return small

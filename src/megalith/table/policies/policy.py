@@ -30,15 +30,7 @@ class Admission:
 
 
 def describe_policy(policy: Admission | Eviction) -> dict[str, Any]:
-    """Describe a policy as JSON data, for manifests and messages.
-
-    Args:
-        policy: The policy.
-
-    Returns:
-        Its name, and its settings by name. A function is described by its name; a policy that is not a
-        dataclass has no settings.
-    """
+    """Describe a policy as JSON data, for manifests and messages."""
     names: list[str] = [field.name for field in fields(policy)] if is_dataclass(policy) else []
     return {"name": policy.name, "settings": {name: _plain(getattr(policy, name)) for name in names}}
 
@@ -74,39 +66,14 @@ class Eviction(ABC):
 
 
 def check_integer(where: str, value: Any, low: int) -> int:
-    """Check an integer setting of a policy.
-
-    Args:
-        where: The policy and the setting, for the error message.
-        value: The value.
-        low: Smallest allowed value.
-
-    Returns:
-        The value.
-
-    Raises:
-        InputError: The value is not an integer, or it is too small.
-    """
+    """Check an integer setting of a policy."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise InputError(f"{where} must be an integer >= {low}, got {value!r}")
     return value
 
 
 def check_real(where: str, value: Any, *, above: float, most: float) -> float:
-    """Check a real setting of a policy.
-
-    Args:
-        where: The policy and the setting, for the error message.
-        value: The value.
-        above: The value must be greater.
-        most: Largest allowed value.
-
-    Returns:
-        The value as a float.
-
-    Raises:
-        InputError: The value is not a number, or it is out of range.
-    """
+    """Check a real setting of a policy."""
     if isinstance(value, bool) or not isinstance(value, Real) or not above < float(value) <= most:
         raise InputError(f"{where} must be a number above {above:g} and at most {most:g}, got {value!r}")
     return float(value)

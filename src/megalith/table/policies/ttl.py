@@ -47,7 +47,6 @@ class TTL(Eviction):
         object.__setattr__(self, "per_slot", MappingProxyType(ages))
 
     def expired(self, chunk: Chunk, now: int) -> Tensor:
-        """See `Eviction.expired`."""
         age = (now - chunk.time).to(torch.float64)
         if not self.per_slot:
             return age >= self.seconds

@@ -44,19 +44,7 @@ class ChannelLostError(ConnectionError):
 
 
 class ChannelReply:
-    """The answer to a request.
-
-    Args:
-        channel: The channel of the request.
-        held: Memory that the server uses until it has answered.
-        out: uint8, where the payload goes; None: the answer has none.
-
-    Attributes:
-        held: See above; empty once it is done.
-        done: Whether it has arrived, or never will.
-        lost: Whether it never will.
-        result: A Failure, or None.
-    """
+    """The answer to a request."""
 
     def __init__(self, channel: ServerChannel, held: list[Array], out: Array | None) -> None:
         self.channel = channel
@@ -66,31 +54,13 @@ class ChannelReply:
         self.result: Failure | None = None
 
     def end(self, result: Failure | None = None, *, lost: bool = False) -> None:
-        """Note the answer.
-
-        Args:
-            result: See the class.
-            lost: See the class.
-        """
+        """Note the answer."""
         self.result, self.lost, self.done = result, lost, True
         self.held, self.out = [], None
 
 
 class ServerChannel:
-    """See the module. Thread-safe.
-
-    Args:
-        address: Where the server listens.
-        pool: Memory that is shared with servers of this node.
-        timeout: Seconds that sending may take.
-
-    Attributes:
-        shared: Whether arrays travel through shared memory.
-        lost: Whether the connection has ended.
-
-    Raises:
-        ChannelLostError: No server with this secret listens there.
-    """
+    """See the module. Thread-safe."""
 
     def __init__(self, address: ChannelAddress, pool: SegmentPool, timeout: float) -> None:
         self._pool = pool
@@ -113,31 +83,14 @@ class ServerChannel:
     # ---- requests
 
     def read(self, text: dict[str, Any], ids: Array, out: Tensor) -> ChannelReply:
-        """Request rows.
-
-        Args:
-            text: See `channel_messages.py`; id, arrays and rows are added.
-            ids: int64.
-            out: uint8, where the rows go.
-
-        Returns:
-            The reply.
-        """
+        """Request rows."""
         target = array_of(out)
         place = self._find(target)
         text = {"call": "read", **text, "rows": None if place is None else [*place, target.size]}
         return self._request(text, {"ids": ids}, target, inline=place is None)
 
     def push(self, text: dict[str, Any], arrays: Mapping[str, Array]) -> ChannelReply:
-        """Send gradients.
-
-        Args:
-            text: See `channel_messages.py`; id and arrays are added.
-            arrays: The arrays of a push.
-
-        Returns:
-            The reply.
-        """
+        """Send gradients."""
         return self._request({"call": "push", **text}, arrays)
 
     def _request(
@@ -231,15 +184,7 @@ class ServerChannel:
     # ---- answers
 
     def wait(self, reply: ChannelReply, timeout: float | None) -> bool:
-        """Wait for an answer.
-
-        Args:
-            reply: The reply.
-            timeout: Seconds; None: any time.
-
-        Returns:
-            Whether it has arrived or is lost.
-        """
+        """Wait for an answer."""
         deadline = None if timeout is None else clock.monotonic() + timeout
         while True:
             mine = arrived = False
@@ -263,14 +208,7 @@ class ServerChannel:
                 return reply.done
 
     def poll(self, reply: ChannelReply) -> bool:
-        """Return whether an answer has arrived or is lost, without waiting.
-
-        Args:
-            reply: The reply.
-
-        Returns:
-            Whether it has.
-        """
+        """Return whether an answer has arrived or is lost, without waiting."""
         return reply.done or self.wait(reply, 0.0)
 
     def _receive(self, timeout: float | None) -> bool:
@@ -333,22 +271,8 @@ class ServerChannel:
 def open_channel(
     ask: Callable[[str], ChannelAddress], node: str, pool: SegmentPool, timeout: float
 ) -> ServerChannel:
-    """Connect to a server; over TCP if its Unix socket is not one of this host.
-
-    Ray's node of a process that is connected through `ray://` is not its own.
-
-    Args:
-        ask: Asks the server where a worker of a node connects to.
-        node: The node of this process.
-        pool: See `ServerChannel`.
-        timeout: See `ServerChannel`.
-
-    Returns:
-        The channel.
-
-    Raises:
-        ChannelLostError: It cannot be reached, or has just been started again.
-    """
+    """Connect to a server; over TCP if its Unix socket is not one of this host."""
+    # Ray's node of a process that is connected through `ray://` is not its own.
     address = ask(node)
     try:
         return ServerChannel(address, pool, timeout)

@@ -40,41 +40,25 @@ _FRAME = b"MCH1"
 
 
 class WireFrame(NamedTuple):
-    """A message.
+    """A message."""
 
-    Attributes:
-        text: The JSON object.
-        payload: uint8, the bytes after it; empty: none.
-    """
-
-    text: dict[str, Any]
-    payload: Array
+    text: dict[str, Any]  # The JSON object
+    payload: Array  # uint8, the bytes after it; empty: none
 
 
 _NOTHING: Array = np.empty(0, np.uint8)
 Place = Callable[[dict[str, Any], int], Array]
-"""Returns the memory for a payload, uint8 of the given size, from the text before it."""
+"""Return the memory for a payload, uint8 of the given size, from the text before it."""
 
 
 def new_payload(text: dict[str, Any], size: int) -> Array:
-    """Return new memory for a payload.
-
-    Args:
-        text: The text of the frame.
-        size: Bytes.
-
-    Returns:
-        uint8 [size], uninitialized.
-    """
+    """Return new memory for a payload."""
+    # returns: uint8 [size], uninitialized.
     return np.empty(size, np.uint8)
 
 
 class FrameReader:
-    """Assembles frames from bytes as they arrive: fill `wanted()`, then call `advance`.
-
-    Args:
-        place: Returns the memory for a payload.
-    """
+    """Assembles frames from bytes as they arrive: fill `wanted()`, then call `advance`."""
 
     def __init__(self, place: Place = new_payload) -> None:
         self._place = place
@@ -93,17 +77,7 @@ class FrameReader:
         return self._view[self._at :]
 
     def advance(self, count: int) -> WireFrame | None:
-        """Note that bytes have arrived.
-
-        Args:
-            count: How many bytes of `wanted` were filled.
-
-        Returns:
-            The frame that they complete, if they do.
-
-        Raises:
-            InputError: The bytes are not a frame. The reader cannot be used any more.
-        """
+        """Note that bytes have arrived."""
         self._at += count
         if self._at < len(self._view):
             return None
@@ -141,18 +115,7 @@ class FrameReader:
 
 
 def frame_bytes(text: dict[str, Any], payload: list[Array]) -> list[memoryview]:
-    """Return a frame as pieces of bytes.
-
-    Args:
-        text: The JSON object.
-        payload: uint8 arrays, concatenated in the frame.
-
-    Returns:
-        The pieces; those of the payload are the memory of the arrays.
-
-    Raises:
-        InputError: It is too large, or a number of the text is not finite.
-    """
+    """Return a frame as pieces of bytes."""
     try:
         encoded = json.dumps(text, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:
@@ -168,15 +131,5 @@ def frame_bytes(text: dict[str, Any], payload: list[Array]) -> list[memoryview]:
 
 
 def proof(secret: bytes, side: bytes, first: bytes, second: bytes) -> bytes:
-    """Return the proof that a side knows the secret.
-
-    Args:
-        secret: The secret of the server.
-        side: b"worker" or b"server".
-        first: The random value of the worker.
-        second: The random value of the server.
-
-    Returns:
-        PROOF_SIZE bytes.
-    """
+    """Return the proof that a side knows the secret."""
     return hmac.digest(secret, side + first + second, "sha256")

@@ -39,51 +39,31 @@ _PUSH_FIELDS = {"counts", "step", "time", "scale", "clip_norm", "rates"}
 
 @dataclass(frozen=True)
 class TableRequest:
-    """What a lookup and a push have in common.
+    """What a lookup and a push have in common."""
 
-    Attributes:
-        id: See the module.
-        name: The name of the tables.
-        worker: The number of the worker.
-        session: See `TableSpace.join`.
-    """
-
-    id: int
-    name: str
-    worker: int
-    session: str
+    id: int  # See the module
+    name: str  # The name of the tables
+    worker: int  # The number of the worker
+    session: str  # See `TableSpace.join`.
 
 
 @dataclass(frozen=True)
 class ReadRequest(TableRequest):
-    """A lookup.
+    """A lookup."""
 
-    Attributes:
-        after: See `TableSpace.read`.
-        ids: See `TableSpace.read`.
-        counts: See `TableSpace.read`.
-        step: See `TableSpace.read`.
-        out: uint8, memory of the worker for the rows; None: the answer has them.
-    """
-
-    after: int
-    ids: Array
-    counts: list[int]
-    step: int | None
-    out: Array | None
+    after: int  # See `TableSpace.read`.
+    ids: Array  # See `TableSpace.read`.
+    counts: list[int]  # See `TableSpace.read`.
+    step: int | None  # See `TableSpace.read`.
+    out: Array | None  # uint8, memory of the worker for the rows; None: the answer has them
 
 
 @dataclass(frozen=True)
 class PushRequest(TableRequest):
-    """A push.
+    """A push."""
 
-    Attributes:
-        number: See `TableSpace.write`.
-        write: See `TableSpace.write`.
-    """
-
-    number: int
-    write: ServerWrite
+    number: int  # See `TableSpace.write`.
+    write: ServerWrite  # See `TableSpace.write`.
 
 
 # ---- arrays
@@ -92,15 +72,7 @@ class PushRequest(TableRequest):
 def place_arrays(
     arrays: Mapping[str, Array], places: Mapping[str, tuple[int, int] | None]
 ) -> tuple[list[list[Any]], list[Array]]:
-    """Describe the arrays of a request.
-
-    Args:
-        arrays: Contiguous arrays by name.
-        places: Segment and offset of those that are in a segment; None for the others.
-
-    Returns:
-        The field "arrays", and the pieces of the payload.
-    """
+    """Describe the arrays of a request."""
     described: list[list[Any]] = []
     payload: list[Array] = []
     at = 0
@@ -148,18 +120,7 @@ def _part(memory: Array, offset: int, size: int, what: str) -> Array:
 
 
 def decode_request(frame: WireFrame, segments: Mapping[int, Array]) -> ReadRequest | PushRequest:
-    """Check a request.
-
-    Args:
-        frame: What arrived.
-        segments: The segments of the connection by number.
-
-    Returns:
-        The request; its arrays are the memory of the frame or of segments.
-
-    Raises:
-        InputError: It is not one.
-    """
+    """Check a request."""
     text = frame.text
     call = text.get("call")
     if call not in ("read", "push"):
@@ -253,32 +214,12 @@ def _text(value: Any, what: str) -> str:
 
 
 def segment_fields(text: Mapping[str, Any]) -> tuple[int, int]:
-    """Check the text of a "segment".
-
-    Args:
-        text: What arrived.
-
-    Returns:
-        Its number and size.
-
-    Raises:
-        InputError: It is not one.
-    """
+    """Check the text of a "segment"."""
     return _integer(text.get("number"), "segment"), _integer(text.get("size"), "size of a segment", 1)
 
 
 def forgotten(text: Mapping[str, Any]) -> list[int]:
-    """Check the text of a "forget".
-
-    Args:
-        text: What arrived.
-
-    Returns:
-        The numbers of segments.
-
-    Raises:
-        InputError: It is not one.
-    """
+    """Check the text of a "forget"."""
     numbers = text.get("numbers")
     if not isinstance(numbers, list):
         raise InputError("a request: numbers of segments are missing")
@@ -289,15 +230,7 @@ def forgotten(text: Mapping[str, Any]) -> list[int]:
 
 
 def error_text(error: BaseException) -> list[str]:
-    """Return the field "error" of an answer.
-
-    Args:
-        error: The error of a call.
-
-    Returns:
-        Class and message. An error that is neither of Megalith nor of the operating system is a
-        MegalithError with its type in the message.
-    """
+    """Return the field "error" of an answer."""
     kind = type(error).__name__
     if _error_class(kind) is not None:
         return [kind, str(error)]
@@ -307,17 +240,7 @@ def error_text(error: BaseException) -> list[str]:
 
 
 def decode_error(value: Any) -> Failure:
-    """Return the error of an answer.
-
-    Args:
-        value: The field "error".
-
-    Returns:
-        The error.
-
-    Raises:
-        InputError: It is not one.
-    """
+    """Return the error of an answer."""
     if not isinstance(value, list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
         raise InputError(f"an answer with the error {value!r}")
     kind = _error_class(value[0])
@@ -334,27 +257,10 @@ def _error_class(name: str) -> type[Exception] | None:
 
 
 def answer_id(text: Mapping[str, Any]) -> int:
-    """Check the id of an answer.
-
-    Args:
-        text: What arrived.
-
-    Returns:
-        The id.
-
-    Raises:
-        InputError: It has none.
-    """
+    """Check the id of an answer."""
     return _integer(text.get("id"), "id of an answer")
 
 
 def as_bytes(array: Array) -> Array:
-    """Return an array as bytes, without a copy.
-
-    Args:
-        array: A contiguous array.
-
-    Returns:
-        uint8, the same memory.
-    """
+    """Return an array as bytes, without a copy."""
     return array.reshape(-1).view(np.uint8)

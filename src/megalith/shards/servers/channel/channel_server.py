@@ -59,29 +59,16 @@ Serve = Callable[[ReadRequest | PushRequest], Awaitable[Array | None]]
 
 @dataclass(frozen=True)
 class ChannelAddress:
-    """Where a server listens.
+    """Where a server listens."""
 
-    Attributes:
-        unix: The name of a Unix socket without a file; empty: use `host` and `port`.
-        host: An address of the server's node.
-        port: A TCP port there.
-        secret: See `channel_frames.py`.
-    """
-
-    unix: str
-    host: str
-    port: int
-    secret: bytes
+    unix: str  # The name of a Unix socket without a file; empty: use `host` and `port`
+    host: str  # An address of the server's node
+    port: int  # A TCP port there
+    secret: bytes  # See `channel_frames.py`.
 
 
 class ChannelServer:
-    """See the module. All methods run in the event loop of the server.
-
-    Args:
-        serve: Makes a call and returns the rows of a lookup, None if they are where the worker wants them.
-        node: Identifies the node of this server.
-        host: The address on which it listens for workers of other nodes.
-    """
+    """See the module. All methods run in the event loop of the server."""
 
     def __init__(self, serve: Serve, node: str, host: str) -> None:
         self._serve = serve
@@ -94,14 +81,7 @@ class ChannelServer:
         self._greeting = 0
 
     def address(self, node: str) -> ChannelAddress:
-        """Return where a worker connects to, and listen there.
-
-        Args:
-            node: The node of the worker.
-
-        Returns:
-            The address. It is as secret as the tables.
-        """
+        """Return where a worker connects to, and listen there."""
         if node == self._node and sys.platform == "linux":
             if not self._unix:
                 self._unix = f"megalith-{secrets.token_hex(16)}"
@@ -183,13 +163,7 @@ async def _receive(peer: socket.socket, size: int) -> bytes:
 
 
 class ServerConnection:
-    """A connection of a worker, after the handshake. It lives as long as the socket is open.
-
-    Args:
-        peer: The socket.
-        serve: See `ChannelServer`.
-        start: Starts a coroutine and returns its task.
-    """
+    """A connection of a worker, after the handshake. It lives as long as the socket is open."""
 
     def __init__(
         self,

@@ -38,23 +38,14 @@ _KEPT = 32
 
 @dataclass
 class SharedSegment:
-    """Memory that can be mapped by another process.
+    """Memory that can be mapped by another process."""
 
-    Attributes:
-        number: Identifies it in messages.
-        size: Bytes.
-        file: The file descriptor.
-        memory: The mapping.
-        address: Where it begins in this process.
-        retired: Whether a server may use it at any time from now on.
-    """
-
-    number: int
-    size: int
-    file: int
-    memory: mmap.mmap
-    address: int
-    retired: bool = False
+    number: int  # Identifies it in messages
+    size: int  # Bytes
+    file: int  # The file descriptor
+    memory: mmap.mmap  # The mapping
+    address: int  # Where it begins in this process
+    retired: bool = False  # Whether a server may use it at any time from now on
 
 
 class SegmentPool:
@@ -74,14 +65,8 @@ class SegmentPool:
         return self._segments
 
     def new(self, size: int) -> Tensor:
-        """Return memory.
-
-        Args:
-            size: Bytes.
-
-        Returns:
-            uint8 [size], uninitialized; it is not shared if it is small, or where that is not possible.
-        """
+        """Return memory."""
+        # returns: uint8 [size], uninitialized.
         if size < SMALLEST or not SHARED_MEMORY:
             return torch.empty(size, dtype=torch.uint8, device="cpu")
         wanted = max(_SEGMENT_SIZE, 1 << (size - 1).bit_length())
@@ -97,14 +82,7 @@ class SegmentPool:
         return torch.from_numpy(array)[:size]
 
     def find(self, array: Array) -> tuple[SharedSegment, int] | None:
-        """Return where an array is.
-
-        Args:
-            array: A contiguous array.
-
-        Returns:
-            Its segment and the offset there; None: it is elsewhere, or in a segment that is retired.
-        """
+        """Return where an array is."""
         address: int = array.__array_interface__["data"][0]
         with self._lock:
             for segment in self._segments.values():
@@ -113,11 +91,7 @@ class SegmentPool:
         return None
 
     def retire(self, array: Array) -> None:
-        """Never use the segment of an array again; it is unmapped when its last tensor is freed.
-
-        Args:
-            array: A contiguous array; outside of segments: nothing is done.
-        """
+        """Never use the segment of an array again; it is unmapped when its last tensor is freed."""
         found = self.find(array)
         if found is not None:
             found[0].retired = True
@@ -157,18 +131,8 @@ def _close_files(segments: Mapping[int, SharedSegment]) -> None:
 
 
 def map_segment(file: int, size: int) -> Array:
-    """Map a segment of a worker.
-
-    Args:
-        file: Its file descriptor; it is closed.
-        size: Its size, as the worker says.
-
-    Returns:
-        uint8 [size], the memory; it is unmapped when the last array that shares it is freed.
-
-    Raises:
-        InputError: The file is not such a segment.
-    """
+    """Map a segment of a worker."""
+    # returns: uint8 [size], the memory.
     try:
         found = os.fstat(file).st_size
         sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK

@@ -26,20 +26,7 @@ MOVING = "moving"
 
 
 def claim_folder(recovery: Recovery, name: str, index: int, count: int) -> Path:
-    """Return the folder of the log of a server that starts.
-
-    Args:
-        recovery: The directory of the logs, and the move that the server is started for, if any.
-        name: The name of the tables.
-        index: The number of the server.
-        count: The number of servers.
-
-    Returns:
-        The folder. It is empty if it has the rest of another move.
-
-    Raises:
-        UsageError: The tables are on another number of servers.
-    """
+    """Return the folder of the log of a server that starts."""
     folder = recovery.folder(name, index, count)
     now = _servers(folder.parent / LAYOUT)
     if now == count:
@@ -60,12 +47,7 @@ def claim_folder(recovery: Recovery, name: str, index: int, count: int) -> Path:
 
 
 def write_layout(folder: Path, count: int) -> None:
-    """Record on how many servers the tables are.
-
-    Args:
-        folder: The folder of the log of one of them.
-        count: Their number.
-    """
+    """Record on how many servers the tables are."""
     write_atomically(folder.parent / LAYOUT, [json.dumps({"servers": count}).encode()])
 
 

@@ -23,19 +23,14 @@ if that is the save with this id. Returns the id of the save there; None: there 
 
 @dataclass(frozen=True)
 class Recovery:
-    """Where servers keep what they need to start again. `checkpoint.recovery` makes one.
+    """Where servers keep what they need to start again. `checkpoint.recovery` makes one."""
 
-    Attributes:
-        directory: A directory that all servers reach; each has a folder in it. Use a new one for each run.
-        log: "sync": nothing that was answered is lost. "async": at most the updates of the last 0.2 seconds
-            (after a power failure, of the last flush). "none": all updates since the last checkpoint.
-        restore: Loads rows from a checkpoint.
-        move: The id of the move of tables to new servers that these are started for; None: no move.
-    """
-
-    directory: str
+    directory: str  # A directory that all servers reach; each has a folder in it. Use a new one for each run.
+    # "sync": nothing that was answered is lost. "async": at most the updates of the last 0.2 seconds (after a
+    # power failure, of the last flush). "none": all updates since the last checkpoint.
     log: str
-    restore: RestoreRows
+    restore: RestoreRows  # Loads rows from a checkpoint
+    # The id of the move of tables to new servers that these are started for; None: no move
     move: str | None = None
 
     def __post_init__(self) -> None:
@@ -45,16 +40,7 @@ class Recovery:
         checks.callback(self.restore, "Recovery: restore", required=True)
 
     def folder(self, name: str, index: int, count: int) -> Path:
-        """Return the folder of a server.
-
-        Args:
-            name: The name of the tables.
-            index: The number of the server.
-            count: The number of servers.
-
-        Returns:
-            The folder.
-        """
+        """Return the folder of a server."""
         return Path(self.directory) / name / f"server-{index}-of-{count}"
 
 
@@ -62,17 +48,7 @@ class PartRecovery(Protocol):
     """What a save or load reports to the server of a part."""
 
     def frozen(self, id: str, place: Any) -> None:
-        """Report that a save has frozen the rows.
-
-        Args:
-            id: The id of the save.
-            place: Where the checkpoint will be, as `Recovery.restore` takes it.
-        """
+        """Report that a save has frozen the rows."""
 
     def ended(self, id: str, *, complete: bool) -> None:
-        """Report the end of a save.
-
-        Args:
-            id: The id of the save.
-            complete: Whether the checkpoint is complete.
-        """
+        """Report the end of a save."""

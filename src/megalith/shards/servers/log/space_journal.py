@@ -27,13 +27,7 @@ not what consumers have not received yet."""
 
 
 class SpaceJournal:
-    """See the module. A `PartRecovery`.
-
-    Args:
-        space: The tables.
-        folder: The folder of the log.
-        recovery: The mode, and how rows are restored.
-    """
+    """See the module. A `PartRecovery`."""
 
     def __init__(self, space: TableSpace, folder: Path, recovery: Recovery) -> None:
         self._space = space
@@ -42,44 +36,26 @@ class SpaceJournal:
         self._folder = folder
 
     def append(self, worker: int, number: int, write: ServerWrite) -> None:
-        """See `UpdateLog.append`. With log="none" no update is recorded.
-
-        Args:
-            worker: See there.
-            number: See there.
-            write: See there.
-        """
+        # With log="none" no update is recorded.
         if self._recovery.log != "none":
             self._log.append(worker, number, write)
         elif write.kind in _ALWAYS:
             self._log.append(READER, 0, write)  # the numbers of writes are not known after a restart
 
     def flush(self) -> None:
-        """See `UpdateLog.flush_in_background`."""
         self._log.flush_in_background()
 
     def sync(self) -> None:
-        """See `UpdateLog.sync`."""
         self._log.sync()
 
     def check(self) -> None:
-        """See `UpdateLog.check`."""
         self._log.check()
 
     def settle(self, count: int) -> None:
-        """Record that the tables are on these servers; see `log_layout.py`.
-
-        Args:
-            count: The number of servers.
-        """
+        """Record that the tables are on these servers; see `log_layout.py`."""
         write_layout(self._folder, count)
 
     def close(self, *, delete: bool = False) -> None:
-        """See `UpdateLog.close`.
-
-        Args:
-            delete: Whether the log is deleted: the rows are on other servers now.
-        """
         try:
             self._log.close()
         finally:
@@ -87,14 +63,7 @@ class SpaceJournal:
                 rmtree(self._folder)
 
     def replay(self) -> int:
-        """Restore the newest checkpoint that the log knows and apply the records after it; begin a segment.
-
-        Returns:
-            The number of records.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, and the log does not begin with the first update.
-        """
+        """Restore the newest checkpoint of the log and apply the records after it; begin a segment."""
         first, applied = self._restore(), 0
         for worker, number, write in self._log.records(first):
             self._space.replay(worker, number, write)
@@ -120,12 +89,6 @@ class SpaceJournal:
         return 0
 
     def frozen(self, id: str, place: Any) -> None:
-        """See `PartRecovery.frozen`.
-
-        Args:
-            id: See there.
-            place: See there.
-        """
         segment = self._log.begin_segment()
         for worker, number, push in self._space.round_pushes():
             self.append(worker, number, push)
@@ -145,12 +108,6 @@ class SpaceJournal:
         self._log.flush()  # before the point that needs them
 
     def ended(self, id: str, *, complete: bool) -> None:
-        """See `PartRecovery.ended`.
-
-        Args:
-            id: See there.
-            complete: See there.
-        """
         if complete:
             self._log.keep_from(id)
         else:

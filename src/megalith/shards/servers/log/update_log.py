@@ -57,15 +57,7 @@ _DTYPES = {name: np.dtype(name) for name in ("int64", "int32", "float32", "uint8
 
 
 class UpdateLog:
-    """The log of one server, for the tables of one `ServerShards`.
-
-    Args:
-        folder: Its folder; it is created.
-        flushed: Whether each record is flushed to the disk before `append` returns.
-
-    Attributes:
-        segment: The number of the segment that is written.
-    """
+    """The log of one server, for the tables of one `ServerShards`."""
 
     def __init__(self, folder: Path, *, flushed: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,11 +78,6 @@ class UpdateLog:
         return sorted(int(match[1]) for match in found if match is not None)
 
     def begin_segment(self) -> int:
-        """Begin a new segment.
-
-        Returns:
-            Its number.
-        """
         self.flush()
         if self._file is not None:
             os.close(self._file)
@@ -101,16 +88,7 @@ class UpdateLog:
         return self.segment
 
     def append(self, worker: int, number: int, write: ServerWrite) -> None:
-        """Add a record.
-
-        Args:
-            worker: The number of the worker.
-            number: The number of the write; 0 for what is not a write of a worker.
-            write: The write.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Add a record."""
         record = encode_record(worker, number, write)
         if self._flushed:
             assert self._file is not None
@@ -124,11 +102,7 @@ class UpdateLog:
         self._size += sum(map(len, record))
 
     def flush(self) -> None:
-        """Write what is buffered, and start to flush it to the disk.
-
-        Raises:
-            OSError: It cannot be written; it stays in the buffer.
-        """
+        """Write what is buffered, and start to flush it to the disk."""
         if self._file is None:
             return
         if self._buffer:
@@ -153,11 +127,7 @@ class UpdateLog:
             self._failure = error
 
     def check(self) -> None:
-        """Raise the error of a flush in the background once, and write what has stayed in the buffer.
-
-        Raises:
-            OSError: A flush failed, or fails again.
-        """
+        """Raise the error of a flush in the background once, and write what has stayed in the buffer."""
         failure, self._failure = self._failure, None
         if failure is not None:
             self.flush_in_background()
@@ -170,11 +140,7 @@ class UpdateLog:
             os.fdatasync(self._file)
 
     def close(self) -> None:
-        """Write what is buffered and close the file.
-
-        Raises:
-            OSError: Something could not be written.
-        """
+        """Write what is buffered and close the file."""
         try:
             self.flush()
             if self._flush is not None:
@@ -189,20 +155,11 @@ class UpdateLog:
     # ---- points
 
     def write_point(self, id: str, point: Mapping[str, Any]) -> None:
-        """Record the state of the server at the beginning of a segment.
-
-        Args:
-            id: The id of the save.
-            point: JSON data.
-        """
+        """Record the state of the server at the beginning of a segment."""
         write_atomically(self._point(id), [json.dumps(point).encode()])
 
     def remove_point(self, id: str) -> None:
-        """Remove the record of a save that failed.
-
-        Args:
-            id: The id of the save.
-        """
+        """Remove the record of a save that failed."""
         self._point(id).unlink(missing_ok=True)
 
     def points(self) -> dict[str, dict[str, Any]]:
@@ -215,11 +172,7 @@ class UpdateLog:
         return dict(sorted(found.items(), key=lambda item: -item[1]["segment"]))
 
     def keep_from(self, id: str) -> None:
-        """Delete what a complete checkpoint has replaced.
-
-        Args:
-            id: The id of its save.
-        """
+        """Delete what a complete checkpoint has replaced."""
         points = self.points()
         if id not in points:
             return
@@ -233,17 +186,7 @@ class UpdateLog:
     # ---- reading
 
     def records(self, first: int) -> Iterator[tuple[int, int, ServerWrite]]:
-        """Read the records from a segment on.
-
-        Args:
-            first: The number of the segment.
-
-        Yields:
-            Worker, number and write.
-
-        Raises:
-            CheckpointError: A segment is missing or damaged.
-        """
+        """Read the records from a segment on."""
         known = [segment for segment in self.segments() if segment >= first]
         if known != list(range(first, first + len(known))):
             raise CheckpointError(f"{self._folder}: segments of the log are missing: there are {known}")
@@ -258,16 +201,6 @@ class UpdateLog:
 
 
 def encode_record(worker: int, number: int, write: ServerWrite) -> list[bytes]:
-    """Encode a record.
-
-    Args:
-        worker: See `UpdateLog.append`.
-        number: See `UpdateLog.append`.
-        write: See `UpdateLog.append`.
-
-    Returns:
-        Its bytes, in pieces.
-    """
     arrays = {name: np.ascontiguousarray(array) for name, array in write.arrays.items()}
     text = json.dumps(
         {
@@ -287,18 +220,7 @@ def encode_record(worker: int, number: int, write: ServerWrite) -> list[bytes]:
 
 
 def read_records(path: Path, *, last: bool) -> Iterator[tuple[int, int, ServerWrite]]:
-    """Read the records of a segment.
-
-    Args:
-        path: The file.
-        last: Whether it is the last segment, whose last record may be incomplete.
-
-    Yields:
-        Worker, number and write.
-
-    Raises:
-        CheckpointError: The file is damaged; the message names it and the position.
-    """
+    """Read the records of a segment."""
     size, at = path.stat().st_size, 0
     with path.open("rb") as file:
         while at < size:

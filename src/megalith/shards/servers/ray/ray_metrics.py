@@ -19,11 +19,7 @@ _GAUGES = {
 
 
 class RayMetrics:
-    """The metrics of one server, named ray_megalith_...
-
-    Args:
-        server: The number of the server.
-    """
+    """The metrics of one server, named ray_megalith_..."""
 
     def __init__(self, server: int) -> None:
         ray_module()  # raises if it is not installed
@@ -41,20 +37,11 @@ class RayMetrics:
         }
 
     def add_lookup(self, name: str, seconds: float) -> None:
-        """Count the time of a lookup.
-
-        Args:
-            name: The name of the tables.
-            seconds: The time.
-        """
+        """Count the time of a lookup."""
         self._latency.observe(seconds, tags=self._tags | {"name": name})
 
     def set(self, numbers: Mapping[str, Any]) -> None:
-        """Set the gauges.
-
-        Args:
-            numbers: One dict of `ServerShards.describe_servers`.
-        """
+        """Set the gauges."""
         tags = self._tags | {"name": numbers["name"]}
         for key, gauge in self._gauges.items():
             values = numbers[key] if isinstance(numbers[key], Mapping) else {"": numbers[key]}

@@ -38,14 +38,7 @@ _NICENESS = "RAY_worker_niceness"
 
 
 def ray_module() -> Any:
-    """Import Ray.
-
-    Returns:
-        The module.
-
-    Raises:
-        MissingDependencyError: It is not installed.
-    """
+    """Import Ray."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -55,26 +48,13 @@ def ray_module() -> Any:
 
 
 def loopback_ray() -> Any:
-    """Import Ray such that what it starts on this machine listens on the loopback address only.
-
-    Returns:
-        The module.
-    """
+    """Import Ray such that what it starts on this machine listens on the loopback address only."""
     os.environ.setdefault(_LOOPBACK, "0")
     return ray_module()
 
 
 def start_ray(address: str | None = None, *, object_store_bytes: int | None = None) -> bool:
-    """Connect this process to Ray, unless it is connected.
-
-    Args:
-        address: The address of a cluster; None: start Ray on this machine.
-        object_store_bytes: The shared memory of a Ray that is started here; None: Ray's own default, 30 % of
-            the memory, which it does not use before it needs it.
-
-    Returns:
-        Whether this call connected it; then `stop_ray` ends it.
-    """
+    """Connect this process to Ray, unless it is connected."""
     if address is not None:
         return connect_ray(address)
     # By default the processes of Ray's workers have niceness 15, so busy processes of the same session take
@@ -103,18 +83,7 @@ def start_ray(address: str | None = None, *, object_store_bytes: int | None = No
 
 
 def connect_ray(address: str | None = None) -> bool:
-    """Connect this process to a Ray that runs, unless it is connected.
-
-    Args:
-        address: Its address; None: the one on this machine.
-
-    Returns:
-        Whether this call connected it.
-
-    Raises:
-        InputError: The address cannot be that of a Ray cluster.
-        UsageError: None runs there.
-    """
+    """Connect this process to a Ray that runs, unless it is connected."""
     if address is not None and (not isinstance(address, str) or not address):
         raise InputError(f"address must be that of a Ray cluster, got {address!r}")
     loaded = sys.modules.get("ray")
@@ -300,10 +269,9 @@ def _within(seconds: float, work: Callable[[], object]) -> bool:
 def _spread(count: int, gpus: float) -> tuple[Any, list[Any]]:
     """Reserve places for servers, on different nodes as far as there are enough: Ray's placement group, and a
     scheduling strategy per server.
-
-    Ray's strategies without a reservation ("SPREAD", the affinity to a node) put two servers on one of two
-    nodes in a third of all starts, because an actor that reserves nothing goes to a random node.
     """
+    # Ray's strategies without a reservation ("SPREAD", the affinity to a node) put two servers on one of two
+    # nodes in a third of all starts, because an actor that reserves nothing goes to a random node.
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     reserved = {"memory": 1, "GPU": gpus} if gpus else {"memory": 1}  # a byte: a place must reserve something
@@ -312,10 +280,5 @@ def _spread(count: int, gpus: float) -> tuple[Any, list[Any]]:
 
 
 def pass_ray(ended: Servers, stay: Servers) -> None:
-    """Let the second servers end Ray, if the first have started it.
-
-    Args:
-        ended: Servers that will be closed.
-        stay: Servers that continue.
-    """
+    """Let the second servers end Ray, if the first have started it."""
     stay._owns_ray, ended._owns_ray = ended._owns_ray or stay._owns_ray, False

@@ -23,11 +23,6 @@ class CallCounts:
         self._latency_sum = 0.0
 
     def add(self, now: float | None = None) -> None:
-        """Count a call.
-
-        Args:
-            now: Seconds of the monotonic clock; None: now.
-        """
         second = int(clock.monotonic() if now is None else now)
         if not self._seconds or self._seconds[-1][0] != second:
             self._seconds.append([second, 0])
@@ -39,24 +34,12 @@ class CallCounts:
             self._seconds.popleft()
 
     def add_lookup(self, seconds: float) -> None:
-        """Count the time of a lookup.
-
-        Args:
-            seconds: From its arrival, waiting included, until its rows were read.
-        """
+        """Count the time of a lookup."""
         self._latencies[bisect_left(BOUNDS, seconds)] += 1
         self._latency_sum += seconds
 
     def numbers(self, now: float | None = None) -> dict[str, Any]:
-        """Return what was counted.
-
-        Args:
-            now: Seconds of the monotonic clock; None: now.
-
-        Returns:
-            Calls per second, and the histogram of lookups: the upper bounds in seconds, the number of lookups
-            up to each bound and not the one before, the last without a bound, and the sum in seconds.
-        """
+        """Return what was counted."""
         at = clock.monotonic() if now is None else now
         self._forget(int(at))
         span = max(1.0, min(RATE_SECONDS, at - self._began))
@@ -68,15 +51,7 @@ class CallCounts:
 
 
 def quantile(histogram: dict[str, Any], part: float) -> float | None:
-    """Return a bound below which a part of the lookups ended.
-
-    Args:
-        histogram: `lookup_seconds` of `CallCounts.numbers`.
-        part: From 0 to 1, for instance 0.99.
-
-    Returns:
-        Seconds; infinity if it is above the last bound; None if there was no lookup.
-    """
+    """Return a bound below which a part of the lookups ended."""
     total, seen = sum(histogram["counts"]), 0
     for bound, count in zip([*histogram["bounds"], float("inf")], histogram["counts"], strict=True):
         seen += count

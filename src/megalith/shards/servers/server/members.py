@@ -13,30 +13,20 @@ _KEPT_ERRORS = 1000
 
 @dataclass
 class Member:
-    """A worker.
+    """A worker."""
 
-    Attributes:
-        session: Identifies the process that is this worker.
-        accepted: The number of the last accepted write.
-        done: The number of the last write that has been applied or has failed.
-        pushes: The number of its pushes, counted from the highest number of a member when it joined.
-        result: The result of the last write.
-        errors: Errors of the last failed writes by their number, for writes that are sent again.
-        forgotten: The number of the last write whose error is no longer in `errors`. A repetition of this
-            write or an earlier one raises, so no error is lost.
-        present: Whether it is a member now.
-        observer: Whether nobody waits for its gradients: it reads, saves, loads and evicts.
-    """
-
-    session: str = ""
-    accepted: int = 0
-    done: int = 0
-    pushes: int = 0
-    result: Any = None
+    session: str = ""  # Identifies the process that is this worker
+    accepted: int = 0  # The number of the last accepted write
+    done: int = 0  # The number of the last write that has been applied or has failed
+    pushes: int = 0  # The number of its pushes, counted from the highest number of a member when it joined
+    result: Any = None  # The result of the last write
+    # Errors of the last failed writes by their number, for writes that are sent again
     errors: dict[int, Exception] = field(default_factory=dict)
+    # The number of the last write whose error is no longer in `errors`. A repetition of this write or an
+    # earlier one raises, so no error is lost.
     forgotten: int = 0
-    present: bool = True
-    observer: bool = False
+    present: bool = True  # Whether it is a member now
+    observer: bool = False  # Whether nobody waits for its gradients: it reads, saves, loads and evicts
 
     @property
     def trains(self) -> bool:
@@ -49,27 +39,14 @@ class Member:
         return self.accepted, self.done, self.session, self.present
 
     def keep(self, number: int, error: Exception) -> None:
-        """Keep the error of a write, for the case that the write is sent again.
-
-        Args:
-            number: The number of the write.
-            error: Its error.
-        """
+        """Keep the error of a write, for the case that the write is sent again."""
         self.errors[number] = error.with_traceback(None)
         while len(self.errors) > _KEPT_ERRORS:
             self.forgotten = max(self.forgotten, next(iter(self.errors)))
             del self.errors[next(iter(self.errors))]
 
     def raise_error(self, number: int) -> None:
-        """Raise the error of a write that is done.
-
-        Args:
-            number: The number of the write.
-
-        Raises:
-            Exception: The error of the write.
-            UsageError: So many later writes have failed that it is not known any more whether this one has.
-        """
+        """Raise the error of a write that is done."""
         if number in self.errors:
             raise self.errors[number]
         if number <= self.forgotten:
@@ -79,12 +56,7 @@ class Member:
             )
 
     def skip(self, number: int, error: Exception) -> None:
-        """Give up a write and those before it that have not arrived; they raise if they arrive later.
-
-        Args:
-            number: The number of the write.
-            error: Its error.
-        """
+        """Give up a write and those before it that have not arrived; they raise if they arrive later."""
         if number - _KEPT_ERRORS > self.accepted:
             self.forgotten = number - _KEPT_ERRORS
         for skipped in range(max(self.accepted, number - _KEPT_ERRORS) + 1, number + 1):

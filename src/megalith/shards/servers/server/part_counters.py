@@ -10,14 +10,7 @@ from megalith.table.table_data import RowCounters, TableStats
 
 
 def part_stats(part: ShardsPart) -> dict[str, TableStats]:
-    """Return numbers about each table, with the counters since the tables were created anywhere.
-
-    Args:
-        part: The tables of the server.
-
-    Returns:
-        The numbers per table.
-    """
+    """Return numbers about each table, with the counters since the tables were created anywhere."""
     found = part.shards.stats()
     for name, before in part.counted.items():
         counters = RowCounters(*map(sum, zip(found[name].counters, before, strict=True)))
@@ -26,12 +19,7 @@ def part_stats(part: ShardsPart) -> dict[str, TableStats]:
 
 
 def count_from(part: ShardsPart, counters: Mapping[str, Sequence[int]]) -> None:
-    """Continue the counters of tables whose rows were restored on this server.
-
-    Args:
-        part: The tables of the server.
-        counters: The numbers of a `RowCounters` per table; `pending` is not one that continues.
-    """
+    """Continue the counters of tables whose rows were restored on this server."""
     for name, own in part.shards.stats().items():
         if name in counters:
             before = RowCounters(*(a - b for a, b in zip(counters[name], own.counters, strict=True)))

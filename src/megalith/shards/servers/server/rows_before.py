@@ -21,12 +21,7 @@ from torch import Tensor
 
 
 class RowsBefore:
-    """See the module.
-
-    Args:
-        numbers: The number of the push of each worker.
-        rows: Ids, which may repeat, and float32 [n, dim] by table; see `apply_pushes`.
-    """
+    """See the module."""
 
     def __init__(
         self,
@@ -37,24 +32,12 @@ class RowsBefore:
         self._rows = rows
 
     def correction(self, worker: int, after: int) -> Callable[..., None] | None:
-        """Return what a read must do with its rows.
-
-        Args:
-            worker: The number of the worker.
-            after: The number of its last write that the read names.
-
-        Returns:
-            `put`, if the push of this step is the write after that one; otherwise None.
-        """
+        """Return what a read must do with its rows."""
         return self.put if self._numbers.get(worker) == after + 1 else None
 
     def put(self, ids: Mapping[str, Tensor], rows: Sequence[Tensor]) -> None:
-        """Replace rows of a read by those before the step.
-
-        Args:
-            ids: The ids of the read by table.
-            rows: float32 [n, dim] per table of `ids`, the rows to correct.
-        """
+        """Replace rows of a read by those before the step."""
+        # rows: float32 [n, dim] per table of `ids`, the rows to correct.
         for (name, wanted), found in zip(ids.items(), rows, strict=True):
             if name not in self._rows:
                 continue

@@ -22,12 +22,5 @@ class ServerLoop:
         threading.Thread(target=self._loop.run_forever, name="megalith server", daemon=True).start()
 
     async def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the thread.
-
-        Args:
-            call: The coroutine. Calls begin in the order in which they are passed.
-
-        Returns:
-            Its result; its error is raised.
-        """
+        """Run a coroutine in the thread."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))

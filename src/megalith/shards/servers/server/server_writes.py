@@ -19,13 +19,7 @@ from megalith.table.table_data import FoundRows, Step
 
 
 class OwnedTables:
-    """The tables of one server, with what writes need.
-
-    Args:
-        shards: The tables.
-        rows_wire: The precision of rows.
-        wire: The precision of gradients.
-    """
+    """The tables of one server, with what writes need."""
 
     def __init__(self, shards: LocalShards, rows_wire: Wire, wire: Wire) -> None:
         self.shards = shards
@@ -45,21 +39,8 @@ class OwnedTables:
         out: Array | None,
         corrected: Callable[[Mapping[str, Tensor], Sequence[Tensor]], None] | None = None,
     ) -> Array:
-        """Read rows; see `TableSpace.read`.
-
-        Args:
-            ids: See there.
-            counts: See there.
-            step: See there.
-            out: See there.
-            corrected: Receives the ids by table and their rows, float32 [n, dim] each, and may change rows.
-
-        Returns:
-            The rows in the precision of the wire, uint8.
-
-        Raises:
-            InputError: See there.
-        """
+        """Read rows; see `TableSpace.read`."""
+        # corrected: receives the ids by table and their rows, float32 [n, dim] each, and may change rows.
         self._check_counts(ids, counts)
         own = torch.tensor([counts], dtype=torch.int64, device="cpu")
         (size,) = self.rows_wire.sizes(own, self.dims)
@@ -83,15 +64,8 @@ class OwnedTables:
     def read_before(
         self, received: Mapping[str, GradientSum], step: int
     ) -> tuple[dict[str, FoundRows], dict[str, tuple[Tensor, Tensor]]]:
-        """Read the rows that an update will change.
-
-        Args:
-            received: The gradients by table.
-            step: See `TableSpace.read`.
-
-        Returns:
-            Where the rows are, and by table the ids and rows, float32 [n, dim], in new memory.
-        """
+        """Read the rows that an update will change."""
+        # returns: where the rows are, and by table the ids and rows, float32 [n, dim], in new memory.
         pieces = {name: received[name].ids if name in received else self._no_ids for name in self.names}
         counts = [piece.numel() for piece in pieces.values()]
         flat = torch.empty(sum(map(mul, counts, self.dims)), device=self.shards.device)
@@ -105,14 +79,7 @@ class OwnedTables:
         return [x.view(-1, dim) for x, dim in zip(flat.split_with_sizes(sizes), self.dims, strict=True)]
 
     def check_push(self, write: ServerWrite) -> None:
-        """Check the sizes of the arrays of a push, before it is recorded.
-
-        Args:
-            write: The push.
-
-        Raises:
-            InputError: The number of ids or gradients is not that of its counts.
-        """
+        """Check the sizes of the arrays of a push, before it is recorded."""
         counts = write.header["counts"]
         self._check_counts(write.arrays["ids"], counts)
         (size,) = self.wire.sizes(torch.tensor([counts], dtype=torch.int64, device="cpu"), self.dims)
@@ -127,48 +94,21 @@ class OwnedTables:
             raise InputError(f"{ids.size} ids with counts {list(counts)} for {len(self.names)} tables")
 
     def by_table(self, flat: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
-        """Split values of all tables.
-
-        Args:
-            flat: [n], the values of all tables concatenated.
-            counts: The number of values of each table.
-
-        Returns:
-            The values by table, on the device of the tables; tables without values are left out.
-        """
+        """Split values of all tables."""
+        # flat: [n], the values of all tables concatenated.
         pieces = flat.to(self.shards.device).split_with_sizes(list(counts))
         return {name: piece for name, piece in zip(self.names, pieces, strict=True) if piece.numel()}
 
 
 def apply_write(tables: OwnedTables, write: ServerWrite) -> Any:
-    """Apply a write.
-
-    Args:
-        tables: The tables of the server.
-        write: The write; its time is set.
-
-    Returns:
-        What the worker receives: None, or numbers and arrays.
-    """
     return _KINDS[write.kind](tables, write.header, write.arrays)
 
 
 def apply_pushes(
     tables: OwnedTables, pushes: Sequence[ServerWrite], *, keep: bool = False
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Sum the gradients of several workers by the fixed tree, and make one optimizer step per distinct id.
-
-    Args:
-        tables: The tables of the server.
-        pushes: One push per worker, in the order of the workers.
-        keep: Whether to return the rows before the step.
-
-    Returns:
-        By table, ids, which may repeat, and their rows before the step, float32 [n, dim].
-
-    Raises:
-        UsageError: Step, scale or clip_norm differ.
-    """
+    """Sum the gradients of several workers by the fixed tree, and make one optimizer step per distinct id."""
+    # returns: by table, ids, which may repeat, and their rows before the step, float32 [n, dim].
     first = pushes[0].header
     for push in pushes:
         if any(push.header[key] != first[key] for key in ("step", "scale", "clip_norm")):

@@ -13,18 +13,7 @@ from megalith.shards.servers.server_messages import ServerWrite, SpaceSpec
 
 
 class SpaceMembers:
-    """See the module.
-
-    Args:
-        spec: The tables and the mode.
-        index: The number of this server.
-
-    Attributes:
-        spec: The same.
-        members: The workers by number, those that have left included.
-        step: The highest step of all pushes; -1: none.
-        complete: Whether `num_workers` workers have joined.
-    """
+    """See the module."""
 
     def __init__(self, spec: SpaceSpec, index: int) -> None:
         self.spec = spec
@@ -57,11 +46,7 @@ class SpaceMembers:
         return {"members": members, "step": self.step, "complete": self.complete}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Set the numbers of workers and steps.
-
-        Args:
-            state: What `state` returned.
-        """
+        """Set the numbers of workers and steps."""
         self.members = {
             int(worker): Member(
                 session=known["session"],
@@ -97,13 +82,7 @@ class SpaceMembers:
         return member
 
     async def wait_for(self, worker: int, session: str, after: int) -> None:
-        """Wait until a write of a worker is done.
-
-        Args:
-            worker: The number of the worker.
-            session: See `join`.
-            after: The number of the write.
-        """
+        """Wait until a write of a worker is done."""
         member = self._member(worker, session)
         own = member.session
         await self._waiters.until(

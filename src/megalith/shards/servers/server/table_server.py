@@ -29,13 +29,7 @@ _REPORT_SECONDS = 5.0
 
 
 class TableServer:
-    """See the module. Every method is a call of a worker.
-
-    Args:
-        index: The number of this server.
-        num_servers: The number of servers.
-        ray_metrics: Whether to report custom metrics to Ray.
-    """
+    """See the module. Every method is a call of a worker."""
 
     def __init__(self, index: int, num_servers: int, ray_metrics: bool = False) -> None:
         self._index = index
@@ -54,15 +48,7 @@ class TableServer:
             self._ray_metrics = RayMetrics(index)
 
     async def open(self, name: str, spec: SpaceSpec) -> Any:
-        """Create the tables of a `ServerShards`, or check that they are those that exist.
-
-        Args:
-            name: The name of the tables on the servers.
-            spec: The tables.
-
-        Returns:
-            None, or a Failure.
-        """
+        """Create the tables of a `ServerShards`, or check that they are those that exist."""
         return await self._guarded(self._open(name, spec))
 
     async def _open(self, name: str, spec: SpaceSpec) -> None:
@@ -100,15 +86,7 @@ class TableServer:
             await asyncio.sleep(_REPORT_SECONDS)
 
     async def close(self, name: str | None = None, *, moved: bool = False) -> Any:
-        """Drop the tables of a `ServerShards`; its log keeps what was not written to it yet.
-
-        Args:
-            name: Their name; None: all tables, before the process ends.
-            moved: Whether they are on other servers now: the log is deleted, and later calls raise.
-
-        Returns:
-            None, or a Failure.
-        """
+        """Drop the tables of a `ServerShards`; its log keeps what was not written to it yet."""
 
         async def close() -> None:
             for each in list(self._spaces) if name is None else [name]:
@@ -123,67 +101,25 @@ class TableServer:
     async def join(
         self, name: str, worker: int, session: str, unacknowledged: int | None, observer: bool
     ) -> Any:
-        """See `TableSpace.join`.
-
-        Args:
-            name: The name of the tables.
-            worker: See there.
-            session: See there.
-            unacknowledged: See there.
-            observer: See there.
-
-        Returns:
-            A Joined, or a Failure.
-        """
-
         async def join() -> Any:
             return self._space(name).join(worker, session, unacknowledged, observer=observer)
 
         return await self._guarded(join())
 
     async def leave(self, name: str, worker: int, session: str, after: int) -> Any:
-        """See `TableSpace.leave`.
-
-        Args:
-            name: The name of the tables.
-            worker: See there.
-            session: See there.
-            after: See there.
-
-        Returns:
-            None, or a Failure.
-        """
-
         async def leave() -> Any:
             await self._space(name).leave(worker, session, after)
 
         return await self._guarded(leave())
 
     async def remove(self, name: str, worker: int) -> Any:
-        """See `TableSpace.remove`.
-
-        Args:
-            name: The name of the tables.
-            worker: See there.
-
-        Returns:
-            None, or a Failure.
-        """
-
         async def remove() -> Any:
             self._space(name).remove(worker)
 
         return await self._guarded(remove())
 
     async def channel(self, node: str) -> Any:
-        """Listen for lookups and pushes, which do not go through Ray.
-
-        Args:
-            node: The node of the process that will connect.
-
-        Returns:
-            The ChannelAddress, or a Failure.
-        """
+        """Listen for lookups and pushes, which do not go through Ray."""
 
         async def listen() -> Any:
             if self._channel is None:
@@ -216,18 +152,7 @@ class TableServer:
         return rows if request.out is None else None
 
     async def write(self, name: str, worker: int, session: str, number: int, write: ServerWrite) -> Any:
-        """See `TableSpace.write`; pushes arrive over a socket.
-
-        Args:
-            name: The name of the tables.
-            worker: See there.
-            session: See there.
-            number: See there.
-            write: See there.
-
-        Returns:
-            The result of the write, or a Failure.
-        """
+        # Pushes arrive over a socket.
 
         async def apply() -> Any:
             self._space(name).calls.add()
@@ -245,21 +170,6 @@ class TableServer:
         *args: Any,
         background: bool,
     ) -> Any:
-        """See `TableSpace.run`.
-
-        Args:
-            name: The name of the tables.
-            worker: See there.
-            session: See there.
-            after: See there.
-            function: See there.
-            args: See there.
-            background: See there.
-
-        Returns:
-            Its result, or a Failure.
-        """
-
         async def run() -> Any:
             space = self._space(name)
             return await space.run(worker, session, after, function, *args, background=background)
@@ -267,14 +177,7 @@ class TableServer:
         return await self._guarded(run())
 
     async def describe(self, name: str) -> Any:
-        """Return numbers about this server.
-
-        Args:
-            name: The name of the tables.
-
-        Returns:
-            A dict, or a Failure.
-        """
+        """Return numbers about this server."""
 
         async def describe() -> Any:
             self._space(name)
@@ -283,14 +186,7 @@ class TableServer:
         return await self._guarded(describe())
 
     async def spec_of(self, name: str) -> Any:
-        """Return the tables of a `ServerShards`, for a process that only reads.
-
-        Args:
-            name: Their name.
-
-        Returns:
-            Their SpaceSpec; None: this server does not have them.
-        """
+        """Return the tables of a `ServerShards`, for a process that only reads."""
 
         async def spec() -> Any:
             return self._spaces[name].spec if name in self._spaces else None
@@ -298,11 +194,7 @@ class TableServer:
         return await self._loop.run(spec())
 
     async def describe_all(self) -> list[dict[str, Any]]:
-        """Return numbers about this server for all tables, without joining them.
-
-        Returns:
-            A dict for each `ServerShards`.
-        """
+        """Return numbers about this server for all tables, without joining them."""
 
         async def describe() -> list[dict[str, Any]]:
             return [self._numbers(name) for name in sorted(self._spaces)]

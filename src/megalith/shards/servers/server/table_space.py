@@ -60,13 +60,7 @@ _TIMED = {"push", "assign", "assign_add", "reinitialize", "evict", "evict_part"}
 
 
 class TableSpace(SpaceMembers):
-    """See the module.
-
-    Args:
-        spec: The tables and the mode.
-        index: The number of this server.
-        num_servers: The number of servers.
-    """
+    """See the module."""
 
     def __init__(self, spec: SpaceSpec, index: int, num_servers: int) -> None:
         super().__init__(spec, index)
@@ -82,17 +76,7 @@ class TableSpace(SpaceMembers):
     # ---- recovery
 
     def recover(self, folder: Path) -> int:
-        """Take the state of the last server with this log, and continue the log.
-
-        Args:
-            folder: The folder of the log.
-
-        Returns:
-            The number of records that were applied.
-
-        Raises:
-            CheckpointError: The log is damaged, or its checkpoint is missing.
-        """
+        """Take the state of the last server with this log, and continue the log."""
         recovery = self.spec.recovery
         assert recovery is not None
         journal = SpaceJournal(self, folder, recovery)
@@ -106,42 +90,27 @@ class TableSpace(SpaceMembers):
             self._journal.flush()
 
     def close(self, *, moved: bool = False) -> None:
-        """End what functions keep, and close the log.
-
-        Args:
-            moved: Whether the rows are on other servers now; the log is deleted.
-        """
+        """End what functions keep, and close the log."""
         for worker in set(self._kept_by.values()):
             self._abandon(worker)
         if self._journal is not None:
             self._journal.close(delete=moved)
 
     def state(self) -> dict[str, Any]:
-        """See `SpaceMembers.state`; with the consumers of touched rows."""
+        # With the consumers of touched rows.
         consumers = [table.stats().consumers for table in self.part.shards.local.values()]
         counters = {name: list(stats.counters) for name, stats in part_stats(self.part).items()}
         own = {"consumers": list(consumers[0]) if consumers else [], "counters": counters}
         return super().state() | own
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """See `SpaceMembers.set_state`.
-
-        Args:
-            state: What `state` returned.
-        """
         super().set_state(state)
         for consumer in state["consumers"]:
             self.part.shards.track(consumer)
         count_from(self.part, state["counters"])
 
     def replay(self, worker: int, number: int, write: ServerWrite) -> None:
-        """Apply a record of the log.
-
-        Args:
-            worker: The number of the worker.
-            number: The number of the write; 0 for what is not a write of a worker.
-            write: The write.
-        """
+        """Apply a record of the log."""
         if write.kind == "join":
             self.join(worker, write.header["session"], observer=write.header["observer"])
         elif write.kind == "leave":
@@ -159,19 +128,7 @@ class TableSpace(SpaceMembers):
     def join(
         self, worker: int, session: str, unacknowledged: int | None = None, *, observer: bool = False
     ) -> Joined:
-        """Add a worker, or return what is known of it after its connection was lost.
-
-        Args:
-            worker: Its number.
-            session: Identifies its process. Calls of another process under the same number raise from now on.
-                Later calls append "@" and the incarnation that this one returns.
-            unacknowledged: The number of its first write that no server has answered; None: it starts now
-                and its numbers continue.
-            observer: Whether steps and other workers never wait for it.
-
-        Returns:
-            The last accepted write and the highest step.
-        """
+        """Add a worker, or return what is known of it after its connection was lost."""
         member = self.members.get(worker)
         if member is None or not member.present:
             if self.spec.sync and self.complete and self._round.pushes and not observer:
@@ -197,22 +154,12 @@ class TableSpace(SpaceMembers):
         return Joined(known, self.step, self._incarnation)
 
     async def leave(self, worker: int, session: str, after: int) -> None:
-        """Remove the worker that calls, after its writes.
-
-        Args:
-            worker: Its number.
-            session: See `join`.
-            after: The number of its last write.
-        """
+        """Remove the worker that calls, after its writes."""
         await self.wait_for(worker, session, after)
         self.remove(worker)
 
     def remove(self, worker: int) -> None:
-        """Remove a worker; steps and other workers no longer wait for it, and its next write raises.
-
-        Args:
-            worker: Its number.
-        """
+        """Remove a worker; steps and other workers no longer wait for it, and its next write raises."""
         if worker in self.members:
             self._record(worker, 0, ServerWrite("leave", {}))
             self.members[worker].present = False
@@ -232,23 +179,7 @@ class TableSpace(SpaceMembers):
         step: int | None,
         out: Array | None = None,
     ) -> Array:
-        """Read rows.
-
-        Args:
-            worker: The number of the worker, or READER.
-            session: See `join`.
-            after: The number of the worker's last write; the rows include it.
-            ids: int64, the ids of all tables concatenated.
-            counts: The number of ids of each table.
-            step: See `Lookup.step`.
-            out: uint8, where to write the rows; None: new memory.
-
-        Returns:
-            The rows in the precision of the wire, uint8.
-
-        Raises:
-            InputError: `counts` or `out` do not have the right size.
-        """
+        """Read rows."""
         if worker != READER:
             await self.wait_for(worker, session, after)
             if self.spec.staleness is not None and not self.members[worker].observer:
@@ -257,13 +188,7 @@ class TableSpace(SpaceMembers):
         return self.tables.read(ids, counts, step, out, self._before.correction(worker, after))
 
     async def wait_for(self, worker: int, session: str, after: int) -> None:
-        """See `SpaceMembers.wait_for`; it raises the error of a log that cannot be written.
-
-        Args:
-            worker: See there.
-            session: See there.
-            after: See there.
-        """
+        # It raises the error of a log that cannot be written.
         await super().wait_for(worker, session, after)
         if self._journal is not None:
             self._journal.check()
@@ -279,20 +204,7 @@ class TableSpace(SpaceMembers):
         *args: Any,
         background: bool,
     ) -> Any:
-        """Run a function with this server's part of the tables; see `Shards.each_part`.
-
-        Args:
-            worker: The number of the worker. What the function keeps ends when the worker leaves, or when
-                another process joins under its number.
-            session: See `join`.
-            after: See `read`.
-            function: It receives the part, then `args`.
-            args: Further arguments.
-            background: Whether it runs in a thread, so that other calls continue. Then it keeps nothing.
-
-        Returns:
-            Its result.
-        """
+        """Run a function with this server's part of the tables; see `Shards.each_part`."""
         await self.wait_for(worker, session, after)
         if background:
             return await asyncio.to_thread(function, self.part, *args)
@@ -311,17 +223,7 @@ class TableSpace(SpaceMembers):
     # ---- writes
 
     async def write(self, worker: int, session: str, number: int, write: ServerWrite) -> Any:
-        """Apply a write once, in the order of the worker's numbers.
-
-        Args:
-            worker: The number of the worker.
-            session: See `join`.
-            number: The number of the write.
-            write: The write.
-
-        Returns:
-            The result of the write; None for a repetition whose result is no longer known.
-        """
+        """Apply a write once, in the order of the worker's numbers."""
         member = await self._wait_for_turn(worker, session, number)
         if number > member.accepted:
             self.writes += 1
@@ -346,11 +248,9 @@ class TableSpace(SpaceMembers):
         return member.result if member.done == number else None
 
     async def _wait_for_turn(self, worker: int, session: str, number: int) -> Member:
-        """Wait until a write is accepted or the next one of its worker.
-
-        The time counts from the worker's last progress. A write that waits too long is accepted with this
-        error, so that those after it go on.
-        """
+        """Wait until a write is accepted or the next one of its worker."""
+        # The time counts from the worker's last progress. A write that waits too long is accepted with this
+        # error, so that those after it go on.
         while True:
             member = self._member(worker, session)
             if number <= member.accepted:
@@ -387,29 +287,13 @@ class TableSpace(SpaceMembers):
             self._journal.append(worker, number, write)
 
     def with_time(self, write: ServerWrite) -> ServerWrite:
-        """Return a write whose time is known: that of the worker, or the clock of this server.
-
-        Args:
-            write: The write.
-
-        Returns:
-            The same write, with a time in seconds where it needs one.
-        """
+        """Return a write whose time is known: that of the worker, or the clock of this server."""
         if write.kind in _TIMED and write.header.get("time") is None:
             return ServerWrite(write.kind, write.header | {"time": int(clock.time())}, write.arrays)
         return write
 
     def accept(self, worker: int, number: int, write: ServerWrite) -> Round | None:
-        """Apply a write, or add it to the round. It neither waits nor raises: errors are kept by number.
-
-        Args:
-            worker: The number of the worker.
-            number: The number of the write.
-            write: The write, with its time.
-
-        Returns:
-            The round that it waits for; None if it is done.
-        """
+        """Apply a write, or add it to the round. It neither waits nor raises: errors are kept by number."""
         member = self.members[worker]
         member.accepted = number
         if write.kind == "push":

@@ -18,16 +18,7 @@ from megalith.shards.servers.server_messages import Array, array_of
 
 
 class DrainedIds:
-    """The ids of a drain that is not confirmed; a `Kept`.
-
-    Args:
-        shards: The tables.
-        consumer: The name of the consumer.
-        found: (updated, removed) ids per table.
-
-    Attributes:
-        found: The ids.
-    """
+    """The ids of a drain that is not confirmed; a `Kept`."""
 
     def __init__(self, shards: LocalShards, consumer: str, found: dict[str, tuple[Tensor, Tensor]]) -> None:
         self._shards = shards
@@ -44,15 +35,7 @@ class DrainedIds:
 
 
 def drain(part: ShardsPart, consumer: str) -> dict[str, tuple[Array, Array]]:
-    """Take the touched ids of a consumer; see the module.
-
-    Args:
-        part: The tables of the server.
-        consumer: The name of the consumer.
-
-    Returns:
-        (updated, removed) ids per table.
-    """
+    """Take the touched ids of a consumer; see the module."""
     kept = part.kept.pop(_key(consumer), None)
     if kept is not None:
         kept.abandon()
@@ -62,25 +45,13 @@ def drain(part: ShardsPart, consumer: str) -> dict[str, tuple[Array, Array]]:
 
 
 def confirm(part: ShardsPart, consumer: str) -> None:
-    """Forget the ids of the last drain.
-
-    Args:
-        part: The tables of the server.
-        consumer: The name of the consumer.
-    """
+    """Forget the ids of the last drain."""
     part.kept.pop(_key(consumer), None)
 
 
 def pending_ids(part: ShardsPart, consumer: str) -> dict[str, Tensor]:
-    """Return the touched ids of a consumer without taking them.
-
-    Args:
-        part: The tables of the server.
-        consumer: The name of the consumer.
-
-    Returns:
-        int64 [n] per table, updated and removed ids.
-    """
+    """Return the touched ids of a consumer without taking them."""
+    # returns: int64 [n] per table, updated and removed ids.
     drain(part, consumer)
     kept = part.kept.pop(_key(consumer))
     assert isinstance(kept, DrainedIds)
@@ -89,12 +60,7 @@ def pending_ids(part: ShardsPart, consumer: str) -> dict[str, Tensor]:
 
 
 def check_consumer(part: ShardsPart, consumer: str) -> None:
-    """Raise UnknownNameError if there is no such consumer.
-
-    Args:
-        part: The tables of the server.
-        consumer: The name of the consumer.
-    """
+    """Raise UnknownNameError if there is no such consumer."""
     part.shards.consumer_numbers(consumer)
 
 

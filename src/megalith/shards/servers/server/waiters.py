@@ -15,16 +15,7 @@ class Waiters:
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
 
     async def until(self, condition: Callable[[], bool], timeout: float, what: Callable[[], str]) -> None:
-        """Wait until a condition holds.
-
-        Args:
-            condition: It is evaluated now and after each call of `changed`.
-            timeout: Seconds to wait.
-            what: Describes what is missing, for the message.
-
-        Raises:
-            RankTimeoutError: The condition did not hold in time.
-        """
+        """Wait until a condition holds."""
         if condition():
             return
         entry = condition, asyncio.get_running_loop().create_future()

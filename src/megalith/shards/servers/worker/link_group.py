@@ -18,15 +18,7 @@ Calls = Sequence[tuple[ServerLink, PendingCall]]
 
 
 class LinkGroup:
-    """See the module.
-
-    Args:
-        links: One connection per server, in their order.
-        pool: Memory that they share with servers of this node.
-
-    Attributes:
-        pool: The same.
-    """
+    """See the module."""
 
     def __init__(self, links: Sequence[ServerLink], pool: SegmentPool) -> None:
         self._links = list(links)
@@ -44,14 +36,7 @@ class LinkGroup:
     # ---- membership
 
     def join(self, written: Sequence[int] | None = None) -> int:
-        """Open the tables and join their workers. If a server refuses, leave those that were joined.
-
-        Args:
-            written: The answered writes of a process that this one replaces, by server; None: it is new.
-
-        Returns:
-            The highest step that the servers have seen; -1: none.
-        """
+        """Open the tables and join their workers. If a server refuses, leave those that were joined."""
         steps: list[int] = []
         try:
             self.everywhere(ServerLink.open)
@@ -70,19 +55,11 @@ class LinkGroup:
         self.everywhere(ServerLink.leave)
 
     def remove(self, worker: int) -> None:
-        """Remove a worker, whatever it does.
-
-        Args:
-            worker: Its number.
-        """
+        """Remove a worker, whatever it does."""
         self.everywhere(lambda link: link.remove(worker))
 
     def close(self, *, moved: bool = False) -> None:
-        """Drop the tables on all servers.
-
-        Args:
-            moved: See `TableServer.close`.
-        """
+        """Drop the tables on all servers."""
         self.everywhere(lambda link: link.close(moved=moved))
 
     def disconnect(self) -> None:
@@ -93,37 +70,15 @@ class LinkGroup:
     # ---- calls
 
     def everywhere(self, call: Callable[[ServerLink], PendingCall]) -> list[Any]:
-        """Make a call of every server.
-
-        Args:
-            call: Makes the call of one server.
-
-        Returns:
-            The result of each server.
-        """
+        """Make a call of every server."""
         return self.results([(link, call(link)) for link in self._links])
 
     def ask(self, function: Callable[..., Any]) -> list[Any]:
-        """Run a function that only reads on every server; on one that was started again, once more.
-
-        Args:
-            function: It receives a `ShardsPart`.
-
-        Returns:
-            Its result on each server.
-        """
+        """Run a function that only reads on every server; on one that was started again, once more."""
         return self.everywhere(lambda link: link.run(function, background=False, repeatable=True))
 
     def write_everywhere(self, kind: str, header: dict[str, Any]) -> list[Any]:
-        """Send a write to every server.
-
-        Args:
-            kind: See `ServerWrite`.
-            header: See `ServerWrite`.
-
-        Returns:
-            The result of each server.
-        """
+        """Send a write to every server."""
         write = ServerWrite(kind, header)
         return self.everywhere(lambda link: link.write(write))
 
@@ -134,17 +89,7 @@ class LinkGroup:
         routed: RoutedIds,
         arrays: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> list[Any]:
-        """Send a write of ids to their owners.
-
-        Args:
-            kind: See `ServerWrite`.
-            header: See `ServerWrite`; the counts are added.
-            routed: The ids.
-            arrays: Further arrays by name, one per server.
-
-        Returns:
-            The result of each server; None for servers without ids.
-        """
+        """Send a write of ids to their owners."""
         counts = routed.deduped.counts
         pieces = routed.deduped.ids.split_with_sizes(counts.sum(1).tolist())
         calls: list[tuple[ServerLink, PendingCall]] = []
@@ -158,14 +103,7 @@ class LinkGroup:
         return [next(results) if ids.numel() else None for ids in pieces]
 
     def results(self, calls: Calls) -> list[Any]:
-        """Wait for all calls, then raise the first error.
-
-        Args:
-            calls: Calls in progress.
-
-        Returns:
-            Their results.
-        """
+        """Wait for all calls, then raise the first error."""
         results: list[Any] = []
         errors: list[Exception] = []
         for link, call in calls:
@@ -179,11 +117,7 @@ class LinkGroup:
 
 
 def run_all(*calls: Callable[[], object]) -> None:
-    """Make all calls, then raise the first error.
-
-    Args:
-        calls: Functions without arguments.
-    """
+    """Make all calls, then raise the first error."""
     errors: list[Exception] = []
     for call in calls:
         try:

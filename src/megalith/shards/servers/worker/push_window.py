@@ -15,13 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class PushWindow:
-    """See the module. An error is raised once, by the first call that finds the update finished.
-
-    Args:
-        links: The connections to the servers.
-        size: How many updates may be in progress.
-        sync: Whether the other workers wait for an update that fails here.
-    """
+    """See the module. An error is raised once, by the first call that finds the update finished."""
 
     def __init__(self, links: LinkGroup, size: int, *, sync: bool) -> None:
         self._links = links
@@ -30,13 +24,8 @@ class PushWindow:
         self._pushed: deque[list[tuple[ServerLink, PendingCall]]] = deque()
 
     def send(self, writes: Sequence[ServerWrite | None]) -> None:
-        """Send an update, then wait for the oldest if there are too many.
-
-        If the write of a server cannot be sent, those before it are in progress all the same.
-
-        Args:
-            writes: What each server receives; None: nothing.
-        """
+        """Send an update, then wait for the oldest if there are too many."""
+        # If the write of a server cannot be sent, those before it are in progress all the same.
         sent: list[tuple[ServerLink, PendingCall]] = []
         self._pushed.append(sent)
         for server, (link, write) in enumerate(zip(self._links, writes, strict=True)):
@@ -60,14 +49,8 @@ class PushWindow:
         self._links.results([call for calls in pushed for call in calls])
 
     def report_failure(self, error: Exception, first: int = 0) -> None:
-        """With mode="sync", make the other workers raise RankFailedError in the step that waits.
-
-        If that fails too, it is logged: the caller raises `error`.
-
-        Args:
-            error: Why this worker has no gradients.
-            first: The first server that did not receive them.
-        """
+        """With mode="sync", make the other workers raise RankFailedError in the step that waits."""
+        # If that fails too, it is logged: the caller raises `error`.
         if not self._sync:
             return
         write = ServerWrite("fail", {"error": f"{type(error).__name__}: {error}"})

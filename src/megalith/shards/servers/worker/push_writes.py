@@ -25,21 +25,6 @@ def push_writes(
     wire: Wire,
     everyone: bool,
 ) -> list[ServerWrite | None]:
-    """Return the write of each server.
-
-    Args:
-        shards: The tables.
-        routed: The ids that were looked up.
-        summed: Their gradients.
-        numbers: The numbers of the step.
-        seen: How often each distinct id occurs; None: not needed.
-        timed: Whether the caller has given a time; otherwise the clock of the server counts.
-        wire: The precision of gradients.
-        everyone: Whether servers without ids receive an empty push, because servers count the steps.
-
-    Returns:
-        One write per server; None: nothing to send.
-    """
     dims = [config.dim for config in shards.configs.values()]
     widths = torch.tensor(dims, dtype=torch.int64, device="cpu")
     header = {

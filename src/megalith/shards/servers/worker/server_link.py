@@ -46,21 +46,7 @@ _PAUSE = 0.1
 
 
 class ServerLink:
-    """See the module.
-
-    Args:
-        actor: The server.
-        index: Its number.
-        name: The name of the tables.
-        worker: The number of this worker.
-        spec: The tables.
-        pool: Memory that is shared with servers of this node.
-        observer: See `TableSpace.join`.
-
-    Attributes:
-        lost: Number of answered writes that were lost with a server.
-        restarts: How often the server was started again.
-    """
+    """See the module."""
 
     def __init__(
         self,
@@ -90,11 +76,7 @@ class ServerLink:
         self.restarts = 0
 
     def open(self) -> PendingCall:
-        """Create the tables, or check that they are those of the server.
-
-        Returns:
-            The call in progress.
-        """
+        """Create the tables, or check that they are those of the server."""
         return self._call("open", self._spec)
 
     @property
@@ -103,15 +85,7 @@ class ServerLink:
         return self._number
 
     def join(self, written: int | None = None) -> Joined:
-        """Join the workers of the tables.
-
-        Args:
-            written: The number of the last answered write of a process that this one replaces. Writes that
-                the server has after it are not applied again. None: numbers continue where the server is.
-
-        Returns:
-            What the server knows of this worker.
-        """
+        """Join the workers of the tables."""
         first = None if written is None else written + 1
         joined: Joined = self.result(self._call("join", self._worker, self._session, first, self._observer))
         self._number = joined.accepted if written is None else written
@@ -124,69 +98,33 @@ class ServerLink:
         return joined
 
     def end_move(self, recovery: Recovery | None) -> None:
-        """Use another recovery from now on: the tables have moved, and the server holds them.
-
-        Args:
-            recovery: The same recovery without a move.
-        """
+        """Use another recovery from now on: the tables have moved, and the server holds them."""
         self._spec = replace(self._spec, recovery=recovery)
 
     def leave(self) -> PendingCall:
-        """Remove this worker from those of the tables, after its writes.
-
-        Returns:
-            The call in progress.
-        """
+        """Remove this worker from those of the tables, after its writes."""
         remote, number = self._actor.leave, self._number
         return self._started(
             PendingCall(lambda: remote.remote(self._name, self._worker, self._token, number), "leave")
         )
 
     def remove(self, worker: int) -> PendingCall:
-        """Remove a worker from those of the tables, whatever it does.
-
-        Args:
-            worker: Its number.
-
-        Returns:
-            The call in progress.
-        """
+        """Remove a worker from those of the tables, whatever it does."""
         return self._call("remove", worker)
 
     def close(self, *, moved: bool) -> PendingCall:
-        """Drop the tables.
-
-        Args:
-            moved: See `TableServer.close`.
-
-        Returns:
-            The call in progress.
-        """
+        """Drop the tables."""
         remote, name = self._actor.close, self._name
         return self._started(PendingCall(lambda: remote.remote(name, moved=moved), "close"))
 
     def describe(self) -> PendingCall:
-        """Ask for numbers about the server.
-
-        Returns:
-            The call in progress.
-        """
+        """Ask for numbers about the server."""
         return self._call("describe")
 
     def run(
         self, function: Callable[..., Any], *args: Any, background: bool, repeatable: bool = False
     ) -> PendingCall:
-        """Run a function on the server; see `Shards.each_part`.
-
-        Args:
-            function: See there.
-            args: See there.
-            background: See there.
-            repeatable: Whether it runs once more on a server that was started again.
-
-        Returns:
-            The call in progress.
-        """
+        """Run a function on the server; see `Shards.each_part`."""
         remote, name, number = self._actor.run, self._name, self._number
 
         def send() -> Any:
@@ -208,31 +146,14 @@ class ServerLink:
         return pending
 
     def read(self, ids: Array, counts: Sequence[int], step: int | None, out: Tensor) -> PendingRead:
-        """Read rows; see `TableSpace.read`.
-
-        Args:
-            ids: int64, the ids of all tables concatenated.
-            counts: The number of ids of each table.
-            step: See `Lookup.step`.
-            out: uint8, where the rows go, unless the call has to be made again.
-
-        Returns:
-            The call in progress.
-        """
+        """Read rows; see `TableSpace.read`."""
         text = {"after": self._number, "counts": list(counts), "step": step}
         pending = PendingRead(lambda place: self._open.read(self._signed(text), ids, place), out, self._pool)
         self._started(pending)
         return pending
 
     def write(self, write: ServerWrite) -> PendingCall:
-        """Send a write.
-
-        Args:
-            write: The write.
-
-        Returns:
-            The call in progress.
-        """
+        """Send a write."""
         with self._lock:
             number = self._number + 1
             pending = PendingCall(lambda: self._send_write(number, write), write.kind, number)
@@ -255,33 +176,14 @@ class ServerLink:
         return self._channel
 
     def is_done(self, pending: PendingCall) -> bool:
-        """Return whether a call has ended, without waiting.
-
-        Args:
-            pending: The call.
-
-        Returns:
-            Whether `result` returns at once.
-        """
+        """Return whether a call has ended, without waiting."""
         if isinstance(pending.reference, ChannelReply):
             return pending.reference.channel.poll(pending.reference)
         done, _ = ray_module().wait([pending.reference], timeout=0)
         return bool(done)
 
     def result(self, pending: PendingCall) -> Any:
-        """Wait for the result of a call; if the server is started again, for the result there.
-
-        Args:
-            pending: The call.
-
-        Returns:
-            What the server returned.
-
-        Raises:
-            MegalithError: The error of the call.
-            RankTimeoutError: There was no answer in time.
-            ServerLostError: The server has ended and is not started again, or the call cannot be repeated.
-        """
+        """Wait for the result of a call; if the server is started again, for the result there."""
         ray = ray_module()
         deadline = clock.monotonic() + self._timeout
         while True:
@@ -382,11 +284,9 @@ class ServerLink:
             self._channel.close()
 
     def _repeat(self, pending: PendingCall, deadline: float, error: Exception) -> None:
-        """Make a call again after the connection was interrupted: the server has not ended.
-
-        Ray reports a server that is being started again in the same way. What it kept is lost then, so a call
-        that depends on it is not made again.
-        """
+        """Make a call again after the connection was interrupted: the server has not ended."""
+        # Ray reports a server that is being started again in the same way. What it kept is lost then, so a
+        # call that depends on it is not made again.
         if not pending.repeatable and self._spec.recovery is not None:
             self._reconnect(pending, deadline, error)
         late = clock.monotonic() > deadline and pending.limited

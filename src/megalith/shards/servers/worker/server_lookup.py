@@ -41,7 +41,6 @@ class ServerLookup(RoutedLookup):
 
     @property
     def moved(self) -> bool:
-        """See `Lookup.moved`."""
         return self.links is not self.shards.links
 
     def check_place(self) -> None:
@@ -50,7 +49,6 @@ class ServerLookup(RoutedLookup):
             raise UsageError("the tables were moved to other servers after this lookup: look up again")
 
     def fetch(self) -> None:
-        """See `Lookup.fetch`."""
         if self._reads is not None or self.moved:
             return
         deduped = self.routed.deduped
@@ -67,7 +65,7 @@ class ServerLookup(RoutedLookup):
 
     @property
     def source(self) -> Tensor:
-        """See `RoutedLookup.source`. With an exact wire it is the memory that the servers have filled."""
+        # With an exact wire it is the memory that the servers have filled.
         if self._source is None:
             self.check_place()
             self.fetch()
@@ -84,7 +82,7 @@ class ServerLookup(RoutedLookup):
         return self._source
 
     def fail(self, error: Exception, *, leave: bool = False) -> NoReturn:
-        """See `Lookup.fail`. With mode="sync" the other workers wait for the gradients, and raise."""
+        # With mode="sync" the other workers wait for the gradients, and raise.
         if not self.used:
             self.used = True
             self.shards.report_failure(error)

@@ -21,29 +21,14 @@ from megalith.shards.servers.worker.server_rows import ServerRows
 
 
 def check_empty(target: ServerRows) -> None:
-    """Raise UsageError if tables have rows.
-
-    Args:
-        target: The tables.
-    """
+    """Raise UsageError if tables have rows."""
     found = target.links.everywhere(ServerLink.describe)
     if any(sum(server["rows"].values()) or server["step"] >= 0 for server in found):
         raise UsageError("resize: the new servers have tables under this name already: pass new servers")
 
 
 def move_tables(source: ServerRows, target: ServerRows) -> int:
-    """Copy tables to other servers. With a recovery they are in the logs of those servers, on the disk.
-
-    Args:
-        source: The tables, flushed.
-        target: The same tables on other servers, which are empty.
-
-    Returns:
-        The highest step of the source; -1: none.
-
-    Raises:
-        TableFullError: A `Capacity` refuses the rows that a server of the target would have.
-    """
+    """Copy tables to other servers. With a recovery they are in the logs of those servers, on the disk."""
     numbers = source.links.everywhere(ServerLink.describe)
     for name in source.configs:
         for chunk in source.scan(name):
@@ -76,11 +61,7 @@ def _moved_counters(source: ServerRows, target: ServerRows) -> dict[str, list[in
 
 
 def stay(source: ServerRows) -> None:
-    """Record that tables are still on their servers, after a move that failed.
-
-    Args:
-        source: The tables.
-    """
+    """Record that tables are still on their servers, after a move that failed."""
     first, *_ = source.links
     adopted = {"pushes": {}, "step": -1, "complete": False}
     source.links.results([(first, first.write(ServerWrite("adopt", adopted)))])

@@ -23,38 +23,20 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 
 @dataclass
 class ServerOptions:
-    """See the module, and `ServerShards` for the meaning of each option.
+    """See the module, and `ServerShards` for the meaning of each option."""
 
-    Attributes:
-        name: See `ServerShards`.
-        worker: See `ServerShards`.
-        num_workers: See `ServerShards`.
-        mode: See `ServerShards`.
-        staleness: See `ServerShards`.
-        window: See `ServerShards`.
-        engine: See `ServerShards`.
-        seed: See `ServerShards`.
-        wire: See `ServerShards`.
-        timeout: See `ServerShards`.
-        recovery: See `ServerShards`.
-        observer: See `ServerShards`.
-
-    Raises:
-        InputError: An option is wrong.
-    """
-
-    name: str
-    worker: int
-    num_workers: int
-    mode: str
-    staleness: int | None
-    window: int
-    engine: str
-    seed: int
-    wire: str | dict[str, str]
-    timeout: float
-    recovery: Recovery | None
-    observer: bool
+    name: str  # See `ServerShards`
+    worker: int  # See `ServerShards`
+    num_workers: int  # See `ServerShards`
+    mode: str  # See `ServerShards`
+    staleness: int | None  # See `ServerShards`
+    window: int  # See `ServerShards`
+    engine: str  # See `ServerShards`
+    seed: int  # See `ServerShards`
+    wire: str | dict[str, str]  # See `ServerShards`
+    timeout: float  # See `ServerShards`
+    recovery: Recovery | None  # See `ServerShards`
+    observer: bool  # See `ServerShards`
 
     def __post_init__(self) -> None:
         self.mode = checks.one_of(self.mode, MODES, "ServerShards: mode")
@@ -84,15 +66,7 @@ class ServerOptions:
         return check_wire(self.wire)
 
     def spec(self, configs: Mapping[str, TableConfig], routers: Mapping[str, Router]) -> SpaceSpec:
-        """Return what a server needs to make the tables.
-
-        Args:
-            configs: The tables by name.
-            routers: Their routers by name.
-
-        Returns:
-            The tables and the options. Workers that share tables must pass equal ones.
-        """
+        """Return what a server needs to make the tables."""
         tables, owners, sync = dict(configs), dict(routers), self.mode == "sync"
         modes = self.mode, self.staleness, self.num_workers if sync else None
         return SpaceSpec(

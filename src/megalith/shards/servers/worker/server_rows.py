@@ -49,21 +49,18 @@ class ServerRows(Shards):
     links: LinkGroup
 
     def router(self, table: str) -> Router:
-        """See `Shards.router`."""
         self.check_name(table)
         return self.routers[table]
 
     @property
     def holds_rows(self) -> bool:
-        """See `Shards.holds_rows`: they are on the servers."""
+        # They are on the servers.
         return False
 
     def assign(self, rows: Rows, *, time: float | None = None) -> None:
-        """See `Shards.assign`."""
         self._write_rows("assign", rows, time)
 
     def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
-        """See `Shards.assign_add`."""
         self._write_rows("assign_add", rows, time)
 
     def _write_rows(self, kind: str, rows: Rows, time: float | None) -> None:
@@ -79,7 +76,6 @@ class ServerRows(Shards):
     def reinitialize(
         self, ids: Ids, *, time: float | None = None, missing_ok: bool = False
     ) -> dict[str, Tensor]:
-        """See `Shards.reinitialize`."""
         routed = self.preparer(ids, missing_ok=missing_ok, distinct=False)
         found = self.links.write_ids("reinitialize", {"time": self._check_time(time)}, routed)
         sizes = routed.deduped.counts.sum(1).tolist()
@@ -89,16 +85,15 @@ class ServerRows(Shards):
         return routed.status(torch.cat([torch.empty(0, dtype=torch.int32, device="cpu"), *parts]), ids)
 
     def remove(self, ids: Ids) -> dict[str, int]:
-        """See `Shards.remove`."""
         found = [part for part in self.links.write_ids("remove", {}, self.preparer(ids)) if part is not None]
         return {name: sum(part.get(name, 0) for part in found) for name in ids}
 
     def evict(self, now: float | None = None) -> dict[str, Tensor]:
-        """See `Shards.evict`; the ids are those of all servers."""
+        # The ids are those of all servers.
         return self._evicted(self.links.write_everywhere("evict", {"time": self.latest_time(now)}))
 
     def evict_part(self, now: float, *, parts: int, start: float | None = None) -> dict[str, Tensor]:
-        """See `Shards.evict_part`; a call visits a part of the rows of every server."""
+        # A call visits a part of the rows of every server.
         check_start(start, "evict_part")
         count = checks.integer(parts, "evict_part: parts")
         header = {"time": self.latest_time(now), "parts": count, "start": start}
@@ -108,11 +103,10 @@ class ServerRows(Shards):
         return {name: torch.cat([tensor_of(part[name]) for part in found]) for name in self.configs}
 
     def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
-        """See `Shards.scan`, for the rows of all servers, server by server.
-
-        Servers keep rows in their places for `SCAN_SECONDS` after each chunk; a caller that takes longer for
-        a chunk may miss rows that moved meanwhile.
-        """
+        # For the rows of all servers, server by server.
+        #
+        # Servers keep rows in their places for `SCAN_SECONDS` after each chunk; a caller that takes longer
+        # for a chunk may miss rows that moved meanwhile.
         self.check_name(table)
         size = checks.integer(chunk_size, "scan: chunk_size")
         self.flush()
@@ -134,7 +128,6 @@ class ServerRows(Shards):
                     raise
 
     def restore(self, table: str, chunk: Chunk) -> None:
-        """See `Shards.restore`."""
         owner = self.router(table)
         checked = self.checks[table].chunk(chunk)
         owners = owner.owner(checked.ids)
@@ -147,17 +140,16 @@ class ServerRows(Shards):
         self.links.results(calls)
 
     def clear(self) -> None:
-        """See `Shards.clear`."""
         self.links.write_everywhere("clear", {"tables": list(self.configs)})
 
     def reserve(self, rows: Mapping[str, int]) -> None:
-        """See `Shards.reserve`; `rows` counts the rows of all servers, and each reserves its share."""
+        # `rows` counts the rows of all servers, and each reserves its share.
         self.each_part(_reserve, row_shares(self, rows, len(self.links)))
 
     def each_part(
         self, function: Callable[..., Result], *args: Any, background: bool = False
     ) -> list[Result]:
-        """See `Shards.each_part`: the function runs on every server, and is sent there."""
+        # The function runs on every server, and is sent there.
         check_function(function)
         check_flag(background, "background")
         return self.links.everywhere(lambda link: link.run(function, *args, background=background))
@@ -165,15 +157,13 @@ class ServerRows(Shards):
     # ---- touched rows, stats
 
     def track(self, consumer: str) -> None:
-        """See `Shards.track`."""
         self.links.write_everywhere("track", {"consumer": checks.text(consumer, "track: consumer")})
 
     def untrack(self, consumer: str) -> None:
-        """See `Shards.untrack`."""
         self.links.write_everywhere("untrack", {"consumer": checks.text(consumer, "untrack: consumer")})
 
     def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
-        """See `Shards.drain_touched`. If a server fails, no id is lost: the next drain returns all."""
+        # If a server fails, no id is lost: the next drain returns all.
         parts = self.each_part(touched_ids.drain, checks.text(consumer, "drain_touched: consumer"))
         try:
             self.each_part(touched_ids.confirm, consumer)
@@ -186,18 +176,17 @@ class ServerRows(Shards):
         return found
 
     def mark_touched(self, consumer: str, ids: Ids) -> None:
-        """See `Shards.mark_touched`."""
         name = checks.text(consumer, "mark_touched: consumer")
         self.each_part(touched_ids.check_consumer, name)
         self.links.write_ids("mark", {"consumer": name}, self.preparer(ids))
 
     def stats(self) -> dict[str, TableStats]:
-        """See `Shards.stats`; numbers are summed over the servers."""
+        # Numbers are summed over the servers.
         parts = self.links.ask(_stats)
         return {name: _joint_stats([part[name] for part in parts]) for name in self.configs}
 
     def memory(self) -> dict[str, MemoryUse]:
-        """See `Shards.memory`; bytes are summed over the servers."""
+        # Bytes are summed over the servers.
         parts = self.links.ask(_memory)
         fields = MemoryUse.__dataclass_fields__
         return {

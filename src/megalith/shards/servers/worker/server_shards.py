@@ -181,7 +181,6 @@ class ServerShards(ServerRows):
 
     @property
     def sources(self) -> int:
-        """See `Shards.sources`."""
         return self.num_workers if self.mode == "sync" else 1
 
     @property
@@ -354,7 +353,7 @@ class ServerShards(ServerRows):
         series: LookupSeries | None = None,
         step: int | None = None,
     ) -> ServerLookup:
-        """See `Shards.lookup`. Rows are requested by the first use or by `Lookup.fetch`."""
+        # Rows are requested by the first use or by `Lookup.fetch`.
         self._pushes.raise_errors()
         step = None if step is None else check_step(step, "lookup")
         return ServerLookup(self, self.links, self.preparer.routed(ids, missing_ok=missing_ok), step)
@@ -367,13 +366,13 @@ class ServerShards(ServerRows):
         series: LookupSeries | None = None,
         leave: bool = False,
     ) -> NoReturn:
-        """See `Shards.fail`. Only updates with mode="sync" have other workers that wait."""
+        # Only updates with mode="sync" have other workers that wait.
         if call == "apply_gradients":
             self.report_failure(error)
         raise error
 
     def report_failure(self, error: Exception) -> None:
-        """See `PushWindow.report_failure`.
+        """With mode="sync", make the other workers raise RankFailedError in the step that waits.
 
         Args:
             error: Why this worker has no gradients.
@@ -393,11 +392,10 @@ class ServerShards(ServerRows):
         occurrences: Mapping[str, Tensor] | None = None,
         wait: bool = True,
     ) -> None:
-        """See `Shards.apply_gradients`. It returns when the gradients are sent; see `window`.
-
-        An error on a server is raised by the next call, or by `flush`. With mode="sync", step, scale and
-        clip_norm must be equal on all workers.
-        """
+        # It returns when the gradients are sent; see `window`.
+        #
+        # An error on a server is raised by the next call, or by `flush`. With mode="sync", step, scale and
+        # clip_norm must be equal on all workers.
         if self.observer:
             raise UsageError("ServerShards: an observer does not train: make it without observer=True")
         try:
@@ -449,7 +447,6 @@ class ServerShards(ServerRows):
         )
 
     def flush(self) -> None:
-        """See `Shards.flush`."""
         self._pushes.flush()
 
     def describe_servers(self) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ Occurrences are not sorted; the sum of a row depends on the order in which progr
 """
 
 # mypy: ignore-errors
-# ruff: noqa: D103
 
 from megalith.table.engines.cuda.device_functions import (
     BASE,

@@ -27,17 +27,9 @@ def step_rows_atomically(
     aligned: bool,
     calls: Tensor,
 ) -> None:
-    """Sum the gradients of each row by atomic additions, and make one step per row.
-
-    Args:
-        group: The tables.
-        keys: From `LaunchGroup.finish`.
-        sizes: Number of occurrences of each table.
-        addresses: int64 [n], the address of the gradient of each occurrence; 0 for none.
-        factors: float32 [n], factor of each gradient, or None.
-        aligned: Whether all addresses are multiples of 16.
-        calls: What `call_fields` returned, on the device.
-    """
+    """Sum the gradients of each row by atomic additions, and make one step per row."""
+    # addresses: int64 [n], the address of the gradient of each occurrence; factors: float32 [n], factor of
+    # each gradient, or None.
     n, layout, tables = keys.numel(), group.layout, group.descriptors()
     # The last launch leaves them as they were.
     num_keys = sum(table.row_capacity + 1 for table in group.tables)

@@ -25,34 +25,16 @@ if TYPE_CHECKING:
 
 
 class AdmissionPlan(NamedTuple):
-    """What an update will do with ids that have no row.
+    """What an update will do with ids that have no row."""
 
-    Attributes:
-        wanted: int8 [n], 0 for occurrences of refused ids and those that were not wanted before.
-        admitted: Number of new ids.
-        new: The new ids, on the device.
-        refused: Pairs of a refused id and the number of its occurrences.
-    """
-
-    wanted: Tensor
-    admitted: int
-    new: Tensor
-    refused: list[tuple[int, int]]
+    wanted: Tensor  # int8 [n], 0 for occurrences of refused ids and those that were not wanted before
+    admitted: int  # Number of new ids
+    new: Tensor  # The new ids, on the device
+    refused: list[tuple[int, int]]  # Pairs of a refused id and the number of its occurrences
 
 
 class CudaPolicies:
-    """The policies of one engine, and its counters and logs.
-
-    Args:
-        engine: The engine.
-
-    Attributes:
-        active: Whether new rows depend on a policy.
-        admission: Counts and refusals of ids without a row.
-        evicted_log: The most recent evicted ids.
-        removed: Number of rows removed by calls.
-        evicted: Number of rows removed by policies.
-    """
+    """The policies of one engine, and its counters and logs."""
 
     def __init__(self, engine: StoredRows) -> None:
         self._engine = engine
@@ -68,11 +50,7 @@ class CudaPolicies:
         self._search = DeviceVictimSearch()
 
     def set_key(self, key: int) -> None:
-        """Change the key of the random numbers.
-
-        Args:
-            key: The new key.
-        """
+        """Change the key of the random numbers."""
         self.admission.set_key(key)
 
     def forget(self) -> None:
@@ -81,21 +59,13 @@ class CudaPolicies:
         self._search = DeviceVictimSearch()
 
     def count(self, ids: list[int], counts: list[int]) -> None:
-        """Add occurrences of ids without a row.
-
-        Args:
-            ids: The ids.
-            counts: Their numbers of occurrences.
-        """
+        """Add occurrences of ids without a row."""
         for id, number in zip(ids, counts, strict=True):
             self.admission.count(id, number)
 
     def created(self, ids: Tensor) -> None:
-        """Note that ids got a row, so they are no longer counted.
-
-        Args:
-            ids: int64 [n].
-        """
+        """Note that ids got a row, so they are no longer counted."""
+        # ids: int64 [n].
         if self.admission.counts:
             for id in ids.tolist():
                 self.admission.counts.pop(id, None)
@@ -103,17 +73,9 @@ class CudaPolicies:
     def plan(
         self, ids: Tensor, wanted: Tensor | None, occurrences: Tensor | None, step: int
     ) -> AdmissionPlan:
-        """Decide which ids of an update get a row. Changes nothing.
-
-        Args:
-            ids: int64 [n].
-            wanted: int8 [n], which occurrences count; None: all.
-            occurrences: Number of occurrences that each id stands for, int64 [n]; None: one each.
-            step: The global step.
-
-        Returns:
-            The decisions.
-        """
+        """Decide which ids of an update get a row. Changes nothing."""
+        # ids: int64 [n]; wanted: int8 [n], which occurrences count; occurrences: number of occurrences that
+        # each id stands for, int64 [n].
         engine = self._engine
         taken = torch.ones_like(ids, dtype=torch.int8) if wanted is None else wanted.clone()
         rows = engine.group.find(ids, [ids.numel()]).rows
@@ -129,31 +91,15 @@ class CudaPolicies:
         return AdmissionPlan(taken, int(admitted.sum()), distinct[admitted], refused)
 
     def apply(self, plan: AdmissionPlan, ids: Tensor) -> None:
-        """Make room for the new ids of a plan, and record the refused ones.
-
-        Args:
-            plan: What `plan` returned.
-            ids: int64 [n], all ids of the call.
-
-        Raises:
-            TableFullError: The rows do not fit in the capacity. Nothing was written.
-        """
+        """Make room for the new ids of a plan, and record the refused ones."""
+        # ids: int64 [n], all ids of the call.
         self.make_place(plan.admitted, ids)
         self.created(plan.new)
         self.admission.refuse(plan.refused)  # after the counts of the created ids made room
 
     def admit(self, ids: Tensor, wanted: Tensor | None, occurrences: Tensor | None, step: int) -> Tensor:
-        """Decide which ids of an update get a row, and make room for them.
-
-        Args:
-            ids: As for `plan`.
-            wanted: As for `plan`.
-            occurrences: As for `plan`.
-            step: As for `plan`.
-
-        Returns:
-            int8 [n], 0 for occurrences that have no effect.
-        """
+        """Decide which ids of an update get a row, and make room for them."""
+        # returns: int8 [n], 0 for occurrences that have no effect.
         if not self.active:
             return torch.ones_like(ids, dtype=torch.int8) if wanted is None else wanted
         plan = self.plan(ids, wanted, occurrences, step)
@@ -161,18 +107,8 @@ class CudaPolicies:
         return plan.wanted
 
     def make_place(self, new: int, call: Tensor) -> bool:
-        """Remove rows so that new ids fit; none that belongs to the call.
-
-        Args:
-            new: Number of new ids.
-            call: int64 [n], all ids of the call.
-
-        Returns:
-            Whether rows were removed.
-
-        Raises:
-            TableFullError: They do not fit.
-        """
+        """Remove rows so that new ids fit; none that belongs to the call."""
+        # call: int64 [n], all ids of the call.
         engine = self._engine
         capacity, limit = engine.config.capacity, engine.row_limit
         if capacity is None or limit is None or not new:
@@ -204,14 +140,7 @@ class CudaPolicies:
         return True
 
     def counters(self, created: int) -> RowCounters:
-        """Return the counters of the table.
-
-        Args:
-            created: Number of rows created.
-
-        Returns:
-            The counters.
-        """
+        """Return the counters of the table."""
         state = self.admission
         return RowCounters(
             created=created,

@@ -5,7 +5,6 @@ bits: every operation is one IEEE operation, and kernels are launched without fu
 """
 
 # mypy: ignore-errors
-# ruff: noqa: D103
 
 from megalith.table.engines.cuda.triton_runtime import tl, triton
 

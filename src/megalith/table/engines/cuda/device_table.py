@@ -40,27 +40,12 @@ HOST_BLOCK = 256 << 20
 
 
 def grid(n: int, block: int) -> tuple[int]:
-    """Return the grid of a launch over n elements.
-
-    Args:
-        n: Number of elements.
-        block: Elements of a program.
-
-    Returns:
-        The number of programs.
-    """
+    """Return the grid of a launch over n elements."""
     return (-(-n // block),)
 
 
 def float_bits(x: float) -> int:
-    """Return the bits of a number as a float32.
-
-    Args:
-        x: The number; beyond the range of float32 it becomes infinite.
-
-    Returns:
-        0 to 2^32 - 1, as a signed 32-bit integer.
-    """
+    """Return the bits of a number as a float32."""
     try:
         return int(struct.unpack("<i", struct.pack("<f", x))[0])
     except OverflowError:
@@ -68,28 +53,7 @@ def float_bits(x: float) -> int:
 
 
 class DeviceTable:
-    """The memory of one table.
-
-    Args:
-        config: The config of the table.
-        layout: The layout of its rows.
-        key: The key of its random numbers.
-        device: Where it lives.
-        device_bytes: Largest number of bytes of rows on the device; later rows are in pinned host memory.
-            None: all rows are on the device.
-
-    Attributes:
-        entries: The index: int64 [2 * (slots + 2)], key and value of each slot.
-        slots: Number of slots, a power of two.
-        counters: int64: used row numbers, free rows, rows created, rows skipped.
-        free: Row numbers of removed rows, int32, the first `counters[1]` of them.
-        tracked: Flags that a write sets in a row.
-        version: Advances when the descriptor changes.
-        requested: Sum of the rows that calls asked room for.
-        known_at: Value of `requested` when the known numbers of rows were counted.
-        room: Number of rows that calls may ask for before the host must look at the counters.
-        changes: Advances with the version of any table.
-    """
+    """The memory of one table."""
 
     changes = 0
 
@@ -159,13 +123,7 @@ class DeviceTable:
         return values
 
     def know(self, used: int, free: int, requested: int) -> None:
-        """Take numbers of rows that the device had when `requested` rows had been asked for.
-
-        Args:
-            used: Used row numbers.
-            free: Free rows among them.
-            requested: Value of `requested` at that time.
-        """
+        """Take numbers of rows that the device had when `requested` rows had been asked for."""
         self._live, self.known_at = used - free, requested
         self._count_room()
 
@@ -180,11 +138,7 @@ class DeviceTable:
         DeviceTable.changes += 1
 
     def ensure_room(self, n: int) -> None:
-        """Make sure that n new rows fit; the bound then includes them.
-
-        Args:
-            n: Largest number of new rows.
-        """
+        """Make sure that n new rows fit; the bound then includes them."""
         if n > self.room:
             used, free, *_ = self.read_counters()
             if used - free + n > MAX_ROWS:
@@ -199,22 +153,11 @@ class DeviceTable:
         self.room -= n
 
     def needs_report(self, n: int) -> bool:
-        """Return whether the host should learn the number of rows soon, because its bound comes to an end.
-
-        Args:
-            n: Rows that the last call asked for.
-
-        Returns:
-            Whether there is no room for some more calls of this size.
-        """
+        """Return whether the host should learn the number of rows soon, because its bound comes to an end."""
         return self.room < n * CALLS_AHEAD // 2
 
     def reserve(self, n: int) -> None:
-        """Allocate memory for n rows in all.
-
-        Args:
-            n: Number of rows.
-        """
+        """Allocate memory for n rows in all."""
         self.read_counters()
         if n > self.slot_limit - self._removed_slots:
             self._rehash(n)
@@ -250,12 +193,8 @@ class DeviceTable:
         self.read_counters()
 
     def rebuild_index(self, ids: Tensor, rows: Tensor) -> None:
-        """Replace the index by one that holds exactly these rows.
-
-        Args:
-            ids: int64 [n], distinct.
-            rows: int32 [n].
-        """
+        """Replace the index by one that holds exactly these rows."""
+        # ids: int64 [n], distinct; rows: int32 [n].
         slots = MIN_SLOTS
         while slots * 5 // 8 < ids.numel():
             slots *= 2
@@ -267,12 +206,8 @@ class DeviceTable:
         self._replace_index(entries, slots)
 
     def remove(self, ids: Tensor, rows: Tensor) -> None:
-        """Remove rows.
-
-        Args:
-            ids: int64 [n], distinct ids that have a row.
-            rows: Their rows, int32 [n].
-        """
+        """Remove rows."""
+        # ids: int64 [n], distinct ids that have a row; rows: their rows, int32 [n].
         n = ids.numel()
         if not n:
             return
@@ -289,10 +224,8 @@ class DeviceTable:
     # ---- rows
 
     def _add_chunks(self, rows: int, least: int = MAX_ROWS) -> None:
-        """Allocate chunks for `rows` rows; fewer if memory is short and `least` rows fit without them.
-
-        Nothing is changed if memory does not suffice.
-        """
+        """Allocate chunks for `rows` rows; fewer if memory is short and `least` rows fit without them."""
+        # Nothing is changed if memory does not suffice.
         chunks, shift = list(self._chunks), self.layout.shift
         words = (self.layout.stride << shift) // 8
         try:
@@ -307,10 +240,8 @@ class DeviceTable:
         self._set_chunks(chunks)
 
     def _host_chunk(self, words: int, known: int) -> Tensor:
-        """Return a chunk of pinned memory, which kernels access under its address.
-
-        Several are allocated together, because torch rounds pinned memory up to a power of two.
-        """
+        """Return a chunk of pinned memory, which kernels access under its address."""
+        # Several are allocated together, because torch rounds pinned memory up to a power of two.
         if not self._spare:
             count = max(1, min(known, HOST_BLOCK // (8 * words)))
             pinned = self.device.type == "cuda"
@@ -333,12 +264,7 @@ class DeviceTable:
         self._count_room()
 
     def shrink(self, used: int, free: Tensor) -> None:
-        """Return the chunks after the last used row, and replace the list of free rows.
-
-        Args:
-            used: All row numbers in use are below.
-            free: The free rows below it, int32.
-        """
+        """Return the chunks after the last used row, and replace the list of free rows."""
         kept = -(-used >> self.layout.shift)
         self._set_chunks(self._chunks[:kept])
         self.free[: free.numel()] = free
@@ -347,12 +273,8 @@ class DeviceTable:
         self.read_counters()
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole rows.
-
-        Args:
-            sources: int32 [n].
-            targets: int32 [n], distinct and not among the sources.
-        """
+        """Copy whole rows."""
+        # sources: int32 [n]; targets: int32 [n], distinct and not among the sources.
         layout = self.layout
         if sources.numel():
             row_kernels.move_rows[grid(sources.numel(), 8)](
@@ -367,14 +289,8 @@ class DeviceTable:
             )
 
     def headers(self, rows: Tensor) -> Tensor:
-        """Read the headers of rows.
-
-        Args:
-            rows: int32 [n], allocated rows.
-
-        Returns:
-            int64 [5, n]: ids, times, flags, counts, steps.
-        """
+        """Read the headers of rows."""
+        # rows: int32 [n], allocated rows; returns: int64 [5, n]: ids, times, flags, counts, steps.
         n = rows.numel()
         out = torch.empty(5, n, dtype=torch.int64, device=self.device)
         if n:
@@ -393,14 +309,8 @@ class DeviceTable:
         return out
 
     def write_header(self, offset: int, rows: Tensor, values: Tensor, operation: int = 0) -> None:
-        """Change one 32-bit field of the headers of distinct rows.
-
-        Args:
-            offset: Bytes from the start of the header.
-            rows: int32 [n].
-            values: int64 or int32 [n].
-            operation: 0 sets the field, 1 sets these bits, 2 keeps only these bits.
-        """
+        """Change one 32-bit field of the headers of distinct rows."""
+        # rows: int32 [n]; values: int64 or int32 [n].
         n = rows.numel()
         if n:
             layout = self.layout
@@ -418,15 +328,8 @@ class DeviceTable:
             )
 
     def live_rows(self, start: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the rows in use, in order.
-
-        Args:
-            start: The first row number.
-            end: The row number after the last one; None: all.
-
-        Returns:
-            Their numbers, int32 [n], and their headers, int64 [5, n].
-        """
+        """Return the rows in use, in order."""
+        # returns: their numbers, int32 [n], and their headers, int64 [5, n].
         end = self.read_counters()[0] if end is None else end
         rows = torch.arange(start, max(start, end), dtype=torch.int32, device=self.device)
         headers = self.headers(rows)
@@ -434,13 +337,8 @@ class DeviceTable:
         return rows[live], headers[:, live].contiguous()
 
     def copy_states(self, rows: Tensor, values: Tensor, *, write: bool) -> None:
-        """Read or write optimizer states.
-
-        Args:
-            rows: int32 [n], distinct.
-            values: float32 [n, state_floats].
-            write: Whether to write them to the rows.
-        """
+        """Read or write optimizer states."""
+        # rows: int32 [n], distinct; values: float32 [n, state_floats].
         n, layout = rows.numel(), self.layout
         if n and layout.state_floats:
             row_kernels.copy_states[grid(n, 8)](
@@ -458,12 +356,8 @@ class DeviceTable:
             )
 
     def write_weights(self, rows: Tensor, values: Tensor) -> None:
-        """Write weights, rounded to the nearest.
-
-        Args:
-            rows: int32 [n], distinct.
-            values: float32 [n, dim].
-        """
+        """Write weights, rounded to the nearest."""
+        # rows: int32 [n], distinct; values: float32 [n, dim].
         n, layout = rows.numel(), self.layout
         for run in layout.runs if n else ():
             row_kernels.write_rows[grid(n, 8)](
@@ -493,14 +387,7 @@ class DeviceTable:
         return int(SEGMENTS.value + segments + runs)
 
     def descriptor(self, base: int) -> list[int]:
-        """Return what kernels need to know about the table; valid until `version` changes.
-
-        Args:
-            base: The sort key of its row 0.
-
-        Returns:
-            The fields of device_functions.py.
-        """
+        """Return what kernels need to know about the table; valid until `version` changes."""
         key = self.key - (1 << 64) if self.key >= 1 << 63 else self.key
         layout = self.layout
         fields = [

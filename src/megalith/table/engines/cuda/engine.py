@@ -29,22 +29,14 @@ from megalith.table.table_data import FoundRows, Step
 
 
 class FoundBy(NamedTuple):
-    """Who found rows, and when; kept with the tensor of row numbers, which users may hold.
+    """Who found rows, and when; kept with the tensor of row numbers, which users may hold."""
 
-    Attributes:
-        owner: The launch group.
-        writes: The number of writes of each engine of the group at that time; while it stays, absent ids stay
-            absent.
-        ids: The ids of the group's tables.
-        search: What the group found.
-        sizes: Number of ids of each table.
-    """
-
-    owner: object
+    owner: object  # The launch group
+    # The number of writes of each engine of the group at that time; while it stays, absent ids stay absent
     writes: list[int]
-    ids: Tensor
-    search: RowSearch
-    sizes: list[int]
+    ids: Tensor  # The ids of the group's tables
+    search: RowSearch  # What the group found
+    sizes: list[int]  # Number of ids of each table
 
 
 class CudaEngine(StoredRows):
@@ -53,7 +45,6 @@ class CudaEngine(StoredRows):
     _plans: PoolingPlans | None = None
 
     def find(self, ids: Tensor) -> FoundRows:
-        """See `Engine.find`."""
         with self.order:
             ids = ids.to(self.device)
             search = self._find(ids)
@@ -62,7 +53,6 @@ class CudaEngine(StoredRows):
             return self.note_found(search.rows.view(-1), by)
 
     def has_rows(self, ids: Tensor) -> Tensor:
-        """See `Engine.has_rows`."""
         with self.order:
             ids = ids.to(self.device)
             return self.group.find(ids, [ids.numel()]).rows >= 0
@@ -74,29 +64,13 @@ class CudaEngine(StoredRows):
         return search
 
     def note_found(self, rows: Tensor, by: FoundBy) -> FoundRows:
-        """Return rows that were found now.
-
-        Args:
-            rows: int32 [n], the rows of this table.
-            by: How they were found.
-
-        Returns:
-            The rows with the epoch.
-        """
+        """Return rows that were found now."""
+        # rows: int32 [n], the rows of this table.
         rows.megalith_found = by  # type: ignore[attr-defined]
         return FoundRows(rows, self._epoch)
 
     def known(self, found: FoundRows | None, owner: object, number: int = 0) -> FoundBy | None:
-        """Return how rows were found, if they are current.
-
-        Args:
-            found: Rows that were found earlier.
-            owner: The launch group that must have found them.
-            number: The number of this engine in the group.
-
-        Returns:
-            None if they must be found again.
-        """
+        """Return how rows were found, if they are current."""
         if found is None or found.epoch is None or found.epoch != self._epoch:
             return None
         by: FoundBy | None = getattr(found.rows, "megalith_found", None)
@@ -107,7 +81,6 @@ class CudaEngine(StoredRows):
         return self._find(ids, counted=found is None) if by is None else by.search
 
     def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
-        """See `Engine.read`."""
         with self.order:
             ids = ids.to(self.device)
             by = self.known(found, self.group)
@@ -129,7 +102,6 @@ class CudaEngine(StoredRows):
         return self._plans.find(self.group, [self.name], [n], pooling)
 
     def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:
-        """See `Engine.pool`."""
         with self.order:
             ids = ids.to(self.device)
             pooling = on_device(pooling, self.device)
@@ -147,11 +119,8 @@ class CudaEngine(StoredRows):
         step: Step,
         occurrences: Tensor | None = None,
     ) -> None:
-        """See `Engine.update`.
-
-        A row whose summed gradient is not finite is not changed; the next call that waits for the device and
-        returns counters raises.
-        """
+        # A row whose summed gradient is not finite is not changed; the next call that waits for the device
+        # and returns counters raises.
         with self.stage_update(ids, found, grads, pooling, step, occurrences) as write:
             write()
 
@@ -165,7 +134,6 @@ class CudaEngine(StoredRows):
         step: Step,
         occurrences: Tensor | None = None,
     ) -> Iterator[Callable[[], None]]:
-        """See `Engine.stage_update`."""
         self.wait_for_reader()
         with self.order:
             check_room(self, ids, pooling, step, occurrences)
@@ -192,7 +160,7 @@ class CudaEngine(StoredRows):
         *,
         step: int | None = None,
     ) -> None:
-        """See `Engine.pool_lookup`. A view is applied in torch."""
+        # A view is applied in torch.
         if self.view is None:
             return self.pool(ids, found, pooling, outputs)
         self._plan(on_device(pooling, self.device), ids.numel())  # checks it

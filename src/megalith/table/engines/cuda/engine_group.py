@@ -40,15 +40,7 @@ class JoinedRows(NamedTuple):
 
 
 class SharedLaunches:
-    """The tables of one kind.
-
-    Args:
-        engines: Their engines.
-
-    Attributes:
-        limited: The engines with a `Capacity`.
-        active: Whether new rows of some table depend on a policy.
-    """
+    """The tables of one kind."""
 
     def __init__(self, engines: Sequence[CudaEngine]) -> None:
         self.engines = list(engines)
@@ -64,14 +56,8 @@ class SharedLaunches:
         self._none = torch.empty(0, dtype=torch.int64, device=engines[0].device)
 
     def columns(self, ids: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the ids of all tables.
-
-        Args:
-            ids: int64 [n] by table; tables of other kinds are ignored.
-
-        Returns:
-            int64 [n] of each table, none for a table that does not occur.
-        """
+        """Return the ids of all tables."""
+        # ids: int64 [n] by table; returns: int64 [n] of each table, none for a table that does not occur.
         found = [ids.get(name, self._none) for name in self.names]
         hold(found)
         return found
@@ -84,17 +70,7 @@ class SharedLaunches:
         counted: bool = True,
         fetched: Collection[CudaEngine] = (),
     ) -> JoinedRows:
-        """Find the rows of ids; those in host memory move to the device.
-
-        Args:
-            columns: The ids of each table.
-            sizes: Their numbers.
-            counted: As for `StreamedRows.fetch`.
-            fetched: Tables whose rows have been moved for this lookup.
-
-        Returns:
-            The rows of all tables.
-        """
+        """Find the rows of ids; those in host memory move to the device."""
         ids = columns[0] if len(columns) == 1 else torch.cat(columns)
         found = self.group.find(ids, sizes)
         if self._tiered:
@@ -104,14 +80,8 @@ class SharedLaunches:
         return JoinedRows(ids, found, sizes)
 
     def find(self, ids: Mapping[str, Tensor]) -> tuple[JoinedRows, dict[str, FoundRows]]:
-        """Find the rows of ids.
-
-        Args:
-            ids: int64 [n] by table; tables of other kinds are ignored.
-
-        Returns:
-            The rows of all tables, and those of the tables that occur in `ids`.
-        """
+        """Find the rows of ids."""
+        # ids: int64 [n] by table.
         columns = self.columns(ids)
         joined = self.search(columns, [column.numel() for column in columns])
         return joined, self._noted(ids, joined)
@@ -119,18 +89,8 @@ class SharedLaunches:
     def find_and_pool(
         self, ids: Mapping[str, Tensor], plan: PoolingPlan, bags: Sequence[Bags], outputs: Sequence[Tensor]
     ) -> dict[str, FoundRows] | None:
-        """Find rows and reduce them into outputs, with launches that are recorded for later calls.
-
-        Args:
-            ids: int64 [n] by table.
-            plan: The plan of the pooling.
-            bags: Its bags.
-            outputs: Its outputs.
-
-        Returns:
-            The rows, or None if nothing was done: such calls have not been repeated yet, or rows are in host
-            memory. To move them takes launches whose arguments change from call to call.
-        """
+        """Find rows and reduce them into outputs, with launches that are recorded for later calls."""
+        # ids: int64 [n] by table.
         if any(engine.fetches for engine in self._tiered):
             return None
         columns = self.columns(ids)
@@ -164,15 +124,8 @@ class SharedLaunches:
         return {name: engine.note_found(rows, by) for name, engine, rows in parts if name in ids}
 
     def joined(self, ids: Mapping[str, Tensor], found: Mapping[str, FoundRows]) -> JoinedRows:
-        """Return ids and current rows of all tables.
-
-        Args:
-            ids: int64 [n] by table.
-            found: Rows that `find` returned for them.
-
-        Returns:
-            What `find` kept if all its rows are current, otherwise new rows.
-        """
+        """Return ids and current rows of all tables."""
+        # ids: int64 [n] by table.
         columns = self.columns(ids)
         sizes = [column.numel() for column in columns]
         kept: FoundBy | None = None
@@ -196,11 +149,7 @@ class PlannedLaunch(NamedTuple):
 
 
 class CudaEngineGroup(EngineGroup):
-    """See `EngineGroup`.
-
-    Args:
-        engines: Engines by table name.
-    """
+    """See `EngineGroup`."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         super().__init__(engines)
@@ -219,7 +168,6 @@ class CudaEngineGroup(EngineGroup):
         self._last_ready: weakref.ref[Pooling] | None = None
 
     def find(self, ids: Mapping[str, Tensor]) -> dict[str, FoundRows]:
-        """See `EngineGroup.find`."""
         ids = _moved(ids, self._cuda[0].device)
         with span("megalith.ids"), self._order:
             if len(ids) == 1:
@@ -239,11 +187,8 @@ class CudaEngineGroup(EngineGroup):
         *,
         step: int | None = None,
     ) -> None:
-        """See `EngineGroup.read_blocks`.
-
-        The rows of all tables of a kind are read together, and then put in the order of the peers. Tables
-        with a view are read one after another.
-        """
+        # The rows of all tables of a kind are read together, and then put in the order of the peers. Tables
+        # with a view are read one after another.
         if self._views:
             super().read_blocks(ids, found, counts, out, step=step)
             return
@@ -277,7 +222,7 @@ class CudaEngineGroup(EngineGroup):
         *,
         step: int | None = None,
     ) -> list[Tensor]:
-        """See `EngineGroup.pool`. If a table has a view, the tables are read one after another."""
+        # If a table has a view, the tables are read one after another.
         device = self._cuda[0].device
         pooling = self._ready(pooling)
         ids = _moved(ids, device)
@@ -371,7 +316,6 @@ class CudaEngineGroup(EngineGroup):
         steps: Mapping[str, Step],
         occurrences: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """See `EngineGroup.update`."""
         seen = occurrences or {}
         device = self._cuda[0].device
         pooling = None if pooling is None else self._ready(pooling)

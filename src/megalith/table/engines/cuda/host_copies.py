@@ -27,29 +27,12 @@ _ALIGNMENT = 64
 
 
 def all_columns(chunk: Chunk) -> list[Tensor]:
-    """Return the columns of a chunk.
-
-    Args:
-        chunk: The chunk.
-
-    Returns:
-        Ids, times, weights, states, and counts and steps if there are any; a row of each is a row of the
-        table.
-    """
     extra = [column for column in (chunk.count, chunk.step) if column is not None]
     return [chunk.ids, chunk.time, *chunk.columns(), *extra]
 
 
 def with_columns(chunk: Chunk, columns: Sequence[Tensor]) -> Chunk:
-    """Return a chunk like a given one, of other columns.
-
-    Args:
-        chunk: The chunk whose states are copied by name.
-        columns: As `all_columns` returns them.
-
-    Returns:
-        The chunk.
-    """
+    """Return a chunk like a given one, of other columns."""
     ids, time, rows, *rest = columns
     states = dict(zip(chunk.state, rest, strict=False))
     counted = rest[len(states) :]
@@ -57,24 +40,12 @@ def with_columns(chunk: Chunk, columns: Sequence[Tensor]) -> Chunk:
 
 
 def block_rows(row_bytes: int) -> int:
-    """Return the number of rows of a block.
-
-    Args:
-        row_bytes: Bytes of a row.
-
-    Returns:
-        A multiple of ALIGNED_ROWS.
-    """
+    """Return the number of rows of a block."""
     return max(ALIGNED_ROWS, BLOCK_BYTES // max(1, row_bytes) // ALIGNED_ROWS * ALIGNED_ROWS)
 
 
 class ArrivingColumns:
-    """Columns in pinned memory that a copy fills.
-
-    Args:
-        columns: The columns.
-        event: Recorded after the copy; None: the copy has ended.
-    """
+    """Columns in pinned memory that a copy fills."""
 
     def __init__(self, columns: list[Tensor], event: torch.cuda.Event | None) -> None:
         self._columns = columns
@@ -89,11 +60,7 @@ class ArrivingColumns:
 
 
 class HostCopies:
-    """The copies of one table. Calls of `to_device` are ordered by the lock of its engine.
-
-    Args:
-        device: The device of the table.
-    """
+    """The copies of one table. Calls of `to_device` are ordered by the lock of its engine."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -101,14 +68,7 @@ class HostCopies:
         self._sent: deque[torch.cuda.Event] = deque()
 
     def to_host(self, columns: Sequence[Tensor]) -> ArrivingColumns:
-        """Start to copy columns to the host.
-
-        Args:
-            columns: Tensors on the device.
-
-        Returns:
-            The columns on their way; their memory is free again once nothing refers to them.
-        """
+        """Start to copy columns to the host."""
         targets = self._pinned_like(columns)
         if self._stream is None:
             for target, column in zip(targets, columns, strict=True):
@@ -124,14 +84,7 @@ class HostCopies:
         return ArrivingColumns(targets, event)
 
     def to_device(self, columns: Sequence[Tensor]) -> list[Tensor]:
-        """Copy columns to the device. The host waits only for the copy before the last one.
-
-        Args:
-            columns: Tensors on the host; those on the device are returned as they are.
-
-        Returns:
-            The columns on the device, ready for the current stream.
-        """
+        """Copy columns to the device. The host waits only for the copy before the last one."""
         moving = [column for column in columns if column.device != self._device]
         if not moving:
             return list(columns)
@@ -167,11 +120,6 @@ class HostCopies:
 class ChunkDownload:
     """The way of one chunk to the host, in blocks. The first block starts at once, on the stream of the
     gather; the later ones follow it on the side stream.
-
-    Args:
-        copies: The copies of the table.
-        source: The chunk on the device.
-        rows: Rows of a block.
     """
 
     def __init__(self, copies: HostCopies, source: Chunk, rows: int) -> None:
@@ -189,11 +137,7 @@ class ChunkDownload:
             self._at += self._rows
 
     def finish(self, target: Chunk) -> None:
-        """Wait for the rows.
-
-        Args:
-            target: A chunk of the same size on the host, which receives them.
-        """
+        """Wait for the rows."""
         while self._sent:
             self._send()
             start, arriving = self._sent.popleft()

@@ -48,11 +48,7 @@ NUM_COUNTERS = 3
 
 
 class HostTier:
-    """The places of one table's rows.
-
-    Args:
-        table: The memory of the table; it has a limit of chunks in GPU memory.
-    """
+    """The places of one table's rows."""
 
     def __init__(self, table: DeviceTable) -> None:
         self._table = table
@@ -78,14 +74,7 @@ class HostTier:
         return 4 * (self._scores.numel() + self._stamps.numel())
 
     def use(self, rows: int) -> HostTierUse:
-        """Return the numbers of the tier. Waits for the device.
-
-        Args:
-            rows: Number of row numbers in use.
-
-        Returns:
-            Places in use and hits.
-        """
+        """Return the numbers of the tier. Waits for the device."""
         host = max(0, rows - self.boundary)
         return HostTierUse(rows - host, host, *self._counters.tolist())
 
@@ -111,24 +100,14 @@ class HostTier:
         self._tick += 1
 
     def count(self, ids: Tensor, rows: Tensor) -> None:
-        """Count the uses of rows without moving them. Does not wait for the device.
-
-        Args:
-            ids: int64 [n].
-            rows: int32 [n], their rows; they may repeat, and are negative where there is none.
-        """
+        """Count the uses of rows without moving them. Does not wait for the device."""
+        # ids: int64 [n]; rows: int32 [n], their rows.
         self._next_tick()
         self._note(ids, rows, None, counted=True)
 
     def fetch(self, ids: Tensor, rows: Tensor, *, counted: bool) -> None:
-        """Move rows that are in host memory to the GPU. Does not wait for the device.
-
-        Args:
-            ids: int64 [n], n > 0.
-            rows: int32 [n], their rows; they may repeat, and are negative where there is none. The numbers of
-                rows that move are replaced.
-            counted: Whether this is a use. If not, a call before counted it.
-        """
+        """Move rows that are in host memory to the GPU. Does not wait for the device."""
+        # ids: int64 [n], n > 0; rows: int32 [n], their rows.
         self._next_tick()
         n, boundary, table, layout = rows.numel(), self.boundary, self._table, self._table.layout
         window = min(boundary, max(WINDOW, n // 2))

@@ -19,7 +19,6 @@ first position, its end, and the number of its first block or chunk.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: D103
 
 from megalith.table.engines.cuda.device_functions import (
     BASE,

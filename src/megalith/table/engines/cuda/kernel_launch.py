@@ -21,37 +21,19 @@ Bound = Callable[..., None]
 
 
 def launched(kernel: Any) -> LaunchedKernel:
-    """Make a kernel that is launched from the host.
-
-    Args:
-        kernel: A function decorated with triton.jit; its constants come after its other parameters.
-
-    Returns:
-        An object that is launched in the same way.
-    """
+    """Make a kernel that is launched from the host."""
     return LaunchedKernel(kernel)
 
 
 class LaunchedKernel:
-    """A kernel and its compiled variants.
-
-    Args:
-        kernel: A function decorated with triton.jit.
-    """
+    """A kernel and its compiled variants."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._bound: dict[tuple[object, ...], Bound] = {}
 
     def bind(self, **constants: Any) -> Bound:
-        """Fix the constants of a kernel.
-
-        Args:
-            constants: Constants of the kernel and options of the launch.
-
-        Returns:
-            A function of the grid and the other arguments.
-        """
+        """Fix the constants of a kernel."""
         return _interpreted(self._kernel, constants) if INTERPRETED else _BoundKernel(self._kernel, constants)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:

@@ -36,47 +36,25 @@ COUNTERS_AHEAD = 64
 
 @dataclass(eq=False)
 class RowSearch:
-    """Rows that were found, and which ids have none.
+    """Rows that were found, and which ids have none."""
 
-    Attributes:
-        rows: int32 [n], -1 where an id has no row.
-        missing: int32 [tables], number of ids of each table without a row.
-        absent: int32 [n], the positions of these ids, from the first position of their table on.
-        slot: The `SearchSlot` that the memory belongs to, if any.
-        used: Whether an update has used it; its memory may then be used again.
-    """
-
-    rows: Tensor
-    missing: Tensor
-    absent: Tensor
-    slot: object = None
-    used: bool = False
+    rows: Tensor  # int32 [n], -1 where an id has no row
+    missing: Tensor  # int32 [tables], number of ids of each table without a row
+    absent: Tensor  # int32 [n], the positions of these ids, from the first position of their table on
+    slot: object = None  # The `SearchSlot` that the memory belongs to, if any
+    used: bool = False  # Whether an update has used it; its memory may then be used again
 
 
 class CounterReport(NamedTuple):
-    """Numbers of rows on their way to the host.
+    """Numbers of rows on their way to the host."""
 
-    Attributes:
-        event: Recorded after the copy.
-        numbers: int64 [3 * tables]: new rows, and free rows and used row numbers before.
-        requested: Sum of the rows that each table had room for, including this call.
-    """
-
-    event: torch.cuda.Event
-    numbers: Tensor
-    requested: list[int]
+    event: torch.cuda.Event  # Recorded after the copy
+    numbers: Tensor  # int64 [3 * tables]: new rows, and free rows and used row numbers before
+    requested: list[int]  # Sum of the rows that each table had room for, including this call
 
 
 class LaunchGroup(LaunchMemory):
-    """Launches over tables.
-
-    Args:
-        tables: The tables, on one device, with equal `launch_kind`.
-
-    Attributes:
-        layout: The joint layout of their rows.
-        bound: Kernels with their constants, by use.
-    """
+    """Launches over tables."""
 
     def __init__(self, tables: Sequence[DeviceTable]) -> None:
         super().__init__(tables[0].device)
@@ -116,15 +94,8 @@ class LaunchGroup(LaunchMemory):
         return self._descriptors
 
     def spans(self, sizes: Sequence[int], block: int) -> Tensor:
-        """Return the span of each table.
-
-        Args:
-            sizes: Number of positions of each table.
-            block: Positions of a block.
-
-        Returns:
-            int64 [tables * SPAN_FIELDS] on the device.
-        """
+        """Return the span of each table."""
+        # returns: int64 [tables * SPAN_FIELDS] on the device.
         key = (block, *sizes)
         if key not in self._spans:
             if len(self._spans) >= MAX_CACHED:
@@ -141,15 +112,7 @@ class LaunchGroup(LaunchMemory):
         return self._spans[key]
 
     def grid(self, sizes: Sequence[int], block: int) -> tuple[int, int]:
-        """Return the grid of a launch over the positions of all tables.
-
-        Args:
-            sizes: Number of positions of each table.
-            block: Positions of a program.
-
-        Returns:
-            Blocks of the largest table, and the number of tables.
-        """
+        """Return the grid of a launch over the positions of all tables."""
         return max(1, -(-max(sizes) // block)), len(sizes)
 
     def _new_counters(self) -> Tensor:
@@ -164,15 +127,8 @@ class LaunchGroup(LaunchMemory):
     # ---- rows
 
     def find(self, ids: Tensor, sizes: Sequence[int]) -> RowSearch:
-        """Find the rows of ids.
-
-        Args:
-            ids: int64 [n], the ids of the tables one after another.
-            sizes: Number of ids of each table.
-
-        Returns:
-            Their rows.
-        """
+        """Find the rows of ids."""
+        # ids: int64 [n], the ids of the tables one after another.
         n = ids.numel()
         rows, absent = self._new_positions(n)
         search = RowSearch(rows, self._new_counters(), absent)
@@ -185,25 +141,13 @@ class LaunchGroup(LaunchMemory):
         return torch.empty(2, aligned, dtype=torch.int32, device=self.device)[:, :n].unbind()
 
     def new_search(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Allocate memory for a search.
-
-        Args:
-            n: Number of ids.
-
-        Returns:
-            Rows, numbers of missing ids, and positions of absent ids.
-        """
+        """Allocate memory for a search."""
         rows, absent = self._new_positions(n)
         return rows, torch.zeros(len(self.tables), dtype=torch.int32, device=self.device), absent
 
     def launch_find(self, ids: Tensor, sizes: Sequence[int], into: RowSearch) -> None:
-        """Find the rows of ids.
-
-        Args:
-            ids: int64 [n], n > 0.
-            sizes: Number of ids of each table.
-            into: Receives the rows; its numbers of missing ids are zeros.
-        """
+        """Find the rows of ids."""
+        # ids: int64 [n], n > 0.
         if ("find",) not in self.bound:
             constants = {"FIELDS": self.fields, "BLOCK": FIND_BLOCK, "num_warps": 2}
             self.bound["find",] = index_kernels.find_rows.bind(**constants)
@@ -218,25 +162,13 @@ class LaunchGroup(LaunchMemory):
         )
 
     def all_found(self, rows: Tensor) -> RowSearch:
-        """Return rows that exist as the result of a search.
-
-        Args:
-            rows: int32 [n], none negative.
-
-        Returns:
-            A search without missing ids.
-        """
+        """Return rows that exist as the result of a search."""
+        # rows: int32 [n], none negative.
         return RowSearch(rows, self._new_counters(), rows)
 
     def read(self, ids: Tensor, found: RowSearch | None, sizes: Sequence[int], out: Tensor) -> None:
-        """Read weights; an id without a row reads as its initial row or zeros.
-
-        Args:
-            ids: int64 [n].
-            found: Their rows; None: they are found here.
-            sizes: Number of ids of each table.
-            out: float32: the rows of the tables one after another, each table with its dim.
-        """
+        """Read weights; an id without a row reads as its initial row or zeros."""
+        # ids: int64 [n].
         n = ids.numel()
         if not n:
             return
@@ -276,29 +208,15 @@ class LaunchGroup(LaunchMemory):
         wanted: Tensor | None = None,
         fresh: Tensor | None = None,
     ) -> Tensor:
-        """Create the rows of ids that have none, in the order of their first occurrences.
-
-        Args:
-            ids: int64 [n].
-            found: Their rows, completed in place after `finish`.
-            sizes: Number of ids of each table.
-            wanted: int8 [n], not 0 for ids that may get a row; None: all.
-            fresh: int8 [n] of zeros; becomes 1 at the first occurrence of each new id.
-
-        Returns:
-            The slots of new ids for `finish`, int64, at least n.
-        """
+        """Create the rows of ids that have none, in the order of their first occurrences."""
+        # ids: int64 [n]; wanted: int8 [n], not 0 for ids that may get a row; fresh: int8 [n] of zeros.
         self.make_room(sizes)
         slots = self.launch_create(ids, found, sizes, wanted, fresh)
         self.report(sizes)
         return slots
 
     def make_room(self, sizes: Sequence[int]) -> None:
-        """Make sure that new rows fit.
-
-        Args:
-            sizes: Largest number of new rows of each table.
-        """
+        """Make sure that new rows fit."""
         self._read_reports()
         for table, size in zip(self.tables, sizes, strict=True):
             table.ensure_room(size)
@@ -311,18 +229,7 @@ class LaunchGroup(LaunchMemory):
         wanted: Tensor | None,
         fresh: Tensor | None,
     ) -> Tensor:
-        """Create rows after `make_room`; see `create`.
-
-        Args:
-            ids: As for `create`.
-            found: As for `create`.
-            sizes: As for `create`.
-            wanted: As for `create`.
-            fresh: As for `create`.
-
-        Returns:
-            As `create`.
-        """
+        """Create rows after `make_room`; see `create`."""
         n = ids.numel()
         slots = self.scratch("slots", n, torch.int64)
         if not n:
@@ -343,11 +250,7 @@ class LaunchGroup(LaunchMemory):
         return slots
 
     def report(self, sizes: Sequence[int]) -> None:
-        """Send the numbers of rows to the host after `launch_create`, if it will need them soon.
-
-        Args:
-            sizes: Largest number of new rows of each table.
-        """
+        """Send the numbers of rows to the host after `launch_create`, if it will need them soon."""
         if not any(sizes):
             return
         for table, size in zip(self.tables, sizes, strict=True):
@@ -416,11 +319,8 @@ class LaunchGroup(LaunchMemory):
             self.bound[key]((programs, len(self.tables)), self.descriptors(), spans, rows, counts)
 
     def initialize(self, rows: Tensor) -> None:
-        """Reset rows of the only table of the group to their initial weights and states.
-
-        Args:
-            rows: int32 [n], distinct.
-        """
+        """Reset rows of the only table of the group to their initial weights and states."""
+        # rows: int32 [n], distinct.
         if rows.numel():
             counts = self.upload([rows.numel(), 0, 0])
             self._initialize(rows, counts, self.spans([rows.numel()], BLOCK), rows.numel())
@@ -434,19 +334,8 @@ class LaunchGroup(LaunchMemory):
         *,
         keys: bool,
     ) -> Tensor:
-        """Complete the rows after `create`.
-
-        Args:
-            slots: What `create` returned.
-            found: The rows, completed in place.
-            sizes: Number of ids of each table.
-            wanted: As for `create`.
-            keys: Whether to compute sort keys.
-
-        Returns:
-            int32 or int64 [n]: a key per occurrence, equal for equal rows and ascending by table; an
-            occurrence that has no row or is not wanted gets the last key of its table. Empty without `keys`.
-        """
+        """Complete the rows after `create`."""
+        # returns: int32 or int64 [n]: a key per occurrence, equal for equal rows and ascending by table.
         tables, rows = self.descriptors(), found.rows
         out = torch.empty(rows.numel() if keys else 0, dtype=self.key_type, device=self.device)
         if rows.numel():

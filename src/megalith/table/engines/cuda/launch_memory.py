@@ -15,14 +15,7 @@ from megalith.table.engines.cuda.stream_order import retire
 
 
 class LaunchMemory:
-    """The memory of launches on one device.
-
-    Args:
-        device: The device.
-
-    Attributes:
-        generation: Advances when memory that launches refer to is replaced.
-    """
+    """The memory of launches on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,14 +25,8 @@ class LaunchMemory:
     # ---- integers
 
     def upload(self, values: Sequence[int]) -> Tensor:
-        """Copy integers to the device without waiting for it.
-
-        Args:
-            values: The integers.
-
-        Returns:
-            int64 [n] on the device.
-        """
+        """Copy integers to the device without waiting for it."""
+        # returns: int64 [n] on the device.
         return self._pinned(values).to(self.device, non_blocking=True)
 
     def _pinned(self, values: Sequence[int]) -> Tensor:
@@ -50,27 +37,13 @@ class LaunchMemory:
         return torch.empty(len(values), dtype=torch.int64, pin_memory=True, device="cpu").copy_(host)
 
     def write(self, target: Tensor, values: Sequence[int]) -> Tensor:
-        """Copy integers to given memory on the device without waiting for it.
-
-        Args:
-            target: int64 [n].
-            values: The integers.
-
-        Returns:
-            The target.
-        """
+        """Copy integers to given memory on the device without waiting for it."""
+        # target: int64 [n].
         return target.copy_(self._pinned(values), non_blocking=True)
 
     def overwrite(self, use: str, values: Sequence[int]) -> Tensor:
-        """Copy integers to the same memory at each call, without waiting for the device.
-
-        Args:
-            use: What they are for.
-            values: The integers.
-
-        Returns:
-            int64 [n] on the device.
-        """
+        """Copy integers to the same memory at each call, without waiting for the device."""
+        # returns: int64 [n] on the device.
         known = self.scratch(use, len(values), torch.int64)
         if known.numel() != len(values):
             retire(self._scratch.pop(use))
@@ -80,16 +53,7 @@ class LaunchMemory:
     # ---- memory
 
     def scratch(self, use: str, n: int, dtype: torch.dtype) -> Tensor:
-        """Return memory that is needed until the end of a call; later calls use it again.
-
-        Args:
-            use: What it is for; different in one call.
-            n: Number of elements.
-            dtype: Their type.
-
-        Returns:
-            At least n elements of any content.
-        """
+        """Return memory that is needed until the end of a call; later calls use it again."""
         known = self._scratch.get(use)
         if known is None or known.numel() < n or known.dtype != dtype:
             room = n
@@ -101,17 +65,7 @@ class LaunchMemory:
         return known
 
     def filled(self, use: str, n: int, value: float, dtype: torch.dtype) -> Tensor:
-        """Return memory that is filled with a value when it is allocated; callers leave it so.
-
-        Args:
-            use: What it is for.
-            n: Number of elements.
-            value: The value.
-            dtype: Their type.
-
-        Returns:
-            At least n elements.
-        """
+        """Return memory that is filled with a value when it is allocated; callers leave it so."""
         known = self._scratch.get(use)
         memory = self.scratch(use, n, dtype)
         return memory if memory is known else memory.fill_(value)

@@ -7,14 +7,9 @@ from torch import Tensor
 
 
 def first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the distinct ids in the order of their first occurrences.
-
-    Args:
-        ids: int64 [n].
-
-    Returns:
-        The distinct ids, int64 [u], and for each id its position among them, int64 [n].
-    """
+    """Find the distinct ids in the order of their first occurrences."""
+    # ids: int64 [n]; returns: the distinct ids, int64 [u], and for each id its position among them, int64
+    # [n].
     distinct, inverse = torch.unique(ids, return_inverse=True)
     positions = torch.arange(ids.numel(), device=ids.device)
     first = torch.full_like(distinct, ids.numel()).scatter_reduce_(0, inverse, positions, "amin")
@@ -25,14 +20,8 @@ def first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def last_occurrences(ids: Tensor) -> Tensor:
-    """Find the position of the last occurrence of each distinct id.
-
-    Args:
-        ids: int64 [n].
-
-    Returns:
-        int64 [u], ascending.
-    """
+    """Find the position of the last occurrence of each distinct id."""
+    # ids: int64 [n]; returns: int64 [u], ascending.
     distinct, inverse = torch.unique(ids, return_inverse=True)
     positions = torch.arange(ids.numel(), device=ids.device)
     last = torch.zeros_like(distinct).scatter_reduce_(0, inverse, positions, "amax")

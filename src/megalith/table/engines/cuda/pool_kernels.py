@@ -7,7 +7,7 @@ clamped to the occurrences of the table, because the host does not read them.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: D103, SIM102
+# ruff: noqa: SIM102
 
 from megalith.table.engines.cuda.device_functions import (
     READS_INITIAL,

@@ -15,71 +15,39 @@ from megalith.table.engines.cuda.stream_order import retire
 
 
 class TablePart(NamedTuple):
-    """A part of a table's pooling.
+    """A part of a table's pooling."""
 
-    Attributes:
-        table: Number of the table in its group.
-        bags: Number of the bags among those of the group.
-        part: The part.
-        number: Number of the part in its feature.
-    """
-
-    table: int
-    bags: int
+    table: int  # Number of the table in its group
+    bags: int  # Number of the bags among those of the group
     part: OutputSlice
-    number: int
+    number: int  # Number of the part in its feature
 
 
 class PartColumns(NamedTuple):
-    """Columns of the rows of a part.
+    """Columns of the rows of a part."""
 
-    Attributes:
-        start: The first column.
-        end: The column after the last one.
-        offset: Bytes from the start of the row to the first column; 0 where it is not needed.
-    """
-
-    start: int
-    end: int
-    offset: int = 0
+    start: int  # The first column
+    end: int  # The column after the last one
+    offset: int = 0  # Bytes from the start of the row to the first column; 0 where it is not needed
 
 
 @dataclass
 class Cut:
-    """The columns of some parts that one launch reads.
+    """The columns of some parts that one launch reads."""
 
-    Attributes:
-        constants: START, WIDTH and OFFSET of all parts as shared numbers, and WIDEST, the largest width.
-        precision: Number of the precision of the columns.
-        parts: The parts.
-        template: The descriptors of the parts without addresses.
-        aligned: Whether columns and widths are multiples of VECTOR.
-        single: Whether every bag has exactly one occurrence, without a factor.
-        most_bags: Number of bags of the largest part.
-        fields: The descriptors that were uploaded last.
-        uploaded: The same on the device.
-    """
-
+    # START, WIDTH and OFFSET of all parts as shared numbers, and WIDEST, the largest width
     constants: dict[str, int]
-    precision: int
+    precision: int  # Number of the precision of the columns
     parts: tuple[TablePart, ...]
-    template: list[int]
-    aligned: bool
-    single: bool
-    most_bags: int
-    fields: list[int] | None = None
-    uploaded: Tensor | None = None
+    template: list[int]  # The descriptors of the parts without addresses
+    aligned: bool  # Whether columns and widths are multiples of VECTOR
+    single: bool  # Whether every bag has exactly one occurrence, without a factor
+    most_bags: int  # Number of bags of the largest part
+    fields: list[int] | None = None  # The descriptors that were uploaded last
+    uploaded: Tensor | None = None  # The same on the device
 
     def upload(self, group: LaunchGroup, fields: list[int]) -> Tensor:
-        """Copy the descriptors to the device, unless the last call copied the same.
-
-        Args:
-            group: The group.
-            fields: The descriptors.
-
-        Returns:
-            The same on the device.
-        """
+        """Copy the descriptors to the device, unless the last call copied the same."""
         if self.uploaded is None or self.fields != fields:
             if self.uploaded is not None:
                 retire(self.uploaded)
@@ -88,15 +56,7 @@ class Cut:
 
 
 def on_device(pooling: Pooling, device: torch.device) -> Pooling:
-    """Return a pooling as kernels read it: on a device, each tensor contiguous.
-
-    Args:
-        pooling: The pooling.
-        device: The device.
-
-    Returns:
-        The pooling itself if nothing must be copied.
-    """
+    """Return a pooling as kernels read it: on a device, each tensor contiguous."""
     if all(_is_ready(bags, device) for of_table in pooling.bags.values() for bags in of_table):
         return pooling
     pooling = pooling.to(device)
@@ -119,14 +79,7 @@ def _packed(bags: Bags) -> Bags:
 
 
 def waves(parts: Sequence[TablePart]) -> list[list[TablePart]]:
-    """Divide parts into lists that can be launched together: a part that accumulates comes after others.
-
-    Args:
-        parts: Parts in the order of the pooling.
-
-    Returns:
-        The parts that set columns first, then those that add to an output, one after another.
-    """
+    """Divide parts into lists that can be launched together: a part that accumulates comes after others."""
     found: list[list[TablePart]] = [[]]
     added: dict[int, int] = {}
     for each in parts:

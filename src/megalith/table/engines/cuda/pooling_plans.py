@@ -37,14 +37,7 @@ MAX_PLANS = 32
 
 
 class PoolingPlan:
-    """The launches of poolings of equal structure over the tables of one LaunchGroup.
-
-    Args:
-        group: The group.
-        names: Names of its tables.
-        sizes: Number of occurrences of each table.
-        pooling: A pooling of this structure.
-    """
+    """The launches of poolings of equal structure over the tables of one LaunchGroup."""
 
     def __init__(
         self, group: LaunchGroup, names: Sequence[str], sizes: Sequence[int], pooling: Pooling
@@ -69,14 +62,7 @@ class PoolingPlan:
             self._expanding = self._cut(self._used, whole)
 
     def bags_of(self, pooling: Pooling) -> list[Bags]:
-        """Return the bags of the group's tables.
-
-        Args:
-            pooling: A pooling of this structure.
-
-        Returns:
-            The bags in the order of the tables.
-        """
+        """Return the bags of the group's tables."""
         return [bags for name in self._names for bags in pooling.bags.get(name, ())]
 
     # ---- forward
@@ -87,14 +73,7 @@ class PoolingPlan:
         return [cut for wave in waves(self.parts) for cut in self.cuts(wave)]
 
     def cuts(self, parts: Sequence[TablePart]) -> list[Cut]:
-        """Divide parts into launches.
-
-        Args:
-            parts: Some of `parts`, no two of which write the same columns.
-
-        Returns:
-            The launches.
-        """
+        """Divide parts into launches."""
         found = []
         layouts = self._group.layout.layouts
         for number, first in enumerate(layouts[0].runs):
@@ -113,15 +92,8 @@ class PoolingPlan:
     def pool(
         self, cut: Cut, bags: Sequence[Bags], ids: Tensor, found: RowSearch, outputs: Sequence[Tensor]
     ) -> None:
-        """Reduce rows into outputs.
-
-        Args:
-            cut: One of `cuts`.
-            bags: The bags of this batch.
-            ids: int64 [n], the ids of all tables of the group.
-            found: Their rows.
-            outputs: The outputs of the pooling.
-        """
+        """Reduce rows into outputs."""
+        # ids: int64 [n], the ids of all tables of the group.
         addresses = self.output_addresses(bags, outputs)
         aligned = self.is_aligned(cut, addresses)
         uploaded = cut.upload(self._group, self.fill(cut, bags, addresses))
@@ -129,41 +101,18 @@ class PoolingPlan:
 
     @staticmethod
     def output_addresses(bags: Sequence[Bags], outputs: Sequence[Tensor]) -> list[int]:
-        """Return the addresses of outputs or their gradients.
-
-        Args:
-            bags: The bags that fill them.
-            outputs: The tensors.
-
-        Returns:
-            Their addresses.
-        """
+        """Return the addresses of outputs or their gradients."""
         hold(_tensors(bags))
         return [tensor.data_ptr() for tensor in outputs]
 
     @staticmethod
     def is_aligned(cut: Cut, addresses: Sequence[int]) -> bool:
-        """Return whether a launch can use the widest memory accesses.
-
-        Args:
-            cut: The launch.
-            addresses: The addresses of the outputs.
-
-        Returns:
-            Whether all places in the outputs are multiples of VECTOR.
-        """
+        """Return whether a launch can use the widest memory accesses."""
         return cut.aligned and not any(address % VECTOR for address in addresses)
 
     def launch(self, cut: Cut, aligned: bool, uploaded: Tensor, ids: Tensor, found: RowSearch) -> None:
-        """Launch the kernels of a cut.
-
-        Args:
-            cut: One of `cuts`.
-            aligned: What `is_aligned` returned.
-            uploaded: What `fill` returned, on the device.
-            ids: int64 [n].
-            found: Their rows.
-        """
+        """Launch the kernels of a cut."""
+        # ids: int64 [n].
         group = self._group
         key = ("pool", cut.precision, *cut.constants.values(), cut.single, aligned)
         if key not in group.bound:
@@ -215,18 +164,9 @@ class PoolingPlan:
     # ---- backward
 
     def gradients(self, bags: Sequence[Bags], grads: Sequence[Tensor]) -> Gradients:
-        """Find the gradients of the occurrences.
-
-        If each feature fills whole rows of one output, occurrences refer to these; otherwise the gradients
-        are written to a matrix first.
-
-        Args:
-            bags: The bags of this batch.
-            grads: The gradient of each output.
-
-        Returns:
-            The gradients and which occurrences are in an output.
-        """
+        """Find the gradients of the occurrences."""
+        # If each feature fills whole rows of one output, occurrences refer to these; otherwise the gradients
+        # are written to a matrix first.
         group, n = self._group, sum(self._sizes)
         hold((*grads, *_tensors(bags)))
         addresses = [tensor.data_ptr() for tensor in grads]
@@ -274,10 +214,8 @@ class PoolingPlan:
         )
 
     def _find_strided(self) -> list[tuple[int, int, int]] | None:
-        """Find output, first byte and bytes between rows of each table's gradients.
-
-        None unless the gradient of a table's occurrence k is row k of one output.
-        """
+        """Find output, first byte and bytes between rows of each table's gradients."""
+        # None unless the gradient of a table's occurrence k is row k of one output.
         found = [(-1, 0, 0)] * len(self._sizes)
         if not self._is_direct():
             return None
@@ -373,16 +311,7 @@ class PoolingPlan:
 
     @staticmethod
     def fill(cut: Cut, bags: Sequence[Bags], addresses: Sequence[int]) -> list[int]:
-        """Return the descriptors of parts with the addresses of a batch.
-
-        Args:
-            cut: Some parts.
-            bags: The bags of the batch.
-            addresses: The addresses of the outputs or of their gradients.
-
-        Returns:
-            The fields of pool_kernels.py.
-        """
+        """Return the descriptors of parts with the addresses of a batch."""
         fields = cut.template.copy()
         at = 0
         for each in cut.parts:
@@ -408,23 +337,9 @@ class PoolingPlans:
     def find(
         self, group: LaunchGroup, names: Sequence[str], sizes: Sequence[int], pooling: Pooling
     ) -> PoolingPlan:
-        """Return the plan of a pooling; a new structure is checked and compiled.
-
-        The values of offsets, weights and divisors on a GPU are not read: that would wait for it. Kernels
-        keep offsets within the occurrences of the table.
-
-        Args:
-            group: The tables.
-            names: Their names.
-            sizes: Number of occurrences of each table.
-            pooling: The pooling, on the device of the tables.
-
-        Returns:
-            The plan.
-
-        Raises:
-            InputError: The pooling does not fit the tables, or a tensor is on another device.
-        """
+        """Return the plan of a pooling; a new structure is checked and compiled."""
+        # The values of offsets, weights and divisors on a GPU are not read: that would wait for it. Kernels
+        # keep offsets within the occurrences of the table.
         if self._last is not None and self._last[0]() is pooling and self._last[1] == sizes:
             return self._last[2]  # an update follows the forward of the same pooling
         key = (*sizes, pooling.outputs, *_structure(names, pooling.bags))

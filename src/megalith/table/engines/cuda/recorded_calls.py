@@ -26,11 +26,7 @@ RECENT = 16
 
 
 class RecordedCalls:
-    """The recorded launches of one launch group.
-
-    Args:
-        group: The group.
-    """
+    """The recorded launches of one launch group."""
 
     def __init__(self, group: LaunchGroup) -> None:
         self._group = group
@@ -39,12 +35,7 @@ class RecordedCalls:
         self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
 
     def run(self, key: tuple[object, ...], launch: Callable[[], None]) -> None:
-        """Launch, or replay the launches of an earlier call.
-
-        Args:
-            key: Equal for calls whose launches have equal arguments.
-            launch: Makes the launches; it allocates nothing that is used afterwards.
-        """
+        """Launch, or replay the launches of an earlier call."""
         if self._group.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return launch()
         self._group.descriptors()  # a table may have grown
@@ -81,12 +72,7 @@ def _record(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 class SearchSlot:
-    """Memory for one lookup of fixed sizes: its ids and what was found.
-
-    Args:
-        group: The tables.
-        sizes: Number of ids of each table.
-    """
+    """Memory for one lookup of fixed sizes: its ids and what was found."""
 
     def __init__(self, group: LaunchGroup, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
@@ -104,14 +90,8 @@ class SearchSlot:
         return user is None or user.used
 
     def write_fields(self, values: list[int]) -> torch.Tensor:
-        """Copy descriptors to the same memory at each call.
-
-        Args:
-            values: The descriptors of a pooling.
-
-        Returns:
-            int64 [n] on the device.
-        """
+        """Copy descriptors to the same memory at each call."""
+        # returns: int64 [n] on the device.
         if len(values) != len(self._values):
             retire(self._fields)
             self._fields = self._group.upload(values)
@@ -126,11 +106,7 @@ class SearchSlot:
         retire(self.ids, *self.memory, self._fields)
 
     def take(self) -> RowSearch:
-        """Give the memory to a lookup.
-
-        Returns:
-            The search that fills it; the memory is free again when the search is used up or forgotten.
-        """
+        """Give the memory to a lookup."""
         rows, missing, absent = self.memory
         search = RowSearch(rows, missing, absent, self)
         self._user = weakref.ref(search)
@@ -138,11 +114,7 @@ class SearchSlot:
 
 
 class SearchSlots:
-    """The slots of a launch group.
-
-    Args:
-        group: The group.
-    """
+    """The slots of a launch group."""
 
     def __init__(self, group: LaunchGroup) -> None:
         self._group = group
@@ -150,14 +122,7 @@ class SearchSlots:
         self._recent: deque[tuple[int, ...]] = deque(maxlen=RECENT)
 
     def find(self, sizes: Sequence[int]) -> SearchSlot | None:
-        """Return a free slot for lookups of these sizes.
-
-        Args:
-            sizes: Number of ids of each table.
-
-        Returns:
-            None if sizes have not been repeated or too many lookups are in progress.
-        """
+        """Return a free slot for lookups of these sizes."""
         key = tuple(sizes)
         slots = self._slots.get(key)
         if slots is None:

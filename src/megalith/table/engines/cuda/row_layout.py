@@ -58,12 +58,7 @@ class SegmentPlace:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The layout of the rows of a table.
-
-    Args:
-        config: The config of the table.
-        chunk_bytes: Size of a chunk of rows, about.
-    """
+    """The layout of the rows of a table."""
 
     dim: int
     runs: tuple[ColumnRun, ...]
@@ -80,15 +75,7 @@ class RowLayout:
 
     @classmethod
     def of(cls, config: TableConfig, chunk_bytes: int = CHUNK_BYTES) -> RowLayout:
-        """Compute the layout of a table's rows.
-
-        Args:
-            config: The config of the table.
-            chunk_bytes: Bytes of a chunk of rows, about.
-
-        Returns:
-            The layout.
-        """
+        """Compute the layout of a table's rows."""
         view = ServingView.of(config)
         in_torch = view is not None and view.depends_on_step
         numbers = {name: number for number, name in enumerate(PRECISIONS)}

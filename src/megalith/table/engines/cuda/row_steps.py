@@ -22,37 +22,21 @@ CHUNK = 8 if INTERPRETED else 64
 
 
 class Gradients(NamedTuple):
-    """Where the gradients of the occurrences are.
+    """Where the gradients of the occurrences are."""
 
-    Attributes:
-        bases: For each table, the address of the gradient of its first occurrence; none with `addresses`.
-        strides: For each table, the bytes from one gradient to the next.
-        addresses: int64 [n] of all tables: the address of the gradient of each occurrence.
-        factors: float32 [n]: factor of each gradient, or None.
-        wanted: int8 [n]: which occurrences count; None: all.
-        all_aligned: With `addresses`, whether they are multiples of 16.
-        held: The tensors that the addresses belong to.
-    """
-
+    # For each table, the address of the gradient of its first occurrence; none with `addresses`
     bases: Sequence[int] = ()
-    strides: Sequence[int] = ()
-    addresses: Tensor | None = None
-    factors: Tensor | None = None
-    wanted: Tensor | None = None
-    all_aligned: bool = False
-    held: Sequence[Tensor] = ()
+    strides: Sequence[int] = ()  # For each table, the bytes from one gradient to the next
+    addresses: Tensor | None = None  # int64 [n] of all tables: the address of the gradient of each occurrence
+    factors: Tensor | None = None  # float32 [n]: factor of each gradient, or None
+    wanted: Tensor | None = None  # int8 [n]: which occurrences count; None: all
+    all_aligned: bool = False  # With `addresses`, whether they are multiples of 16
+    held: Sequence[Tensor] = ()  # The tensors that the addresses belong to
 
     @classmethod
     def of(cls, matrices: Sequence[Tensor], wanted: Tensor | None = None) -> Gradients:
-        """Return the gradients of matrices.
-
-        Args:
-            matrices: float32 [n, dim] of each table; each row is contiguous.
-            wanted: int8 [n]: which occurrences count; None: all.
-
-        Returns:
-            The gradients.
-        """
+        """Return the gradients of matrices."""
+        # matrices: float32 [n, dim] of each table; wanted: int8 [n]: which occurrences count.
         hold(matrices)
         bases = [matrix.data_ptr() for matrix in matrices]
         return cls(bases, [4 * matrix.stride(0) for matrix in matrices], wanted=wanted, held=matrices)
@@ -65,15 +49,7 @@ class Gradients(NamedTuple):
         return not any(base % 16 for base in self.bases) and not any(stride % 16 for stride in self.strides)
 
     def part(self, number: int, sizes: list[int]) -> Gradients:
-        """Return the gradients of one table.
-
-        Args:
-            number: Number of the table.
-            sizes: Number of occurrences of each table.
-
-        Returns:
-            Its gradients.
-        """
+        """Return the gradients of one table."""
 
         def own(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.split(sizes)[number]
@@ -90,16 +66,7 @@ class Gradients(NamedTuple):
 
 
 def call_fields(group: LaunchGroup, gradients: Gradients, steps: Sequence[Step]) -> list[int]:
-    """Return the numbers of an update that change from call to call.
-
-    Args:
-        group: The tables.
-        gradients: The gradients of the occurrences.
-        steps: The step of each table.
-
-    Returns:
-        The fields of update_kernels.py of each table.
-    """
+    """Return the numbers of an update that change from call to call."""
     fields: list[int] = []
     bits: list[int] = []
     before: Step | None = None
@@ -119,15 +86,7 @@ def call_fields(group: LaunchGroup, gradients: Gradients, steps: Sequence[Step])
 def step_rows(
     group: LaunchGroup, keys: Tensor, sizes: Sequence[int], gradients: Gradients, calls: Tensor
 ) -> None:
-    """Sum the gradients of each row in the order of its occurrences, and make one step per row.
-
-    Args:
-        group: The tables.
-        keys: From `LaunchGroup.finish`.
-        sizes: Number of occurrences of each table.
-        gradients: The gradients of the occurrences.
-        calls: What `call_fields` returned, on the device.
-    """
+    """Sum the gradients of each row in the order of its occurrences, and make one step per row."""
     if not keys.numel():
         return
     if not group.layout.deterministic:
@@ -147,18 +106,9 @@ def step_rows(
 def sum_rows(
     group: LaunchGroup, keys: Tensor, sizes: Sequence[int], gradients: Gradients
 ) -> tuple[Tensor, Tensor]:
-    """Sum the gradients of each row.
-
-    Args:
-        group: A group of one table.
-        keys: As for `step_rows`.
-        sizes: Number of occurrences.
-        gradients: The gradients of the occurrences.
-
-    Returns:
-        The positions of the first occurrence of each row, int64 [u], by ascending row, and the sums, float32
-        [u, dim]. It waits for the device.
-    """
+    """Sum the gradients of each row."""
+    # returns: the positions of the first occurrence of each row, int64 [u], by ascending row, and the sums,
+    # float32 [u, dim].
     dim = group.layout.max_dim
     if not keys.numel():
         return torch.empty(0, dtype=torch.int64, device=group.device), torch.empty(

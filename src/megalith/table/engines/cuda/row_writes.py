@@ -16,15 +16,8 @@ TIME, COUNT, STEP = 8, 16, 20
 
 
 def assign_in_order(group: LaunchGroup, rows: Tensor, values: Tensor, *, add: bool, time: int) -> None:
-    """Set weights, or add to them, one occurrence after another.
-
-    Args:
-        group: The group of one table.
-        rows: int32 [n], none negative; may repeat.
-        values: float32 [n, dim].
-        add: Whether to add.
-        time: Becomes the last-update time of the rows.
-    """
+    """Set weights, or add to them, one occurrence after another."""
+    # rows: int32 [n], none negative; values: float32 [n, dim].
     layout = group.tables[0].layout
     sorted_rows, order = torch.sort(rows, stable=True)
     for run in layout.runs:
@@ -53,13 +46,8 @@ def assign_in_order(group: LaunchGroup, rows: Tensor, values: Tensor, *, add: bo
 
 
 def write_chunk(table: DeviceTable, rows: Tensor, chunk: Chunk) -> None:
-    """Write complete rows, except for their times.
-
-    Args:
-        table: The table.
-        rows: int32 [n], distinct.
-        chunk: The rows, on any device.
-    """
+    """Write complete rows, except for their times."""
+    # rows: int32 [n], distinct.
     device = table.device
     table.write_weights(rows, chunk.rows.to(device))
     if chunk.state:

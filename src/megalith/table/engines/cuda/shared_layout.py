@@ -29,14 +29,7 @@ WIDEST = 16
 
 
 def launch_kind(layout: RowLayout) -> Hashable:
-    """Return what tables must have in common to share launches.
-
-    Args:
-        layout: The layout of a table.
-
-    Returns:
-        A key.
-    """
+    """Return what tables must have in common to share launches."""
     # Optimizers without a rule compare by name; their steps are made one table after another.
     segments = [
         (padded(each.width), each.precision, each.stochastic, each.rule, name)
@@ -47,38 +40,20 @@ def launch_kind(layout: RowLayout) -> Hashable:
 
 
 def shared_number(values: Iterable[int]) -> int:
-    """Return a number of several tables as kernels receive it.
-
-    Args:
-        values: The number of each table, not negative.
-
-    Returns:
-        The number if all are equal; otherwise minus the largest power of two, at most 16, that divides all.
-    """
+    """Return a number of several tables as kernels receive it."""
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else -math.gcd(WIDEST, *distinct)
 
 
 @dataclass(frozen=True)
 class SharedLayout:
-    """The layouts of the tables of a launch.
+    """The layouts of the tables of a launch."""
 
-    Args:
-        layouts: Layouts with equal `launch_kind`.
-    """
-
-    layouts: tuple[RowLayout, ...]
+    layouts: tuple[RowLayout, ...]  # Layouts with equal `launch_kind`
 
     @classmethod
     def of(cls, layouts: Sequence[RowLayout]) -> SharedLayout:
-        """Join layouts.
-
-        Args:
-            layouts: The layout of each table; all have the same `launch_kind`.
-
-        Returns:
-            The joint layout.
-        """
+        """Join layouts."""
         assert len({launch_kind(layout) for layout in layouts}) == 1
         return cls(tuple(layouts))
 
@@ -168,25 +143,11 @@ class SharedLayout:
         return found
 
     def run_offset(self, number: int) -> int:
-        """Return the bytes from the start of a row to a run of columns, as a shared number.
-
-        Args:
-            number: The number of the run.
-
-        Returns:
-            The offset.
-        """
+        """Return the bytes from the start of a row to a run of columns, as a shared number."""
         return shared_number(layout.runs[number].offset for layout in self.layouts)
 
     def rule(self, number: int) -> StepRule:
-        """Return the rule of a segment.
-
-        Args:
-            number: The number of the segment.
-
-        Returns:
-            The rule, which all tables have in common.
-        """
+        """Return the rule of a segment."""
         rule = self.layouts[0].segments[number].rule
         assert rule is not None
         return rule
@@ -215,14 +176,7 @@ class SharedLayout:
         return found
 
     def whole_row_constants(self, rule: int) -> dict[str, float]:
-        """Return the constants of kernels that use the gradients of whole rows without a step.
-
-        Args:
-            rule: What they do, in place of the number of a rule.
-
-        Returns:
-            Constants by name.
-        """
+        """Return the constants of kernels that use the gradients of whole rows without a step."""
         nothing = ("OFFSET", "STATE", "START", "SEGMENT", "PRECISION", "OPTIONS")
         return {
             **dict.fromkeys(nothing, 0),

@@ -34,30 +34,15 @@ NUM_SETTINGS = 6
 
 
 class StepRule(NamedTuple):
-    """The rule of one segment.
+    """The rule of one segment."""
 
-    Attributes:
-        rule: Number of the rule.
-        options: Variants of the rule, as bits.
-        settings: `NUM_SETTINGS` numbers.
-        delay: Strength of a `DelayCompensated` around the optimizer; -1 without one.
-    """
-
-    rule: int
-    options: int
-    settings: tuple[float, ...]
-    delay: float = -1.0
+    rule: int  # Number of the rule
+    options: int  # Variants of the rule, as bits
+    settings: tuple[float, ...]  # `NUM_SETTINGS` numbers
+    delay: float = -1.0  # Strength of a `DelayCompensated` around the optimizer; -1 without one
 
 
 def find_rule(optimizer: Optimizer) -> StepRule | None:
-    """Return the rule of an optimizer.
-
-    Args:
-        optimizer: Any optimizer.
-
-    Returns:
-        The rule, or None if the optimizer has no kernel. A subclass of an optimizer has none.
-    """
     if type(optimizer) is DelayCompensated:
         base = find_rule(optimizer.base)
         return None if base is None else base._replace(delay=optimizer.strength)
@@ -114,17 +99,7 @@ def _rule(optimizer: Optimizer) -> tuple[int, int, tuple[float, ...]]:
 
 
 def step_numbers(optimizer: Optimizer, lr: float, step: int) -> tuple[float, float, float]:
-    """Return the numbers of a rule that depend on the step.
-
-    Args:
-        optimizer: An optimizer with a rule.
-        lr: The learning rate.
-        step: The global step, from 0.
-
-    Returns:
-        The rate, the bias correction, and a number that depends on the rate. `BatchSoftmax` has the two parts
-        of its step in place of the last two.
-    """
+    """Return the numbers of a rule that depend on the step."""
     if isinstance(optimizer, DelayCompensated):
         return step_numbers(optimizer.base, lr, step)
     if isinstance(optimizer, BatchSoftmax):

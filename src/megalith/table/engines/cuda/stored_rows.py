@@ -28,14 +28,7 @@ NUM_WATCHES = 8
 
 
 class StoredRows(StreamedRows):
-    """The calls that write single rows, policies and touched rows. See `Engine`.
-
-    Args:
-        config: The config of the table.
-        seed: As for `Engine`.
-        num_shards: As for `Engine`.
-        chunk_bytes: As for `StreamedRows`.
-    """
+    """The calls that write single rows, policies and touched rows. See `Engine`."""
 
     def __init__(
         self, config: TableConfig, *, seed: int = 0, num_shards: int = 1, chunk_bytes: int = CHUNK_BYTES
@@ -46,7 +39,6 @@ class StoredRows(StreamedRows):
         self._none = torch.empty(0, dtype=torch.int64, device=self.device)
 
     def reseed(self, seed: int) -> None:
-        """See `Engine.reseed`."""
         with self.order:
             self.seed = seed
             self._key = self.table.key = table_key(seed, self.name)
@@ -56,15 +48,8 @@ class StoredRows(StreamedRows):
     # ---- rows
 
     def find_or_create(self, ids: Tensor, fresh: Tensor | None = None) -> Tensor:
-        """Find the rows of ids, create missing ones, and make room for them if the table has a capacity.
-
-        Args:
-            ids: int64 [n] on the device.
-            fresh: int8 [n] of zeros; becomes 1 at the first occurrence of each new id.
-
-        Returns:
-            int32 [n].
-        """
+        """Find the rows of ids, create missing ones, and make room for them if the table has a capacity."""
+        # ids: int64 [n] on the device; fresh: int8 [n] of zeros; returns: int32 [n].
         sizes = [ids.numel()]
         found = self.group.find(ids, sizes)
         if self.policies.active and ids.numel():
@@ -79,7 +64,6 @@ class StoredRows(StreamedRows):
         return found.rows
 
     def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
-        """See `Engine.assign`."""
         self.wait_for_reader()
         with self.order:
             if ids.numel():
@@ -88,7 +72,6 @@ class StoredRows(StreamedRows):
                 self._note_assigned(found)
 
     def reinitialize(self, ids: Tensor, time: int) -> Tensor:
-        """See `Engine.reinitialize`."""
         self.wait_for_reader()
         with self.order:
             fresh = torch.zeros(ids.numel(), dtype=torch.int8, device=self.device)
@@ -112,7 +95,6 @@ class StoredRows(StreamedRows):
         self.table.write_header(FLAGS, rows, torch.full_like(rows, self.table.tracked), 1)
 
     def remove(self, ids: Tensor) -> int:
-        """See `Engine.remove`."""
         self.wait_for_reader()
         with self.order:
             distinct, _ = first_occurrences(ids.to(self.device))
@@ -135,7 +117,7 @@ class StoredRows(StreamedRows):
         return ids
 
     def restore(self, chunk: Chunk) -> None:
-        """See `Engine.restore`. The host fills a block of rows while the one before travels."""
+        # The host fills a block of rows while the one before travels.
         self.wait_for_reader()
         with self.order:
             last = last_occurrences(chunk.ids)
@@ -155,15 +137,8 @@ class StoredRows(StreamedRows):
             self._epoch += 1
 
     def complete_rows(self, ids: Tensor, found: RowSearch) -> tuple[Tensor, Tensor]:
-        """Read weights and states; an id without a row reads as the row that would be created.
-
-        Args:
-            ids: int64 [n], distinct.
-            found: Their rows.
-
-        Returns:
-            float32 [n, dim] and float32 [n, state floats], on the device.
-        """
+        """Read weights and states; an id without a row reads as the row that would be created."""
+        # ids: int64 [n], distinct; returns: float32 [n, dim] and float32 [n, state floats], on the device.
         rows = found.rows
         weights = torch.empty(rows.numel(), self.dim, dtype=torch.float32, device=self.device)
         self.group.read(ids.contiguous(), found, [rows.numel()], weights)
@@ -177,7 +152,6 @@ class StoredRows(StreamedRows):
         return weights, states
 
     def clear(self) -> None:
-        """See `Engine.clear`."""
         with self.order:
             if self.open_snapshot is not None:
                 self.open_snapshot.save_all()
@@ -196,20 +170,17 @@ class StoredRows(StreamedRows):
             self.moves += 1
 
     def reserve(self, n: int) -> None:
-        """See `Engine.reserve`."""
         with self.order:
             self.table.reserve(n)
 
     # ---- policies
 
     def admitted(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
-        """See `Engine.admitted`."""
         with self.order:
             known = self.group.find(ids.to(self.device), [ids.numel()]).rows >= 0
             return known | self.policies.admission.admits(ids.cpu(), seen.cpu(), step).to(self.device)
 
     def open_watch(self) -> int:
-        """See `Engine.open_watch`."""
         with self.order:
             number = next((k for k in range(NUM_WATCHES) if k not in self._watches), None)
             if number is None:
@@ -220,14 +191,12 @@ class StoredRows(StreamedRows):
             return number
 
     def close_watch(self, watch: int) -> None:
-        """See `Engine.close_watch`."""
         with self.order:
             self._watches.remove(watch)
             self.table.tracked &= ~self._watch_bit(watch)
             self.table.changed()
 
     def evict(self, ids: Tensor, watch: int) -> Tensor:
-        """See `Engine.evict`."""
         self.wait_for_reader()
         with self.order:
             # A search for low scores visits a row twice if it changes its place on the way.
@@ -238,14 +207,8 @@ class StoredRows(StreamedRows):
             return self.evict_ids(ids[exists[(flags & self._watch_bit(watch)) == 0]])
 
     def evict_ids(self, ids: Tensor) -> Tensor:
-        """Remove rows, log their ids and count them as evicted.
-
-        Args:
-            ids: int64 [n], distinct.
-
-        Returns:
-            The same ids on the CPU.
-        """
+        """Remove rows, log their ids and count them as evicted."""
+        # ids: int64 [n], distinct.
         gone = self._remove(ids).cpu()
         self.policies.evicted += gone.numel()
         self.policies.evicted_log.add(gone.tolist())
@@ -253,7 +216,7 @@ class StoredRows(StreamedRows):
         return gone
 
     def compact(self, limit: int) -> bool:
-        """See `Engine.compact`; moves all rows in one call."""
+        # Moves all rows in one call.
         with self.order:
             used = self.table.read_counters()[0]
             if self.open_snapshot is not None or not is_sparse(len(self), used):
@@ -276,17 +239,14 @@ class StoredRows(StreamedRows):
             return True
 
     def drain_evicted(self) -> Tensor:
-        """See `Engine.drain_evicted`."""
         with self.order:
             return self.policies.evicted_log.take()
 
     def drain_refused(self) -> Tensor:
-        """See `Engine.drain_refused`."""
         with self.order:
             return self.policies.admission.refused.take()
 
     def pending(self) -> tuple[Tensor, Tensor]:
-        """See `Engine.pending`."""
         with self.order:
             counts = self.policies.admission.counts
             ids, numbers = list(counts), list(counts.values())
@@ -295,17 +255,11 @@ class StoredRows(StreamedRows):
             )
 
     def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
-        """See `Engine.restore_pending`."""
         with self.order:
             absent = self.group.find(ids.to(self.device), [ids.numel()]).rows < 0
             self.policies.count(ids.to(self.device)[absent].tolist(), counts.to(self.device)[absent].tolist())
 
     def counters(self) -> RowCounters:
-        """See `Engine.counters`.
-
-        Raises:
-            InputError: Rows were skipped because their gradient was not finite.
-        """
         with self.order:
             _, _, created, skipped = self.table.read_counters()
             if skipped:
@@ -319,7 +273,6 @@ class StoredRows(StreamedRows):
     # ---- touched rows
 
     def track(self, consumer: int) -> None:
-        """See `Engine.track`."""
         with self.order:
             self._removed[consumer] = []
             self._forget(consumer)
@@ -337,14 +290,13 @@ class StoredRows(StreamedRows):
         return torch.cat(ids)
 
     def untrack(self, consumer: int) -> None:
-        """See `Engine.untrack`."""
         with self.order:
             del self._removed[consumer]
             self.table.tracked &= ~self._bit(consumer)
             self.table.changed()
 
     def drain(self, consumer: int) -> tuple[Tensor, Tensor]:
-        """See `Engine.drain`. It reads the flags of all rows, at the speed of the device's memory."""
+        # It reads the flags of all rows, at the speed of the device's memory.
         with self.order:
             updated = self._forget(consumer).cpu()
             removed = torch.unique(torch.cat([self._none.cpu(), *self._removed[consumer]]))
@@ -353,7 +305,6 @@ class StoredRows(StreamedRows):
             return updated, removed[absent]
 
     def mark(self, consumer: int, ids: Tensor) -> None:
-        """See `Engine.mark`."""
         with self.order:
             distinct = torch.unique(ids.to(self.device))
             rows = self.group.find(distinct, [distinct.numel()]).rows
@@ -365,7 +316,6 @@ class StoredRows(StreamedRows):
 
     @property
     def epoch(self) -> int:
-        """See `Engine.epoch`."""
         return self._epoch
 
     def __len__(self) -> int:
@@ -376,17 +326,14 @@ class StoredRows(StreamedRows):
             return self._length
 
     def shape(self) -> tuple[int, int, int, bool]:
-        """See `Engine.shape`."""
         with self.order:
             return len(self), max(len(self), self.table.slot_limit), self._epoch, False
 
     def host_tier(self) -> HostTierUse | None:
-        """See `Engine.host_tier`."""
         with self.order:
             return None if self.tier is None else self.tier.use(self.table.read_counters()[0])
 
     def memory(self) -> MemoryUse:
-        """See `Engine.memory`."""
         with self.order:
             used, table = len(self), self.table
             weights = used * sum(s.dim * PRECISIONS[s.precision] for s in self.config.segments)

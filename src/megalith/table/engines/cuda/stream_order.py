@@ -26,11 +26,7 @@ _SEEN: dict[tuple[int | None, int], torch.cuda.Stream] = {}
 
 
 def hold(tensors: Iterable[Tensor]) -> None:
-    """Note that launches of the current stream use tensors that another stream may have allocated.
-
-    Args:
-        tensors: Tensors on the device; some may be on the CPU.
-    """
+    """Note that launches of the current stream use tensors that another stream may have allocated."""
     if len(_SEEN) > 1 and not torch.cuda.is_current_stream_capturing():  # a graph keeps its memory
         for tensor in tensors:
             if tensor.is_cuda:
@@ -38,11 +34,7 @@ def hold(tensors: Iterable[Tensor]) -> None:
 
 
 def retire(*tensors: Tensor) -> None:
-    """Note that launches of any stream may use tensors that are about to be freed.
-
-    Args:
-        tensors: Tensors on the device.
-    """
+    """Note that launches of any stream may use tensors that are about to be freed."""
     if len(_SEEN) > 1:
         streams = list(_SEEN.values())  # another thread may add one
         for tensor in tensors:
@@ -56,9 +48,6 @@ class StreamOrder:
 
     On the stream of the previous call it costs about a microsecond. On another stream, the device waits for
     the previous stream; the host does not wait.
-
-    Args:
-        device: The device of the engine.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,11 +78,7 @@ class StreamOrder:
         return self._owner == threading.get_ident()
 
     def follow(self, handle: int) -> None:
-        """Make the current stream wait for the stream of the previous call.
-
-        Args:
-            handle: The handle of the current stream.
-        """
+        """Make the current stream wait for the stream of the previous call."""
         if handle == self.last_handle:
             return
         current = torch.cuda.current_stream(self.device)
@@ -103,38 +88,20 @@ class StreamOrder:
         self._last, self.last_handle = current, handle
 
     def join(self, other: StreamOrder) -> None:
-        """Order the calls of another table too: the next call waits for those that it has made.
-
-        Args:
-            other: The order of the other table, on the same device; not used any more.
-        """
+        """Order the calls of another table too: the next call waits for those that it has made."""
         with self:
             other.follow(self.last_handle)
 
 
 def current_handle(device: torch.device) -> int:
-    """Return the handle of the current stream.
-
-    Args:
-        device: The device.
-
-    Returns:
-        The handle; -1 on a device without streams.
-    """
+    """Return the handle of the current stream."""
     if device.type != "cuda":
         return -1
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def enter_call(device: torch.device) -> ExitStack | None:
-    """Make a device the current one of this thread, and leave inference mode.
-
-    Args:
-        device: The device of a table.
-
-    Returns:
-        What to close at the end of the call; None if nothing was changed.
-    """
+    """Make a device the current one of this thread, and leave inference mode."""
     elsewhere = device.type == "cuda" and torch._C._cuda_getDevice() != device.index
     inference = torch.is_inference_mode_enabled()
     if not elsewhere and not inference:

@@ -35,14 +35,7 @@ FIRST_WATCH_BIT = 16
 
 
 class ScannedPart:
-    """A part of a scan that is on its way to the host.
-
-    Args:
-        rows: Number of rows.
-        download: The way of the rows.
-        following: Where the next part starts; -1 at the end.
-        writes: The engine's number of writes when the rows were read.
-    """
+    """A part of a scan that is on its way to the host."""
 
     def __init__(self, rows: int, download: ChunkDownload, following: int, writes: int) -> None:
         self.rows = rows
@@ -52,24 +45,7 @@ class ScannedPart:
 
 
 class StreamedRows(Engine):
-    """Rows in GPU memory. See `Engine`.
-
-    Args:
-        config: The config of the table.
-        seed: As for `Engine`.
-        num_shards: As for `Engine`.
-        chunk_bytes: Bytes of a chunk of rows, about.
-
-    Attributes:
-        device: Where the rows are.
-        table: The memory of the table.
-        group: The launches over this table alone.
-        order: Orders the launches of several threads and streams.
-        writes: Number of calls that may have created rows.
-        latest_step: The largest step of an update or of a restored row.
-        tier: The places of rows beyond `TableConfig.device_bytes`; None without such a budget.
-        open_snapshot: The open snapshot, if there is one: calls that write save rows for it first.
-    """
+    """Rows in GPU memory. See `Engine`."""
 
     engine = "cuda"
 
@@ -110,11 +86,7 @@ class StreamedRows(Engine):
     # ---- writes
 
     def wrote(self, step: int = 0) -> None:
-        """Note that a call wrote rows and may have created some.
-
-        Args:
-            step: The step of an update.
-        """
+        """Note that a call wrote rows and may have created some."""
         self.writes += 1
         self._length = None
         self.latest_step = max(self.latest_step, min(step, MAX_COUNT))
@@ -125,16 +97,11 @@ class StreamedRows(Engine):
         return self.tier is not None and self.tier.active
 
     def fetch(self, ids: Tensor, rows: Tensor, *, counted: bool = True) -> None:
-        """Move the rows of a call from host memory to the device, unless a scan or snapshot is in progress.
-
-        Rows that were found before must be found again afterwards. Does not wait for the device. The caller
-        holds the lock.
-
-        Args:
-            ids: int64 [n].
-            rows: int32 [n], rows that were found now, negative where there is none; replaced if they move.
-            counted: Whether this is a use of the rows. If not, a call before counted it.
-        """
+        """Move the rows of a call from host memory to the device, unless a scan or snapshot is active."""
+        # Rows that were found before must be found again afterwards. Does not wait for the device. The caller
+        # holds the lock.
+        #
+        # ids: int64 [n]; rows: int32 [n], rows that were found now, negative where there is none.
         tier = self.tier
         if tier is None or not tier.active or not rows.numel():
             return
@@ -150,19 +117,14 @@ class StreamedRows(Engine):
                 tier.count(ids, rows)
 
     def save_rows(self, rows: Tensor) -> None:
-        """Save rows for an open snapshot, before a call changes them. The caller holds the lock.
-
-        Args:
-            rows: int32 [n]; may repeat, negative where there is none.
-        """
+        """Save rows for an open snapshot, before a call changes them. The caller holds the lock."""
+        # rows: int32 [n].
         if self.open_snapshot is not None:
             self.open_snapshot.save(rows)
 
     def wait_for_reader(self) -> None:
-        """Wait until an open snapshot has room for saved rows; before a call that writes takes the lock.
-
-        A call within another one does not wait: the reader may need the lock that the other one holds.
-        """
+        """Wait until an open snapshot has room for saved rows; before a call that writes takes the lock."""
+        # A call within another one does not wait: the reader may need the lock that the other one holds.
         snapshot = self.open_snapshot
         if snapshot is not None and not self.order.is_held:
             snapshot.wait_for_reader()
@@ -184,15 +146,7 @@ class StreamedRows(Engine):
             yield self.table.live_rows(start, min(used, start + LIVE_ROWS))
 
     def scan(self, chunk_size: int, *, watch: int | None = None) -> Iterator[Chunk]:
-        """See `Engine.scan`. A chunk that fits in a block travels while the caller uses the one before it.
-
-        Args:
-            chunk_size: As for `Engine.scan`.
-            watch: As for `Engine.scan`.
-
-        Yields:
-            As `Engine.scan`.
-        """
+        # A chunk that fits in a block travels while the caller uses the one before it.
         ahead = chunk_size <= self.block_rows  # otherwise the blocks of a chunk follow each other
         with self.scanning():
             part = self._start_part(0, chunk_size, watch)
@@ -230,14 +184,12 @@ class StreamedRows(Engine):
         watch: int | None = None,
         stop: int | None = None,
     ) -> tuple[Chunk, int]:
-        """See `Engine.scan_part`."""
         part = self._start_part(start, limit, watch, rows=rows, stop=stop)
         return self._finish_part(part, rows=rows), part.following
 
     def scan_scored(
         self, start: int, limit: int, *, watch: int, stop: int | None = None
     ) -> tuple[Chunk, int]:
-        """See `Engine.scan_scored`."""
         with self.order:
             return self._scan(start, limit, rows=True, watch=watch, stop=stop)
 
@@ -284,7 +236,7 @@ class StreamedRows(Engine):
     def begin_snapshot(
         self, consumer: int, touched_only: bool, room: int, with_pending: bool
     ) -> SnapshotStart:
-        """See `Engine.begin_snapshot`. It reads the flags of all rows on the device."""
+        # It reads the flags of all rows on the device.
         with self.order:
             if self.open_snapshot is not None:
                 raise InputError(f"table {self.name!r} already has an open snapshot: close it first")
@@ -309,16 +261,13 @@ class StreamedRows(Engine):
             return SnapshotStart(snapshot.rows, total, removed, pending)
 
     def read_snapshot(self, chunk: Chunk) -> int:
-        """See `Engine.read_snapshot`."""
         assert self.open_snapshot is not None
         return self.open_snapshot.read(chunk)
 
     def snapshot_pressure(self) -> float:
-        """See `Engine.snapshot_pressure`."""
         return 0.0 if self.open_snapshot is None else self.open_snapshot.pressure
 
     def end_snapshot(self, give_back: bool) -> float:
-        """See `Engine.end_snapshot`."""
         snapshot = self.open_snapshot
         if snapshot is None:
             return 0.0

@@ -32,20 +32,7 @@ WINDOW = 1 << 20
 
 
 class StreamedSnapshot:
-    """An open snapshot.
-
-    Args:
-        flags: uint8 [rows], 1 for the row numbers in the snapshot, on the device.
-        room: Number of saved rows at which writers wait.
-        block: Rows of a block.
-        guard: The lock of the engine.
-        gather: Reads rows, int32 [n], into a chunk on the device.
-        copies: The copies of the table.
-
-    Attributes:
-        rows: Number of rows in the snapshot.
-        waited: Seconds that writers waited for the reader.
-    """
+    """An open snapshot."""
 
     def __init__(
         self,
@@ -74,11 +61,8 @@ class StreamedSnapshot:
     # ---- writers
 
     def save(self, rows: Tensor) -> None:
-        """Take rows that a writer is about to change. The caller holds the lock of the engine.
-
-        Args:
-            rows: int32 [n]; may repeat, negative where there is none.
-        """
+        """Take rows that a writer is about to change. The caller holds the lock of the engine."""
+        # rows: int32 [n].
         if self._left and rows.numel():
             known = rows[(rows >= 0) & (rows < self._flags.numel())]
             chosen = known[self._flags[known.long()] != 0]
@@ -114,14 +98,7 @@ class StreamedSnapshot:
     # ---- the reader
 
     def read(self, chunk: Chunk) -> int:
-        """Fill a chunk with the next rows.
-
-        Args:
-            chunk: Receives the rows from its start.
-
-        Returns:
-            Number of rows written; 0 at the end.
-        """
+        """Fill a chunk with the next rows."""
         if self._current is None and not self._next_block():
             return 0
         assert self._current is not None
@@ -189,16 +166,8 @@ class StreamedSnapshot:
 
 
 def flag_rows(size: int, blocks: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the flags of a snapshot.
-
-    Args:
-        size: Number of row numbers.
-        blocks: The row numbers in the snapshot, int32.
-        device: The device.
-
-    Returns:
-        uint8 [size].
-    """
+    """Return the flags of a snapshot."""
+    # returns: uint8 [size].
     flags = torch.zeros(size, dtype=torch.uint8, device=device)
     for rows in blocks:
         flags[rows.long()] = 1

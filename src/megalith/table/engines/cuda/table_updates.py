@@ -29,21 +29,13 @@ if TYPE_CHECKING:
 
 
 class TableUpdate(NamedTuple):
-    """The arguments of one table's update; see `Engine.update`.
-
-    Attributes:
-        engine: The table.
-        ids: As for `Engine.update`.
-        step: As for `Engine.update`.
-        occurrences: As for `Engine.update`.
-        looked_up: Whether a lookup found the rows before, and counted their use.
-    """
+    """The arguments of one table's update; see `Engine.update`."""
 
     engine: CudaEngine
-    ids: Tensor
-    step: Step
-    occurrences: Tensor | None
-    looked_up: bool
+    ids: Tensor  # As for `Engine.update`.
+    step: Step  # As for `Engine.update`.
+    occurrences: Tensor | None  # As for `Engine.update`.
+    looked_up: bool  # Whether a lookup found the rows before, and counted their use
 
 
 @torch.no_grad()
@@ -54,18 +46,7 @@ def stage_updates(
     known: tuple[Tensor, RowSearch] | None,
     recorded: RecordedCalls | None = None,
 ) -> Callable[[], None]:
-    """Do the part of an update that may raise: memory for new rows, and the user's optimizers.
-
-    Args:
-        group: The group; its tables are those of the engines, in this order.
-        updates: One per table.
-        gradients: The gradients of their occurrences.
-        known: Ids and current rows of all tables, if the caller has them; the rows are changed.
-        recorded: The recorded launches of the group.
-
-    Returns:
-        A function that writes the update.
-    """
+    """Do the part of an update that may raise: memory for new rows, and the user's optimizers."""
     sizes = [update.ids.numel() for update in updates]
     if not sum(sizes):
         return lambda: None

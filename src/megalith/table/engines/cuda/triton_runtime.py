@@ -27,14 +27,7 @@ PLAIN_ARITHMETIC = {} if INTERPRETED else {"enable_fp_fusion": False}
 
 
 def find_device() -> torch.device:
-    """Return the device of new tables.
-
-    Returns:
-        The current CUDA device, or the CPU in the interpreter.
-
-    Raises:
-        UsageError: There is no CUDA device.
-    """
+    """Return the device of new tables."""
     if INTERPRETED:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -46,14 +39,7 @@ def find_device() -> torch.device:
 
 
 def padded(n: int) -> int:
-    """Return the next power of two, at least 1.
-
-    Args:
-        n: A number of columns or ids.
-
-    Returns:
-        The size of a block that holds them.
-    """
+    """Return the next power of two, at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
 

@@ -18,7 +18,7 @@ sum itself).
 """
 
 # mypy: ignore-errors
-# ruff: noqa: D103, SIM102, SIM108
+# ruff: noqa: SIM102, SIM108
 
 from megalith.table.engines.cuda.device_functions import (
     BASE,

@@ -24,14 +24,8 @@ _AHEAD = 2 * LOW_PART
 
 
 def ordered(scores: Tensor) -> Tensor:
-    """Map unsigned scores to signed numbers of the same order.
-
-    Args:
-        scores: int64 [n], the bits of unsigned numbers.
-
-    Returns:
-        int64 [n].
-    """
+    """Map unsigned scores to signed numbers of the same order."""
+    # scores: int64 [n], the bits of unsigned numbers; returns: int64 [n].
     return scores ^ -(2**63)
 
 
@@ -45,18 +39,8 @@ class DeviceVictimSearch:
         self._threshold = _HIGHEST
 
     def choose(self, need: int, high: int, scored: Scored, kept: Tensor, size: int) -> Tensor:
-        """Choose rows to remove.
-
-        Args:
-            need: How many; the table has as many others.
-            high: Number of row numbers.
-            scored: Reads rows.
-            kept: int64 [k], distinct rows that must stay.
-            size: Number of rows in use.
-
-        Returns:
-            int32 [need], in the order of their removal.
-        """
+        """Choose rows to remove."""
+        # kept: int64 [k], distinct rows that must stay; returns: int32 [need], in the order of their removal.
         call = _Call(high, scored, kept, max(size - kept.numel(), 1))
         victims: list[Tensor] = []
         count, places = 0, WALK * need + SAMPLE
