@@ -2,6 +2,7 @@
 
     python tests/mutants/run.py --out results.json                all mutants, sources and tests of this tree
     python tests/mutants/run.py --only 1,2 --source A --tests B   two mutants of the sources A, tests of B
+    python tests/mutants/run.py --known baseline.json             first the tests that caught mutants before
 
 mutants.json lists the mutants: a path, a function, a statement of it, and what replaces the statement. The
 function is searched in the whole tree, so a mutant is found again after its file was moved or renamed. For
@@ -273,8 +274,13 @@ def kill_marked(mark: str) -> None:
                     os.kill(int(process.name), signal.SIGKILL)
 
 
-def run_mutant(mutant: Mutant, tree: Tree, limit: float, deselected: Sequence[str]) -> Result:
-    """Applies a mutant to the copy, runs its tests, and restores the copy."""
+def run_mutant(
+    mutant: Mutant, tree: Tree, limit: float, deselected: Sequence[str], known: str | None = None
+) -> Result:
+    """Applies a mutant to the copy, runs its tests, and restores the copy.
+
+    A known test that caught the mutant before runs alone and first; the others run if it passes or is gone.
+    """
     result = {"n": mutant["n"], "path": mutant["path"], "function": mutant["function"]}
     try:
         place = locate(mutant, tree.root)
@@ -287,7 +293,12 @@ def run_mutant(mutant: Mutant, tree: Tree, limit: float, deselected: Sequence[st
         if mutant["path"].startswith("native/"):
             tree.build()
         folders = [f for f in folders_of(mutant, place, tree.root, tree.root) if (tree.root / f).exists()]
-        code, seconds = tree.pytest(["-x", *folders, *(f"--deselect={t}" for t in deselected)], limit)
+        tree.outcomes.write_text("")
+        code, seconds = None, 0.0
+        if known is not None and known not in deselected and (tree.root / known.partition("::")[0]).exists():
+            code, seconds = tree.pytest(["-x", known], limit)
+        if not tree.lines("failed"):
+            code, seconds = tree.pytest(["-x", *folders, *(f"--deselect={t}" for t in deselected)], limit)
     finally:
         for path, data in {place.path: before, **modules}.items():
             path.write_bytes(data)
@@ -314,6 +325,7 @@ def main() -> None:
     parser.add_argument("--only", help="numbers of mutants, separated by commas")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--limit", type=float, default=120, help="seconds of tests for each mutant")
+    parser.add_argument("--known", type=Path, help="results of an earlier run: its tests run first")
     parser.add_argument("--out", type=Path, help="file of the results, written after each mutant")
     options = parser.parse_args()
     source, tests = options.source.resolve(), options.tests.resolve()
@@ -321,6 +333,8 @@ def main() -> None:
     if options.only:
         wanted = {int(n) for n in options.only.split(",")}
         mutants = [mutant for mutant in mutants if mutant["n"] in wanted]
+    earlier = json.loads(options.known.read_text()) if options.known else []
+    known = {result["n"]: result.get("test") for result in earlier}
     results: dict[int, Result] = {}
     broken: set[str] = set()
     writing = threading.Lock()
@@ -334,7 +348,7 @@ def main() -> None:
         def run(mutant: Mutant) -> None:
             tree = trees.get()
             try:
-                result = run_mutant(mutant, tree, options.limit, sorted(broken))
+                result = run_mutant(mutant, tree, options.limit, sorted(broken), known.get(mutant["n"]))
             finally:
                 trees.put(tree)
             with writing:

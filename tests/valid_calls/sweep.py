@@ -176,11 +176,9 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
     "SaveHandle": "made by async_save",
     **dict.fromkeys(
         (
-            "CommMetrics.created",
-            "CommMetrics.read",
-            "CommMetrics.requested",
-            "CommMetrics.sent",
-            "CommMetrics.waited",
+            f"{owner}.{method}"
+            for owner in ("CommMetrics", "Recorder")
+            for method in ("created", "read", "requested", "sent", "waited")
         ),
         "called by shards and engines, which have validated the input",
     ),
