@@ -67,7 +67,7 @@ from megalith.table import (
     Table,
     TableConfig,
 )
-from megalith.table.engines.score_search import PARTS, VISITED
+from megalith.table.engines.shard_capacity import PARTS, VISITED
 from megalith.table.eviction_pass import EVICT_PARTS, MIN_EVICT_ROWS
 
 LR = 0.01

@@ -1,5 +1,5 @@
 // What lookups return instead of stored weights, for segments with a serving precision: the same formulas, and the same
-// bits, as src/megalith/table/fixed_point.py and one_bit.py. Loops over columns have no calls, so that compilers
+// bits, as src/megalith/table/serving_precision.py and one_bit.py. Loops over columns have no calls, so that compilers
 // vectorize them; each operation rounds once (nothing is contracted).
 #pragma once
 

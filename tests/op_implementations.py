@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 import torch
 
-# By their paths: megalith.ops.pool_rows is also the name of a function.
+# By their paths: megalith.ops.pooling is also the name of a function.
 MODULES = [
     import_module(f"megalith.{name}")
     for name in (
@@ -20,7 +20,7 @@ MODULES = [
         "ops.bucketing",
         "ops.gather_rows",
         "ops.move_runs",
-        "ops.pool_rows",
+        "ops.pooling",
     )
 ]
 OPS = [

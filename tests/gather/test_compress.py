@@ -11,7 +11,7 @@ from megalith.errors import InputError
 from megalith.gather.compress import Compressed, ErrorFeedback, compress, decompress
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.ops.chunk_rows import quantise, unpack_indices
+from megalith.ops.matrix_chunks import quantise, unpack_indices
 from tests.gather import naive
 from tests.gather.support import RUN, opened, small_schema, table_rows, weights
 

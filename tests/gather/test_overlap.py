@@ -18,8 +18,7 @@ from megalith.gather.overlap import excluded_uids, find_overlap
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import OverlapConfig
 from megalith.gather.result import GatherResult
-from megalith.ops.chunk_layout import STEP_BYTES
-from megalith.ops.chunk_rows import common_positions, pack_indices
+from megalith.ops.matrix_chunks import STEP_BYTES, common_positions, pack_indices
 from tests.gather import naive
 from tests.gather.support import forged, gathered, peer_bytes, small_schema
 

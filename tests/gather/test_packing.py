@@ -9,9 +9,17 @@ from hypothesis import strategies as st
 
 from megalith.errors import InputError
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
-from megalith.ops.chunk_layout import as_matrix, from_chunks, to_chunks
-from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
-from megalith.ops.cosine_transform import forward_dct, inverse_dct
+from megalith.ops.matrix_chunks import (
+    as_matrix,
+    forward_dct,
+    from_chunks,
+    inverse_dct,
+    pack_codes,
+    pack_indices,
+    to_chunks,
+    unpack_codes,
+    unpack_indices,
+)
 from tests.gather import naive
 
 

@@ -25,7 +25,7 @@ from megalith.gather.reduce import Travel, clip_factors, row_bytes
 from megalith.gather.result import GatherResult
 from megalith.gather.table_rows import PeerTables
 from megalith.gather.update import OuterUpdate
-from megalith.ops.chunk_layout import STEP_BYTES
+from megalith.ops.matrix_chunks import STEP_BYTES
 from tests.gather import naive
 from tests.gather.support import forged, gathered, peer_bytes, small_schema, weights
 

@@ -19,7 +19,7 @@ from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema, TableSpec
 from megalith.gather.plan import Fault, GatherPlan, Status
 from megalith.gather.validate import least_work_bytes, validate
-from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
+from megalith.ops.matrix_chunks import pack_codes, pack_indices, unpack_codes, unpack_indices
 from megalith.storage import spool
 from megalith.storage.spool import Ledger, MemoryBody
 from tests.gather import naive

@@ -17,7 +17,7 @@ from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import GatherPlan, Status, backfill, partition, payload_key
 from megalith.gather.result import Partial
-from megalith.ops.chunk_rows import pack_indices, unpack_indices
+from megalith.ops.matrix_chunks import pack_indices, unpack_indices
 from megalith.storage.object_store import ObjectStore, open_object_store
 from tests.gather.fault_server import FaultServer, ServerFault
 from tests.gather.support import RUN, WINDOW, forged, peer_bytes, peer_update, small_schema

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.ops import chunk_layout
-from megalith.ops.chunk_layout import StepRule, from_chunks, step_chunks, to_chunks
+from megalith.ops import matrix_chunks
+from megalith.ops.matrix_chunks import StepRule, from_chunks, step_chunks, to_chunks
 
 
 def expected_step(
@@ -46,8 +46,8 @@ def test_a_step_covers_the_matrix(
         weights, own = start.clone(), momentum.clone()
         with pytest.MonkeyPatch.context() as patch:
             if not native:
-                patch.setattr(chunk_layout, "native_module", lambda: None)
-                patch.setattr(chunk_layout, "_STEP_POSITIONS", 3 * chunk[0] * chunk[1])
+                patch.setattr(matrix_chunks, "native_module", lambda: None)
+                patch.setattr(matrix_chunks, "_STEP_POSITIONS", 3 * chunk[0] * chunk[1])
             for first, piece in ((0, tiles[:cut]), (cut, tiles[cut:])):
                 step_chunks(
                     piece,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.library import native_module
-from megalith.ops import chunk_rows
-from megalith.ops.chunk_rows import (
+from megalith.ops import matrix_chunks
+from megalith.ops.matrix_chunks import (
     NOT_ASCENDING,
     SPARE_BITS,
     TOO_HIGH,
@@ -32,7 +32,7 @@ T = TypeVar("T")
 def both(work: Callable[[], T]) -> tuple[T, T]:
     """What a function returns with the native module and without it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_rows, "native_module", lambda: None)
+        patch.setattr(matrix_chunks, "native_module", lambda: None)
         return work(), (patch.undo(), work())[1]
 
 

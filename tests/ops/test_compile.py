@@ -23,7 +23,7 @@ from megalith.compat.monolith import (
     SliceConfig,
 )
 from megalith.ops import Bags, OutputSlice
-from megalith.ops.pool_rows import arguments
+from megalith.ops.pooling import op_arguments
 
 MONOLITH_OPS = ("buffer_ops", "distribution_ops", "fid_sharding", "layout_ops", "reduce_ops")
 IDS = torch.tensor([3, 1, 3, -5, 7])
@@ -397,7 +397,7 @@ def test_wrong_sizes_in_tensors_raise_when_compiled() -> None:
 # ---- the ops as torch sees them
 
 FLAT = torch.linspace(-1, 1, 15)
-PLAN = (INDEX, 3, 3, *arguments(BAGS, torch.float32))
+PLAN = (INDEX, 3, 3, *op_arguments(BAGS, torch.float32))
 ONE = torch.tensor([0, 5])
 RULE = list(ROUTER.rule)
 OFFSETS = (FOUND.fid_offset, FOUND.feature_offset, FOUND.nfl_offset, 3, CFGS.encoded)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalith.ops.middle_values import middle_values
+from megalith.ops.trimmed_mean import trimmed_mean
 
 SIZE = 6
 senders = st.lists(st.dictionaries(st.integers(0, SIZE - 1), st.integers(-8, 8), max_size=SIZE), max_size=7)
@@ -35,13 +35,13 @@ def expected(sent: list[dict[int, int]], trim: float | None, zeros: bool) -> lis
 
 @given(senders, st.sampled_from([None, 0.0, 0.2, 0.4]), st.booleans())
 def test_positions_have_their_middle(sent: list[dict[int, int]], trim: float | None, zeros: bool) -> None:
-    found = middle_values(tensors(sent), SIZE, trim=trim, senders=len(sent) if zeros else None)
+    found = trimmed_mean(tensors(sent), SIZE, trim=trim, senders=len(sent) if zeros else None)
     assert found.tolist() == pytest.approx(expected(sent, trim, zeros))
 
 
 @given(senders, st.sampled_from([None, 0.2]))
 def test_positions_do_not_depend_on_others(sent: list[dict[int, int]], trim: float | None) -> None:
-    whole = middle_values(tensors(sent), SIZE, trim=trim)
+    whole = trimmed_mean(tensors(sent), SIZE, trim=trim)
     for place in range(SIZE):
-        alone = middle_values(tensors([{0: e[place]} if place in e else {} for e in sent]), 1, trim=trim)
+        alone = trimmed_mean(tensors([{0: e[place]} if place in e else {} for e in sent]), 1, trim=trim)
         assert alone.tolist() == whole[place : place + 1].tolist()

@@ -19,7 +19,7 @@ from megalith.ops import (
     gather_pieces,
     match,
     place_rows,
-    pool_rows,
+    pooling,
     scatter_pieces,
     scatter_sum,
     segment_sum,
@@ -89,7 +89,7 @@ def pooled(inputs: Inputs, weighted: bool) -> list[Tensor]:
         Bags(cuts[rows:], (OutputSlice(0, 0, 0, 8, accumulate=True),)),
     ]
     index = inputs.index(301) - 1  # -1 is a row of zeros
-    return with_gradients(pool_rows(source, index, bags, [(rows, 8), (rows, 3)]), source)
+    return with_gradients(pooling(source, index, bags, [(rows, 8), (rows, 3)]), source)
 
 
 def split(inputs: Inputs) -> list[Tensor]:

@@ -30,7 +30,7 @@ from megalith import (
     TableConfig,
 )
 from megalith.errors import InputError, TableFullError
-from megalith.table.engines.cpu_group import CpuEngineGroup
+from megalith.table.engines.cpu import CpuEngineGroup
 from megalith.table.engines.group import EngineGroup
 from tests.ops.support import with_threads
 from tests.table.support import assert_same_bits, assert_same_tables, ints, unchanged, whole

@@ -32,7 +32,7 @@ from megalith import (
 )
 from megalith.errors import InputError, UsageError
 from megalith.table import Optimizer, ServingPrecision
-from megalith.table.one_bit import tanh
+from megalith.table.serving_precision import tanh
 from tests.fixed_examples import fixed_examples
 from tests.table.support import assert_close, assert_same_bits, cpu_table, dyadic, ints, summed, whole
 from tests.table.test_engines import Engines

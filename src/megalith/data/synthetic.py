@@ -23,10 +23,10 @@ from megalith.library import native_module
 from megalith.ops import checks
 from megalith.ragged import Ragged
 from megalith.routing import mix
+from megalith.table.config import TableConfig
 from megalith.table.initializers import Normal, table_key
 from megalith.table.optimizers import SGD
 from megalith.table.table import Table
-from megalith.table.table_config import TableConfig
 
 VECTOR_DIM = 4
 _KEY = "teacher"

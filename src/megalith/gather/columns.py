@@ -39,8 +39,7 @@ from megalith.gather.reduce import (
     row_bytes,
 )
 from megalith.gather.result import GatherResult
-from megalith.ops.chunk_layout import STEP_BYTES
-from megalith.ops.chunk_rows import common_positions
+from megalith.ops.matrix_chunks import STEP_BYTES, common_positions
 from megalith.storage.spool import FileBody, Ledger, SpoolWriter
 from megalith.storage.tensor_files import raw_bytes, tensor_of
 

@@ -31,17 +31,20 @@ from megalith.gather.plan import Fault, Status, payload_key
 from megalith.gather.reduce import BLOCK_BYTES
 from megalith.gather.table_rows import RowChanges
 from megalith.ops import checks
-from megalith.ops.chunk_layout import as_matrix, from_chunks, to_chunks
-from megalith.ops.chunk_rows import (
+from megalith.ops.matrix_chunks import (
+    as_matrix,
+    forward_dct,
+    from_chunks,
+    inverse_dct,
     largest_of_chunks,
     largest_of_rows,
     pack_codes,
     pack_indices,
     quantise,
+    to_chunks,
     unpack_codes,
     unpack_indices,
 )
-from megalith.ops.cosine_transform import forward_dct, inverse_dct
 from megalith.storage.object_bodies import ObjectBody, put_body
 from megalith.storage.object_store import ObjectStore, StoreRequestError
 from megalith.storage.retries import run_async

@@ -27,9 +27,14 @@ from megalith.errors import BudgetError
 from megalith.gather.payload import PackedRows
 from megalith.gather.payload_schema import ParameterSpec, TableSpec
 from megalith.gather.plan import UpdateConfig
-from megalith.ops.chunk_rows import add_chunk_rows, divide_by_counts, unpack_codes, unpack_indices
-from megalith.ops.cosine_transform import inverse_dct
-from megalith.ops.middle_values import middle_values
+from megalith.ops.matrix_chunks import (
+    add_chunk_rows,
+    divide_by_counts,
+    inverse_dct,
+    unpack_codes,
+    unpack_indices,
+)
+from megalith.ops.trimmed_mean import trimmed_mean
 from megalith.storage.spool import Ledger
 
 EPSILON = 1e-8
@@ -169,4 +174,4 @@ def _reduce_table_rows(
 
 def _middle(sent: list[tuple[Tensor, Tensor]], size: int, num_peers: int, config: UpdateConfig) -> Tensor:
     total = num_peers if config.mean == "peers" else None
-    return middle_values(sent, size, trim=None if config.rule == "median" else config.trim, senders=total)
+    return trimmed_mean(sent, size, trim=None if config.rule == "median" else config.trim, senders=total)

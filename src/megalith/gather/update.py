@@ -25,7 +25,7 @@ from megalith.gather.reduce import clip_factors
 from megalith.gather.result import Gathered, GatherResult, as_result
 from megalith.gather.table_rows import ApplyRows, TableShards, row_taker
 from megalith.ops import checks
-from megalith.ops.chunk_layout import as_matrix, step_chunks
+from megalith.ops.matrix_chunks import as_matrix, step_chunks
 from megalith.storage.tensor_snapshot import SnapshotPolicy, TensorSnapshot
 
 TORN = (

@@ -21,7 +21,7 @@ from torch import Tensor
 from megalith.gather.payload import Header, Payload, header_limit, read_header
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema, TableSpec
 from megalith.gather.plan import Fault, GatherPlan, Status
-from megalith.ops import chunk_rows
+from megalith.ops import matrix_chunks
 from megalith.storage.spool import Body, Ledger
 from megalith.storage.tensor_files import raw_bytes
 
@@ -134,18 +134,18 @@ def _check_parameter(
 
 
 def _check_indices(spec: ParameterSpec, packed: Tensor) -> None:
-    found = chunk_rows.index_problems(packed, spec.keep, spec.size)
+    found = matrix_chunks.index_problems(packed, spec.keep, spec.size)
     for problem, detail in (
-        (chunk_rows.SPARE_BITS, "bits after the last index of a row are set"),
-        (chunk_rows.TOO_HIGH, f"an index is not below {spec.size}"),
-        (chunk_rows.NOT_ASCENDING, "indices of a row repeat or do not ascend"),
+        (matrix_chunks.SPARE_BITS, "bits after the last index of a row are set"),
+        (matrix_chunks.TOO_HIGH, f"an index is not below {spec.size}"),
+        (matrix_chunks.NOT_ASCENDING, "indices of a row repeat or do not ascend"),
     ):
         if found & problem:
             raise Fault(Status.INVALID_INDEX, f"{spec.name!r}: {detail}")
 
 
 def _count_codes(spec: ParameterSpec, counts: Tensor, packed: Tensor) -> None:
-    found, spare = chunk_rows.count_codes(packed, spec.keep, spec.bits)
+    found, spare = matrix_chunks.count_codes(packed, spec.keep, spec.bits)
     if spare:
         raise Fault(Status.INVALID_VALUE, f"{spec.name!r}: bits after the last code of a row are set")
     if bool(found[spec.bins :].any()):

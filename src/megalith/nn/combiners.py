@@ -14,8 +14,7 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.ops.checks import kind, with_data
 from megalith.ops.move_runs import pad_rows
-from megalith.ops.pool_rows import pool_rows, segment_sum
-from megalith.ops.pooling import Bags, OutputSlice
+from megalith.ops.pooling import Bags, OutputSlice, pool_rows, segment_sum
 from megalith.ragged import Ragged
 
 

@@ -7,8 +7,7 @@ from megalith.ops.bucketing import Bucketized, Deduped, bucketize, dedup, match,
 from megalith.ops.gather_rows import gather, gather_pieces, scatter_pieces, scatter_sum
 from megalith.ops.ids import fid, fid_v1_to_v2, hash_bytes, hash_strings, slot_of
 from megalith.ops.move_runs import move_runs, pad_rows, take
-from megalith.ops.pool_rows import pool_rows, segment_sum
-from megalith.ops.pooling import Bags, OutputSlice, Pooling, pool, unpool
+from megalith.ops.pooling import Bags, OutputSlice, Pooling, pool, pool_rows, segment_sum, unpool
 
 __all__ = [
     "Bags",

@@ -21,7 +21,7 @@ from megalith.checkpoint.saved_rows import latest_rows
 from megalith.errors import CheckpointError, UnknownNameError
 from megalith.storage.store import open_store
 from megalith.table import Chunk
-from megalith.table.table_config import PRECISIONS
+from megalith.table.config import PRECISIONS
 from megalith.units import DAY, HOUR, MINUTE, MONTH, WEEK, YEAR
 
 OnRows = Callable[[int], None]

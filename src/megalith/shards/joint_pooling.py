@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.ops.pool_rows import pool_flat, unpool_flat
-from megalith.ops.pooling import Bags, Pooling
+from megalith.ops.pooling import Bags, Pooling, pool_flat, unpool_flat
 from megalith.routing import Router
 from megalith.shards.gradient_sums import GradientSum
 from megalith.shards.preparer import RoutedIds, RoutingPreparer

@@ -1,6 +1,6 @@
 """Tables: configuration, optimizers, initializers, `Table` and its engines."""
 
-from megalith.table.fixed_point import FixedPoint
+from megalith.table.config import Segment, TableConfig
 from megalith.table.initializers import (
     Constant,
     Initializer,
@@ -10,7 +10,6 @@ from megalith.table.initializers import (
     Uniform,
     Zeros,
 )
-from megalith.table.one_bit import OneBit
 from megalith.table.optimizers import (
     FTRL,
     LAMB,
@@ -36,11 +35,9 @@ from megalith.table.optimizers import (
 )
 from megalith.table.policies import TTL, Admission, Capacity, Eviction, MinCount, MinNorm, Probability
 from megalith.table.schedules import Piecewise, PolynomialDecay, Warmup
-from megalith.table.serving_precision import ServingPrecision
-from megalith.table.table import Table
-from megalith.table.table_config import Segment, TableConfig
+from megalith.table.serving_precision import FixedPoint, OneBit, ServingPrecision
+from megalith.table.table import MergeCounts, Table
 from megalith.table.table_data import Chunk, HostTierUse, MemoryUse, RowCounters, TableStats
-from megalith.table.table_operations import MergeCounts
 
 __all__ = [
     "FTRL",

@@ -13,8 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalith.table.engines.contract import Engine
-from megalith.table.fork_safe_lock import ForkSafeLock
+from megalith.table.engines.contract import Engine, ForkSafeLock
 from megalith.table.policies import Capacity
 from megalith.table.validation import InputChecks
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megalith.bits import mix64, signed
+from megalith.table.config import Segment, TableConfig
 from megalith.table.initializers import draw_bits
-from megalith.table.table_config import Segment, TableConfig
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """The dtype of each precision of `Segment`."""

@@ -19,9 +19,9 @@ from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.library import native_module
 from megalith.ops.checks import as_integer, as_number
 from megalith.ops.pooling import Pooling
+from megalith.table.config import TableConfig
 from megalith.table.optimizers import Optimizer
 from megalith.table.schedules import FLOAT32_MAX
-from megalith.table.table_config import TableConfig
 from megalith.table.table_data import MAX_TIME, Chunk, Step
 
 _NATIVE = native_module()

@@ -23,9 +23,9 @@ from typing import Any
 
 from megalith.errors import InputError, UnknownNameError
 from megalith.models import TableSettings
+from megalith.table.config import PRECISIONS, ROUNDINGS, SERVING_FLOATS, SERVING_PRECISIONS
 from megalith.table.policies import ADMISSIONS, EVICTIONS, Admission, Capacity, Eviction
 from megalith.table.serving_precision import ServingPrecision
-from megalith.table.table_config import PRECISIONS, ROUNDINGS, SERVING_FLOATS, SERVING_PRECISIONS
 
 KEYS = (
     "admission",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megalith.errors import InputError
 from megalith.serving.export import precision as precisions
 from megalith.serving.export.precision import decode, encode, steps_for
-from megalith.table.fixed_point import fixed_point_codes
+from megalith.table.serving_precision import fixed_point_codes
 
 FLOATS = st.floats(-1e4, 1e4, width=32)
 

@@ -34,7 +34,7 @@ from megalith.errors import InputError, UsageError
 from megalith.library import native_module
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk, Optimizer
-from megalith.table.engines import score_search
+from megalith.table.engines import shard_capacity
 from megalith.table.engines.cuda import triton_runtime
 from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
@@ -81,7 +81,7 @@ def test_the_bias_correction_of_a_row_with_a_large_update_count() -> None:
 def test_a_search_for_low_scores_in_parts_removes_the_rows_of_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(score_search, "MIN_PART", 4)
+    monkeypatch.setattr(shard_capacity, "MIN_PART", 4)
     Program(CONFIGS["function"], 5, distinct=20, batch=5, calls=("update", "assign")).run(CALLS)
 
 

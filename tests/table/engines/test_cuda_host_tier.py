@@ -21,7 +21,7 @@ from megalith import (
 )
 from megalith.errors import InputError
 from megalith.table import eviction_pass
-from megalith.table.engines import reference_policies, score_search
+from megalith.table.engines import reference_policies, shard_capacity
 from megalith.table.engines.cuda import host_tier
 from megalith.table.engines.cuda.engine import CudaEngine
 from tests.table.engines.cuda_configs import CONFIGS, ON_GPU, OPTIMIZERS, Halving, cases, gpu_or_soak
@@ -153,7 +153,7 @@ def test_a_row_that_a_search_visited_twice_is_removed_once() -> None:
 def test_no_id_shares_a_row_if_rows_move_while_a_search_for_low_scores_visits_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(score_search, "MIN_PART", 4)
+    monkeypatch.setattr(shard_capacity, "MIN_PART", 4)
     capacity = Capacity(rows=64, score=lambda chunk: (chunk.ids * 7919 % 101).double())
     table = Table(limited(TableConfig("t", dim=2, optimizer=SGD(0.1), eviction=capacity), 32), engine="cuda")
     table.assign(torch.arange(64), torch.zeros(64, 2), time=0)

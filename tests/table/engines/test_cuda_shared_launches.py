@@ -21,9 +21,9 @@ from megalith import (
     TableConfig,
 )
 from megalith.ops import Bags, OutputSlice, Pooling
-from megalith.table.engines.cuda import kernel_launch
+from megalith.table.engines.cuda import triton_runtime
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
-from megalith.table.engines.cuda.shared_layout import shared_number
+from megalith.table.engines.cuda.row_layout import shared_number
 from megalith.table.table_data import Step
 from tests.table.engines.cuda_configs import GROUPS, ON_GPU, cases, gpu_or_soak
 from tests.table.engines.programs import everything
@@ -158,9 +158,9 @@ def test_a_collection_of_tables_of_different_dims_trains_as_on_the_reference_eng
 def test_tables_of_different_dims_use_one_set_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pooling and updating several tables takes as many launches as for one of them."""
     launches: list[str] = []
-    plain = kernel_launch.LaunchedKernel.bind
+    plain = triton_runtime.LaunchedKernel.bind
 
-    def counting(kernel: kernel_launch.LaunchedKernel, **constants: object) -> kernel_launch.Bound:
+    def counting(kernel: triton_runtime.LaunchedKernel, **constants: object) -> triton_runtime.Bound:
         bound = plain(kernel, **constants)
 
         def launch(*arguments: object) -> None:
@@ -169,7 +169,7 @@ def test_tables_of_different_dims_use_one_set_of_launches(monkeypatch: pytest.Mo
 
         return launch
 
-    monkeypatch.setattr(kernel_launch.LaunchedKernel, "bind", counting)
+    monkeypatch.setattr(triton_runtime.LaunchedKernel, "bind", counting)
     found = []
     for configs in (GROUPS["adagrad"][:1], GROUPS["adagrad"]):
         shards = LocalShards(configs, engine="cuda")

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from megalith import SGD, Adagrad, Capacity, FixedPoint, Segment, Table, TableConfig, Zeros
 from megalith.shards import LocalShards
 from megalith.table import Chunk
-from megalith.table.engines.cuda import host_copies, streamed_rows
+from megalith.table.engines.cuda import engine, streams
 from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
 from megalith.table.engines.group import EngineGroup
@@ -31,8 +31,8 @@ TABLES = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 rows, the smallest block."""
-    monkeypatch.setattr(host_copies, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(streamed_rows, "LIVE_ROWS", 32)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(engine, "LIVE_ROWS", 32)
 
 
 def filled(config: TableConfig, n: int = 50) -> Table:
@@ -67,7 +67,7 @@ def change(table: Table, what: str, ids: list[int]) -> None:
         table.reinitialize(ints(*ids), time=62)
     elif what == "restore":
         chunk = table.new_chunk(len(ids))
-        for column in host_copies.all_columns(chunk):
+        for column in streams.all_columns(chunk):
             column.fill_(1)
         table.restore(Chunk(ints(*ids), chunk.rows, chunk.state, chunk.time, chunk.count, chunk.step))
     else:

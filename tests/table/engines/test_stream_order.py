@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from megalith.table.engines.cuda import stream_order
-from megalith.table.engines.cuda.stream_order import StreamOrder
+from megalith.table.engines.cuda import streams
+from megalith.table.engines.cuda.streams import StreamOrder
 
 
 class Devices:
@@ -28,7 +28,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: found.current, raising=False)
     monkeypatch.setattr(torch.cuda, "_exchange_device", found.exchange)
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", found.exchange)
-    monkeypatch.setattr(stream_order, "current_handle", lambda device: -1)  # the stream of the last call
+    monkeypatch.setattr(streams, "current_handle", lambda device: -1)  # the stream of the last call
     return found
 
 

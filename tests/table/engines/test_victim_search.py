@@ -11,8 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from megalith.table.engines import reference_policies
-from megalith.table.engines.cuda import victim_search
-from megalith.table.engines.cuda.victim_search import DeviceVictimSearch, ordered
+from megalith.table.engines.cuda import cuda_policies
+from megalith.table.engines.cuda.cuda_policies import DeviceVictimSearch, ordered
 from megalith.table.engines.reference_policies import VictimSearch
 
 
@@ -57,7 +57,7 @@ def run(seed: int, calls: int) -> int:
 
 @pytest.mark.parametrize("sample", [4, 2048])
 def test_the_rows_of_the_reference(sample: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (reference_policies, victim_search):
+    for module in (reference_policies, cuda_policies):
         monkeypatch.setattr(module, "SAMPLE", sample)  # a small one often ends the walk
         monkeypatch.setattr(module, "WALK", 2 if sample == 4 else 64)
     assert sum(run(seed, 12) for seed in range(30)) > 1000

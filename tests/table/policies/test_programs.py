@@ -32,8 +32,8 @@ from megalith import (
 )
 from megalith.errors import TableFullError
 from megalith.table import Admission, Chunk, Eviction, Optimizer
-from megalith.table.engines import score_search
-from megalith.table.engines.score_search import MIN_PART
+from megalith.table.engines import shard_capacity
+from megalith.table.engines.shard_capacity import MIN_PART
 from megalith.table.snapshot import Snapshot
 from tests.fixed_examples import fixed_examples
 from tests.table.support import as_sets, assert_close, assert_same_bits, dyadic, ints, summed
@@ -135,7 +135,7 @@ class PolicyPrograms(RuleBasedStateMachine):
             score = data.draw(st.sampled_from(["lru", "lfu", "step", smallest_remainder, None]))
             eviction.append(Capacity(data.draw(st.integers(*self.capacities)), score=score))
         # With small parts, a search for low scores takes several calls.
-        score_search.MIN_PART = data.draw(st.sampled_from([8, MIN_PART]))
+        shard_capacity.MIN_PART = data.draw(st.sampled_from([8, MIN_PART]))
         config = TableConfig("t", segments=segments, admission=admission, eviction=eviction)
         self.tables = (Table(config, engine="reference", seed=3), Table(config, engine="cpu", seed=3))
         self.snapshots: tuple[Snapshot, Snapshot] | None = None
@@ -350,7 +350,7 @@ class PolicyPrograms(RuleBasedStateMachine):
         assert limit is None or len(self.tables[1]) <= limit
 
     def teardown(self) -> None:
-        score_search.MIN_PART = MIN_PART
+        shard_capacity.MIN_PART = MIN_PART
         for snapshot in getattr(self, "snapshots", None) or ():
             snapshot.close()
 

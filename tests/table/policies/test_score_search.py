@@ -9,8 +9,8 @@ from torch import Tensor
 from megalith import SGD, TTL, Capacity, Table, TableConfig, Zeros
 from megalith.errors import InputError
 from megalith.table import Chunk, Eviction
-from megalith.table.engines import score_search
-from megalith.table.engines.score_search import MIN_PART, PARTS, VISITED
+from megalith.table.engines import shard_capacity
+from megalith.table.engines.shard_capacity import MIN_PART, PARTS, VISITED
 
 NEW = 1 << 40
 """Ids from here on are new; the score functions below rank them highest."""
@@ -142,7 +142,7 @@ def test_a_candidate_that_is_trained_again_stays(engine: str) -> None:
 
 
 def test_engines_remove_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_search, "MIN_PART", 40)
+    monkeypatch.setattr(shard_capacity, "MIN_PART", 40)
     n, logs = 300, []
     for engine in ("reference", "cpu"):
         score = Recorded(shuffled(n) // 3)  # with ties

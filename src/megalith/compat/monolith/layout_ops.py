@@ -20,8 +20,7 @@ from megalith.errors import InputError
 from megalith.library import copy_repeated, define_op, native_module, new_tensor
 from megalith.ops import checks
 from megalith.ops.move_runs import locate
-from megalith.ops.pool_rows import _pool, _unpool, arguments
-from megalith.ops.pooling import Bags
+from megalith.ops.pooling import Bags, _pool, _unpool, op_arguments
 from megalith.routing import Router
 
 
@@ -263,7 +262,7 @@ class _Encoding(NamedTuple):
             if plan.parts[f]:
                 bags.append(Bags(offsets, plan.parts[f], divisor=mean, shared=shared[f]))
         joined = torch.cat(blocks) if len(blocks) > 1 else index
-        return joined, 1, max(plan.dims), *arguments(bags, dtype)
+        return joined, 1, max(plan.dims), *op_arguments(bags, dtype)
 
 
 def _first_rows(index: Tensor, offsets: Tensor, first: int) -> Tensor:

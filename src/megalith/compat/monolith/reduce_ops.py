@@ -11,8 +11,7 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.ops.gather_rows import scatter_sum
-from megalith.ops.pool_rows import pool_rows
-from megalith.ops.pooling import Bags, OutputSlice
+from megalith.ops.pooling import Bags, OutputSlice, pool_rows
 
 
 def reduce_sum(

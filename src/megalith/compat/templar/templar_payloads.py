@@ -21,7 +21,7 @@ from megalith.gather.payload import Header, Label, Payload, write_payload_file
 from megalith.gather.payload_schema import MAX_NAME, ParameterSpec, PayloadSchema
 from megalith.gather.plan import Fault, Status
 from megalith.ops import checks
-from megalith.ops.chunk_rows import pack_codes, pack_indices, unpack_codes, unpack_indices
+from megalith.ops.matrix_chunks import pack_codes, pack_indices, unpack_codes, unpack_indices
 from megalith.storage.spool import Body, MemoryBody
 from megalith.storage.torch_files import PickledName, StoredTensor, TorchFile, TorchFileError
 

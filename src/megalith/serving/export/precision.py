@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.ops.checks import one_of
-from megalith.table.fixed_point import fixed_point_codes
+from megalith.table.serving_precision import fixed_point_codes
 
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 _MAX_HALF = 65504.0

@@ -27,7 +27,7 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.serving.export.precision import PRECISIONS, decode, encode
 from megalith.table import ServingPrecision, TableConfig
-from megalith.table.table_config import SERVING_PRECISIONS
+from megalith.table.config import SERVING_PRECISIONS
 
 KINDS = (*PRECISIONS, *SERVING_PRECISIONS)
 _NATIVE_KINDS = {"float32": 0, "float16": 1, "int8": 2, "fixed_point": 2, "one_bit": 3}

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megalith.library import native_module
-from megalith.ops.pool_rows import pool_flat
-from megalith.ops.pooling import Bags, Pooling, covered
+from megalith.ops.pooling import Bags, Pooling, covered, pool_flat
 from megalith.shards.joint_pooling import joint_weights
 
 

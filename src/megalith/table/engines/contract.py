@@ -1,15 +1,18 @@
 """The Engine contract: storage and kernels of one table.
 
 An engine receives validated input only (`megalith.table.validation`): ids are int64 [n], matrices are
-float32, all contiguous and on the engine's device. The one exception is a `Pooling`: an engine validates the
-part of its own table in the call that uses it, before it writes anything, because its kernel reads the
-offsets anyway.
+float32, all contiguous and on the engine's device. The one exception is a `Pooling`: an engine validates
+the part of its own table in the call that uses it, before it writes anything, because its kernel reads
+the offsets anyway.
 
 Every method may be called from several threads. Reads run in parallel; a write is atomic for readers.
+`ForkSafeLock` is the lock that engines and passes over a table hold in Python.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +23,9 @@ import torch
 from torch import Tensor
 
 from megalith.ops.pooling import Bags, Pooling, pool
-from megalith.table.engines.room import check_room
-from megalith.table.engines.score_search import ScoreSearch
-from megalith.table.engines.shard_limits import shard_limits
-from megalith.table.fork_safe_lock import ForkSafeLock
-from megalith.table.serving_view import ServingView
-from megalith.table.table_config import TableConfig
+from megalith.table.config import TableConfig
+from megalith.table.engines.shard_capacity import ScoreSearch, check_capacity, shard_limits
+from megalith.table.serving_precision import ServingView
 from megalith.table.table_data import (
     Chunk,
     FoundRows,
@@ -534,7 +534,7 @@ class Engine(ABC):
         Raises:
             TableFullError: The rows do not fit in the capacity.
         """
-        check_room(self, ids, pooling, step, occurrences)
+        check_capacity(self, ids, pooling, step, occurrences)
         yield lambda: self.update(ids, found, grads, pooling, step, occurrences)
 
     # ---- snapshots; at most one is open
@@ -640,3 +640,33 @@ class Engine(ABC):
     @abstractmethod
     def memory(self) -> MemoryUse:
         """Return the bytes in use."""
+
+
+class ForkSafeLock:
+    """A lock that one thread may take several times. A forked child starts with a free one: the thread that
+    held it does not exist there."""
+
+    def __init__(self) -> None:
+        self._lock, self._process = threading.RLock(), os.getpid()
+
+    def __enter__(self) -> None:
+        self._renew()
+        self._lock.acquire()
+
+    def _renew(self) -> None:
+        if self._process != os.getpid():
+            self._lock, self._process = threading.RLock(), os.getpid()
+
+    @contextmanager
+    def without_waiting(self) -> Iterator[bool]:
+        """Take the lock if no other thread holds it."""
+        self._renew()
+        taken = self._lock.acquire(blocking=False)
+        try:
+            yield taken
+        finally:
+            if taken:
+                self._lock.release()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()

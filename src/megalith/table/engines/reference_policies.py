@@ -12,7 +12,7 @@ from torch import Tensor
 from megalith.bits import mix64, signed
 from megalith.table.initializers import draw_bits
 from megalith.table.policies import Admission, MinCount, Probability
-from megalith.table.policies.min_count import MAX_COUNT
+from megalith.table.policies.admission import MAX_COUNT
 
 SAMPLE = 2048
 WALK = 64

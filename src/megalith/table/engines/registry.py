@@ -15,7 +15,7 @@ ENGINES = {
     "cuda": ("megalith.table.engines.cuda.engine", "CudaEngine"),
 }
 GROUPS = {
-    "cpu": ("megalith.table.engines.cpu_group", "CpuEngineGroup"),
+    "cpu": ("megalith.table.engines.cpu", "CpuEngineGroup"),
     "cuda": ("megalith.table.engines.cuda.engine_group", "CudaEngineGroup"),
 }
 """Engines that run all tables in one call."""

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from megalith.errors import UsageError
 from megalith.ops import dedup, scatter_sum
-from megalith.ops.pool_rows import unpool_flat
-from megalith.ops.pooling import Bags, Pooling, unpool
+from megalith.ops.pooling import Bags, Pooling, unpool, unpool_flat
+from megalith.table.config import TableConfig
 from megalith.table.optimizers import Optimizer
-from megalith.table.optimizers.rowwise_adagrad import sum_of_squares
-from megalith.table.serving_view import ServingView
-from megalith.table.table_config import TableConfig
+from megalith.table.optimizers.optimizer import sum_of_squares
+from megalith.table.serving_precision import ServingView
 from megalith.table.table_data import Chunk, Step
 
 

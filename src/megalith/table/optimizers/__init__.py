@@ -1,22 +1,14 @@
 """Sparse optimizers, one per file. `optimizer` defines the contract and how to add another one."""
 
-from megalith.table.optimizers.adadelta import Adadelta
-from megalith.table.optimizers.adagrad import Adagrad
-from megalith.table.optimizers.adam import Adam, AdamW, AMSGrad
-from megalith.table.optimizers.batch_softmax import BatchSoftmax
+from megalith.table.optimizers.adagrad import Adagrad, DynamicWdAdagrad, GroupAdagrad, RowWiseAdagrad
+from megalith.table.optimizers.adam import LAMB, Adam, AdamW, AMSGrad
+from megalith.table.optimizers.averages import BatchSoftmax, MovingAverage
 from megalith.table.optimizers.delay_compensated import DelayCompensated
-from megalith.table.optimizers.dynamic_wd_adagrad import DynamicWdAdagrad
-from megalith.table.optimizers.ftrl import FTRL
-from megalith.table.optimizers.group_adagrad import GroupAdagrad
-from megalith.table.optimizers.group_ftrl import GroupFTRL
-from megalith.table.optimizers.lamb import LAMB
+from megalith.table.optimizers.ftrl import FTRL, GroupFTRL
 from megalith.table.optimizers.lion import Lion
-from megalith.table.optimizers.momentum import Momentum
-from megalith.table.optimizers.moving_average import MovingAverage
 from megalith.table.optimizers.optimizer import Optimizer, State
-from megalith.table.optimizers.rmsprop import RMSProp, RMSPropV2
-from megalith.table.optimizers.rowwise_adagrad import RowWiseAdagrad
-from megalith.table.optimizers.sgd import SGD
+from megalith.table.optimizers.rmsprop import Adadelta, RMSProp, RMSPropV2
+from megalith.table.optimizers.sgd import SGD, Momentum
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     cls.name: cls

@@ -1,4 +1,4 @@
-"""Adam and its relatives with the same step: AdamW and AMSGrad."""
+"""Adam and the optimizers with its two moments: AdamW, AMSGrad and LAMB."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.table.optimizers.optimizer import Optimizer, State
+from megalith.table.optimizers.optimizer import Optimizer, State, sum_of_squares
 from megalith.table.schedules import LearningRate, as_float32
 
 BIAS_CORRECTIONS = ("step", "row")
@@ -171,3 +171,28 @@ class AMSGrad(Adam):
 
     name: ClassVar[str] = "amsgrad"
     keeps_maximum: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class LAMB(AdamSettings):
+    """d = c * m / (sqrt(v) + eps) + weight_decay * w; w -= lr * |w| / |d| * d, with Adam's m and v.
+
+    c is Adam's bias correction. The trust ratio |w| / |d| is computed per row and segment, as in FBGEMM; it
+    is 1 where either length is 0.
+
+    Args:
+        lr: The learning rate.
+        betas: beta1 and beta2, each in [0, 1).
+        eps: Added to sqrt(v).
+        weight_decay: Factor of the weight in d.
+        bias_correction: "step" or "row", see `Adam`.
+    """
+
+    name: ClassVar[str] = "lamb"
+
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        correction = self._average(grads, state, step)
+        direction = correction * state["m"] / (state["v"].sqrt() + self.eps) + self.weight_decay * rows
+        length, along = (sum_of_squares(x).sqrt()[:, None] for x in (rows, direction))
+        trust = torch.where((length > 0) & (along > 0), length / along, 1.0)
+        rows.copy_(rows - lr * trust * direction)

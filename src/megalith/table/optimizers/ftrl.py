@@ -1,4 +1,4 @@
-"""FTRL-proximal: sparse weights by l1 regularisation."""
+"""FTRL-proximal: l1 regularisation sets single weights (FTRL) or whole rows (GroupFTRL) to zero."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megalith.table.optimizers.optimizer import Optimizer, State
+from megalith.table.optimizers.optimizer import Optimizer, State, sum_of_squares
 from megalith.table.schedules import LearningRate, check_positive_rate
 
 
@@ -64,3 +64,33 @@ class FTRL(Optimizer):
         shrunk = torch.where(z < 0, z + self.l1, z - self.l1)
         value = -lr * shrunk / (n.sqrt() + self.beta + self.l2 * lr)
         rows.copy_(torch.where(z.abs() > self.l1, value, torch.zeros_like(value)))
+
+
+@dataclass(frozen=True)
+class GroupFTRL(FTRL):
+    """FTRL with the length |z| of the segment's z in place of each |z|.
+
+    n' = n + g^2; z += g - (sqrt(n') - sqrt(n)) / lr * w; then w = 0 if |z| <= l1, else
+    w = -lr * z * (1 - l1 / |z|) / (sqrt(n') + beta + l2 * lr). The formula is in Monolith's headers, its
+    kernel is not in the open release. A learning rate of 0 raises InputError.
+
+    Args:
+        lr: The learning rate.
+        initial_accumulator_value: Initial value of n.
+        beta: Added to sqrt(n').
+        l1: Length of z below which the row is zero.
+        l2: Weight of the l2 penalty.
+    """
+
+    initial_accumulator_value: float = 0.0
+    beta: float = 1.0
+    name: ClassVar[str] = "group_ftrl"
+
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        n, z = state["sum"], state["z"]
+        before = n.clone()
+        n.copy_(n + grads * grads)
+        z.copy_(z + (grads - (n.sqrt() - before.sqrt()) / lr * rows))
+        norm = sum_of_squares(z).sqrt()[:, None]
+        value = -lr * ((norm - self.l1) / norm) * z / (n.sqrt() + self.beta + self.l2 * lr)
+        rows.copy_(torch.where((norm <= self.l1) | (z == 0), 0.0, value))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from megalith.errors import InputError
@@ -161,3 +162,17 @@ class Optimizer(ABC):
                 f"{type(self).__name__}: {field} must be in [0, 1) also as a float32, got {value!r}"
             )
         object.__setattr__(self, field, tuple(numbers) if isinstance(value, tuple) else numbers[0])
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Sum the squares of each row."""
+    # The order of additions is the same in every engine: eight lanes, then a tree over the lanes.
+    #
+    # x: float32 [n, dim]; returns: float32 [n].
+    columns = -(-x.shape[1] // 8) * 8
+    padded = torch.nn.functional.pad(x, (0, columns - x.shape[1]))
+    lanes = torch.zeros(x.shape[0], 8, dtype=x.dtype, device=x.device)
+    for block in padded.view(x.shape[0], columns // 8, 8).unbind(1):
+        lanes = lanes + block * block
+    a, b, c, d = ((lanes[:, k] + lanes[:, k + 4]) for k in range(4))
+    return (a + c) + (b + d)

@@ -1,4 +1,4 @@
-"""RMSProp: gradients divided by the root of their averaged squares; two variants of the average."""
+"""RMSProp and Adadelta: gradients divided by the root of their averaged squares."""
 
 from __future__ import annotations
 
@@ -77,3 +77,46 @@ class RMSPropV2(RMSProp):
     def new_square(self) -> float:
         """Factor of the squared gradient in the sum."""
         return 1.0
+
+
+@dataclass(frozen=True)
+class Adadelta(Optimizer):
+    """a = rho * a + (1 - rho) * g^2; d = sqrt(u + eps) / sqrt(a + eps) * g; u = rho * u + (1 - rho) * d^2.
+
+    Then w -= lr * d. g includes weight_decay * w. Formula and defaults are those of torch.optim.Adadelta;
+    Monolith's defaults are Adadelta(0.01, rho=0.9, eps=0.01).
+
+    Args:
+        lr: The learning rate.
+        rho: Factor of the previous averages, in [0, 1).
+        eps: Added to both averages.
+        weight_decay: Factor of the weight that is added to its gradient.
+    """
+
+    lr: LearningRate = 1.0
+    rho: float = 0.9
+    eps: float = 1e-6
+    weight_decay: float = 0.0
+    name: ClassVar[str] = "adadelta"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("eps", "weight_decay")
+        self._check_below_one("rho")
+
+    @property
+    def hyper(self) -> tuple[float, ...]:
+        """rho, 1 - rho, eps, weight decay."""
+        return (self.rho, 1 - self.rho, self.eps, self.weight_decay)
+
+    def states(self, dim: int) -> tuple[State, ...]:
+        # The averages of squared gradients and squared steps.
+        return (State("square_avg", dim), State("acc_delta", dim))
+
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        grads = grads + self.weight_decay * rows
+        a, u = state["square_avg"], state["acc_delta"]
+        a.copy_(self.rho * a + (1 - self.rho) * (grads * grads))
+        delta = (u + self.eps).sqrt() / (a + self.eps).sqrt() * grads
+        u.copy_(self.rho * u + (1 - self.rho) * (delta * delta))
+        rows.copy_(rows - lr * delta)

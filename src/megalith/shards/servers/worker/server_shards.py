@@ -48,7 +48,7 @@ from megalith.shards.servers.worker.server_options import ServerOptions
 from megalith.shards.servers.worker.server_rows import ServerRows
 from megalith.shards.wire import make_wire
 from megalith.table import Table, TableConfig
-from megalith.table.serving_view import ServingView
+from megalith.table.serving_precision import ServingView
 from megalith.table.validation import InputChecks, check_flag, check_step
 
 logger = logging.getLogger(__name__)

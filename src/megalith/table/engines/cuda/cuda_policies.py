@@ -1,12 +1,19 @@
-"""The policies of the cuda engine: which new ids get a row, and which rows make room for them.
+"""The policies of the cuda engine: which new ids get a row, and which rows are removed for them.
 
 Decisions are those of the other engines. Ids without a row are counted on the host, by the classes of
-reference_policies.py; rows that make room are found on the device. An update of a table with an admission
-policy or a `Capacity` waits for the device.
+reference_policies.py; rows that are removed for new ones are found on the device. An update of a table
+with an admission policy or a `Capacity` waits for the device.
+
+`DeviceVictimSearch` finds rows with low named scores. It chooses the rows that
+`reference_policies.VictimSearch` chooses, which defines the result (and native/table_evict.hpp the
+method): a walk over the table takes rows below a threshold, which comes from a sample of all rows. Here
+many rows of the walk are visited in one call of the device. A call reads the headers of some rows for
+each row that goes, however large the table is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,14 +21,12 @@ from torch import Tensor
 
 from megalith.errors import TableFullError
 from megalith.table.engines.cuda.device_functions import LIVE
-from megalith.table.engines.cuda.occurrences import first_occurrences
-from megalith.table.engines.cuda.victim_search import DeviceVictimSearch, ordered
-from megalith.table.engines.reference_policies import AdmissionState, IdLog
-from megalith.table.engines.room import make_room
+from megalith.table.engines.reference_policies import LOW_PART, SAMPLE, WALK, AdmissionState, IdLog
+from megalith.table.engines.shard_capacity import make_room
 from megalith.table.table_data import RowCounters
 
 if TYPE_CHECKING:
-    from megalith.table.engines.cuda.stored_rows import StoredRows
+    from megalith.table.engines.cuda.engine import StoredRows
 
 
 class AdmissionPlan(NamedTuple):
@@ -157,3 +162,127 @@ class CudaPolicies:
         search = self._engine.score_search
         logs = 8 * (len(self.evicted_log) + len(self.admission.refused))
         return 100 * len(self.admission.counts) + logs + (0 if search is None else search.bytes)
+
+
+Scored = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Reads rows, int32 [n]: whether each is in use, bool [n], and its score, int64 [n], by `ordered`."""
+
+_HIGHEST = 2**63 - 1
+_AHEAD = 2 * LOW_PART
+"""Rows of the walk that are looked at for each row that is needed."""
+
+
+def ordered(scores: Tensor) -> Tensor:
+    """Map unsigned scores to signed numbers of the same order."""
+    # scores: int64 [n], the bits of unsigned numbers; returns: int64 [n].
+    return scores ^ -(2**63)
+
+
+class DeviceVictimSearch:
+    """The search of one table; it continues where the last call ended."""
+
+    def __init__(self) -> None:
+        self._cursor = 0
+        self._left = 0
+        self._found = 1
+        self._threshold = _HIGHEST
+
+    def choose(self, need: int, high: int, scored: Scored, kept: Tensor, size: int) -> Tensor:
+        """Choose rows to remove."""
+        # kept: int64 [k], distinct rows that must stay; returns: int32 [need], in the order of their removal.
+        call = _Call(high, scored, kept, max(size - kept.numel(), 1))
+        victims: list[Tensor] = []
+        count, places = 0, WALK * need + SAMPLE
+        while count < need:
+            if self._left == 0:
+                self._estimate(call, need - count)
+            if places <= 0:
+                while count < need and (low := self._lowest_of_sample(call, need - count)).numel():
+                    call.taken[low.long()] = True
+                    victims.append(low)
+                    count += low.numel()
+                if count == need:
+                    break
+            if self._cursor >= high:
+                self._cursor = 0
+            wanted = need - count
+            rows = min(self._left, high - self._cursor, max(1, places), _AHEAD * wanted + SAMPLE)
+            hits = call.walk(self._cursor, rows, self._threshold)[:wanted]
+            if hits.numel() == wanted:
+                rows = int(hits[-1]) + 1 - self._cursor
+            call.taken[hits.long()] = True
+            victims.append(hits)
+            count += hits.numel()
+            self._found += hits.numel()
+            self._cursor += rows
+            self._left -= rows
+            places -= rows
+        return torch.cat(victims)
+
+    def _estimate(self, call: _Call, need: int) -> None:
+        take_any = self._found == 0
+        self._left, self._found = call.high, 0
+        rows, scores, low = call.sample(self._cursor, need)
+        usable = 1 <= low <= rows.numel() and not take_any
+        self._threshold = int(scores[low - 1]) if usable else _HIGHEST
+
+    def _lowest_of_sample(self, call: _Call, need: int) -> Tensor:
+        rows, scores, low = call.sample(self._cursor, need)
+        low = min(low, rows.numel())
+        self._left, self._found, self._threshold = call.high, 1, _HIGHEST
+        if low < 1:
+            return rows[:0]
+        self._threshold = int(scores[low - 1])
+        self._cursor = int(rows[0]) + 1
+        return rows[: min(low, need)]
+
+
+class _Call:
+    """One call: how to read rows, and which must stay or were chosen."""
+
+    def __init__(self, high: int, scored: Scored, kept: Tensor, candidates: int) -> None:
+        self.high = high
+        self.taken = torch.zeros(high, dtype=torch.bool, device=kept.device)
+        self.taken[kept] = True
+        self._scored = scored
+        self._candidates = candidates
+
+    def walk(self, start: int, count: int, threshold: int) -> Tensor:
+        """Return the rows among the next ones that may go and have no score above the threshold."""
+        rows = torch.arange(start, start + count, dtype=torch.int32, device=self.taken.device)
+        live, scores = self._scored(rows)
+        return rows[live & (scores <= threshold) & ~self.taken[start : start + count]]
+
+    def sample(self, start: int, need: int) -> tuple[Tensor, Tensor, int]:
+        """Return rows from all over the table by ascending score, their scores, and how many are low."""
+        count = min(self.high, SAMPLE)
+        steps = torch.arange(count, device=self.taken.device) * self.high // count
+        rows = (steps + start) % self.high
+        live, scores = self._scored(rows.to(torch.int32))
+        usable = live & ~self.taken[rows]
+        scores, order = scores[usable].sort(stable=True)
+        found = rows[usable][order].to(torch.int32)
+        n = found.numel()
+        return found, scores, max(n // LOW_PART, -(-need * n // self._candidates))
+
+
+def first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the distinct ids in the order of their first occurrences."""
+    # ids: int64 [n]; returns: the distinct ids, int64 [u], and for each id its position among them, int64
+    # [n].
+    distinct, inverse = torch.unique(ids, return_inverse=True)
+    positions = torch.arange(ids.numel(), device=ids.device)
+    first = torch.full_like(distinct, ids.numel()).scatter_reduce_(0, inverse, positions, "amin")
+    order = torch.argsort(first)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(order.numel(), device=ids.device)
+    return distinct[order], rank[inverse]
+
+
+def last_occurrences(ids: Tensor) -> Tensor:
+    """Find the position of the last occurrence of each distinct id."""
+    # ids: int64 [n]; returns: int64 [u], ascending.
+    distinct, inverse = torch.unique(ids, return_inverse=True)
+    positions = torch.arange(ids.numel(), device=ids.device)
+    last = torch.zeros_like(distinct).scatter_reduce_(0, inverse, positions, "amax")
+    return last.sort().values

@@ -1,8 +1,8 @@
 """DeviceTable: the memory of one table on the device: index, chunks of rows, counters, free rows.
 
-The host does not know how many rows a launch created: the count is on the device, and reading it would wait
-for all launches. It keeps an upper bound instead: after `ensure_room(n)` the bound grows by n. When the bound
-exceeds what is allocated, the host reads the counters, and allocates only if they require it.
+The host does not know how many rows a launch created: the count is on the device, and reading it would
+wait for all launches. It keeps an upper bound instead: after `ensure_room(n)` the bound grows by n. When
+the bound exceeds what is allocated, the host reads the counters, and allocates only if they require it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ import torch
 from torch import Tensor
 
 from megalith.errors import TableFullError
+from megalith.table.config import TableConfig
 from megalith.table.engines.cuda import index_kernels, row_kernels
-from megalith.table.engines.cuda.device_functions import (
-    EMPTY,
-    LIVE,
-    RUN_FIELDS,
-    SEGMENT_FIELDS,
-    SEGMENTS,
-)
+from megalith.table.engines.cuda.device_functions import EMPTY, LIVE, RUN_FIELDS, SEGMENT_FIELDS, SEGMENTS
 from megalith.table.engines.cuda.row_layout import RowLayout
-from megalith.table.engines.cuda.stream_order import retire
+from megalith.table.engines.cuda.streams import retire
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC
-from megalith.table.table_config import TableConfig
+from megalith.table.table_data import Chunk
 
 MIN_SLOTS = 16
 MAX_ROWS = 2**31 - 2
@@ -417,3 +412,20 @@ class DeviceTable:
         for run in layout.runs:
             fields += [run.start, run.width, run.offset]
         return fields
+
+
+TIME, COUNT, STEP = 8, 16, 20
+"""Fields of a header, in bytes from its start."""
+
+
+def write_chunk(table: DeviceTable, rows: Tensor, chunk: Chunk) -> None:
+    """Write complete rows, except for their times."""
+    # rows: int32 [n], distinct.
+    device = table.device
+    table.write_weights(rows, chunk.rows.to(device))
+    if chunk.state:
+        states = torch.cat([column.to(device) for column in chunk.state.values()], 1)
+        table.copy_states(rows, states, write=True)
+    if chunk.count is not None and chunk.step is not None:
+        table.write_header(COUNT, rows, chunk.count.to(device))
+        table.write_header(STEP, rows, chunk.step.to(device))

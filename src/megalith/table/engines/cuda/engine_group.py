@@ -18,16 +18,21 @@ from megalith.library import span
 from megalith.ops.pooling import Bags, Pooling
 from megalith.table.engines.contract import Engine
 from megalith.table.engines.cuda.engine import CudaEngine, FoundBy
+from megalith.table.engines.cuda.graphs import RecordedCalls, SearchSlots
 from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
-from megalith.table.engines.cuda.pooling_parts import Cut, TablePart, on_device, waves
-from megalith.table.engines.cuda.pooling_plans import PoolingPlan, PoolingPlans
-from megalith.table.engines.cuda.recorded_calls import RecordedCalls, SearchSlots
-from megalith.table.engines.cuda.row_steps import Gradients
-from megalith.table.engines.cuda.shared_layout import launch_kind
-from megalith.table.engines.cuda.stream_order import hold
-from megalith.table.engines.cuda.table_updates import TableUpdate, stage_updates
+from megalith.table.engines.cuda.pooling_plans import (
+    Cut,
+    PoolingPlan,
+    PoolingPlans,
+    TablePart,
+    on_device,
+    waves,
+)
+from megalith.table.engines.cuda.row_layout import launch_kind
+from megalith.table.engines.cuda.streams import hold
+from megalith.table.engines.cuda.updates import Gradients, TableUpdate, stage_updates
 from megalith.table.engines.group import EngineGroup
-from megalith.table.engines.room import check_room
+from megalith.table.engines.shard_capacity import check_capacity
 from megalith.table.table_data import FoundRows, Step
 
 
@@ -332,7 +337,7 @@ class CudaEngineGroup(EngineGroup):
                 for engine in shared.limited:
                     name = engine.name
                     if name in grads:
-                        check_room(engine, ids[name], pooling, steps[name], seen.get(name))
+                        check_capacity(engine, ids[name], pooling, steps[name], seen.get(name))
             writes = []
             for shared in self._shared:
                 own = {name: ids[name] for name in shared.names if name in grads}

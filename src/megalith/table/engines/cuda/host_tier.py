@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megalith.table.engines.cuda import tier_kernels
 from megalith.table.engines.cuda.device_table import BLOCK, WARPS, DeviceTable, grid
-from megalith.table.engines.cuda.stream_order import retire
+from megalith.table.engines.cuda.streams import retire
 from megalith.table.engines.cuda.triton_runtime import padded
 from megalith.table.table_data import HostTierUse
 

@@ -43,8 +43,7 @@ from megalith.table.engines.cuda.device_functions import (
     pointer_field,
     table_row_address,
 )
-from megalith.table.engines.cuda.kernel_launch import launched
-from megalith.table.engines.cuda.triton_runtime import tl, triton
+from megalith.table.engines.cuda.triton_runtime import launched, tl, triton
 
 PENDING = tl.constexpr(1 << 62)
 MAX_ROW = tl.constexpr(1 << 40)

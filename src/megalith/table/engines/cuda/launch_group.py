@@ -1,12 +1,16 @@
-"""LaunchGroup: the kernels of several tables, one set of launches for all of them; see shared_layout.py.
+"""LaunchGroup: the kernels of several tables, one set of launches for all of them; see row_layout.py.
 
-The ids of the tables follow each other in one tensor; `sizes` says how many each table has. A group of one
-table serves the calls of an engine. Nothing here waits for the device, except `DeviceTable.ensure_room` when
-memory runs out.
+The ids of the tables follow each other in one tensor; `sizes` says how many each table has. A group of
+one table serves the calls of an engine. Nothing here waits for the device, except
+`DeviceTable.ensure_room` when memory runs out.
+
+A group also holds integers on their way to the device, and memory that calls use again. Recorded launches
+(graphs.py) refer to such memory, so the group advances `generation` when it is replaced.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +21,67 @@ from torch import Tensor
 
 from megalith.table.engines.cuda import index_kernels, row_kernels
 from megalith.table.engines.cuda.device_table import BLOCK, WARPS, DeviceTable
-from megalith.table.engines.cuda.kernel_launch import Bound
-from megalith.table.engines.cuda.launch_memory import LaunchMemory
-from megalith.table.engines.cuda.shared_layout import SharedLayout
-from megalith.table.engines.cuda.stream_order import retire
-from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, padded
+from megalith.table.engines.cuda.row_layout import SharedLayout
+from megalith.table.engines.cuda.streams import retire
+from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, Bound, padded
+
+
+class LaunchMemory:
+    """The memory of launches on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.generation = 0
+        self._scratch: dict[str, Tensor] = {}
+
+    # ---- integers
+
+    def upload(self, values: Sequence[int]) -> Tensor:
+        """Copy integers to the device without waiting for it."""
+        # returns: int64 [n] on the device.
+        return self._pinned(values).to(self.device, non_blocking=True)
+
+    def _pinned(self, values: Sequence[int]) -> Tensor:
+        """Return integers in memory from which the device copies without waiting."""
+        host = torch.frombuffer(array("q", values), dtype=torch.int64)
+        if self.device.type == "cpu":
+            return host.clone()
+        return torch.empty(len(values), dtype=torch.int64, pin_memory=True, device="cpu").copy_(host)
+
+    def write(self, target: Tensor, values: Sequence[int]) -> Tensor:
+        """Copy integers to given memory on the device without waiting for it."""
+        # target: int64 [n].
+        return target.copy_(self._pinned(values), non_blocking=True)
+
+    def overwrite(self, use: str, values: Sequence[int]) -> Tensor:
+        """Copy integers to the same memory at each call, without waiting for the device."""
+        # returns: int64 [n] on the device.
+        known = self.scratch(use, len(values), torch.int64)
+        if known.numel() != len(values):
+            retire(self._scratch.pop(use))
+            known = self.scratch(use, len(values), torch.int64)
+        return self.write(known, values)
+
+    # ---- memory
+
+    def scratch(self, use: str, n: int, dtype: torch.dtype) -> Tensor:
+        """Return memory that is needed until the end of a call; later calls use it again."""
+        known = self._scratch.get(use)
+        if known is None or known.numel() < n or known.dtype != dtype:
+            room = n
+            if known is not None:
+                retire(known)
+                room += n // 8
+            self.generation += 1
+            known = self._scratch[use] = torch.empty(room, dtype=dtype, device=self.device)
+        return known
+
+    def filled(self, use: str, n: int, value: float, dtype: torch.dtype) -> Tensor:
+        """Return memory that is filled with a value when it is allocated; callers leave it so."""
+        known = self._scratch.get(use)
+        memory = self.scratch(use, n, dtype)
+        return memory if memory is known else memory.fill_(value)
+
 
 READ_TILE = 4096 if INTERPRETED else 1024
 """Weights that one program reads."""
@@ -359,3 +419,33 @@ class LaunchGroup(LaunchMemory):
                 out if keys else rows,
             )
         return out
+
+
+def assign_in_order(group: LaunchGroup, rows: Tensor, values: Tensor, *, add: bool, time: int) -> None:
+    """Set weights, or add to them, one occurrence after another."""
+    # rows: int32 [n], none negative; values: float32 [n, dim].
+    layout = group.tables[0].layout
+    sorted_rows, order = torch.sort(rows, stable=True)
+    for run in layout.runs:
+        columns = min(256, padded(run.width))
+        row_kernels.assign_rows[(rows.numel(), -(-run.width // columns))](
+            group.descriptors(),
+            group.tables[0].chunk_table,
+            sorted_rows,
+            order,
+            values,
+            rows.numel(),
+            time,
+            layout.dim,
+            SHIFT=layout.shift,
+            STRIDE=layout.stride,
+            HEADER=layout.header,
+            OFFSET=run.offset,
+            START=run.start,
+            WIDTH=run.width,
+            PRECISION=run.precision,
+            ADD=add,
+            COLUMNS=columns,
+            num_warps=1,
+            **PLAIN_ARITHMETIC,
+        )

@@ -21,8 +21,7 @@ from megalith.table.engines.cuda.device_functions import (
     table_row_address,
     weight_pointer,
 )
-from megalith.table.engines.cuda.kernel_launch import launched
-from megalith.table.engines.cuda.triton_runtime import tl, triton
+from megalith.table.engines.cuda.triton_runtime import launched, tl, triton
 
 # Fields of a part, int64 each.
 TABLE = tl.constexpr(0)

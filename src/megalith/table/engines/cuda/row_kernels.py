@@ -38,8 +38,7 @@ from megalith.table.engines.cuda.device_functions import (
     weight_pointer,
 )
 from megalith.table.engines.cuda.index_kernels import list_missing, positions, search
-from megalith.table.engines.cuda.kernel_launch import launched
-from megalith.table.engines.cuda.triton_runtime import tl, triton
+from megalith.table.engines.cuda.triton_runtime import launched, tl, triton
 
 
 @triton.jit

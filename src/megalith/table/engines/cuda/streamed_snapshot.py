@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from megalith.table.engines.cuda.host_copies import ArrivingColumns, HostCopies, all_columns
+from megalith.table.engines.cuda.streams import ArrivingColumns, HostCopies, all_columns
 from megalith.table.table_data import Chunk
 
 WINDOW = 1 << 20

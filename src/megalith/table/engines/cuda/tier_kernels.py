@@ -26,8 +26,7 @@ from megalith.table.engines.cuda.device_functions import (
     first_slot,
     row_address,
 )
-from megalith.table.engines.cuda.kernel_launch import launched
-from megalith.table.engines.cuda.triton_runtime import tl, triton
+from megalith.table.engines.cuda.triton_runtime import launched, tl, triton
 
 NO_ROW = tl.constexpr(2**31 - 1)
 """Fills the list of wanted rows; greater than any row number."""

@@ -1,36 +1,141 @@
-"""ScoreSearch: finds rows with low results of a score function, in parts of the table.
+"""The capacity of a shard: how much it may hold, the check before a write, and eviction by a score function.
 
-A pass over the table would make a write wait. So a write that needs room visits a part: 1/40 of the table, or
-8 rows for each row that goes. A part has blocks from all over the table, so it is a sample of all rows, and
-40 of them are a pass. The lowest rows of a pass are kept as candidates for the following writes.
+`Capacity(max_bytes=...)` limits all bytes that `Table.memory` reports. A table never exceeds it, because
+the bytes are divided in advance (`shard_limits`), with the largest size that each part can have:
+
+| part | bytes |
+| --- | --- |
+| an empty table | `FIXED_BYTES` |
+| the logs of evicted and refused ids | 1/128 each, or less: a log never needs more than 8 MiB |
+| ids without a row that `MinCount` counts | `COUNTED_BYTES` for each of `max_ids`, at most a quarter |
+| rows, with the candidates of a score function | the rest |
+
+Two things are not included, because they do not belong to rows and go away when they are read: the ids
+removed since a consumer's last drain (8 bytes each), and copies of rows for an open snapshot
+(`buffer_bytes`).
+
+`ScoreSearch` finds rows with low results of a score function. A pass over the table would make a write
+wait. So a write that needs places visits a part: 1/40 of the table, or 8 rows for each row that goes. A
+part has blocks from all over the table, so it is a sample of all rows, and 40 of them are a pass. The
+lowest rows of a pass are kept as candidates for the following writes.
 
     rows that go                                  when
     the lowest of the last complete pass          while enough of them are left
     the lowest that the pass in progress found    otherwise: in the first pass, or if most candidates changed
 
-A row that was written after it was visited stays (`Engine.open_watch`): its score is another one now. If rows
-are moved or the table is cleared, the search starts again. Named scores have a search of their own:
-native/table_evict.hpp and reference_policies.py.
+A row that was written after it was visited stays (`Engine.open_watch`): its score is another one now. If
+rows are moved or the table is cleared, the search starts again. Rows are scored on the device of the
+table; candidates are kept on the CPU. The result depends only on the sequence of calls, and is the same
+on all engines. Between two calls a search holds at most `SCORED_BYTES` for each row of the table.
 
-Rows are scored on the device of the table; candidates are kept on the CPU. The result depends only on the
-sequence of calls, and is the same on all engines. Between two calls a search
-holds at most `shard_limits.SCORED_BYTES` for each row of the table.
+Named scores are ranked by the engines themselves: native/table_evict.hpp and reference_policies.py.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError
-from megalith.table.policies.capacity import Score
-from megalith.table.table_data import Chunk
+from megalith.errors import InputError, TableFullError
+from megalith.ops.pooling import Pooling
+from megalith.table.config import TableConfig
+from megalith.table.engines.torch_step import distinct_ids
+from megalith.table.policies import Capacity, MinCount
+from megalith.table.policies.eviction import Score
+from megalith.table.table_data import Chunk, Step
 
 if TYPE_CHECKING:
     from megalith.table.engines.contract import Engine
+
+
+MAX_LOG = 1 << 20
+"""Largest number of ids of a log."""
+FIXED_BYTES = 8192
+"""Bytes of a table without rows: a page for each index."""
+INDEX_BYTES = 48
+"""Largest number of bytes of the index per row, also while it grows."""
+SIDE_BYTES = 18
+"""Bytes of id, time, flags and the list of free places per row."""
+SCORED_BYTES = 8
+"""Largest number of bytes per row of the candidates of a score function (score_search.py)."""
+COUNTED_BYTES = 76
+"""Largest number of bytes of an id that is counted, its place in the index included."""
+
+
+class ShardLimits(NamedTuple):
+    """The limits of one shard."""
+
+    rows: int | None  # Number of rows; None without a `Capacity`
+    log_ids: int  # Number of ids of each log
+    counted_ids: int  # Number of ids that `MinCount` counts; 0 without it
+
+
+def shard_limits(config: TableConfig, num_shards: int) -> ShardLimits:
+    """Compute the limits of one shard."""
+    capacity = config.capacity
+    counted_ids = config.admission.max_ids if isinstance(config.admission, MinCount) else 0
+    if capacity is None or capacity.max_bytes is None:
+        return ShardLimits(_rows(capacity, num_shards), MAX_LOG, counted_ids)
+    room = capacity.max_bytes // num_shards
+    log_ids = max(1, min(MAX_LOG, room // 128 // 8))
+    if counted_ids:
+        counted_ids = max(1, min(counted_ids, room // 4 // COUNTED_BYTES))
+    per_row = config.row_bytes + INDEX_BYTES + SIDE_BYTES + (8 if config.counted else 0)
+    per_row += SCORED_BYTES if callable(capacity.score) else 0
+    fit = (room - FIXED_BYTES - 16 * log_ids - COUNTED_BYTES * counted_ids) // per_row
+    if fit < 1:
+        # The logs and the counted ids take an id each at least, and 1/64 and a quarter of all bytes at most.
+        rest = 47 if counted_ids else 63
+        least = num_shards * -(-64 * (FIXED_BYTES + per_row + 16 + COUNTED_BYTES) // rest)
+        raise InputError(
+            f"table {config.name!r}: Capacity(max_bytes={capacity.max_bytes}) has no room for a row"
+            f"{f' on each of {num_shards} shards' if num_shards > 1 else ''}; {least} are enough"
+        )
+    wanted = _rows(capacity, num_shards)
+    return ShardLimits(fit if wanted is None else min(fit, wanted), log_ids, counted_ids)
+
+
+def _rows(capacity: Capacity | None, num_shards: int) -> int | None:
+    return None if capacity is None or capacity.rows is None else max(1, -(-capacity.rows // num_shards))
+
+
+def check_capacity(
+    engine: Engine, ids: Tensor, pooling: Pooling | None, step: Step, occurrences: Tensor | None
+) -> None:
+    """Raise if the rows of an update cannot fit. An update of several tables asks all of them first."""
+    capacity, limit = engine.config.capacity, engine.row_limit
+    if capacity is None or limit is None or len(engine) + ids.numel() <= limit:
+        return
+    if capacity.score is not None and ids.numel() <= limit:
+        return  # other rows can make room
+    distinct, seen = distinct_ids(ids, pooling, engine.name, occurrences)
+    new = ~engine.has_rows(distinct)
+    needed = int((new & engine.admitted(distinct, seen, step.step)).sum())
+    needed += len(engine) if capacity.score is None else int(engine.has_rows(torch.unique(ids)).sum())
+    if needed > limit:
+        raise TableFullError(
+            f"table {engine.name!r} holds {len(engine)} rows, and this call needs {needed} in all, but its "
+            f"Capacity is {limit} rows; raise it"
+        )
+
+
+def make_room(engine: Engine, ids: Tensor, new: int) -> None:
+    """Remove rows with low results of a score function."""
+    # ids: int64 [n], the ids of the write that needs room.
+    limit = engine.row_limit
+    assert limit is not None
+    assert engine.score_search is not None
+    distinct = torch.unique(ids)
+    wanted = int(engine.has_rows(distinct).sum()) + new
+    if wanted > limit:
+        raise TableFullError(
+            f"table {engine.name!r}: a call needs {wanted} rows, but Capacity is {limit} rows; raise it"
+        )
+    engine.score_search.make_room(len(engine) + new - limit, distinct)
+
 
 PARTS = 40
 """Number of parts of a pass."""

@@ -2,8 +2,8 @@
 
 A training loop with static shapes makes the same launches in every step, and on the host they take longer
 than on the device. Where all arguments of a call are in buffers that stay (`SearchSlot`, scratch memory,
-descriptors that are written before the call), the launches are recorded after some calls and replayed from
-then on, in one call of the driver.
+descriptors that are written before the call), the launches are recorded after some calls and replayed
+from then on, in one call of the driver.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
-from megalith.table.engines.cuda.stream_order import retire
+from megalith.table.engines.cuda.streams import retire
 
 CALLS_BEFORE = 3
 """Plain calls before the launches are recorded; they also compile the kernels."""

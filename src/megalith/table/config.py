@@ -1,4 +1,8 @@
-"""Segment and TableConfig: the configuration of a table, validated at construction."""
+"""Segment and TableConfig: the configuration of a table, validated at construction.
+
+A config says what a row is made of: its segments, and the optimizer states that follow the weights
+(`StateColumn`). How an engine lays out these columns in memory is up to the engine.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,11 @@ from typing import Any
 
 from megalith.errors import InputError
 from megalith.routing import MODES
-from megalith.table.fixed_point import FixedPoint
 from megalith.table.initializers import Initializer, Uniform
-from megalith.table.one_bit import OneBit
 from megalith.table.optimizers import Optimizer, State
 from megalith.table.policies import ADMISSIONS, Admission, Capacity, Eviction, MinCount
 from megalith.table.policies.policy import check_integer
-from megalith.table.serving_precision import ServingPrecision
+from megalith.table.serving_precision import FixedPoint, OneBit, ServingPrecision
 
 PRECISIONS = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a stored weight by precision."""

@@ -1,4 +1,4 @@
-"""The middle of the values of each position: medians and trimmed means, without a loop over positions.
+"""Medians and trimmed means of the values of each position, without a loop over positions.
 
 The result of a position depends only on its own values, and sums run in ascending order: the bits do not
 depend on which positions are reduced together.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def middle_values(
+def trimmed_mean(
     sent: list[tuple[Tensor, Tensor]], size: int, *, trim: float | None, senders: int | None = None
 ) -> Tensor:
     """Reduce the values of each position to their median or trimmed mean."""

@@ -1,4 +1,8 @@
-"""MinCount: an id gets a row once it has occurred often enough."""
+"""Admission policies: which new ids of an update get a row.
+
+`MinCount` admits an id by its number of occurrences, `Probability` at random. They hold settings only.
+The engines decide, for speed: native/table_admit.hpp and engines/reference_policies.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megalith.errors import InputError
-from megalith.table.policies.policy import Admission, check_integer
+from megalith.table.policies.policy import Admission, check_integer, check_real
 
 MAX_COUNT = 2**32 - 1
 
@@ -36,3 +40,29 @@ class MinCount(Admission):
         if check_integer("MinCount: n", self.n, 1) > MAX_COUNT:
             raise InputError(f"MinCount: n must be at most {MAX_COUNT}, got {self.n}")
         check_integer("MinCount: max_ids", self.max_ids, 1)
+
+
+@dataclass(frozen=True)
+class Probability(Admission):
+    """Creates a row with probability `p` for each occurrence of the id; needs no memory for counts.
+
+    The draw is a function of the seed, the table, the id, the step and the number of the occurrence, so a run
+    can be repeated. An id occurs 1 / p times on average before it has a row.
+
+    Args:
+        p: Probability, above 0 and at most 1.
+
+    Raises:
+        InputError: `p` is not a number, or it is out of range.
+    """
+
+    p: float
+    name: ClassVar[str] = "probability"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "p", check_real("Probability: p", self.p, above=0, most=1))
+
+    @property
+    def limit(self) -> int:
+        """The limit below which 24 random bits admit an id, 1 to 2^24."""
+        return max(1, round(self.p * 2**24))
