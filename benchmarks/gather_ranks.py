@@ -46,7 +46,7 @@ from megalith.gather import GatherPlan, Label, OuterUpdate, PayloadSchema, Recor
 from megalith.gather.result import make_partial
 from megalith.gather.simulation import Simulation, write_job
 from megalith.gather.validate import validate
-from megalith.storage.spool import Ledger, MemoryBody
+from megalith.storage.bodies import Ledger, MemoryBody
 
 SIZES = (1, 2, 4)
 BARS = {2: 1.9, 4: 3.7}

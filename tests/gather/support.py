@@ -17,8 +17,8 @@ from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import GatherPlan, Status
 from megalith.gather.result import GatherResult, Record, make_partial, merge
 from megalith.gather.validate import validate
-from megalith.storage.json_records import to_json
-from megalith.storage.spool import Ledger, MemoryBody
+from megalith.storage.bodies import Ledger, MemoryBody
+from megalith.storage.json_codec import to_json
 
 RUN = "run-a"
 WINDOW = 3

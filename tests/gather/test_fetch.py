@@ -17,7 +17,7 @@ from megalith.gather.fetch import FetchOptions, Gatherer, gather, least_budget
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import GatherPlan, Location, Status, payload_key
 from megalith.gather.result import Record
-from megalith.storage.spool import FileBody, MemoryBody, SpoolWriter
+from megalith.storage.bodies import FileBody, MemoryBody, SpoolWriter
 from tests.gather.fault_server import FaultServer, ServerFault
 from tests.gather.support import RUN, WINDOW, peer_bytes, small_schema
 from tests.gather.virtual import START, ScriptedStore, run
@@ -214,7 +214,7 @@ def test_memory_does_not_grow_with_peers(world: World, tmp_path: Path, spooled: 
 def test_large_objects_are_downloaded_by_ranges_that_resume(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalith.storage.retries.RANGE_BYTES", 500)
+    monkeypatch.setattr("megalith.storage.bodies.RANGE_BYTES", 500)
     world.add({1: "good", 2: "corrupt"})
     size = len(peer_bytes(world.schema, 1))
     world.server.fail(key(1), ServerFault("truncate"), ServerFault("status", code=503))

@@ -27,7 +27,7 @@ from megalith.gather.payload import (
 )
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import Fault, Status
-from megalith.storage.spool import FileBody, MemoryBody, SpoolWriter
+from megalith.storage.bodies import FileBody, MemoryBody, SpoolWriter
 from tests.gather import naive
 from tests.gather.support import RUN, opened, peer_bytes, peer_update, small_schema
 

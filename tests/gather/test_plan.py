@@ -22,7 +22,7 @@ from megalith.gather.plan import (
     deal,
     partition,
 )
-from megalith.storage.json_records import to_json
+from megalith.storage.json_codec import to_json
 
 SCHEMA = "ab" * 32
 uids = st.lists(st.integers(0, 60), max_size=40)

@@ -20,8 +20,8 @@ from megalith.gather.payload_schema import PayloadSchema, TableSpec
 from megalith.gather.plan import Fault, GatherPlan, Status
 from megalith.gather.validate import least_work_bytes, validate
 from megalith.ops.matrix_chunks import pack_codes, pack_indices, unpack_codes, unpack_indices
-from megalith.storage import spool
-from megalith.storage.spool import Ledger, MemoryBody
+from megalith.storage import bodies
+from megalith.storage.bodies import Ledger, MemoryBody
 from tests.gather import naive
 from tests.gather.support import RUN, WINDOW, checked, forged, opened, peer_bytes, peer_update, small_schema
 
@@ -208,7 +208,7 @@ def test_freed_memory_is_returned_before_it_and_what_is_used_exceed_the_budget(
 ) -> None:
     returned: list[int] = []
     ledger = Ledger(100, "the update", freed=30)
-    monkeypatch.setattr(spool, "return_freed_memory", lambda: returned.append(ledger.used))
+    monkeypatch.setattr(bodies, "return_freed_memory", lambda: returned.append(ledger.used))
     ledger.take(70, "a tile")
     assert returned == []
     ledger.give(70)

@@ -401,7 +401,7 @@ def test_records_are_read(name: str) -> None:
 def test_files_of_runs_and_servers_are_read(tmp_path: Path) -> None:
     from megalith.serving import VersionRules
     from megalith.serving.discovery import FileDiscovery, Replica
-    from megalith.serving.discovery.znodes import ContainerServiceInfo
+    from megalith.serving.discovery.zookeeper import ContainerServiceInfo
     from megalith.training import RunConfig
     from megalith.training.id_frequencies import IdFrequencies
 

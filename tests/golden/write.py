@@ -517,7 +517,7 @@ def bins_update() -> dict[str, Tensor]:
 def opened(data: bytes) -> Any:
     """A payload in memory."""
     from megalith.gather import Payload
-    from megalith.storage.spool import MemoryBody
+    from megalith.storage.bodies import MemoryBody
 
     return Payload.open(MemoryBody(data))
 
@@ -702,7 +702,7 @@ def write_run(root: Path) -> None:
     from megalith.data import Batch
     from megalith.serving import VersionRules
     from megalith.serving.discovery import FileDiscovery, Replica
-    from megalith.serving.discovery.znodes import ContainerServiceInfo
+    from megalith.serving.discovery.zookeeper import ContainerServiceInfo
     from megalith.training import RunConfig
     from megalith.training.id_frequencies import IdFrequencies
 

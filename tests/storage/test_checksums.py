@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.storage.checksums import crc32
+from megalith.storage.local_files import crc32
 from megalith.storage.store import view_of
 
 

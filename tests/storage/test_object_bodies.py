@@ -6,10 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from megalith.storage.object_bodies import ObjectBody, download_body, put_body
+from megalith.storage.bodies import (
+    FileBody,
+    Ledger,
+    MemoryBody,
+    MemoryWriter,
+    ObjectBody,
+    SpoolWriter,
+    download_body,
+    put_body,
+)
 from megalith.storage.object_store import ObjectStore, RequestFailure, StoreRequestError, open_object_store
 from megalith.storage.retries import run_async
-from megalith.storage.spool import FileBody, Ledger, MemoryBody, MemoryWriter, SpoolWriter
 
 pytest.importorskip("obstore")
 DATA = bytes(range(256)) * 8

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalith.errors import CheckpointError, InputError
-from megalith.storage.strict_json import JsonFields, parse_json, parse_json_object
+from megalith.storage.json_codec import JsonFields, parse_json, parse_json_object
 
 
 def nested(depth: int) -> str:

@@ -27,7 +27,7 @@ from megalith.gather import (
     TableSpec,
     UpdateConfig,
 )
-from megalith.storage.spool import MemoryBody
+from megalith.storage.bodies import MemoryBody
 from tests.gather.support import RUN, WINDOW, gathered, peer_bytes, peer_update
 from tests.valid_calls.sweep import Call, Fresh, methods
 

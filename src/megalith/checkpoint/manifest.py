@@ -12,8 +12,8 @@ from typing import Any
 
 from megalith.errors import CheckpointError, InputError
 from megalith.routing import MODES, Router
+from megalith.storage.json_codec import JsonFields, parse_json
 from megalith.storage.store import StoredFile
-from megalith.storage.strict_json import JsonFields, parse_json
 from megalith.table import TableConfig
 from megalith.table.policies import describe_policy
 

@@ -72,8 +72,8 @@ from megalith.distributed.agreement import agree
 from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.ops import checks
 from megalith.shards import Shards
+from megalith.storage.json_codec import MAX_DEPTH, is_nested_deeper, parse_json
 from megalith.storage.store import Store, open_store
-from megalith.storage.strict_json import MAX_DEPTH, is_nested_deeper, parse_json
 from megalith.table.rounding import DTYPES
 
 logger = logging.getLogger(__name__)

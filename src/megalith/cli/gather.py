@@ -28,11 +28,10 @@ from megalith.gather.compress import peek
 from megalith.gather.payload import MAGIC, Header, read_header
 from megalith.gather.plan import Fault
 from megalith.gather.simulation import DEFAULT_FAULTS, FAULTS, Simulation, write_job
-from megalith.storage.json_records import to_json
-from megalith.storage.object_bodies import ObjectBody
+from megalith.storage.bodies import Body, FileBody, ObjectBody
+from megalith.storage.json_codec import to_json
 from megalith.storage.object_store import ObjectStore, StoreRequestError, open_object_store
 from megalith.storage.retries import persist, run_async
-from megalith.storage.spool import Body, FileBody
 from megalith.storage.torch_files import StoredTensor, TorchFile, TorchFileError
 from megalith.units import show_bytes, show_number
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalith.data.batch import Batch
 from megalith.errors import InputError
 from megalith.ragged import Ragged
-from megalith.storage.strict_json import parse_json
+from megalith.storage.json_codec import parse_json
 
 _TYPES = {
     str(dtype).removeprefix("torch."): dtype

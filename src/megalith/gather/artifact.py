@@ -34,11 +34,10 @@ from megalith.gather.result import Gathered, GatherResult, as_result
 from megalith.gather.table_rows import ApplyRows, TableShards
 from megalith.gather.update import OuterUpdate
 from megalith.ops import checks
-from megalith.storage.json_records import Sha256, canonical_json, from_json, to_json
-from megalith.storage.object_bodies import ObjectBody, put_bodies
+from megalith.storage.bodies import ObjectBody, put_bodies
+from megalith.storage.json_codec import Sha256, canonical_json, from_json, parse_json_object, to_json
 from megalith.storage.object_store import ObjectStore, RequestFailure, StoreRequestError
 from megalith.storage.retries import persist, run_async
-from megalith.storage.strict_json import parse_json_object
 
 T = TypeVar("T")
 FORMAT = "megalith-gather-artifact"

@@ -40,7 +40,7 @@ from megalith.gather.reduce import (
 )
 from megalith.gather.result import GatherResult
 from megalith.ops.matrix_chunks import STEP_BYTES, common_positions
-from megalith.storage.spool import FileBody, Ledger, SpoolWriter
+from megalith.storage.bodies import FileBody, Ledger, SpoolWriter
 from megalith.storage.tensor_files import raw_bytes, tensor_of
 
 RowPart = Literal["indices", "codes"]

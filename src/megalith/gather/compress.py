@@ -45,10 +45,9 @@ from megalith.ops.matrix_chunks import (
     unpack_codes,
     unpack_indices,
 )
-from megalith.storage.object_bodies import ObjectBody, put_body
+from megalith.storage.bodies import ObjectBody, SpoolWriter, put_body
 from megalith.storage.object_store import ObjectStore, StoreRequestError
 from megalith.storage.retries import run_async
-from megalith.storage.spool import SpoolWriter
 from megalith.storage.tensor_files import raw_bytes, tensor_of
 
 _SLOWEST = 1 << 18  # bytes per second; a slower upload is given up and tried again

@@ -29,10 +29,9 @@ from megalith.gather.plan import RETRIED, Fault, GatherPlan, Status, backfill, p
 from megalith.gather.result import Fetched, GatherResult, Partial, Record, make_partial, merge, tier_of
 from megalith.gather.validate import least_work_bytes, validate
 from megalith.ops import checks
-from megalith.storage.object_bodies import download_body
+from megalith.storage.bodies import RANGE_BYTES, Body, Ledger, MemoryWriter, SpoolWriter, download_body
 from megalith.storage.object_store import DOWNLOAD_PIECE_BYTES, ObjectInfo, ObjectStore, StoreRequestError
-from megalith.storage.retries import RANGE_BYTES, backoff, run_async
-from megalith.storage.spool import Body, Ledger, MemoryWriter, SpoolWriter
+from megalith.storage.retries import backoff, run_async
 from megalith.units import show_bytes
 
 Stores = Mapping[str, ObjectStore]

@@ -23,17 +23,18 @@ from megalith.errors import InputError, UsageError
 from megalith.gather.payload_schema import LOOKUP_BYTES, ParameterSpec, PayloadSchema, TableSpec
 from megalith.gather.plan import Fault, Status
 from megalith.ops import checks
-from megalith.storage.json_records import (
+from megalith.storage.bodies import Body
+from megalith.storage.json_codec import (
     INLINE,
+    MAX_INT,
     NOT_SAVED,
     Sha256,
     canonical_json,
     from_json,
+    parse_json_object,
     saved_as,
     to_json,
 )
-from megalith.storage.spool import Body
-from megalith.storage.strict_json import MAX_INT, parse_json_object
 from megalith.storage.tensor_files import raw_bytes, tensor_of
 
 MAGIC = b"MEGAGATH"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megalith.distributed.dense_parameters import dense_parameters, is_anchor
 from megalith.errors import InputError
 from megalith.ops import checks
-from megalith.storage.json_records import json_digest, to_json
+from megalith.storage.json_codec import json_digest, to_json
 
 MAX_CHUNK = 4096
 """Positions of a chunk at most: an index has 12 bits."""

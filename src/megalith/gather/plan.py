@@ -21,8 +21,16 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megalith.errors import InputError, MegalithError
 from megalith.ops import checks
-from megalith.storage.json_records import Sha256, canonical_json, from_json, json_digest, to_json
-from megalith.storage.strict_json import MAX_INT, as_utc, parse_json_object
+from megalith.storage.json_codec import (
+    MAX_INT,
+    Sha256,
+    as_utc,
+    canonical_json,
+    from_json,
+    json_digest,
+    parse_json_object,
+    to_json,
+)
 
 MAX_UIDS = 1 << 20
 MAX_PLAN_BYTES = 1 << 28

@@ -35,7 +35,7 @@ from megalith.ops.matrix_chunks import (
     unpack_indices,
 )
 from megalith.ops.trimmed_mean import trimmed_mean
-from megalith.storage.spool import Ledger
+from megalith.storage.bodies import Ledger
 
 EPSILON = 1e-8
 TablePart = Literal["ids", "rows"]

@@ -24,8 +24,14 @@ from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import GatherPlan, Status
 from megalith.ops import checks
-from megalith.storage.json_records import NOT_SAVED, Sha256, canonical_json, from_json, to_json
-from megalith.storage.strict_json import parse_json_object
+from megalith.storage.json_codec import (
+    NOT_SAVED,
+    Sha256,
+    canonical_json,
+    from_json,
+    parse_json_object,
+    to_json,
+)
 
 Tier = Literal["primary", "reserve"]
 

@@ -1,18 +1,21 @@
 """A simulated run: peers with seeded updates and faults in a directory, and ranks that gather them.
 
 What peers send and what goes wrong with them depends on the seed alone, and deadlines are far above the
-latency: the weights are equal for any number of ranks. A `FaultyStore` injects latency and faults.
+latency: the weights are equal for any number of ranks. A `FaultyStore`, a directory as an object
+store, injects latency and faults.
 `python -m megalith.gather.simulation FILE` is one rank; `megalith gather simulate` starts them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import random
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -32,7 +35,41 @@ from megalith.gather.plan import GatherPlan, OverlapConfig, UpdateConfig, payloa
 from megalith.gather.update import OuterUpdate
 from megalith.gather.window import WindowReport, run_window
 from megalith.ops import checks
-from megalith.storage.faulty_store import FaultyStore
+from megalith.storage.object_store import ObjectInfo, ObjectStore, RequestFailure, StoreRequestError
+
+
+class FaultyStore(ObjectStore):
+    """A directory with latency and faults."""
+
+    def __init__(
+        self, directory: Path, *, latency: float = 0.0, faults: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(directory.absolute().as_uri())
+        self._latency = latency
+        self._faults = dict(faults or {})
+        self.downloads: Counter[str] = Counter()
+
+    async def head(self, key: str, *, timeout: float) -> ObjectInfo:
+        await self._answer(key, "flaky", timeout)
+        return await super().head(key, timeout=timeout)
+
+    async def get(
+        self, key: str, sink: Callable[[memoryview], None], *, etag: str | None = None, timeout: float
+    ) -> ObjectInfo:
+        await self._answer(key, "cut", timeout)
+        info = await super().get(key, sink, etag=etag, timeout=timeout)
+        self.downloads[key] += 1
+        return info
+
+    async def _answer(self, key: str, once: str, timeout: float) -> None:
+        await asyncio.sleep(min(self._latency, timeout))
+        fault = self._faults.get(key)
+        if fault == once:
+            del self._faults[key]
+        if fault in (once, "down") or self._latency > timeout:
+            failure = RequestFailure.TIMEOUT if self._latency > timeout else RequestFailure.STORE_ERROR
+            raise StoreRequestError(failure, f"request of {key!r}: injected fault {fault}")
+
 
 RUN = "simulation"
 OPENS = datetime(2026, 1, 1, tzinfo=UTC)

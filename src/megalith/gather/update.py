@@ -2,6 +2,8 @@
 
 Everything that can refuse does so before the first weight changes. `Columns` reduces blocks to tiles; here
 they are applied to the part of each parameter that this process holds.
+
+A `TensorSnapshot` is a copy of the weights, in memory or in a spool file, with which a failed step is undone.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +28,59 @@ from megalith.gather.result import Gathered, GatherResult, as_result
 from megalith.gather.table_rows import ApplyRows, TableShards, row_taker
 from megalith.ops import checks
 from megalith.ops.matrix_chunks import as_matrix, step_chunks
-from megalith.storage.tensor_snapshot import SnapshotPolicy, TensorSnapshot
+from megalith.storage.bodies import FileBody, SpoolWriter
+from megalith.storage.tensor_files import raw_bytes, tensor_of
+
+SnapshotPolicy = Literal["none", "host", "disk"]
+
+
+class TensorSnapshot:
+    """A copy of tensors."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], policy: SnapshotPolicy, directory: Path | None = None
+    ) -> None:
+        checks.one_of(policy, ("none", "host", "disk"), "snapshot")
+        self.policy = policy
+        self._tensors = tensors
+        self._copies: dict[str, Tensor] = {}
+        self._file: FileBody | None = None
+        if policy == "host":
+            self._copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        elif policy == "disk":
+            spool = SpoolWriter(directory)
+            try:
+                for tensor in tensors.values():
+                    spool.write(raw_bytes(tensor))
+                self._file = spool.finish()
+            except BaseException:
+                spool.discard()
+                raise
+
+    @property
+    def can_restore(self) -> bool:
+        """Whether there is a copy."""
+        return self.policy != "none"
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set the tensors to the copy."""
+        at = 0
+        for name, tensor in self._tensors.items():
+            if name in self._copies:
+                tensor.copy_(self._copies[name])
+            elif self._file is not None and tensor.numel():
+                data = self._file.read(at, tensor.numel() * tensor.element_size())
+                tensor.copy_(tensor_of(data, tensor.dtype).view(tensor.shape))
+                at += len(data)
+
+    def close(self) -> None:
+        """Delete the copy."""
+        self._copies = {}
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
 
 TORN = (
     "the update failed half-way and weights may be inconsistent: reload a checkpoint and catch up (or use a "

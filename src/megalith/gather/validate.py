@@ -22,7 +22,7 @@ from megalith.gather.payload import Header, Payload, header_limit, read_header
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema, TableSpec
 from megalith.gather.plan import Fault, GatherPlan, Status
 from megalith.ops import matrix_chunks
-from megalith.storage.spool import Body, Ledger
+from megalith.storage.bodies import Body, Ledger
 from megalith.storage.tensor_files import raw_bytes
 
 Check = Callable[[Tensor], None]

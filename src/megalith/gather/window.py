@@ -41,10 +41,9 @@ from megalith.gather.payload_schema import Weights
 from megalith.gather.plan import GatherPlan, Status, backfill, deal
 from megalith.gather.result import GatherResult
 from megalith.gather.table_rows import ApplyRows, TableShards, row_taker
-from megalith.gather.update import TORN, OuterUpdate, UpdateReport
+from megalith.gather.update import TORN, OuterUpdate, SnapshotPolicy, TensorSnapshot, UpdateReport
 from megalith.ops import checks
 from megalith.storage.object_store import ObjectStore
-from megalith.storage.tensor_snapshot import SnapshotPolicy, TensorSnapshot
 
 Stage = Literal["fresh", "torn", "done", "final"]
 _log = logging.getLogger("megalith.gather")

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from megalith.library import lazy_names
 
 if TYPE_CHECKING:
-    from megalith.serving.client.client_cache import ClientCache as ClientCache
     from megalith.serving.client.credentials import Credentials as Credentials
+    from megalith.serving.client.predict_client import ClientCache as ClientCache
     from megalith.serving.client.predict_client import PredictClient as PredictClient
     from megalith.serving.export.exporter import export_model as export_model
     from megalith.serving.export.model_parts import ServingModule as ServingModule
@@ -29,16 +29,15 @@ if TYPE_CHECKING:
     from megalith.serving.server.server_config import Batching as Batching
     from megalith.serving.server.server_config import ServerConfig as ServerConfig
     from megalith.serving.server.version_rules import VersionRules as VersionRules
+    from megalith.serving.sync.ps_publisher import ServerPublisher as ServerPublisher
     from megalith.serving.sync.publisher import Publisher as Publisher
-    from megalith.serving.sync.server_publisher import ServerPublisher as ServerPublisher
     from megalith.serving.sync.subscriber import Subscriber as Subscriber
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        ".client.client_cache": "ClientCache",
         ".client.credentials": "Credentials",
-        ".client.predict_client": "PredictClient",
+        ".client.predict_client": "ClientCache PredictClient",
         ".export.exporter": "export_model",
         ".export.model_parts": "ServingModule",
         ".export.servable": "Servable",
@@ -46,8 +45,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".server.security": "Security",
         ".server.server_config": "Batching ServerConfig",
         ".server.version_rules": "VersionRules",
+        ".sync.ps_publisher": "ServerPublisher",
         ".sync.publisher": "Publisher",
-        ".sync.server_publisher": "ServerPublisher",
         ".sync.subscriber": "Subscriber",
     },
 )

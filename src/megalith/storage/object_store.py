@@ -31,9 +31,9 @@ from torch import Tensor
 
 from megalith.errors import InputError, MegalithError, MissingDependencyError, StoreError
 from megalith.ops import checks
-from megalith.storage.checksums import crc32
+from megalith.storage.json_codec import ErrorFactory, as_utc
+from megalith.storage.local_files import crc32
 from megalith.storage.store import LocalStore, Store, StoredFile, checksum, for_each, view_of
-from megalith.storage.strict_json import ErrorFactory, as_utc
 
 CONNECT_SECONDS = 5.0
 READ_SECONDS = 30.0

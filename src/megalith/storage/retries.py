@@ -12,12 +12,10 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from megalith.storage.object_store import DOWNLOAD_PIECE_BYTES, ObjectInfo, ObjectStore, StoreRequestError
 from megalith.storage.object_store import RequestFailure as Failure
+from megalith.storage.object_store import StoreRequestError
 
 T = TypeVar("T")
-RANGE_BYTES = 8 * DOWNLOAD_PIECE_BYTES
-"""The length of a ranged request of `download_ranges`."""
 
 
 async def persist(
@@ -39,39 +37,6 @@ async def persist(
             if error.failure not in (Failure.TIMEOUT, Failure.STORE_ERROR) or loop.time() + pause >= end:
                 raise
             await asyncio.sleep(pause)
-
-
-async def download_ranges(
-    store: ObjectStore,
-    info: ObjectInfo,
-    write: Callable[[memoryview, int], None],
-    *,
-    deadline: float,
-    request_timeout: float = 30.0,
-    at_once: int = 4,
-) -> None:
-    """Download a large object by parallel ranged requests. A failed range is repeated alone."""
-    # Memory is `at_once` ranges of RANGE_BYTES, twice while they arrive.
-    loop = asyncio.get_running_loop()
-    end = loop.time() + deadline
-    starts = iter(range(0, info.size, RANGE_BYTES))
-
-    async def work() -> None:
-        for start in starts:
-            length = min(RANGE_BYTES, info.size - start)
-
-            def call(limit: float, start: int = start, length: int = length) -> Coroutine[Any, Any, bytes]:
-                return store.get_range(info.key, start, length, etag=info.etag, timeout=limit)
-
-            data = await persist(call, deadline=end - loop.time(), request_timeout=request_timeout)
-            write(memoryview(data), start)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(max(1, at_once)):
-                group.create_task(work())
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
 
 
 def backoff(rng: random.Random, first: float = 0.1, most: float = 5.0) -> Iterator[float]:

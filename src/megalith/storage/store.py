@@ -26,9 +26,8 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.library import MessageBuffers
-from megalith.storage.atomic import sync_path, write_atomically
-from megalith.storage.checksums import crc32
-from megalith.storage.strict_json import ErrorFactory
+from megalith.storage.json_codec import ErrorFactory
+from megalith.storage.local_files import crc32, sync_path, write_atomically
 
 _BLOCK = 1 << 22
 _THREADS = 4

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.storage.strict_json import ErrorFactory, parse_json
+from megalith.storage.json_codec import ErrorFactory, parse_json
 
 MAX_HEADER = 100 << 20
 _MAX_BYTES = 1 << 40

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megalith.errors import MegalithError
-from megalith.storage.spool import Body
-from megalith.storage.strict_json import MAX_INT
+from megalith.storage.bodies import Body
+from megalith.storage.json_codec import MAX_INT
 
 _END = struct.Struct("<4sHHHHIIH")
 _LOCATOR = struct.Struct("<4sIQI")

@@ -21,7 +21,7 @@ from megalith.bits import mix64
 from megalith.data import Batch
 from megalith.errors import CheckpointError
 from megalith.ops import dedup
-from megalith.storage.atomic import write_atomically
+from megalith.storage.local_files import write_atomically
 from megalith.storage.tensor_files import decode, encode
 
 FOLDER = "frequencies"

@@ -25,7 +25,7 @@ from megalith.models import Model
 from megalith.nn.eviction_schedule import EvictionSchedule
 from megalith.ops import checks
 from megalith.shards import Servers, ServerShards
-from megalith.storage.atomic import write_atomically
+from megalith.storage.local_files import write_atomically
 from megalith.table import TableConfig
 from megalith.training.dense_weights import DenseWeights
 from megalith.training.run_config import RunConfig

@@ -18,7 +18,7 @@ from megalith.compat.templar import convert_payload
 from megalith.gather.payload import Header
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import Fault, Status
-from megalith.storage.spool import MemoryBody
+from megalith.storage.bodies import MemoryBody
 from tests.gather import naive
 
 SHAPES = {"w": (128, 64), "b": (64,)}

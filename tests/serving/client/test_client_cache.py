@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megalith.errors import DiscoveryError, InputError, UsageError
-from megalith.serving.client import client_cache as module
-from megalith.serving.client.client_cache import ClientCache
+from megalith.serving.client import predict_client as module
+from megalith.serving.client.predict_client import ClientCache
 from megalith.serving.discovery import StaticDiscovery
 from tests.serving.client.test_predict_client import LONG, X, doubled
 from tests.serving.plain_server import LIMIT, plain_server

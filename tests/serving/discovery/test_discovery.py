@@ -28,8 +28,8 @@ from megalith.serving.discovery import (
     ZooKeeperDiscovery,
     open_discovery,
 )
-from megalith.serving.discovery.addresses import check_address, is_wildcard
-from megalith.serving.discovery.file import parse_services
+from megalith.serving.discovery.contract import check_address, is_wildcard
+from megalith.serving.discovery.server_list import parse_services
 
 LIMIT = 30.0
 
@@ -328,7 +328,7 @@ def test_servers_share_a_file(tmp_path: Path) -> None:
 
 
 def test_another_writer_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalith.serving.discovery.file.LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("megalith.serving.discovery.server_list.LOCK_SECONDS", 0.05)
     with (tmp_path / ".servers.json.lock").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(DiscoveryError, match=r"servers.json.lock: another process has held the lock"):

@@ -26,8 +26,7 @@ from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import Signature
 from megalith.serving.export.warmup_examples import read_examples
 from megalith.serving.server.inputs import InputReader
-from megalith.serving.sync.dense_parts import DenseAssembly, read_parts
-from megalith.serving.sync.message_header import (
+from megalith.serving.sync.protocol import (
     COMPLETE,
     PUBLISHER,
     SEQUENCE,
@@ -37,6 +36,7 @@ from megalith.serving.sync.message_header import (
     Position,
     TableLayout,
 )
+from megalith.serving.sync.push_messages import DenseAssembly, read_dense_parts
 from tests.checkpoint.test_fuzz import flip, mutate, places
 from tests.serving.exports import export_version
 
@@ -327,7 +327,7 @@ def test_parts_of_dense_weights(messages: list[dict[str, Any]]) -> None:
     for inputs in messages:
         left = dict(inputs)
         try:
-            parts = read_parts(left, WEIGHTS)
+            parts = read_dense_parts(left, WEIGHTS)
             assembly.check(parts, WEIGHTS)
         except InputError:
             continue
@@ -349,7 +349,7 @@ def test_parts_that_cover_a_weight_complete_it(sizes: list[int], again: bool) ->
     pieces = list(zip(starts, weight.split(sizes), strict=True))
     for begin, values in [*(pieces[:1] if again else ()), *pieces]:
         inputs: dict[str, Any] = {"dense_part:w": values, "dense_begin:w": torch.tensor([begin])}
-        parts = read_parts(inputs, {"w": weight})
+        parts = read_dense_parts(inputs, {"w": weight})
         assembly.check(parts, {"w": weight})
         found = assembly.add(parts, {"w": weight})
     assert torch.equal(found["w"], weight)

@@ -20,7 +20,7 @@ from megalith.serving.proto import GetModelStatusRequest
 from megalith.serving.server import repository
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
-from megalith.serving.sync.message_header import MessageHeader, string
+from megalith.serving.sync.protocol import MessageHeader, string_array
 from tests.serving.exports import ServerClient, export_version, logits, request_of, rows
 
 FEATURES, DENSE = rows(4)
@@ -339,7 +339,7 @@ def test_sessions_of_training_are_counted(tmp_path: Path) -> None:
     with ModelServer(tmp_path, config) as server:
         (model,) = server.models
         assert model.subscriber is not None
-        begin = {"base": string("")}
+        begin = {"base": string_array("")}
         for session, number in (("a" * 32, 1), ("b" * 32, 2)):
             header = MessageHeader(session, sequence=1, number=number)
             model.subscriber.handle("sync_begin", begin, dict(header.metadata()))

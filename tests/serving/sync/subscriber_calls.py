@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.serving.export.servable import Servable
-from megalith.serving.sync.message_header import MessageHeader, Position, string
+from megalith.serving.sync.protocol import MessageHeader, Position, string_array
 from megalith.serving.sync.subscriber import Subscriber
 from tests.serving.sync_support import SESSION
 
@@ -25,7 +25,7 @@ def user(*ids: int, value: float) -> dict[str, Tensor]:
 
 
 def begin(subscriber: Subscriber, base: str = "one", sequence: int = 1, **options: Any) -> Position:
-    outputs = subscriber.handle("sync_begin", {"base": string(base)}, header(sequence, **options))
+    outputs = subscriber.handle("sync_begin", {"base": string_array(base)}, header(sequence, **options))
     return Position.read(outputs)
 
 

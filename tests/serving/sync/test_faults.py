@@ -23,8 +23,8 @@ from megalith.serving.discovery.contract import SyncTargets
 from megalith.serving.export.servable import Servable
 from megalith.serving.proto.tf_tensors import Strings
 from megalith.serving.sync.changed_ids import Interval
-from megalith.serving.sync.message_header import MAX_PARTS, ModelLayout, Position, string
 from megalith.serving.sync.parameter_source import ParameterSource
+from megalith.serving.sync.protocol import MAX_PARTS, ModelLayout, Position, string_array
 from megalith.serving.sync.publisher import Publisher
 from megalith.serving.sync.sender import Sender
 from tests.serving.sync_support import (
@@ -109,7 +109,10 @@ def answer(**changes: Any) -> dict[str, torch.Tensor | Strings]:
     [
         ({"sequence": torch.tensor([2**62])}, "sequence"),
         ({"sequence": torch.tensor([-1])}, "sequence"),
-        ({"layout": string(json.dumps({"part": "entry", "sub_graph_num": MAX_PARTS + 1}))}, "sub_graph_num"),
+        (
+            {"layout": string_array(json.dumps({"part": "entry", "sub_graph_num": MAX_PARTS + 1}))},
+            "sub_graph_num",
+        ),
         ({"base": torch.tensor([1])}, "base"),
     ],
 )

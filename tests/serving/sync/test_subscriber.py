@@ -14,7 +14,7 @@ import torch
 from megalith.errors import InputError, SequenceError
 from megalith.models import Model
 from megalith.serving.export.servable import Servable
-from megalith.serving.sync.message_header import string
+from megalith.serving.sync.protocol import string_array
 from megalith.serving.sync.subscriber import Subscriber
 from tests.serving.sync.subscriber_calls import OTHER, begin, first, header, push, user
 from tests.serving.sync_support import LIMIT
@@ -185,7 +185,7 @@ def test_a_weight_starts_again_at_its_first_part(served: Servable) -> None:
         (0, torch.zeros(0)),
         (0, torch.zeros(2, 2)),
         (0, None),
-        (0, string("text")),
+        (0, string_array("text")),
     ],
     ids=range(10),
 )
@@ -288,10 +288,10 @@ def test_messages_that_come_twice_late_and_out_of_order_are_applied_in_order(
                 continue
         deliver(*message)
 
-    send("sync_begin", {"base": string("one")})
+    send("sync_begin", {"base": string_array("one")})
     for value in range(1, 20):
         if chance.random() < 0.1:
-            send("sync_begin", {"base": string("one")})
+            send("sync_begin", {"base": string_array("one")})
         send("hashtable_assign", user(1, value=float(value)))
 
     assert applied == [float(value) for value in range(1, 20)]

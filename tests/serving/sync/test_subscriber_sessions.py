@@ -11,7 +11,7 @@ import torch
 from megalith.errors import InputError, SequenceError
 from megalith.models import Model
 from megalith.serving.export.servable import Servable
-from megalith.serving.sync.message_header import MessageHeader, Position, string
+from megalith.serving.sync.protocol import MessageHeader, Position, string_array
 from megalith.serving.sync.subscriber import Subscriber
 from tests.serving.sync.subscriber_calls import OTHER, begin, first, header, push, user
 from tests.serving.sync_support import LIMIT, SESSION
@@ -59,7 +59,7 @@ def test_an_older_session_is_refused_whatever_it_sends(served: Servable) -> None
     for number in (7, 0):
         for signature in ("sync_begin", "sync_reload", "sync_end", "hashtable_assign"):
             with pytest.raises(SequenceError, match=r"a newer training session pushes .*: number 8"):
-                subscriber.handle(signature, {"base": string("")}, header(3, number=number))
+                subscriber.handle(signature, {"base": string_array("")}, header(3, number=number))
     assert Position.read(subscriber.handle("sync_position", {}, header(number=7))).session == OTHER
     assert first(served, 1) == 2.0
     counts = subscriber.counters
@@ -174,7 +174,7 @@ def test_controls_need_a_session_and_a_known_name(served: Servable) -> None:
     subscriber = Subscriber(served)
     for signature in ("sync_begin", "sync_end", "serving_default"):
         with pytest.raises(InputError):
-            subscriber.handle(signature, {"base": string("")}, {})
+            subscriber.handle(signature, {"base": string_array("")}, {})
     with pytest.raises(InputError, match="'base' must be one string"):
         subscriber.handle("sync_begin", {}, header(1))
 

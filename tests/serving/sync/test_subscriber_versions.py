@@ -12,7 +12,7 @@ from megalith import checkpoint
 from megalith.errors import InputError, SequenceError
 from megalith.models import Model
 from megalith.serving.export.servable import Servable
-from megalith.serving.sync.message_header import Position
+from megalith.serving.sync.protocol import Position
 from megalith.serving.sync.subscriber import Subscriber
 from tests.serving.sync.subscriber_calls import OTHER, begin, first, header, push, user
 from tests.serving.sync_support import LIMIT, Trainer, assert_equal, export_version, make_model

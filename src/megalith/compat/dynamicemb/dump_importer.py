@@ -32,8 +32,8 @@ from megalith.errors import CheckpointError, InputError
 from megalith.nn import EmbeddingCollection
 from megalith.ops import checks
 from megalith.routing import MODES, Router
+from megalith.storage.json_codec import parse_json_object
 from megalith.storage.store import LocalStore
-from megalith.storage.strict_json import parse_json_object
 from megalith.table import Adam, TableConfig
 
 _FILE = re.compile(r"(.+)_emb_(keys|values|scores|opt_values)\.rank_(\d{1,9})\.world_size_(\d{1,9})")

@@ -23,7 +23,7 @@ from megalith.errors import InputError, RemoteError, UsageError
 from megalith.ops import checks
 from megalith.serving.client.channels import MAX_MESSAGE_BYTES
 from megalith.serving.client.credentials import grpc_module
-from megalith.serving.discovery.addresses import is_loopback
+from megalith.serving.discovery.contract import is_loopback
 from megalith.serving.proto.message_types import Message, PredictRequest, PredictResponse, protobuf
 from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos, to_tensor_proto
 from megalith.serving.wire_names import CONTROLS

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from megalith.compat.monolith.znode_records import AddressFamily, ReplicaMeta, ServerType, TargetExtraInfo
 from megalith.errors import InputError
 from megalith.serving.discovery.contract import SyncBackend, SyncTargets, check_name
-from megalith.serving.discovery.zk_tasks import NodeReader
+from megalith.serving.discovery.zk_session import NodeReader
 from megalith.serving.discovery.zookeeper import ZooKeeperDiscovery
 
 logger = logging.getLogger(__name__)

@@ -34,9 +34,8 @@ from megalith.serving.client.channels import Channels
 from megalith.serving.client.credentials import Credentials, grpc_module
 from megalith.serving.proto.message_types import Message, PushResult, protobuf
 from megalith.serving.sync.changed_ids import IdSets
-from megalith.serving.sync.control_calls import ask_position
-from megalith.serving.sync.message_header import ModelLayout
 from megalith.serving.sync.parameter_source import describe_not_finite, read_rows
+from megalith.serving.sync.protocol import ModelLayout, ask_position
 from megalith.serving.sync.push_messages import (
     MAX_CONTENT_BYTES,
     encode_request,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from megalith.compat.monolith.znode_records import TargetExtraInfo
 from megalith.errors import InputError
 from megalith.ops import checks
-from megalith.serving.discovery.addresses import check_address
-from megalith.serving.discovery.contract import SyncBackend
+from megalith.serving.discovery.contract import SyncBackend, check_address
 from megalith.serving.proto.message_types import ClientConfig, Message, protobuf
 from megalith.serving.wire_names import HASHTABLE_ASSIGN
 

@@ -22,9 +22,13 @@ from megalith.compat.monolith.znode_records import SavedModel, SavedModelDeployC
 from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.serving.discovery.contract import ServiceName, Watch, check_name
-from megalith.serving.discovery.zk_tasks import NodeReader
-from megalith.serving.discovery.znodes import Container, ContainerServiceInfo
-from megalith.serving.discovery.zookeeper import ZooKeeperDiscovery, read_service_info
+from megalith.serving.discovery.zk_session import NodeReader
+from megalith.serving.discovery.zookeeper import (
+    Container,
+    ContainerServiceInfo,
+    ZooKeeperDiscovery,
+    read_service_info,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The records that Monolith's agents, controllers and watchers store in ZooKeeper.
 
 The JSON keys and their order are Monolith's. The content of a node is untrusted until `from_json` has
-validated it; see `megalith.serving.discovery.znodes`, which has the records that Megalith's own discovery
+validated it; see `megalith.serving.discovery.zookeeper`, which has the records that Megalith's own discovery
 shares with Monolith.
 """
 
@@ -12,9 +12,8 @@ from typing import Literal
 
 from megalith.errors import InputError
 from megalith.ops import checks
-from megalith.serving.discovery.addresses import check_address, is_wildcard
-from megalith.serving.discovery.contract import ServiceName, check_name
-from megalith.serving.discovery.znodes import Container, ContainerServiceInfo, ZnodeRecord
+from megalith.serving.discovery.contract import ServiceName, check_address, check_name, is_wildcard
+from megalith.serving.discovery.zookeeper import Container, ContainerServiceInfo, ZnodeRecord
 from megalith.serving.model_state import ModelState
 
 __all__ = [

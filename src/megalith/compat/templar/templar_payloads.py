@@ -22,7 +22,7 @@ from megalith.gather.payload_schema import MAX_NAME, ParameterSpec, PayloadSchem
 from megalith.gather.plan import Fault, Status
 from megalith.ops import checks
 from megalith.ops.matrix_chunks import pack_codes, pack_indices, unpack_codes, unpack_indices
-from megalith.storage.spool import Body, MemoryBody
+from megalith.storage.bodies import Body, MemoryBody
 from megalith.storage.torch_files import PickledName, StoredTensor, TorchFile, TorchFileError
 
 PARTS = ("idxs", "vals", "quant_params")

@@ -21,7 +21,7 @@ from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import Fault
 from megalith.gather.result import Gathered, as_result
 from megalith.ops import checks
-from megalith.storage.spool import MemoryBody
+from megalith.storage.bodies import MemoryBody
 from megalith.storage.torch_files import PickledName, StoredTensor, TorchFile, TorchFileError
 
 _MAX_PICKLE = 1 << 28

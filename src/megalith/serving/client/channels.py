@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from megalith.errors import RemoteError, UsageError
 from megalith.serving.client.credentials import Credentials, grpc_module
-from megalith.serving.discovery.addresses import check_address, is_loopback
+from megalith.serving.discovery.contract import check_address, is_loopback
 from megalith.serving.proto.limits import MAX_BYTES
 from megalith.serving.proto.message_types import (
     GetModelMetadataResponse,

@@ -7,8 +7,7 @@ kazoo, the extra `discovery`.
 
 from megalith.serving.discovery.contract import Discovery, Replica, ServiceName, SyncBackend, Watch
 from megalith.serving.discovery.dns import DNSDiscovery
-from megalith.serving.discovery.file import FileDiscovery
-from megalith.serving.discovery.static import StaticDiscovery
+from megalith.serving.discovery.server_list import FileDiscovery, StaticDiscovery
 from megalith.serving.discovery.urls import open_discovery
 from megalith.serving.discovery.zookeeper import ZooKeeperDiscovery
 

@@ -4,11 +4,16 @@ A service is one part of a model, named `model:part`: "movies:entry" or "movies:
 servers that answer requests for it. Servers register themselves; trainers and clients read the replicas or
 watch them change. Every `Discovery` is also a `SyncBackend`, the part of the interface that parameter sync
 needs. `ReplicaRegistry` does the watching and waiting for all implementations.
+
+An address that comes from a file or from ZooKeeper becomes a gRPC target. gRPC gives targets such as
+`unix:...` or `dns:...` a special meaning, so `check_address` accepts only `host:port`.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
@@ -19,7 +24,34 @@ from typing import Self
 
 from megalith.errors import DiscoveryError, InputError, UsageError
 from megalith.ops import checks
-from megalith.serving.discovery.addresses import check_address
+
+_HOST = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})"
+_ADDRESS = re.compile(rf"(?P<host>{_HOST}|\[[0-9A-Fa-f:.]{{2,45}}\]):(?P<port>[0-9]{{1,5}})", re.ASCII)
+_GRPC_SCHEMES = frozenset({"unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv6", "xds", "passthrough"})
+
+
+def check_address(address: object, what: str = "address") -> str:
+    found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if found is None or not 1 <= int(found["port"]) <= 65535 or found["host"].lower() in _GRPC_SCHEMES:
+        shown = repr(address)[:100]
+        raise InputError(f"{what}: {shown} is not an address; write host:port or [ipv6]:port")
+    return found[0]
+
+
+def is_wildcard(address: str) -> bool:
+    """Return whether an address means "all interfaces": a server can bind to it, a client cannot call it."""
+    return address.startswith(("0.0.0.0", "[::]"))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host can be reached from this machine only."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ import threading
 
 from megalith.errors import InputError, UsageError
 from megalith.ops import checks
-from megalith.serving.discovery.addresses import check_address
-from megalith.serving.discovery.contract import Discovery, Replica, Replicas, ServiceName
+from megalith.serving.discovery.contract import Discovery, Replica, Replicas, ServiceName, check_address
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.serving.discovery.contract import Discovery
 from megalith.serving.discovery.dns import open_dns
-from megalith.serving.discovery.file import FileDiscovery
-from megalith.serving.discovery.static import StaticDiscovery
+from megalith.serving.discovery.server_list import FileDiscovery, StaticDiscovery
 from megalith.serving.discovery.zookeeper import open_zookeeper
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.export import ExportedProgram
 
 from megalith.errors import ExportError
-from megalith.storage.strict_json import parse_json
+from megalith.storage.json_codec import parse_json
 
 MAX_JSON = 1 << 26
 _FILES = re.compile(

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from megalith.errors import ExportError
 from megalith.serving.export.archive import check_archive, load_archive
-from megalith.storage.checksums import crc32
+from megalith.storage.local_files import crc32
 from megalith.storage.store import checksum as checksum_of
 
 logger = logging.getLogger(__name__)

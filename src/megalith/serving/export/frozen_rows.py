@@ -24,7 +24,7 @@ from megalith.bits import mix64, shift_right, signed
 from megalith.errors import ExportError
 from megalith.library import native_module
 from megalith.serving.export.row_format import RowFormat
-from megalith.storage.checksums import crc32
+from megalith.storage.local_files import crc32
 from megalith.storage.store import StoredFile, checksum, view_of
 from megalith.storage.tensor_files import decode, plan_file
 

@@ -21,8 +21,8 @@ from megalith.routing import MODES, Router
 from megalith.serving.export.output_specs import LOGIT_OUTPUTS, MAX_OUTPUTS, OutputSpec, read_output
 from megalith.serving.export.precision import PRECISIONS
 from megalith.serving.export.row_format import Formats, RowFormat, RowPart
+from megalith.storage.json_codec import parse_json
 from megalith.storage.store import LocalStore, StoredFile
-from megalith.storage.strict_json import parse_json
 from megalith.table import SGD, Segment, TableConfig
 
 FORMAT = "megalith-export"

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from megalith.errors import ExportError, InputError
 from megalith.serving.export.signature import NAME, STANDALONE, Signature
-from megalith.storage.atomic import sync_path
-from megalith.storage.file_locks import take_lock
+from megalith.storage.local_files import sync_path, take_lock
 
 _STAGING_PREFIX = ".draft-"
 _LOCK_SECONDS = 60.0

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megalith.errors import ExportError
 from megalith.ragged import Ragged
+from megalith.storage.json_codec import parse_json
 from megalith.storage.store import StoredFile, checksum
-from megalith.storage.strict_json import parse_json
 
 _MAX_BYTES = 1 << 24
 

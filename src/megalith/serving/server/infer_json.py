@@ -21,7 +21,7 @@ from megalith.serving.server.dispatcher import ScoreResult
 from megalith.serving.server.inputs import InputReader, Rows
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.served_model import Array
-from megalith.storage.strict_json import parse_json
+from megalith.storage.json_codec import parse_json
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 """Header that gives the number of bytes of JSON in a body; tensors follow."""

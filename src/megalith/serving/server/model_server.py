@@ -29,7 +29,7 @@ from megalith.serving.client.channels import MAX_MESSAGE_BYTES
 from megalith.serving.client.credentials import grpc_module
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.discovery import Discovery, Replica, open_discovery
-from megalith.serving.discovery.addresses import is_loopback, is_wildcard
+from megalith.serving.discovery.contract import is_loopback, is_wildcard
 from megalith.serving.export.compiled_program import default_cache
 from megalith.serving.export.compiling import compile_servable
 from megalith.serving.export.folding import Folder

@@ -37,7 +37,7 @@ from megalith.serving.server.triton_extensions import (
     model_statistics,
     repository_index,
 )
-from megalith.storage.strict_json import parse_json
+from megalith.storage.json_codec import parse_json
 
 MODEL_VERSION = "Megalith-Model-Version"
 """Header of a response with scores: the version that computed them."""

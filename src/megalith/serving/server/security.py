@@ -28,7 +28,7 @@ from typing import Any
 from megalith.errors import InputError, UsageError
 from megalith.ops.checks import flag, instance, path, text
 from megalith.serving.client.credentials import grpc_module, read_secret
-from megalith.serving.discovery.addresses import is_loopback
+from megalith.serving.discovery.contract import is_loopback
 from megalith.serving.server.secret_files import WatchedFiles, tls_context, token_reader
 
 TOKEN_VARIABLE = "MEGALITH_SERVE_TOKEN"

@@ -37,7 +37,7 @@ from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.served_model import Array
 from megalith.serving.server.tf_metadata import model_metadata, model_status
 from megalith.serving.wire_names import PREDICT
-from megalith.storage.strict_json import parse_json
+from megalith.storage.json_codec import parse_json
 
 _FIELDS = {"signature_name", "instances", "inputs"}
 _MAX_INT64 = 2**63 - 1

@@ -26,8 +26,8 @@ from typing import Any
 
 from megalith.errors import InputError
 from megalith.ops import checks
-from megalith.storage.atomic import write_atomically
-from megalith.storage.strict_json import parse_json
+from megalith.storage.json_codec import parse_json
+from megalith.storage.local_files import write_atomically
 
 TRAFFIC = "traffic.json"
 MAX_FILE_BYTES = 1 << 20

@@ -26,14 +26,12 @@ from megalith.ops import checks
 from megalith.ops.bucketing import dedup
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery import Discovery, ServiceName, SyncBackend, Watch, open_discovery
-from megalith.serving.discovery.addresses import check_address
-from megalith.serving.discovery.contract import Replicas
+from megalith.serving.discovery.contract import Replicas, check_address
 from megalith.serving.sync.changed_ids import Interval, Journal, Uncompacted
-from megalith.serving.sync.message_header import MessageHeader, ModelLayout, SequenceCounter
 from megalith.serving.sync.parameter_source import ParameterSource
-from megalith.serving.sync.publisher_state import SenderOptions, TargetReport
+from megalith.serving.sync.protocol import MessageHeader, ModelLayout, SequenceCounter
 from megalith.serving.sync.push_messages import is_assign
-from megalith.serving.sync.sender import Sender
+from megalith.serving.sync.sender import Sender, SenderOptions, TargetReport
 from megalith.serving.wire_names import HASHTABLE_ASSIGN
 from megalith.shards import Shards
 

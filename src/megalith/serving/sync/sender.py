@@ -26,6 +26,9 @@ Invariants:
 
 With Monolith's protocol there is no handshake: messages have no header, one is in flight at a time, all ids
 in the journal are sent first, and a removed id is sent as a row of zeros, which is how an absent id reads.
+
+The publisher owns the state that it shares with its senders (`PublisherState`) and changes it with `lock`
+held; a sender reads it, and fills in the report of its own target.
 """
 
 from __future__ import annotations
@@ -37,21 +40,29 @@ import time as clock
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import Tensor
 
 from megalith.errors import InputError, MegalithError, RemoteError
 from megalith.routing import Router
 from megalith.serving.client.channels import Call, Connection
+from megalith.serving.client.credentials import Credentials
 from megalith.serving.export.row_format import RowFormat
 from megalith.serving.proto.message_types import Message
 from megalith.serving.proto.tf_tensors import from_tensor_protos
-from megalith.serving.sync import message_header as headers
-from megalith.serving.sync.changed_ids import Backlog, Interval
-from megalith.serving.sync.control_calls import MAX_ANSWER_BYTES, ask_position
-from megalith.serving.sync.message_header import MessageHeader, ModelLayout, Position, SequenceCounter
-from megalith.serving.sync.publisher_state import PublisherState, SenderOptions, TargetReport
+from megalith.serving.sync import protocol as headers
+from megalith.serving.sync.changed_ids import Backlog, Interval, Journal
+from megalith.serving.sync.parameter_source import ParameterSource
+from megalith.serving.sync.protocol import (
+    MAX_ANSWER_BYTES,
+    MessageHeader,
+    ModelLayout,
+    Position,
+    SequenceCounter,
+    ask_position,
+)
 from megalith.serving.sync.push_messages import (
     MAX_CONTENT_BYTES,
     Inputs,
@@ -64,6 +75,70 @@ from megalith.serving.sync.push_messages import (
     row_bytes,
 )
 from megalith.serving.wire_names import SYNC_BEGIN, SYNC_END, SYNC_POSITION, SYNC_RELOAD
+
+
+@dataclass
+class TargetReport:
+    """The progress of a target. Times are in seconds since 1970; None: not yet known."""
+
+    address: str
+    model: str
+    """The name of the model there."""
+    part: str | None = None
+    backlog: int = 0
+    """Rows to be sent."""
+    sequence: int = 0
+    rows: int = 0
+    """Rows sent and acknowledged."""
+    error: str | None = None
+    """The last error; None after a success."""
+    acknowledged_at: float | None = None
+    """The time of the last answer."""
+    complete: float | None = None
+    """Everything trained until this time has arrived."""
+    listed: bool = True
+    """Whether discovery still lists the target."""
+
+    @property
+    def staleness(self) -> float | None:
+        """Seconds of training that have not arrived; None before the first interval is complete."""
+        return None if self.complete is None else max(0.0, clock.time() - self.complete)
+
+
+class PublisherState(Protocol):
+    """The state of a publisher that its senders share; guarded by `lock`."""
+
+    lock: threading.Condition
+    source: ParameterSource
+    journal: Journal
+    interval: Interval
+    """The last interval that has ended."""
+    dense: Mapping[str, Tensor]
+    dense_number: int
+    """The number of the interval in which the dense weights changed last."""
+
+    def compact_journal(self) -> None:
+        """Compact the journal if it is due; called when an interval is complete at a target."""
+
+
+@dataclass(frozen=True)
+class SenderOptions:
+    """The options that all senders of a publisher share."""
+
+    session: str
+    number: int
+    """The number of the session."""
+    index: int
+    count: int
+    signature: str
+    monolith: bool
+    """Use Monolith's protocol: rows only, without positions."""
+    timeout: float
+    max_backlog: int
+    credentials: Credentials | None
+    on_layout: Callable[[ModelLayout], None]
+    """Called with the layout of each target at its handshake."""
+
 
 logger = logging.getLogger(__name__)
 

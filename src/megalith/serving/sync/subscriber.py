@@ -37,6 +37,10 @@ Invariants:
 - Rows of two sessions are never mixed: a new session starts from the rows of a save, or replaces all rows.
 - While rows are being replaced, requests see the old rows; all publishers of a session replace together.
 
+`sync_reload` reads the rows that bring the model to the latest save of its training run. If the save that the
+model was exported from is in the chain of the checkpoint, the later deltas are enough; otherwise all rows are
+read.
+
 Messages of a Monolith client have no header and are applied as they arrive, unless a session is followed; the
 `rows_id` of a position changes when they are dropped. See docs/guides/online.md.
 """
@@ -48,32 +52,174 @@ import threading
 import time as clock
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from megalith.checkpoint.manifest import NAME, Manifest, TableEntry, full_name
+from megalith.checkpoint.saved_rows import latest_rows, read_chunk, read_manifest, read_removed, read_tensors
 from megalith.errors import CheckpointError, InputError, SequenceError
 from megalith.ops import checks
 from megalith.serving.export.overlay import Overlay
 from megalith.serving.proto.tf_tensors import Strings
-from megalith.serving.sync.dense_parts import DenseAssembly
-from megalith.serving.sync.message_header import (
+from megalith.serving.sync.protocol import (
     NEWER_SESSION,
     WINDOW,
     MessageHeader,
+    ModelLayout,
     Position,
+    TableLayout,
     read_string,
-    string,
+    string_array,
 )
-from megalith.serving.sync.push_messages import PushMessage, is_assign, read_push, result_of
-from megalith.serving.sync.reload import latest_save, read_newer
-from megalith.serving.sync.sync_counters import SyncCounters
-from megalith.serving.sync.version_layouts import continues, have_equal_layouts, layout_of
+from megalith.serving.sync.push_messages import DenseAssembly, PushMessage, is_assign, read_push, result_of
 from megalith.serving.wire_names import CONTROLS, SYNC_BEGIN, SYNC_POSITION, SYNC_RELOAD
+from megalith.storage.store import Store, open_store
 
 if TYPE_CHECKING:
     from megalith.serving.export.servable import Servable
+
+
+@dataclass
+class SyncCounters:
+    """Counts the actions of a subscriber."""
+
+    messages: int = 0
+    """Messages applied, including empty ones."""
+    rows: int = 0
+    removed: int = 0
+    duplicates: int = 0
+    """Messages acknowledged again without being applied."""
+    refused: int = 0
+    """Messages out of order or malformed."""
+    begun: int = 0
+    """How often a publisher began or started over."""
+    reloads: int = 0
+    replacements: int = 0
+    dropped: int = 0
+    """How often pushed rows were dropped because no message followed a new version."""
+    sessions: int = 0
+    """Sessions that were followed."""
+    replaced_sessions: int = 0
+    """Sessions that were followed when another one began."""
+    old_sessions: int = 0
+    """Messages refused because a newer session had begun."""
+
+
+def layout_of(servable: Servable) -> ModelLayout:
+    """Return the layout of a version."""
+    spec = servable.signature
+    tables = {
+        name: TableLayout(table.dim, table.router(), spec.codes.get(name))
+        for name, table in spec.tables.items()
+    }
+    return ModelLayout(spec.part, spec.sub_graph_num, tables, frozenset(servable.dense_names))
+
+
+def have_equal_layouts(one: Servable, other: Servable) -> bool:
+    """Return whether two versions take the same messages."""
+    return layout_of(one).to_json() == layout_of(other).to_json()
+
+
+def continues(servable: Servable, before: Servable) -> bool:
+    """Return whether rows pushed to one version are valid on top of another."""
+    # They are not on an older version, and not if its layout differs: publishers would continue to send the
+    # ids of the old layout.
+    old, new = before.signature, servable.signature
+    newer = new.version > old.version and new.step >= old.step
+    return newer and have_equal_layouts(servable, before)
+
+
+CHECKPOINT_FOLDER = "checkpoint"
+"""The checkpoint's folder in the directory of a run."""
+
+
+@dataclass(frozen=True)
+class Reloaded:
+    """The rows of a checkpoint over those of an export, its dense weights, and the id of its latest save."""
+
+    save: str
+    overlay: Overlay
+    dense: Mapping[str, Tensor]
+
+
+def latest_save(checkpoint: Path) -> str:
+    """Return the id of the latest save of a checkpoint."""
+    return read_manifest(_open_checkpoint(checkpoint)).tip
+
+
+def read_newer(checkpoint: Path, servable: Servable) -> Reloaded:
+    """Read what a checkpoint has in addition to the save a model was exported from."""
+    store = _open_checkpoint(checkpoint)
+    manifest = read_manifest(store)
+    try:
+        overlay = _read_rows(store, manifest, servable)
+        saved = {} if manifest.latest.dense is None else read_tensors(store, manifest.latest.dense)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{store.where} was replaced while it was read: {error.filename}") from None
+    dense = {}
+    for name, shape in servable.dense_names.items():
+        if name not in saved or tuple(saved[name].shape) != tuple(shape):
+            raise CheckpointError(f"{store.where} has no dense weight {name!r} {list(shape)}")
+        dense[name] = saved[name]
+    return Reloaded(manifest.tip, overlay, dense)
+
+
+def _open_checkpoint(checkpoint: Path) -> Store:
+    inside = checkpoint / CHECKPOINT_FOLDER
+    return open_store(inside if not (checkpoint / NAME).exists() and inside.exists() else checkpoint)
+
+
+def _read_rows(store: Store, manifest: Manifest, servable: Servable) -> Overlay:
+    signature = servable.signature
+    saves = [save.id for save in manifest.saves]
+    known = signature.base in saves
+    overlay = servable.stage(hides_base=not known)
+    if signature.part == "entry":
+        return overlay
+    for table, entries in _table_entries(manifest, signature.dims, store.where).items():
+        if not known:
+            for chunk in latest_rows(store, entries):
+                overlay.apply({table: _rows_of_part(servable, table, chunk.ids, chunk.rows)})
+            continue
+        for entry in entries[saves.index(signature.base) + 1 :]:
+            for piece in entry.removed:
+                ids = read_removed(store, piece)
+                overlay.apply({}, {table: _rows_of_part(servable, table, ids, ids)[0]})
+            for piece in entry.pieces:
+                chunk = read_chunk(store, piece, entry)
+                overlay.apply({table: _rows_of_part(servable, table, chunk.ids, chunk.rows)})
+    return overlay
+
+
+def _table_entries(manifest: Manifest, dims: Mapping[str, int], where: str) -> dict[str, list[TableEntry]]:
+    """Return the entries of each served table; raises CheckpointError if a table is missing or differs."""
+    found = {}
+    all_entries = manifest.tables()
+    for path, collection in manifest.collections.items():
+        for name in collection.tables:
+            full = full_name(path, name)
+            found[name if name in dims else full] = all_entries[full]
+    for table, dim in dims.items():
+        if table not in found:
+            raise CheckpointError(f"{where} has no table {table!r} (it has {', '.join(sorted(found))})")
+        if found[table][0].dim != dim:
+            raise CheckpointError(
+                f"{where}: table {table!r} has {found[table][0].dim} columns, the served table has {dim}"
+            )
+    return {table: found[table] for table in dims}
+
+
+def _rows_of_part(servable: Servable, table: str, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ids and rows that belong to the served part."""
+    signature = servable.signature
+    if signature.shard is None:
+        return ids, rows
+    mine = signature.tables[table].router().owner(ids) == signature.shard
+    return ids[mine], rows[mine]
+
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +242,7 @@ class Subscriber:
     def __init__(
         self, servable: Servable, *, checkpoint: Path | None = None, carry_seconds: float = 60.0
     ) -> None:
-        self.servable = _checked(servable)
+        self.servable = _check_servable(servable)
         self.counters = SyncCounters()
         self._checkpoint = None if checkpoint is None else checks.path(checkpoint, "subscriber: checkpoint")
         self._carry_seconds = carry_seconds
@@ -221,7 +367,7 @@ class Subscriber:
 
     def _base_output(self) -> Outputs:
         """Return the base for an answer; "" while pushed rows are not visible yet."""
-        return {"base": string(self._base if self._stage is None else "")}
+        return {"base": string_array(self._base if self._stage is None else "")}
 
     def _count_push(self, push: PushMessage, dense: Mapping[str, Tensor]) -> None:
         self.counters.messages += 1
@@ -405,7 +551,7 @@ class Subscriber:
         Raises:
             InputError: It is not a Servable.
         """
-        _checked(servable)
+        _check_servable(servable)
         with self._lock:
             before, self.servable = self.servable, servable
             self._base = servable.signature.base
@@ -437,7 +583,7 @@ class Subscriber:
         Raises:
             InputError: One of them is not a Servable.
         """
-        given = [_checked(each) for each in checks.as_list(servables, "subscriber: servables")]
+        given = [_check_servable(each) for each in checks.as_list(servables, "subscriber: servables")]
         with self._lock:
             older = [each for each in given if each is not self.servable]
             self._older = [each for each in older if have_equal_layouts(each, self.servable)]
@@ -487,7 +633,7 @@ class Subscriber:
             return self._base
 
 
-def _checked(servable: Any) -> Servable:
+def _check_servable(servable: Any) -> Servable:
     if not hasattr(servable, "signature"):  # importing Servable here would be a cycle
         raise InputError(f"subscriber: servable must be a Servable, got {type(servable).__name__}")
     return servable  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ import numpy as np
 
 from megalith.errors import InputError
 from megalith.shards.servers.server_messages import Array
-from megalith.storage.strict_json import parse_json
+from megalith.storage.json_codec import parse_json
 
 MAGIC = b"MEGACH01"
 RANDOM_SIZE = PROOF_SIZE = 32

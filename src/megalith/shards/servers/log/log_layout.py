@@ -18,8 +18,8 @@ from shutil import rmtree
 
 from megalith.errors import CheckpointError, UsageError
 from megalith.shards.servers.log.recovery import Recovery
-from megalith.storage.atomic import write_atomically
-from megalith.storage.strict_json import parse_json
+from megalith.storage.json_codec import parse_json
+from megalith.storage.local_files import write_atomically
 
 LAYOUT = "layout.json"
 MOVING = "moving"

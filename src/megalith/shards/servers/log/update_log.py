@@ -39,9 +39,8 @@ import numpy as np
 
 from megalith.errors import CheckpointError
 from megalith.shards.servers.server_messages import ServerWrite
-from megalith.storage.atomic import sync_path, write_atomically
-from megalith.storage.checksums import crc32
-from megalith.storage.strict_json import parse_json
+from megalith.storage.json_codec import parse_json
+from megalith.storage.local_files import crc32, sync_path, write_atomically
 
 logger = logging.getLogger(__name__)
 

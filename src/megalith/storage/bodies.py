@@ -1,23 +1,29 @@
-"""Bodies: the bytes of one object on this machine, in memory or in a spool file, read by range.
+"""Bodies: the bytes of one object, in memory, in a spool file or in an object store, read by range.
 
 A spool file has no name: it is deleted from its directory when it is created, so that nothing remains after a
 process was killed. A body is written once and then read by any number of threads; whoever opens it closes it.
 A `Ledger` counts the bytes that are held in memory against a budget.
+
+Bodies are downloaded from and uploaded to an `ObjectStore` here; `retries` repeats the requests.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from megalith.errors import BudgetError, StoreError
 from megalith.library import return_freed_memory
+from megalith.storage.object_store import DOWNLOAD_PIECE_BYTES, ObjectInfo, ObjectStore, StoreRequestError
+from megalith.storage.object_store import RequestFailure as Failure
+from megalith.storage.retries import persist, run_async
 from megalith.units import show_bytes
 
 
@@ -200,3 +206,140 @@ class MemoryWriter:
         """Release the bytes."""
         self._ledger.give(len(self._data))
         self._data = bytearray()
+
+
+async def download_body(
+    store: ObjectStore,
+    info: ObjectInfo,
+    writer: SpoolWriter | MemoryWriter,
+    *,
+    deadline: float,
+    request_timeout: float = 30.0,
+    ranges: int = 1,
+) -> Body:
+    """Download one version of an object."""
+    left = info.size
+
+    def take(piece: memoryview) -> None:
+        nonlocal left
+        left -= len(piece)
+        if left < 0:
+            raise StoreRequestError(Failure.CHANGED, f"more than the announced {info.size} bytes arrived")
+        writer.write(piece)
+
+    try:
+        if ranges > 1 and isinstance(writer, SpoolWriter):
+            await download_ranges(
+                store,
+                info,
+                writer.write,
+                deadline=deadline,
+                request_timeout=request_timeout,
+                at_once=ranges,
+            )
+        else:
+            got = await store.get(info.key, take, etag=info.etag, timeout=deadline)
+            if (got.size, got.etag) != (info.size, info.etag):
+                raise StoreRequestError(Failure.CHANGED, f"{info.key!r} was replaced between two requests")
+        return writer.finish()
+    except BaseException:
+        writer.discard()
+        raise
+
+
+async def put_body(
+    store: ObjectStore,
+    key: str,
+    body: Body,
+    *,
+    create: bool = False,
+    deadline: float,
+    request_timeout: float = 30.0,
+) -> bool:
+    """Write a body to a store, repeated like any request."""
+
+    async def put(limit: float) -> bool:
+        source = body.source()
+        try:
+            return await store.put(key, source, create=create, timeout=limit)
+        finally:
+            if not isinstance(source, bytes):
+                source.close()
+
+    return await persist(put, deadline=deadline, request_timeout=request_timeout)
+
+
+async def put_bodies(
+    store: ObjectStore, bodies: Mapping[str, Body], *, deadline: float, at_once: int = 4
+) -> None:
+    """Write bodies to a store, some at a time."""
+    places = asyncio.Semaphore(at_once)
+
+    async def write(key: str, body: Body) -> None:
+        async with places:
+            await put_body(store, key, body, deadline=deadline, request_timeout=deadline)
+
+    await asyncio.gather(*(write(key, body) for key, body in bodies.items()))
+
+
+class ObjectBody(Body):
+    """An object of a store, of which one version is read by ranges."""
+
+    def __init__(self, store: ObjectStore, key: str, *, deadline: float = 60.0) -> None:
+        self._store = store
+        self._deadline = deadline
+        self._key = key
+        info = run_async(persist(lambda limit: store.head(key, timeout=limit), deadline=deadline))
+        self._etag = info.etag
+        self.size = info.size
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        def get(limit: float) -> Coroutine[Any, Any, bytes]:
+            return self._store.get_range(self._key, offset, len(view), etag=self._etag, timeout=limit)
+
+        if len(view):
+            view[:] = run_async(persist(get, deadline=self._deadline))
+
+    def source(self) -> bytes:
+        return bytes(self.read(0, self.size))
+
+    def close(self) -> None:
+        # Nothing is held.
+        ...
+
+
+RANGE_BYTES = 8 * DOWNLOAD_PIECE_BYTES
+"""The length of a ranged request of `download_ranges`."""
+
+
+async def download_ranges(
+    store: ObjectStore,
+    info: ObjectInfo,
+    write: Callable[[memoryview, int], None],
+    *,
+    deadline: float,
+    request_timeout: float = 30.0,
+    at_once: int = 4,
+) -> None:
+    """Download a large object by parallel ranged requests. A failed range is repeated alone."""
+    # Memory is `at_once` ranges of RANGE_BYTES, twice while they arrive.
+    loop = asyncio.get_running_loop()
+    end = loop.time() + deadline
+    starts = iter(range(0, info.size, RANGE_BYTES))
+
+    async def work() -> None:
+        for start in starts:
+            length = min(RANGE_BYTES, info.size - start)
+
+            def call(limit: float, start: int = start, length: int = length) -> Coroutine[Any, Any, bytes]:
+                return store.get_range(info.key, start, length, etag=info.etag, timeout=limit)
+
+            data = await persist(call, deadline=end - loop.time(), request_timeout=request_timeout)
+            write(memoryview(data), start)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(max(1, at_once)):
+                group.create_task(work())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -1,18 +1,34 @@
-"""Atomic writes to a local disk: a file is replaced completely or not at all, and survives a power failure.
+"""Files of the local disk: atomic writes, the checksum of manifests, and locks between processes.
 
-A write goes to a temporary name, is flushed to the disk, and is renamed; then the directory is flushed. Files
-that nothing refers to yet can be flushed together later: each flush waits for the disk.
+A write goes to a temporary name, is flushed to the disk, and is renamed; then the directory is flushed. So a
+file is replaced completely or not at all, and survives a power failure. Files that nothing refers to yet can
+be flushed together later: each flush waits for the disk.
+
+The checksum is a CRC-32: zlib's, or a native one if this CPU has the instructions. The system releases a lock
+when its process ends.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
+import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megalith.library import native_module
-from megalith.storage.checksums import crc32
+
+_crc32: Any = getattr(native_module(), "crc32", zlib.crc32)
+
+
+def crc32(data: Any, value: int = 0) -> int:
+    """Compute the CRC-32 of bytes."""
+    crc: int = _crc32(data, value)
+    return crc
+
 
 _BLOCK = 1 << 20
 """Bytes that are written at a time: they are still in the cache after their checksum was computed."""
@@ -71,3 +87,18 @@ def _make_directory(directory: Path) -> None:
     _make_directory(directory.parent)
     directory.mkdir(exist_ok=True)
     sync_path(directory.parent)
+
+
+_LOCK_PAUSE = 0.01
+
+
+def take_lock(file: int, seconds: float) -> bool:
+    """Take the exclusive lock of an open file; return whether other processes have released it in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOCK_PAUSE)

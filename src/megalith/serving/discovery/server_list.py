@@ -1,4 +1,4 @@
-"""FileDiscovery: servers listed in a file, which may be rewritten while it is watched.
+"""StaticDiscovery and FileDiscovery: a list of servers, given directly or in a file that is watched.
 
 The file is JSON, or TOML of the same structure: {"services": {"movies:entry": ["host:port", {"address":
 "host:port", "replica_id": 0, "idc": "a", "cluster": "b"}]}}. A program that rewrites it should write another
@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,67 @@ from typing import Any
 from megalith.errors import DiscoveryError, InputError, UsageError
 from megalith.ops import checks
 from megalith.serving.discovery.contract import Discovery, Replica, Replicas, ServiceName, parse_replica
-from megalith.storage.file_locks import take_lock
-from megalith.storage.strict_json import parse_json
+from megalith.storage.json_codec import parse_json
+from megalith.storage.local_files import take_lock
+
+Servers = Sequence[str | Replica]
+
+
+class StaticDiscovery(Discovery):
+    """A fixed list of servers.
+
+    A replica registered later is visible through this object only, which is enough for one process and for
+    tests.
+
+    Args:
+        servers: A list of addresses or replicas that serve every service, or one list per service.
+
+    Raises:
+        InputError: A server is not an address or a Replica, or the name of a service is malformed.
+    """
+
+    def __init__(self, servers: Servers | Mapping[str, Servers]) -> None:
+        super().__init__()
+        if not isinstance(servers, list | tuple | Mapping):
+            raise InputError(f"servers must be a list of addresses, not {servers!r}")
+        by_service = servers if isinstance(servers, Mapping) else {}
+        everywhere = () if isinstance(servers, Mapping) else servers
+        self._everywhere = tuple(parse_replica(server, "servers") for server in everywhere)
+        self._lock = threading.RLock()
+        self._registered: dict[str, dict[str, Replica]] = {}
+        for service, given in by_service.items():
+            checks.as_list(given, f"servers of {service!r}")
+            for server in given:
+                self.register(service, parse_replica(server, service))
+
+    def register(self, service: str, replica: Replica) -> None:
+        ServiceName.parse(service)
+        checks.instance(replica, Replica, "register: replica")
+        with self._lock:
+            self._registered.setdefault(service, {})[replica.address] = replica
+            self._update(service)
+
+    def unregister(self, service: str, address: str) -> None:
+        # Servers that serve every service stay.
+        ServiceName.parse(service)
+        checks.text(address, "unregister: address")
+        with self._lock:
+            self._registered.get(service, {}).pop(address, None)
+            self._update(service)
+
+    def replicas(self, service: str) -> Replicas:
+        ServiceName.parse(service)
+        with self._lock:
+            self._update(service)
+            return self._registry.get(service)
+
+    def _update(self, service: str) -> None:
+        self._registry.set(service, (*self._registered.get(service, {}).values(), *self._everywhere))
+
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 4 * 2**20
+MAX_FILE_BYTES = 4 * 2**20
 """The maximum size of the file."""
 LOCK_SECONDS = 5.0
 """How long to wait for another writer."""
@@ -96,7 +151,7 @@ class FileDiscovery(Discovery):
         checks.instance(replica, Replica, "register: replica")
         entry = {key: value for key, value in vars(replica).items() if value not in (None, -1)}
         with self._rewriting() as services:
-            others = [server for server in services.get(name, []) if _address(server) != replica.address]
+            others = [server for server in services.get(name, []) if _address_of(server) != replica.address]
             services[name] = [*others, entry]
         self._own.add((name, replica.address))
         self.refresh()
@@ -105,7 +160,7 @@ class FileDiscovery(Discovery):
         ServiceName.parse(service)
         checks.text(address, "unregister: address")
         with self._rewriting() as services:
-            others = [server for server in services.get(service, []) if _address(server) != address]
+            others = [server for server in services.get(service, []) if _address_of(server) != address]
             if service in services:
                 services[service] = others
         self._own.discard((service, address))
@@ -142,13 +197,13 @@ class FileDiscovery(Discovery):
     def _read(self) -> bytes | None:
         try:
             with self.path.open("rb") as file:
-                data = file.read(MAX_BYTES + 1)
+                data = file.read(MAX_FILE_BYTES + 1)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise DiscoveryError(f"{self.path}: cannot be read: {error.strerror}") from None
-        if len(data) > MAX_BYTES:
-            raise InputError(f"{self.path}: more than {MAX_BYTES} bytes")
+        if len(data) > MAX_FILE_BYTES:
+            raise InputError(f"{self.path}: more than {MAX_FILE_BYTES} bytes")
         return data
 
     @contextmanager
@@ -210,5 +265,5 @@ def parse_services(data: bytes, path: Path) -> dict[str, list[Replica]]:
     return listed
 
 
-def _address(server: Any) -> object:
+def _address_of(server: Any) -> object:
     return server.get("address") if isinstance(server, dict) else server

@@ -1,11 +1,11 @@
-"""ServerPublisher: a publisher of rows on parameter servers. Each server sends its own rows.
+"""ServerPublisher: a publisher of rows on parameter servers. Each of them sends its own rows.
 
-    number in the session    process          sends
-    0                        this worker      dense weights
-    1 ... servers            a server         the rows that it holds
+    number in the session    process             sends
+    0                        this worker         dense weights
+    1 ... servers            a parameter server  the rows that it holds
 
-Everything is that of a `Publisher` with several ranks: the servers of a model take the messages of all
-publishers of a session, and replace rows together.
+Otherwise it works like a `Publisher` with several ranks: model servers take the messages of all publishers of
+a session, and replace rows together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megalith.checkpoint.dense_state import collections_of
 from megalith.errors import InputError, ServerLostError, UsageError
 from megalith.ops import checks
 from megalith.serving.sync.publisher import CONSUMER, Publisher
-from megalith.serving.sync.publisher_state import TargetReport
+from megalith.serving.sync.sender import TargetReport
 from megalith.shards import ServerShards, Shards, ShardsPart
 
 _KEY = "publisher"
@@ -142,7 +142,7 @@ class ServerPublisher(Publisher):
                 self._tables.each_part(_close, background=True)
 
 
-class KeptPublisher:
+class PartPublisher:
     """The publisher of one server; a `Kept`."""
 
     def __init__(self, publisher: Publisher) -> None:
@@ -164,12 +164,12 @@ def _start(part: ShardsPart, targets: str, options: dict[str, Any]) -> None:
         if left.startswith(CONSUMER):  # of a publisher before this server was started again
             part.shards.untrack(left)
     publisher = Publisher(part.shards, targets, dense=False, index=part.index + 1, **options)
-    part.kept[_KEY] = KeptPublisher(publisher)
+    part.kept[_KEY] = PartPublisher(publisher)
 
 
-def _own(part: ShardsPart) -> Publisher:
+def _publisher_of(part: ShardsPart) -> Publisher:
     kept = part.kept.get(_KEY)
-    if not isinstance(kept, KeptPublisher):
+    if not isinstance(kept, PartPublisher):
         raise ServerLostError(
             f"server {part.index} has no publisher: it was started again, or the worker has left; make a new "
             "ServerPublisher"
@@ -178,24 +178,24 @@ def _own(part: ShardsPart) -> Publisher:
 
 
 def _publish(part: ShardsPart) -> int:
-    return _own(part).publish()
+    return _publisher_of(part).publish()
 
 
 def _checkpoint_taken(part: ShardsPart, save_id: str) -> None:
-    _own(part).checkpoint_taken(save_id)
+    _publisher_of(part).checkpoint_taken(save_id)
 
 
 def _wait(part: ShardsPart, timeout: float) -> bool:
-    publisher = _own(part)
+    publisher = _publisher_of(part)
     return publisher._wait_for(publisher.interval.number, timeout)
 
 
 def _report(part: ShardsPart) -> list[TargetReport]:
-    return _own(part).report()
+    return _publisher_of(part).report()
 
 
 def _lagging(part: ShardsPart) -> list[TargetReport]:
-    return _own(part).lagging()
+    return _publisher_of(part).lagging()
 
 
 def _close(part: ShardsPart) -> None:

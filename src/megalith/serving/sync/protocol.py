@@ -1,4 +1,4 @@
-"""Message headers of parameter sync, and the position that a subscriber answers with.
+"""The protocol of parameter sync: message headers, positions, and the control calls.
 
 A header travels as gRPC metadata with every message of a publisher; messages of a Monolith client have none.
 
@@ -10,7 +10,7 @@ A header travels as gRPC metadata with every message of a publisher; messages of
     megalith-sequence  | the sequence number of the message, from 1; absent: not numbered
     megalith-complete  | seconds since 1970; everything trained until then has been sent
 
-A position is the outputs of the control signatures:
+A server answers the control calls sync_position, sync_begin and sync_reload with its position, as outputs:
 
     output             | value
     -------------------+------------------------------------------------------------------------
@@ -20,7 +20,7 @@ A position is the outputs of the control signatures:
     rows_id            | 32 hex digits, new whenever pushed rows were dropped, also by a restart
     layout             | JSON of `ModelLayout`: the part served, its tables and dense weights
 
-Headers and positions are untrusted until validated here.
+Headers and positions are untrusted until validated here. The content of messages is in `push_messages`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError
+from megalith.errors import InputError, RemoteError
 from megalith.routing import Router
+from megalith.serving.client.channels import Connection
 from megalith.serving.export.row_format import RowFormat
-from megalith.serving.proto.tf_tensors import Strings
-from megalith.storage.strict_json import parse_json
+from megalith.serving.proto.message_types import PredictRequest
+from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos, strings_to_tensor_proto
+from megalith.storage.json_codec import parse_json
 
 SESSION, PUBLISHER = "megalith-session", "megalith-publisher"
 SEQUENCE, COMPLETE, NUMBER = "megalith-sequence", "megalith-complete", "megalith-number"
@@ -243,12 +245,12 @@ class Position:
     def outputs(self) -> dict[str, Tensor | Strings]:
         """Return the outputs of a control signature."""
         return {
-            "session": string(self.session),
-            "base": string(self.base),
+            "session": string_array(self.session),
+            "base": string_array(self.base),
             "sequence": torch.tensor([self.sequence], device="cpu"),
             "step": torch.tensor([self.step], device="cpu"),
-            "layout": _string(self.layout.to_json()),
-            "rows_id": string(self.rows_id),
+            "layout": _bytes_array(self.layout.to_json()),
+            "rows_id": string_array(self.rows_id),
         }
 
     @classmethod
@@ -277,9 +279,9 @@ class Position:
         )
 
 
-def string(text: str) -> Strings:
+def string_array(text: str) -> Strings:
     """Encode a string."""
-    return _string(text.encode())
+    return _bytes_array(text.encode())
 
 
 def read_string(tensors: Mapping[str, Tensor | Strings], name: str, longest: int = 4096) -> str:
@@ -290,7 +292,7 @@ def read_string(tensors: Mapping[str, Tensor | Strings], name: str, longest: int
         raise InputError(f"{name!r} must be text") from None
 
 
-def _string(data: bytes) -> Strings:
+def _bytes_array(data: bytes) -> Strings:
     return np.array([data], dtype=object)
 
 
@@ -308,3 +310,32 @@ def _read_int(tensors: Mapping[str, Tensor | Strings], name: str) -> int:
     if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.numel() != 1:
         raise InputError(f"{name!r} must be one int64")
     return int(value)
+
+
+MAX_ANSWER_BYTES = 1 << 23
+"""The maximum number of bytes of the tensors of an answer."""
+
+
+def ask_position(
+    connection: Connection,
+    model: str,
+    signature: str,
+    *,
+    timeout: float,
+    header: MessageHeader | None = None,
+    base: str | None = None,
+) -> Position:
+    """Make a control call."""
+    request = PredictRequest()
+    request.model_spec.name = model
+    request.model_spec.signature_name = signature
+    if base is not None:
+        request.inputs["base"].CopyFrom(strings_to_tensor_proto(string_array(base)))
+    metadata = () if header is None else header.metadata()
+    answer = connection.predict(request, timeout=timeout, metadata=metadata)
+    if not answer.outputs:
+        raise RemoteError(
+            f"{connection.address}: the answer to {signature} has no outputs: it is not a server of Megalith",
+            code="UNIMPLEMENTED",
+        )
+    return Position.read(from_tensor_protos(answer.outputs, max_bytes=MAX_ANSWER_BYTES))
