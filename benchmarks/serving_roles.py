@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megalith import Adagrad
 from megalith.models import EmbeddingConfig, Model, build_model
-from megalith.serving.export.compiling import compile_servable
+from megalith.serving.export.compiled_program import compile_servable
 from megalith.serving.proto import (
     DataType,
     ModelInferResponse,

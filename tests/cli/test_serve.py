@@ -17,7 +17,7 @@ from megalith.models import Model
 from megalith.serving.discovery import FileDiscovery
 from megalith.serving.server import repository
 from megalith.serving.server.model_server import ModelServer
-from megalith.serving.server.version_rules import VersionRules
+from megalith.serving.server.versions import VersionRules
 from megalith.training.run_exports import export_newest
 from megalith.training.run_model import load_trained
 from tests.forked import Forked, megalith
@@ -128,7 +128,7 @@ def test_a_signal_ends_a_start_that_takes_long(tmp_path: Path, monkeypatch: pyte
         signal.raise_signal(signal.SIGTERM)
         ended.append("it continued")
 
-    monkeypatch.setattr(repository, "try_version", lambda directory, stopping: tried.append(directory))
+    monkeypatch.setattr(repository, "run_canary", lambda directory, stopping: tried.append(directory))
     monkeypatch.setattr(ModelServer, "_open", opens)
     result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0"])
     assert (result.exit_code, ended) == (0, [])

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megalith.cli.main import app
-from megalith.serving.server.version_rules import TRAFFIC, VersionRules
+from megalith.serving.server.versions import TRAFFIC, VersionRules
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import torch
 from megalith.serving.export.servable import Servable
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
-from megalith.serving.server.version_rules import VersionRules
+from megalith.serving.server.versions import VersionRules
 from tests.serving.exports import NAMES, export_version, logits, rows
 
 ROOT = Path(__file__).parents[2]

@@ -197,7 +197,7 @@ def _find_models(directory: Path, name: str | None, wait: bool, stop: threading.
 
 
 def _has_versions(directory: Path) -> bool:
-    from megalith.serving.server.version_directories import DEPTH, version_roots
+    from megalith.serving.server.versions import DEPTH, version_roots
 
     return any(True for _ in version_roots(directory, DEPTH))
 

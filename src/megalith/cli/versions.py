@@ -11,8 +11,7 @@ import typer
 from megalith.cli.console import exit_on_error
 from megalith.cli.output import console
 from megalith.errors import InputError
-from megalith.serving.server.version_directories import versions_of
-from megalith.serving.server.version_rules import VersionRules
+from megalith.serving.server.versions import VersionRules, versions_of
 
 
 def versions(

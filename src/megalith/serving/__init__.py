@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megalith.serving.server.security import Security as Security
     from megalith.serving.server.server_config import Batching as Batching
     from megalith.serving.server.server_config import ServerConfig as ServerConfig
-    from megalith.serving.server.version_rules import VersionRules as VersionRules
+    from megalith.serving.server.versions import VersionRules as VersionRules
     from megalith.serving.sync.ps_publisher import ServerPublisher as ServerPublisher
     from megalith.serving.sync.publisher import Publisher as Publisher
     from megalith.serving.sync.subscriber import Subscriber as Subscriber
@@ -44,7 +44,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".server.model_server": "ModelServer",
         ".server.security": "Security",
         ".server.server_config": "Batching ServerConfig",
-        ".server.version_rules": "VersionRules",
+        ".server.versions": "VersionRules",
         ".sync.ps_publisher": "ServerPublisher",
         ".sync.publisher": "Publisher",
         ".sync.subscriber": "Subscriber",

@@ -1,6 +1,13 @@
-"""Wire names: the signatures that select what a PredictRequest does, and the default size limit."""
+"""Names and numbers of the wire protocols: signatures, states of a version, and the default size limit.
+
+Clients, servers, parameter sync and discovery share them. The signature of a PredictRequest selects what it
+does. The states have TF Serving's numbers, which are used on the wire and in ZooKeeper. This module needs
+neither protobuf nor gRPC.
+"""
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 PREDICT = "serving_default"
 LOOKUP, RAW_LOOKUP = "lookup", "raw_lookup"
@@ -18,3 +25,14 @@ def write_signature(name: str) -> str | None:
     if name.endswith(f"/{RAW_ASSIGN}"):
         return RAW_ASSIGN
     return name if name in WRITES else None
+
+
+class ModelState(IntEnum):
+    """The state of a version of a model. Only an AVAILABLE version answers requests."""
+
+    UNKNOWN = 0
+    START = 10
+    LOADING = 20
+    AVAILABLE = 30
+    UNLOADING = 40
+    END = 50

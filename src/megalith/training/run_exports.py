@@ -17,8 +17,7 @@ from megalith.checkpoint import read_manifest
 from megalith.errors import ExportError, InputError
 from megalith.serving.discovery.contract import check_name
 from megalith.serving.export.signature import Signature
-from megalith.serving.server.version_directories import versions_of
-from megalith.serving.server.version_rules import VersionRules, is_named
+from megalith.serving.server.versions import VersionRules, is_named, versions_of
 from megalith.storage.local_files import take_lock
 from megalith.training.exporting import export_run
 from megalith.training.run_model import CHECKPOINT, config_of

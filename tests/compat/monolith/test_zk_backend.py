@@ -22,8 +22,8 @@ from megalith.compat.monolith import (
 )
 from megalith.errors import DiscoveryError, InputError, UsageError
 from megalith.serving.discovery import Replica
-from megalith.serving.model_state import ModelState
 from megalith.serving.proto import ClientConfig
+from megalith.serving.wire_names import ModelState
 from tests.serving.zookeeper import (
     LIMIT,
     Changes,

@@ -17,7 +17,7 @@ from megalith.compat.monolith import (
     SavedModelDeployConfig,
 )
 from megalith.errors import InputError
-from megalith.serving.model_state import ModelState
+from megalith.serving.wire_names import ModelState
 from tests.serving.discovery.test_discovery import JSON
 
 KEYS = st.sampled_from(["address", "stat", "task", "grpc", "idc", "model_base_path"]) | st.text(max_size=4)

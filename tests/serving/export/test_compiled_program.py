@@ -14,8 +14,13 @@ from torch import Tensor
 
 from megalith.errors import ExportError
 from megalith.serving.export import compiled_program
-from megalith.serving.export.compiled_program import find_library, library_name, load_library, open_cache
-from megalith.serving.export.compiling import compile_servable
+from megalith.serving.export.compiled_program import (
+    compile_servable,
+    find_library,
+    library_name,
+    load_library,
+    open_cache,
+)
 from megalith.serving.export.servable import Servable
 from tests.serving.exports import export_version, rows
 

@@ -23,7 +23,7 @@ from megalith.errors import CheckpointError, InputError, MegalithError, UsageErr
 from megalith.serving.export.exporter import export_model
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import Signature
-from megalith.serving.server.tf_metadata import inputs_of
+from megalith.serving.server.inputs import inputs_of
 from megalith.training import Run, RunConfig
 from megalith.training.exporting import _block_size, export_run
 from tests.serving.export.export_support import files, run_config

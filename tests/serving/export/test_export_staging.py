@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from megalith.errors import ExportError
+from megalith.serving.export import exporter
 from megalith.serving.export import exporter as module
-from megalith.serving.export import staging
 from megalith.serving.export.exporter import export_model
 from megalith.serving.export.servable import Fetch, Servable
 from megalith.serving.export.signature import Signature
@@ -83,7 +83,7 @@ def test_the_staging_directory_of_an_export_in_progress_is_kept(
 def test_another_export_that_hangs_is_not_waited_for_without_end(
     tmp_path: Path, fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(exporter, "_LOCK_SECONDS", 0.05)
     held = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.export import folding
-from megalith.serving.export.folding import Folder
+from megalith.serving.export import compaction
+from megalith.serving.export.compaction import Compactor
 from megalith.serving.export.frozen_rows import FrozenRows
 from megalith.serving.export.overlay import PRESENT, REMOVED, Overlay
 from megalith.serving.export.row_format import RowFormat, RowPart
@@ -64,7 +64,7 @@ def test_a_fold_changes_no_bit_whatever_is_written_meanwhile(
     codes = {"t": CODES} if coded else {}
     folded, plain = (Overlay({"t": 9}, hides_base=hides_base, codes=codes) for _ in range(2))
     frozen = {"t": write(tmp_path / "base", *some(torch.arange(50, 90), 9))}
-    folder = Folder(tmp_path, rows=1)
+    folder = Compactor(tmp_path, rows=1)
 
     def push(ids: Tensor, removed: Tensor, seed: int) -> None:
         for overlay in (folded, plain):
@@ -88,7 +88,7 @@ def test_a_fold_changes_no_bit_whatever_is_written_meanwhile(
 
 def test_a_version_inherits_folded_rows(tmp_path: Path) -> None:
     export_version(tmp_path)
-    folder = Folder(tmp_path, rows=2)
+    folder = Compactor(tmp_path, rows=2)
     servable, other = Servable(tmp_path / "1", folder=folder), Servable(tmp_path / "1")
     table = next(iter(servable.signature.tables))
     ids, values = some(torch.arange(5), 4, servable.signature.dims[table])
@@ -107,14 +107,14 @@ def test_a_version_inherits_folded_rows(tmp_path: Path) -> None:
 
 
 def test_a_fold_waits_for_enough_rows() -> None:
-    overlay, folder = Overlay({"t": 9}), Folder(rows=10)
+    overlay, folder = Overlay({"t": 9}), Compactor(rows=10)
     overlay.apply({"t": some(torch.arange(9), 0)})
     folder.consider(overlay)
     assert overlay.unfolded_rows == 9
 
 
 def test_a_fold_waits_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overlay, folder = Overlay({"t": 9}), Folder(tmp_path, rows=1, seconds=3600)
+    overlay, folder = Overlay({"t": 9}), Compactor(tmp_path, rows=1, seconds=3600)
     overlay.apply({"t": some(IDS, 0)})
     folder.consider(overlay)
     assert overlay.unfolded_rows == IDS.numel()
@@ -132,7 +132,7 @@ def test_a_fold_waits_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_fold_that_fails_leaves_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    overlay, folder = Overlay({"t": 9}), Folder(tmp_path / "absent", rows=1)
+    overlay, folder = Overlay({"t": 9}), Compactor(tmp_path / "absent", rows=1)
     overlay.apply({"t": some(IDS, 0)})
     before = seen(overlay)
 
@@ -148,11 +148,11 @@ def test_a_fold_that_fails_leaves_the_rows(
     folder.join()
     assert (folder.folds, overlay.folded_rows) == (1, IDS.numel())
     assert torch.equal(overlay.read("t", IDS)[0], some(IDS, 1)[1])
-    assert folding.FOLD_ROWS > 1
+    assert compaction.COMPACTION_ROWS > 1
 
 
 def test_folds_that_fail_add_one_layer_at_most(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    overlay, folder = Overlay({"t": 9}), Folder(tmp_path / "absent", rows=1)
+    overlay, folder = Overlay({"t": 9}), Compactor(tmp_path / "absent", rows=1)
     for seed in range(5):
         overlay.apply({"t": some(IDS, seed)})  # the same ids: each layer would have a copy
         folder.consider(overlay)
@@ -167,10 +167,10 @@ def test_a_closed_servable_ends_its_fold(tmp_path: Path, monkeypatch: pytest.Mon
     export_version(tmp_path / "model")
     folds = tmp_path / "folds"
     folds.mkdir()
-    folder = Folder(folds, rows=1)
+    folder = Compactor(folds, rows=1)
     servable = Servable(tmp_path / "model" / "1", folder=folder)
     table = next(iter(servable.signature.tables))
-    writer = folding.FrozenWriter
+    writer = compaction.FrozenWriter
     files: list[int] = []
 
     def close_then_write(path: Path, *rest: Any) -> Any:
@@ -179,7 +179,7 @@ def test_a_closed_servable_ends_its_fold(tmp_path: Path, monkeypatch: pytest.Mon
         servable.close()  # between the beginning of a file and its rows
         return made
 
-    monkeypatch.setattr(folding, "FrozenWriter", close_then_write)
+    monkeypatch.setattr(compaction, "FrozenWriter", close_then_write)
     ids, values = some(torch.arange(5), 4, servable.signature.dims[table])
     overlay = servable.overlay
     servable.apply({table: (ids, values)})
@@ -194,7 +194,7 @@ def test_a_closed_servable_ends_its_fold(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_memory_of_folded_rows_is_freed_without_a_request(tmp_path: Path) -> None:
-    overlay, folder = Overlay({"t": 9}), Folder(tmp_path, rows=1)
+    overlay, folder = Overlay({"t": 9}), Compactor(tmp_path, rows=1)
     frozen = {"t": write(tmp_path / "base", *some(torch.arange(50, 90), 9))}
     overlay.apply({"t": some(IDS, 0)})
     out = torch.empty(IDS.numel(), 9)

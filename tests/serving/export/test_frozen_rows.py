@@ -20,8 +20,14 @@ from torch import Tensor
 from megalith.errors import CheckpointError, ExportError, InputError
 from megalith.serving.export import frozen_rows as module
 from megalith.serving.export.frozen_rows import FrozenRows, FrozenWriter, slot_hash
-from megalith.serving.export.precision import PRECISIONS, decode, encode, steps_for
-from megalith.serving.export.row_format import RowFormat, RowPart
+from megalith.serving.export.row_format import (
+    PRECISIONS,
+    RowFormat,
+    RowPart,
+    decode_numbers,
+    encode_numbers,
+    steps_for,
+)
 
 IDS = st.one_of(st.integers(0, 60), st.integers(-(2**63), 2**63 - 1))
 
@@ -64,7 +70,7 @@ def test_native_twin_and_a_dict_agree(
     with tempfile.TemporaryDirectory() as folder:
         frozen = write(Path(folder) / "t.safetensors", ids, rows, precision)
         steps = frozen._format.column_steps
-        stored = dict(zip(known, decode(encode(rows, precision, steps), steps), strict=True))
+        stored = dict(zip(known, decode_numbers(encode_numbers(rows, precision, steps), steps), strict=True))
         for chosen in (None, skip):
             expected = torch.full((len(asked), dim), 7.5)
             missing = 0

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megalith.errors import ExportError
-from megalith.serving.export.archive import check_archive
 from megalith.serving.export.dense_program import DenseProgram
+from megalith.serving.export.program_safety import check_archive
 from tests.serving.exports import export_version
 
 END = "<4s4H2LH"

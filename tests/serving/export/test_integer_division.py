@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.serving.export.compiling import compile_servable
+from megalith.serving.export.compiled_program import compile_servable
 from megalith.serving.export.exporter import export_model
-from megalith.serving.export.integer_division import (
+from megalith.serving.export.program_safety import (
     divide,
     divide_in_place,
     divide_into,

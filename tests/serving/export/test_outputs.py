@@ -18,10 +18,9 @@ from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import ExportError, InputError, RemoteError
 from megalith.serving.export.exporter import export_model
 from megalith.serving.export.model_parts import ModelParts, ServingModule
-from megalith.serving.export.output_specs import OutputSpec
 from megalith.serving.export.program_export import export_program
 from megalith.serving.export.servable import Servable
-from megalith.serving.export.signature import Signature
+from megalith.serving.export.signature import OutputSpec, Signature
 from megalith.serving.proto import GetModelMetadataRequest, SignatureDefMap
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import Batching, ServerConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.serving import proto
-from megalith.serving.proto.contents import LARGE, MAX_FIELDS, cut_contents
+from megalith.serving.proto.message_bytes import LARGE, MAX_FIELDS, cut_contents
 
 
 def request(**inputs: Tensor) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalith.compat.monolith import monolith_protos
-from megalith.serving import model_state, proto
+from megalith.serving import proto, wire_names
 
 FOLDERS = [Path(proto.__file__).parent, Path(monolith_protos.__file__).with_name("proto")]
 
@@ -28,7 +28,7 @@ def test_the_set_was_compiled_from_these_files(folder: Path) -> None:
 
 def test_model_states_are_those_of_the_proto() -> None:
     values = proto.ModelVersionStatus.State.items()
-    assert dict(values) == {state.name: state.value for state in model_state.ModelState}
+    assert dict(values) == {state.name: state.value for state in wire_names.ModelState}
 
 
 MONOLITH = {

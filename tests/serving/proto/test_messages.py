@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megalith.serving import proto
-from megalith.serving.model_state import ModelState
+from megalith.serving.wire_names import ModelState
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).parents[1].joinpath("clients.json").read_text())
 TENSORFLOW_ONLY = {"resource_handle_val", "variant_val", "composite_tensor"}

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ExportError
-from megalith.serving.export import trial
-from megalith.serving.export.archive import check_archive
+from megalith.serving.export import canary
+from megalith.serving.export.canary import run_canary
 from megalith.serving.export.exporter import export_model
+from megalith.serving.export.program_safety import check_archive
 from megalith.serving.export.servable import Servable
-from megalith.serving.export.trial import try_version
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from tests.forked import Forked
@@ -64,7 +64,7 @@ def test_a_version_that_ends_a_process_does_not_end_the_server(
     exports: Path, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given child processes in which divisions are not guarded: version 2 ends them.
-    module = "megalith.serving.export.integer_division"
+    module = "megalith.serving.export.program_safety"
     (tmp_path / "sitecustomize.py").write_text(
         f"import {module} as it\nit.guard_divisions = lambda module: None\n"
     )
@@ -91,16 +91,16 @@ def test_a_division_ends_no_server(exports: Path, served: Path) -> None:
 
 
 def test_versions_that_work_pass_their_trial(exports: Path, tmp_path: Path) -> None:
-    try_version(exports / "1", threading.Event())
+    run_canary(exports / "1", threading.Event())
     export_model(Dividing(1), tmp_path, name="movies", version=1, num_shards=2)
     for part in ("ps_0", "ps_1", "entry"):
-        trial._run(tmp_path / part / "1")  # as the child does, which hides other errors than signals
+        canary._run(tmp_path / part / "1")  # as the child does, which hides other errors than signals
 
 
 def test_a_trial_stops_with_the_server(exports: Path) -> None:
     stopping = threading.Event()
     stopping.set()
-    try_version(exports / "2", stopping)  # its child is killed at once
+    run_canary(exports / "2", stopping)  # its child is killed at once
 
 
 def test_a_trial_is_ended_before_the_server_for_lack_of_memory(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_trial_is_ended_before_the_server_for_lack_of_memory(tmp_path: Path) -
 
 
 def die_first() -> None:
-    trial._die_first()
+    canary._die_first()
     print(Path("/proc/self/oom_score_adj").read_text())
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megalith.errors import RemoteError
 from megalith.serving.proto import PredictRequest, to_infer_request
-from megalith.serving.server import oip_service
+from megalith.serving.server import open_inference
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import NUM_IDS, ServerClient, export_version, logits, request_of, rows
@@ -148,7 +148,7 @@ def test_infer_requests_read_from_bytes_and_by_protobuf_get_equal_answers(
                 return error.code().name, error.details()
 
         read = [answer(data) for data in sent]
-        monkeypatch.setattr(oip_service, "read_infer_message", lambda data: None)
+        monkeypatch.setattr(open_inference, "read_infer_message", lambda data: None)
         assert read == [answer(data) for data in sent]
     assert [code for code, _ in read[:2]] == ["OK", "OK"]
     assert len({details for code, details in read if code != "OK"}) > 15

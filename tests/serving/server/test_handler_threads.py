@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megalith.serving.server.handler_threads import HandlerThreads
+from megalith.serving.server.concurrency_limits import HandlerThreads
 
 SECONDS = 60.0
 

@@ -17,8 +17,9 @@ import torch
 
 from megalith.errors import RemoteError
 from megalith.serving.client.credentials import Credentials
-from megalith.serving.server import freed_memory, secret_files
-from megalith.serving.server.freed_memory import FreedMemory
+from megalith.serving.server import dispatcher
+from megalith.serving.server import security as secret_files
+from megalith.serving.server.dispatcher import MallocTrimmer
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Permission, Security
 from megalith.serving.server.server_config import ServerConfig
@@ -214,10 +215,10 @@ def test_many_small_fields_are_refused_before_they_are_parsed(server: ModelServe
 
 
 def test_memory_is_returned_after_a_burst() -> None:
-    memory = FreedMemory()
+    memory = MallocTrimmer()
     for _ in range(3):
-        memory.received(freed_memory.LARGE_BYTES - 1)
+        memory.received(dispatcher.LARGE_BYTES - 1)
     assert not memory.release()
-    memory.received(freed_memory.BURST_BYTES)
+    memory.received(dispatcher.BURST_BYTES)
     assert memory.release()
     assert not memory.release()

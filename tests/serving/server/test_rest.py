@@ -15,7 +15,7 @@ import torch
 
 from megalith import hash_strings
 from megalith.models import Model
-from megalith.serving.server.http_connections import MAX_CONNECTIONS, SPARE_CONNECTIONS, HttpConnections
+from megalith.serving.server.http import MAX_CONNECTIONS, SPARE_CONNECTIONS, HttpConnections
 from megalith.serving.server.infer_json import HEADER_LENGTH
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig

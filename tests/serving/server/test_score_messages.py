@@ -22,8 +22,8 @@ from megalith.serving.proto import (
     to_infer_request,
 )
 from megalith.serving.proto.infer_tensors import DATATYPES
+from megalith.serving.proto.message_bytes import ScoreMessage, read_infer_message, read_predict_message
 from megalith.serving.server.inputs import InputReader, Rows
-from megalith.serving.server.score_messages import ScoreMessage, read_infer_message, read_predict_message
 from tests.serving.exports import request_of
 from tests.serving.score_requests import (
     CONTENTS,

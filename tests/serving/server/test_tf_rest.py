@@ -22,13 +22,13 @@ from megalith import Ragged, hash_strings
 from megalith.errors import InputError
 from megalith.models import Model
 from megalith.serving.proto import PredictResponse, TensorProto, fill_tensor_proto, from_tensor_proto
-from megalith.serving.server.http_body import MIN_GZIP_BYTES, read_body
+from megalith.serving.server.http import MIN_GZIP_BYTES, read_body
 from megalith.serving.server.inputs import InputReader
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.request_errors import RequestError
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.tf_rest import TFPath, TFRequest
-from megalith.serving.server.version_rules import VersionRules
+from megalith.serving.server.versions import VersionRules
 from tests.serving.exports import export_version, logits, request_of, rows
 from tests.serving.server.test_rest import Rest
 

@@ -15,7 +15,7 @@ from megalith.errors import InputError, RemoteError
 from megalith.serving.proto import GetModelStatusRequest, PredictResponse
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
-from megalith.serving.server.version_rules import (
+from megalith.serving.server.versions import (
     TRAFFIC,
     VersionRules,
     choose_version,

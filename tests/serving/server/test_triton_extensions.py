@@ -10,8 +10,8 @@ import pytest
 
 from megalith.serving import proto
 from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.served_model import VersionStatistics
 from megalith.serving.server.server_config import ServerConfig
-from megalith.serving.server.version_statistics import VersionStatistics
 from tests.serving.exports import ServerClient, export_version, rows
 from tests.serving.server.test_rest import Rest
 

@@ -14,7 +14,7 @@ from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.serving.discovery.contract import ServiceName, check_address, check_name, is_wildcard
 from megalith.serving.discovery.zookeeper import Container, ContainerServiceInfo, ZnodeRecord
-from megalith.serving.model_state import ModelState
+from megalith.serving.wire_names import ModelState
 
 __all__ = [
     "AddressFamily",

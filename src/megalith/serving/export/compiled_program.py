@@ -3,10 +3,12 @@
 A library is code, so none is ever loaded from an export. A server compiles the program of an export itself,
 in a child process with a low priority, and keeps the library in a private directory: it belongs to this user,
 and nobody else may write to it. The name of a library is a digest of the program, of torch's version and of
-the CPU. The child runs the library first, and ends with the server. A library is used once its outputs have
-been compared with those of the program. Whatever fails, the program itself continues to answer.
+the CPU. The child process runs the library first, and exits with the server. A library is used once its
+outputs have been compared with those of the program. If any step fails, the program itself continues to
+answer.
 
-A compiled program has the bits of another order of operations: outputs may differ in the last digits.
+A compiled program computes in another order of operations: outputs may differ in the last digits. This module
+is also the program of the child process.
 """
 
 from __future__ import annotations
@@ -29,17 +31,46 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megalith.errors import ExportError
-from megalith.serving.export.archive import check_archive, load_archive
+from megalith.errors import ExportError, UsageError
+from megalith.serving.export.dense_program import Runner, flatten
+from megalith.serving.export.program_safety import check_archive, divides_integers, load_archive
 from megalith.storage.local_files import crc32
 from megalith.storage.store import checksum as checksum_of
 
+if TYPE_CHECKING:
+    from megalith.serving.export.servable import Servable
+
 logger = logging.getLogger(__name__)
+
+
+def compile_servable(servable: Servable, cache: Path, *, stopped: threading.Event | None = None) -> bool:
+    """Compile the dense part of a trusted export, or load the library of an earlier time."""
+    program, file = servable.dense_program, servable.signature.program
+    if program is None or file is None:
+        return False
+    if divides_integers(program.front.module):
+        logger.warning("%s is not compiled: compiled divisions of integers can end the process", file.path)
+        return False
+    path = servable.directory / file.path
+    library = find_library(path, cache, checksum=file.checksum, stopped=stopped)
+    if library is None:
+        return False
+    try:
+        compiled = load_library(library, program, servable.random_inputs)
+    except UsageError:
+        return False
+    except Exception as error:  # torch raises many types for a library that does not fit
+        logger.warning("%s is not used: %s", library, error)
+        return False
+    if compiled is not None:
+        program.use_compiled(compiled)
+    return compiled is not None
+
 
 COMPILE_SECONDS = 1800.0
 CHECKED_SIZES = (1, 2, 5, 33)
@@ -52,7 +83,6 @@ _TRACED_SIZE = 3
 _WORK = "work-"
 _POLL_SECONDS = 0.25
 _PR_SET_PDEATHSIG = 1
-Runner = Callable[[list[Tensor]], Sequence[Tensor]]
 Inputs = Callable[[int], tuple[dict[str, Any], Tensor | None]]
 """Makes rows and dense values of a batch size."""
 
@@ -210,17 +240,6 @@ def load_library(path: Path, reference: Callable[..., Sequence[Tensor]], inputs:
                     logger.error("%s is not used: its outputs differ from those of the program", path)
                     return None
     return run
-
-
-def flatten(rows: dict[str, Any], dense: Tensor | None) -> list[Tensor]:
-    """Return the inputs of a program in the order in which torch.export flattens them."""
-    flat: list[Tensor] = []
-    for each in rows.values():
-        if isinstance(each, Tensor):
-            flat.append(each)
-        else:
-            flat += each
-    return flat if dense is None else [*flat, dense]
 
 
 def compile_archive(program: Path, path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from megalith.errors import ExportError, InputError
-from megalith.serving.export.archive import check_archive, load_archive
-from megalith.serving.export.compiled_program import Runner, flatten
-from megalith.serving.export.integer_division import guard_divisions
+from megalith.serving.export.program_safety import check_archive, guard_divisions, load_archive
 
 PREFIX = "model."
 """Prefix that torch.export adds to the names of the model's weights."""
@@ -176,3 +174,17 @@ def _shorten_lookups(module: torch.nn.Module) -> None:
     for each in module.modules():
         for registered in (each._modules, each._parameters, each._buffers):
             vars(each).update(registered)
+
+
+Runner = Callable[[list[Tensor]], Sequence[Tensor]]
+
+
+def flatten(rows: dict[str, Any], dense: Tensor | None) -> list[Tensor]:
+    """Return the inputs of a program in the order in which torch.export flattens them."""
+    flat: list[Tensor] = []
+    for each in rows.values():
+        if isinstance(each, Tensor):
+            flat.append(each)
+        else:
+            flat += each
+    return flat if dense is None else [*flat, dense]

@@ -5,16 +5,23 @@
 
 Shards without a model are exported as rows only: the same directories without a program and without an entry.
 Tables over ranks are exported by all ranks together: rank 0 writes, the others send it their rows
-(rank_rows.py). A version is written to staging directories and renamed when it is complete.
-docs/formats/export.md specifies the format.
+(rank_rows.py). docs/formats/export.md specifies the format.
+
+A version appears complete, or not at all. Its parts are written to staging directories, whose names begin
+with `.draft-`, and renamed when all are complete. A staging directory is locked while its process lives;
+those of killed processes are removed by the next export to the same place.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,16 +40,16 @@ from megalith.errors import ExportError, InputError, MegalithError, UsageError
 from megalith.nn.feature_plan import FeaturePlan
 from megalith.ops import checks
 from megalith.ragged import Ragged
-from megalith.serving.export import precision as precisions
 from megalith.serving.export.frozen_rows import FrozenWriter
 from megalith.serving.export.model_parts import Exportable, ModelParts, ServingModule
-from megalith.serving.export.output_specs import ACTIVATIONS
-from megalith.serving.export.program_export import WrittenProgram, export_program
+from megalith.serving.export.program_export import ACTIVATIONS, WrittenProgram, export_program
 from megalith.serving.export.rank_rows import RankRows, RowSource
+from megalith.serving.export.row_format import dtype_of, steps_for
 from megalith.serving.export.signature import (
     DENSE,
     ENTRY,
     ID_KINDS,
+    NAME,
     STANDALONE,
     ExportedTable,
     FeatureSpec,
@@ -50,10 +57,111 @@ from megalith.serving.export.signature import (
     Signature,
     check_name,
 )
-from megalith.serving.export.staging import StagingDirectories
 from megalith.serving.export.warmup_examples import Example, write_examples
 from megalith.shards import Shards
+from megalith.storage.local_files import sync_path, take_lock
 from megalith.table import ServingPrecision, TableConfig
+
+_STAGING_PREFIX = ".draft-"
+_LOCK_SECONDS = 60.0
+"""Seconds that another export to the same place may take to make its directory."""
+
+
+class StagingDirectories:
+    """The directories in which the parts of a version are written, next to their final places.
+
+    As a context manager it creates them, and removes those that were not published.
+    """
+
+    def __init__(self, out: Path, version: int, parts: Sequence[str]) -> None:
+        self._out, self._version = out, version
+        self.parts = list(parts)
+        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
+            raise InputError(f"export: version must be an integer from 0 to 2^63 - 1, got {version!r}")
+        self._name = f"{_STAGING_PREFIX}{version}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._locks = ExitStack()
+
+    def _base(self, part: str) -> Path:
+        return self._out if part == STANDALONE else self._out / part
+
+    def path(self, part: str) -> Path:
+        """Return the staging directory of a part."""
+        return self._base(part) / self._name
+
+    def __enter__(self) -> StagingDirectories:
+        for part in self.parts:
+            if (self._base(part) / str(self._version)).exists():
+                raise ExportError(
+                    f"{self._base(part) / str(self._version)} exists: choose another version "
+                    "(--version, in Python version=...), or another directory"
+                )
+        try:
+            for part in self.parts:
+                self._make(part)
+        except (OSError, ExportError):
+            self.__exit__()
+            raise
+        return self
+
+    def _make(self, part: str) -> None:
+        """Create a staging directory, locked while this process lives, and remove abandoned ones."""
+        base = self._base(part)
+        base.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as exclusive:
+            with suppress(OSError):  # without locks, no staging directory is removed
+                # Otherwise another process could see a directory before it is locked.
+                exclusive.enter_context(_locked(base, _LOCK_SECONDS))
+            for abandoned in base.glob(f"{_STAGING_PREFIX}*"):
+                with suppress(OSError, ExportError), _locked(abandoned):
+                    shutil.rmtree(abandoned, ignore_errors=True)
+            self.path(part).mkdir()
+            with suppress(OSError):
+                self._locks.enter_context(_locked(self.path(part), _LOCK_SECONDS))
+
+    def __exit__(self, *_: object) -> None:
+        for part in self.parts:
+            shutil.rmtree(self.path(part), ignore_errors=True)
+        self._locks.close()
+
+    def write(self, part: str, signature: Signature) -> None:
+        """Write the signature of a part, the last of its files, and flush all files to disk."""
+        path = self.path(part)
+        text = signature.to_json()
+        # A signature that servers cannot read must not be published.
+        Signature.from_dict(json.loads(text), f"export: {NAME}")
+        (path / NAME).write_text(text)
+        for each in path.iterdir():
+            sync_path(each)
+        sync_path(path)
+
+    def publish(self) -> None:
+        """Rename all parts to their final names, in their order; if one fails, rename the others back."""
+        done: list[str] = []
+        try:
+            for part in self.parts:
+                os.rename(self.path(part), self._base(part) / str(self._version))
+                done.append(part)
+                sync_path(self._base(part))
+        except OSError:
+            for part in done:
+                os.rename(self._base(part) / str(self._version), self.path(part))
+            raise
+
+
+@contextmanager
+def _locked(directory: Path, seconds: float = 0.0) -> Iterator[None]:
+    """Hold a lock that the system releases when the process ends, even if it is killed."""
+    handle = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        if not take_lock(handle, seconds):
+            raise ExportError(
+                f"{directory}: another process has held the lock of this directory for {seconds:g} s: end it "
+                "if it hangs (`fuser` of the directory names it), or choose another directory"
+            )
+        yield
+    finally:
+        os.close(handle)
+
 
 _EXAMPLE_SIZES = (1, 8)
 _MAX_FILE_NAME = 100
@@ -135,7 +243,7 @@ def export_model(
 
     def check() -> Signature:
         check_name(name)
-        precisions.dtype_of(precision)
+        dtype_of(precision)
         checks.path(out, "export: out")
         checks.integer(num_shards, "export: num_shards", least=0)
         if block_size is not None:
@@ -407,9 +515,7 @@ class _TableExporter:
         )
 
     def _steps(self, largest: list[float]) -> tuple[float, ...]:
-        measured = [
-            precisions.steps_for([each], kind)[0] for each, kind in zip(largest, self._kinds, strict=True)
-        ]
+        measured = [steps_for([each], kind)[0] for each, kind in zip(largest, self._kinds, strict=True)]
         return tuple(
             each.serving.unit if isinstance(each.serving, ServingPrecision) else step
             for each, step in zip(self._config.segments, measured, strict=True)

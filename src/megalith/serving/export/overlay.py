@@ -1,16 +1,15 @@
 """Overlay: rows written since an export, which take precedence over its frozen rows.
 
 The rows of each table are in a Table with one more column, a flag: PRESENT or REMOVED. A row and its removal
-are thus one write each, and a concurrent reader sees the state before or after it.
-
-A table with codes (row_format.py) holds the codes: three bytes in each column, as an integer below 2^24,
-which float32 holds exactly.
+are thus one write each, and a concurrent reader sees the state before or after it. A table with codes
+(row_format.py) holds the codes: three bytes in each column, as an integer below 2^24, which float32 holds
+exactly.
 
 The rows of a table are in layers, the newest first; the first layer that has an id decides:
 
-    Table        rows written since the last fold began
-    Table        rows that are being folded; read only
-    FoldedRows   rows of all folds before, in a mapped file; read only (folding.py)
+    Table           rows written since the last compaction began
+    Table           rows that are being compacted; read only
+    CompactedRows   rows of all compactions before, in a mapped file; read only (compaction.py)
 
 Invariant: the layers of all tables are one tuple, which is replaced as a whole, so that a reader never misses
 a row that moves from one layer to the next.
@@ -220,3 +219,34 @@ def _bytes(columns: Tensor, count: int) -> Tensor:
     integers = columns.to(torch.int32)
     parts = [(integers >> shift) & 255 for shift in (0, 8, 16)]
     return torch.stack(parts, dim=2).flatten(1)[:, :count].to(torch.uint8)
+
+
+def find_rows(
+    asked: Mapping[str, Tensor], overlay: Overlay, frozen: Mapping[str, FrozenRows]
+) -> dict[str, Tensor]:
+    """Look up ids in the rows of a version."""
+    # asked: table -> ids int64 [n]; returns: table -> bool [n], whether an id has a row.
+    found = {}
+    for table, ids in asked.items():
+        flags = overlay.read(table, ids)[1]
+        exported = torch.zeros_like(ids) if overlay.hides_base else frozen[table].find(ids) + 1
+        found[table] = (flags == PRESENT) | ((flags == 0) & (exported > 0))
+    return found
+
+
+_PIECE = 1 << 16
+"""Rows compared at once."""
+
+
+def inherit_rows(own: Overlay, overlay: Overlay, frozen: Mapping[str, FrozenRows]) -> None:
+    """Write what differs from the exported rows, so that overlays do not grow from version to version."""
+    for table, exported in frozen.items():
+        for ids, rows, flags in overlay.scan(table):
+            there = flags == PRESENT
+            known = exported.find(ids) >= 0
+            before = torch.empty_like(rows, memory_format=torch.contiguous_format)
+            exported.read(ids, before)
+            new = there & ~(known & (before == rows).all(1))
+            own.apply({table: (ids[new], rows[new])}, {table: ids[~there & known]})
+        for ids in exported.ids.split(_PIECE) if overlay.hides_base else ():
+            own.apply({}, {table: ids[overlay.read(table, ids)[1] != PRESENT]})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,15 @@ from torch import Tensor, nn
 
 from megalith.distributed.dense_parameters import ANCHOR
 from megalith.errors import InputError, MegalithError
-from megalith.serving.export.archive import write_archive
-from megalith.serving.export.integer_division import guard_divisions
 from megalith.serving.export.model_parts import ModelParts
-from megalith.serving.export.output_specs import (
+from megalith.serving.export.program_safety import guard_divisions, write_archive
+from megalith.serving.export.signature import (
     LOGITS,
+    MAX_OUTPUTS,
+    MAX_RANK,
+    OUTPUT_DTYPES,
     PROBABILITIES,
     OutputSpec,
-    activate,
-    describe_outputs,
-    name_tensors,
 )
 from megalith.storage.store import StoredFile, checksum
 
@@ -178,3 +177,74 @@ def _run(parts: ModelParts, module: nn.Module, names: Sequence[str]) -> tuple[tu
         for whole, part in zip(found[0], tensors, strict=True)
     )
     return specs[0], joint
+
+
+OUTPUT = "output"
+"""Name of a tensor that has none; tensors of a tuple are `output_0`, `output_1` and so on."""
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda values: torch.softmax(values, -1),
+    "exp": torch.exp,
+    "tanh": torch.tanh,
+}
+
+
+def name_tensors(result: Any, names: Sequence[str] | None) -> dict[str, Any]:
+    """Give names to what a model returns."""
+    if isinstance(result, Mapping):
+        if names is not None:
+            raise InputError("export: the model names its outputs itself, so `outputs` must not be given")
+        named = dict(result)
+    else:
+        values = list(result) if isinstance(result, list | tuple) else [result]
+        if names is None:
+            single = not isinstance(result, list | tuple)
+            names = [OUTPUT] if single else [f"{OUTPUT}_{k}" for k in range(len(values))]
+        if len(names) != len(values) or len(set(names)) != len(names):
+            raise InputError(
+                f"export: `outputs` must have a different name for each of the model's {len(values)} tensors"
+            )
+        named = dict(zip(names, values, strict=True))
+    if not 1 <= len(named) <= MAX_OUTPUTS:
+        raise InputError(f"export: the model returns {len(named)} outputs, not 1 to {MAX_OUTPUTS}")
+    for name, value in named.items():
+        if not isinstance(name, str) or not 1 <= len(name) <= 1000 or not name.isprintable():
+            raise InputError(f"export: the name of an output must be printable text, not {repr(name)[:100]}")
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"export: output {name!r} must be a tensor, got {type(value).__name__}; return a tensor, a "
+                "tuple of tensors, or a dict of tensors by name"
+            )
+    return named
+
+
+def activate(named: Mapping[str, Tensor], activations: Mapping[str, str]) -> dict[str, Tensor]:
+    """Apply activations, and turn half precision into float32."""
+    for name in activations:
+        if name not in named:
+            raise InputError(
+                f"export: activations: the model has no output {name!r}; it has {', '.join(named)}"
+            )
+    result = {}
+    for name, tensor in named.items():
+        value = tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+        if value.dtype not in OUTPUT_DTYPES.values():
+            raise InputError(f"export: output {name!r} has dtype {value.dtype}, which servers do not return")
+        result[name] = ACTIVATIONS[activations[name]](value) if name in activations else value
+    return result
+
+
+def describe_outputs(named: Mapping[str, Tensor], size: int) -> tuple[OutputSpec, ...]:
+    """Describe the outputs of one run of a program."""
+    known = {dtype: text for text, dtype in OUTPUT_DTYPES.items()}
+    specs = []
+    for name, tensor in named.items():
+        if tensor.dim() < 1 or tensor.dim() > MAX_RANK or tensor.shape[0] != size:
+            raise InputError(
+                f"export: output {name!r} is {list(tensor.shape)} for a batch of {size} rows: the first "
+                "dimension of every output must be the batch"
+            )
+        specs.append(OutputSpec(name, known[tensor.dtype], tuple(tensor.shape[1:])))
+    return tuple(specs)

@@ -1,22 +1,94 @@
 """Request plans: what a request for scores needs besides its ids, compiled once for each batch size.
 
 Most requests have one id for each feature and row. Their rows are read, and reduced to the inputs of the
-dense program, in one native call from the bytes of the ids.
+dense program, in one native call from the bytes of the ids. For other requests, the rows are gathered in one
+buffer, table after table, and pooled from there.
+
+`count_missing` counts the ids of a request that have no row. Such an id reads as zeros, so the scores of a
+request with a wrong kind of id look like any others. It is another pass over the ids, for requests that ask
+for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalith.library import span
+from megalith.library import native_module, span
 from megalith.nn.batch_preparer import column_of, real_places
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
-from megalith.serving.export.row_gathering import Gathered, Gathering, RowPlan
+from megalith.ops.pooling import Bags, Pooling, covered, pool_flat
+from megalith.ragged import Ragged
+from megalith.shards.joint_pooling import joint_weights
+
+
+class Gathering:
+    """A pooling over the rows of one buffer."""
+
+    def __init__(self, sizes: Mapping[str, int], pooling: Pooling, dims: Mapping[str, int]) -> None:
+        self._outputs = pooling.outputs
+        self._dim = max(dims[name] for name in sizes)
+        self._shapes = {name: (n, dims[name]) for name, n in sizes.items()}
+        self._sizes = [n * dim for n, dim in self._shapes.values()]
+        index = []
+        weights = joint_weights(pooling, list(sizes), list(sizes.values()))
+        self._bags: list[Bags] = []
+        begin = at = 0
+        for name, (n, dim) in self._shapes.items():
+            index.append(torch.arange(at, at + n * dim, dim, device="cpu"))
+            for each in pooling.of(name):
+                offsets = each.offsets + begin if begin else each.offsets
+                own = None if each.weights is None else weights
+                self._bags.append(Bags(offsets, each.parts, own, each.divisor, each.shared))
+            begin += n
+            at += n * dim
+        self._index = torch.cat(index)
+        self._covered = covered(self._bags, self._outputs)
+
+    def plan(self, features: Sequence[int], size: int) -> RowPlan:
+        """Compile the pooling of requests with one id for each feature and row."""
+        native: Any = native_module()
+        bags = [each.native for each in self._bags]
+        arguments = (bags, self._outputs, self._index, self._dim, sum(self._sizes), list(features), size)
+        return RowPlan(native.PoolPlan(*arguments), self._outputs, self._covered)
+
+    def rows(self) -> Gathered:
+        """Allocate the buffer of a request."""
+        buffer = torch.empty(sum(self._sizes), device="cpu")
+        parts = zip(self._shapes.items(), buffer.split(self._sizes), strict=True)
+        return Gathered(buffer, {name: part.view(shape) for (name, shape), part in parts})
+
+    def pool(self, gathered: Gathered) -> list[Tensor]:
+        """Reduce the rows of a request."""
+        return pool_flat(gathered.buffer, self._index, self._bags, self._outputs, self._dim, self._covered)
+
+
+class RowPlan:
+    """A compiled pooling."""
+
+    def __init__(self, native: Any, shapes: Sequence[tuple[int, int]], covered: Sequence[bool]) -> None:
+        self.native = native
+        self._outputs = [
+            (shape, torch.empty if whole else torch.zeros)
+            for shape, whole in zip(shapes, covered, strict=True)
+        ]
+
+    def outputs(self) -> list[Tensor]:
+        """Allocate the outputs of a request, float32."""
+        return [make(shape, dtype=torch.float32) for shape, make in self._outputs]
+
+
+class Gathered:
+    """Rows to fill, all in one buffer."""
+
+    def __init__(self, buffer: Tensor, rows: dict[str, Tensor]) -> None:
+        self.buffer = buffer
+        self.rows = rows
+
 
 _MAX_COMPILED = 256
 """Maximum number of batch sizes for which a compiled request is cached."""
@@ -109,3 +181,28 @@ class RequestPlans:
             places = real_places(self.plan.features[of], batch.columns[of])
             rows[name] = places.expand(batch.size, -1)  # a shared feature has one row
         return rows
+
+
+HasRows = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""{table: ids int64 [n]} -> {table: bool [n]}, whether an id has a row."""
+
+
+def count_missing(
+    plan: FeaturePlan, features: Mapping[str, Ragged | Tensor], has_rows: HasRows
+) -> dict[str, int]:
+    """Count the ids without a row."""
+    ids = {}
+    for name, feature in plan.features.items():
+        column = column_of(feature, features[name])
+        column = column if feature.combiner is None else feature.combiner.cut(column)
+        ids[name] = column.values.to(torch.int64)
+    asked = {table: torch.cat([ids[f.name] for f in own]) for table, own in plan.tables.items()}
+    found = has_rows(asked)
+    missing = {}
+    for table, own in plan.tables.items():
+        parts = found[table].split([ids[feature.name].numel() for feature in own])
+        for feature, part in zip(own, parts, strict=True):
+            count = part.numel() - int(part.sum())
+            if count:
+                missing[feature.name] = count
+    return missing

@@ -9,9 +9,10 @@ A row consists of the parts of its segments. A part of one of these kinds takes 
     fixed_point    dim              the number of steps times the step          `FixedPoint.unit`
     one_bit        (dim + 7) // 8   the step if its bit is set, else -step      `OneBit.unit`, the amplitude
 
-Rows of one kind of numbers are stored as a matrix of that type. Other rows are stored as bytes, with their
-parts concatenated; numbers are little-endian. In parameter sync, parts of `fixed_point` and `one_bit` travel
-as these bytes, and all others as float32.
+int8 is Monolith's fixed point: a value is an integer number of steps, with one step size for each segment.
+Values beyond the range are clamped. Rows of one kind of numbers are stored as a matrix of that type. Other
+rows are stored as bytes, with their parts concatenated; numbers are little-endian. In parameter sync, parts
+of `fixed_point` and `one_bit` travel as these bytes, and all others as float32.
 """
 
 from __future__ import annotations
@@ -25,9 +26,50 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.export.precision import PRECISIONS, decode, encode
+from megalith.ops.checks import one_of
 from megalith.table import ServingPrecision, TableConfig
 from megalith.table.config import SERVING_PRECISIONS
+from megalith.table.serving_precision import fixed_point_codes
+
+PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
+_MAX_HALF = 65504.0
+_SMALLEST_STEP = torch.finfo(torch.float32).tiny
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Return the dtype of stored rows."""
+    return PRECISIONS[one_of(precision, list(PRECISIONS), "precision")]
+
+
+def steps_for(largest: Sequence[float], precision: str) -> list[float]:
+    """Return the step size of each segment."""
+    if precision != "int8":
+        return [1.0] * len(largest)
+    return [max(each / 127.0, _SMALLEST_STEP) if each > 0 else 1.0 for each in largest]
+
+
+def encode_numbers(rows: Tensor, precision: str, steps: Tensor) -> Tensor:
+    """Convert rows to their stored form."""
+    # rows: float32 [n, dim]; steps: step size of each column, float32 [dim], or of all, float32 []; returns:
+    # [n, dim], of the dtype of the precision.
+    if not bool(torch.isfinite(rows).all()):
+        raise InputError("a row holds NaN or Inf")
+    if precision == "float32":
+        return rows
+    if precision == "float16":
+        if rows.numel() and float(rows.abs().max()) > _MAX_HALF:
+            raise InputError(f"a row holds {float(rows.abs().max()):g}, beyond float16: export as float32")
+        return rows.to(torch.float16)
+    return fixed_point_codes(rows, steps)
+
+
+def decode_numbers(stored: Tensor, steps: Tensor) -> Tensor:
+    """Convert stored rows back; the inverse of `encode`."""
+    # stored: float32, float16 or int8 [n, dim]; steps: step size of each column, float32 [dim], or of all,
+    # float32 []; returns: float32 [n, dim].
+    rows = stored.to(torch.float32)
+    return rows * steps if stored.dtype == torch.int8 else rows
+
 
 KINDS = (*PRECISIONS, *SERVING_PRECISIONS)
 _NATIVE_KINDS = {"float32": 0, "float16": 1, "int8": 2, "fixed_point": 2, "one_bit": 3}
@@ -78,7 +120,7 @@ class RowPart:
                 raise InputError("a row holds NaN or Inf")
             return self._precision.encode(rows)
         return (
-            encode(rows, self.kind, torch.tensor(self.step, device="cpu"))
+            encode_numbers(rows, self.kind, torch.tensor(self.step, device="cpu"))
             .clone(memory_format=torch.contiguous_format)
             .view(torch.uint8)
         )
@@ -89,7 +131,7 @@ class RowPart:
         if self.is_code:
             return self._precision.decode(stored, self.dim)
         own = stored.clone(memory_format=torch.contiguous_format)  # also the strides of one row or none
-        return decode(own.view(self.dtype), torch.tensor(self.step, device="cpu"))
+        return decode_numbers(own.view(self.dtype), torch.tensor(self.step, device="cpu"))
 
 
 @dataclass(frozen=True)
@@ -156,7 +198,7 @@ class RowFormat:
         """Convert rows to their stored form."""
         # rows: float32 [n, dim]; returns: [n, width] of `dtype`.
         if self.dtype != torch.uint8:
-            return encode(rows, self.parts[0].kind, self.column_steps)
+            return encode_numbers(rows, self.parts[0].kind, self.column_steps)
         pieces = rows.split([part.dim for part in self.parts], dim=1)
         return torch.cat([part.encode(each) for part, each in zip(self.parts, pieces, strict=True)], dim=1)
 
@@ -164,7 +206,7 @@ class RowFormat:
         """Convert stored rows back; the inverse of `encode`."""
         # stored: [n, width] of `dtype`; returns: float32 [n, dim].
         if self.dtype != torch.uint8:
-            return decode(stored, self.column_steps)
+            return decode_numbers(stored, self.column_steps)
         pieces = stored.split([part.bytes for part in self.parts], dim=1)
         return torch.cat([part.decode(each) for part, each in zip(self.parts, pieces, strict=True)], dim=1)
 

@@ -2,7 +2,8 @@
 
 A standalone model holds its rows. A ps part, and an export of Shards, has rows but no model. An entry holds
 the model and fetches its rows through a callable. Rows and dense weights can be overwritten in memory; the
-files never change.
+files never change. Files, ids, rows, dense values and the outputs of the program are validated here; the
+modules behind it trust what they get.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,27 +20,151 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.errors import (
-    InputError,
-    RemoteError,
-    UsageError,
-)
+from megalith.errors import ExportError, InputError, RemoteError, UnknownNameError, UsageError
 from megalith.library import span
-from megalith.ops.checks import callback, flag, instance, integer, mapping
+from megalith.nn.feature_plan import FeaturePlan
+from megalith.ops.checks import all_finite, callback, flag, instance, integer, kind, mapping
 from megalith.ops.checks import path as check_path
+from megalith.serving.export.compaction import Compactor
 from megalith.serving.export.dense_program import DenseProgram, ProgramCopy
-from megalith.serving.export.folding import Folder
 from megalith.serving.export.frozen_rows import FrozenRows
-from megalith.serving.export.inherited_rows import inherit_rows
-from megalith.serving.export.missing_ids import count_missing, find_rows
-from megalith.serving.export.opened_files import check_files, open_rows
-from megalith.serving.export.overlay import Overlay, RowsByTable
-from megalith.serving.export.request_checks import check_dense, check_features, check_outputs, check_plain
-from megalith.serving.export.request_plans import RequestPlan, RequestPlans
-from megalith.serving.export.row_checks import check_ids, check_rows
-from megalith.serving.export.row_gathering import Gathered
-from megalith.serving.export.signature import ENTRY, Signature
+from megalith.serving.export.overlay import Overlay, RowsByTable, find_rows, inherit_rows
+from megalith.serving.export.request_plans import Gathered, RequestPlan, RequestPlans, count_missing
+from megalith.serving.export.signature import ENTRY, OUTPUT_DTYPES, Signature
 from megalith.serving.export.warmup_examples import read_examples
+from megalith.storage.store import LocalStore
+
+
+def check_files(directory: Path, signature: Signature, *, checksums: bool) -> None:
+    """Check that the files of a version are complete."""
+    store = LocalStore(directory)
+    tables = (table.file for table in signature.tables.values())
+    for entry in (*tables, signature.program, signature.examples):
+        if entry is None:
+            continue
+        try:
+            if checksums:
+                store.verify(entry, ExportError)
+            elif store.size(entry.path) != entry.bytes:
+                raise ExportError(f"{directory / entry.path} does not have {entry.bytes} bytes")
+        except OSError as error:
+            raise ExportError(str(error)) from None
+
+
+def open_rows(
+    directory: Path, signature: Signature, *, first: Sequence[str], in_memory: bool
+) -> dict[str, FrozenRows]:
+    """Open the rows of all tables."""
+    rest = [name for name in signature.tables if name not in first]
+    return {name: _open_table(directory, signature, name, in_memory) for name in (*first, *rest)}
+
+
+def _open_table(directory: Path, signature: Signature, name: str, in_memory: bool) -> FrozenRows:
+    table = signature.tables[name]
+    assert table.file is not None  # the signature was checked
+    path = directory / table.file.path
+    rows = FrozenRows(path, table.format(signature.precision), in_memory=in_memory)
+    if len(rows) != table.rows:
+        raise ExportError(f"{path} holds {len(rows)} rows, not {table.rows}")
+    return rows
+
+
+def check_ids(signature: Signature, table: str, ids: Tensor) -> None:
+    """Check ids of a table."""
+    # ids: int64 [n].
+    if not isinstance(table, str) or table not in signature.tables:
+        known = ", ".join(map(repr, signature.tables))
+        raise UnknownNameError(f"unknown table {table!r} (known: {known})")
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
+        raise InputError(f"table {table!r}: ids must be int64 [n] on the CPU, got {_describe(ids)}")
+    shard = signature.shard
+    if shard is None:
+        return
+    owners = signature.tables[table].router().owner(ids)
+    if bool((owners != shard).any()):
+        wrong = int(ids[owners != shard][0])
+        raise InputError(
+            f"table {table!r}: id {wrong} belongs to another part than {signature.part} of "
+            f"{signature.sub_graph_num}, version {signature.version}"
+        )
+
+
+def check_rows(signature: Signature, rows: RowsByTable, removed: Mapping[str, Tensor]) -> None:
+    """Check rows to write and ids to remove."""
+    # rows: table -> (ids int64 [n], rows float32 [n, dim]); removed: table -> ids int64 [n].
+    mapping(rows, "rows", '{"user": (ids, rows)}')
+    mapping(removed, "removed", '{"user": ids}')
+    if signature.part == ENTRY and (rows or removed):
+        raise InputError(f"{signature.name} holds no rows: push them to the ps parts")
+    for table, pair in rows.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise InputError(f"rows: table {table!r} must have a pair (ids, rows), got {kind(pair)}")
+        ids, values = pair
+        check_ids(signature, table, ids)
+        shape = [ids.numel(), signature.tables[table].dim]
+        is_cpu = isinstance(values, Tensor) and values.is_cpu
+        if not is_cpu or values.dtype != torch.float32 or list(values.shape) != shape:
+            raise InputError(
+                f"table {table!r}: rows must be float32 {shape} on the CPU, got {_describe(values)}"
+            )
+        if not all_finite(values):
+            raise InputError(f"table {table!r}: rows hold NaN or Inf")
+    for table, ids in removed.items():
+        check_ids(signature, table, ids)
+
+
+def _describe(given: object) -> str:
+    if not isinstance(given, Tensor):
+        return kind(given)
+    return f"{given.dtype} {list(given.shape)}" + ("" if given.is_cpu else f" on {given.device}")
+
+
+def check_plain(batch: Any, size: Any, row_bytes: int) -> None:
+    """Check requests with one id for each feature and row."""
+    if not isinstance(batch, list | tuple) or not all(isinstance(ids, bytes) for ids in batch):
+        raise InputError(f"batch must be a list of bytes, got {kind(batch)}")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InputError(f"size must be a positive integer, got {kind(size)}")
+    if sum(map(len, batch)) != row_bytes * size:
+        raise InputError(f"batch must have {row_bytes} bytes of ids for each of {size} rows")
+
+
+def check_features(plan: FeaturePlan, features: Any) -> None:
+    """Check the names of the features of a request."""
+    if not isinstance(features, Mapping):
+        raise InputError(f"features must be a dict of columns by name, got {kind(features)}")
+    missing = plan.features.keys() - features.keys()
+    if missing:
+        raise UnknownNameError(f"feature {min(missing)!r} is missing from the request")
+
+
+def check_dense(signature: Signature, dense: Tensor | None, size: int) -> Tensor | None:
+    """Check the dense values of a request."""
+    width = signature.num_dense
+    if width == 0:
+        if dense is not None:
+            raise InputError("this model takes no dense values")
+        return None
+    fits = isinstance(dense, Tensor) and tuple(dense.shape) == (size, width)
+    if dense is None or not fits or not dense.is_floating_point() or not dense.is_cpu:
+        got = f"{dense.dtype} {list(dense.shape)}" if isinstance(dense, Tensor) else kind(dense)
+        raise InputError(f"{signature.dense_name} must be float32 {[size, width]}, got {got}")
+    return dense.to(torch.float32)
+
+
+def check_outputs(directory: Path, signature: Signature, outputs: Sequence[Any], size: int) -> None:
+    """Check what the program of a version returns."""
+    for spec, tensor in zip_longest(signature.outputs, outputs):
+        if (
+            spec is None
+            or not isinstance(tensor, Tensor)
+            or tensor.dtype != OUTPUT_DTYPES[spec.dtype]
+            or tuple(tensor.shape) != (size, *spec.shape)
+        ):
+            raise ExportError(
+                f"{directory}: the program does not return the outputs that the signature describes"
+            )
+
 
 Fetch = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 Tensors = Mapping[str, Tensor]
@@ -87,10 +213,10 @@ class Servable:
         fetch: Fetch | None = None,
         verify_files: bool = True,
         in_memory: bool = False,
-        folder: Folder | None = None,
+        folder: Compactor | None = None,
     ) -> None:
         self.directory = check_path(directory, "directory")
-        self._folder = None if folder is None else instance(folder, Folder, "folder")
+        self._folder = None if folder is None else instance(folder, Compactor, "folder")
         callback(fetch, "fetch")
         flag(verify_files, "verify_files")
         flag(in_memory, "in_memory")

@@ -1,6 +1,7 @@
 """Signature of an exported model: its inputs, its outputs, and the files of its rows and weights.
 
 It is a JSON file, written last; docs/formats/export.md describes its fields. Reading validates every field.
+program_export.py names the outputs of a model and applies their activations.
 """
 
 from __future__ import annotations
@@ -13,17 +14,67 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megalith.checkpoint.manifest import Routing
 from megalith.errors import ExportError, InputError
 from megalith.nn import Combiner, Feature, FirstN, Layout, Mean, Slice, Sqrtn, Sum
 from megalith.nn.feature_plan import FeaturePlan
 from megalith.routing import MODES, Router
-from megalith.serving.export.output_specs import LOGIT_OUTPUTS, MAX_OUTPUTS, OutputSpec, read_output
-from megalith.serving.export.precision import PRECISIONS
-from megalith.serving.export.row_format import Formats, RowFormat, RowPart
+from megalith.serving.export.row_format import PRECISIONS, Formats, RowFormat, RowPart
 from megalith.storage.json_codec import parse_json
 from megalith.storage.store import LocalStore, StoredFile
 from megalith.table import SGD, Segment, TableConfig
+
+LOGITS, PROBABILITIES = "logits", "probabilities"
+"""Outputs of a model whose `score` returns one logit for each row."""
+OUTPUT_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+MAX_OUTPUTS, MAX_RANK, MAX_VALUES = 256, 8, 1 << 24
+"""Limits of a model: outputs, dimensions of one, and values for each row."""
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """An output: a tensor [B, *shape]."""
+
+    name: str
+    dtype: str = "float32"
+    """One of OUTPUT_DTYPES."""
+    shape: tuple[int, ...] = ()
+    """The sizes after the batch dimension."""
+
+
+LOGIT_OUTPUTS = (OutputSpec(LOGITS), OutputSpec(PROBABILITIES))
+"""The outputs of exports of format version 1."""
+
+
+def read_output(data: Mapping[str, Any]) -> OutputSpec:
+    """Validate the description of an output."""
+    name, dtype, shape = data["name"], data["dtype"], data["shape"]
+    if not isinstance(name, str) or not 1 <= len(name) <= 1000:
+        raise ValueError(f"the name of an output must be a string, got {repr(name)[:100]}")
+    if not isinstance(dtype, str) or dtype not in OUTPUT_DTYPES:
+        raise ValueError(f"output {name!r} has dtype {repr(dtype)[:100]}")
+    if not isinstance(shape, list) or len(shape) >= MAX_RANK:
+        raise ValueError(f"output {name!r} has shape {repr(shape)[:100]}")
+    values = 1
+    for size in shape:
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MAX_VALUES:
+            raise ValueError(f"output {name!r} has shape {repr(shape)[:100]}")
+        values *= max(1, size)
+    if values > MAX_VALUES:
+        raise ValueError(f"output {name!r} has {values} values for each row, more than {MAX_VALUES}")
+    return OutputSpec(name, dtype, tuple(shape))
+
 
 FORMAT = "megalith-export"
 VERSION = 2

@@ -1,7 +1,18 @@
 """Dispatcher: passes each request, of any protocol, to the model that it names.
 
 Every request is admitted here. It is counted and timed, and refused while the server is full or shutting
-down. Any error becomes a RequestError with the status code that the client gets.
+down. Any error becomes a RequestError with the status code that the client gets. The memory of a burst of
+large requests is returned to the operating system with malloc_trim; otherwise the allocator would keep it
+forever.
+
+Requests for the rows of ids have the inputs and outputs of Monolith's two signatures:
+
+    signature     inputs                                    outputs
+    lookup        {table}: int64 [n], for any tables        {table}: float32 [n, dim]
+    raw_lookup    id: int64 [n], id_split: int64 [T + 1]    flat_emb: float32 [sum of n_t * dim_t]
+
+raw_lookup has the ids of all T tables of the model, concatenated in the order of the sorted table names; the
+ids of table t are `id[id_split[t]:id_split[t + 1]]`. Its output has the rows in the same order, flat.
 """
 
 from __future__ import annotations
@@ -13,22 +24,116 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.library import return_freed_memory
+from megalith.serving.export.servable import Servable
 from megalith.serving.proto.tf_tensors import Strings
 from megalith.serving.server.access_log import AccessLog
 from megalith.serving.server.batching import Alive
-from megalith.serving.server.freed_memory import FreedMemory
 from megalith.serving.server.inputs import InputReader, Inputs, Rows
 from megalith.serving.server.repository import Repository
 from megalith.serving.server.request_errors import Code, RequestError, as_request_error
-from megalith.serving.server.row_lookup import lookup_rows
 from megalith.serving.server.security import Permission
 from megalith.serving.server.served_model import Array, ServedModel
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.server_metrics import UNKNOWN, Metrics
-from megalith.serving.wire_names import LOOKUP, PREDICT, SIGNATURES
+from megalith.serving.sync.push_messages import split_by_table
+from megalith.serving.wire_names import LOOKUP, PREDICT, RAW_LOOKUP, SIGNATURES
+
+BURST_BYTES = 256 << 20
+"""Bytes of large requests after which freed memory is returned."""
+LARGE_BYTES = 1 << 20
+UNTRIMMED_BYTES = 64 << 20
+"""Freed memory that stays for the next requests."""
+
+
+class MallocTrimmer:
+    """Counts the bytes of large requests, and returns memory after many of them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._received = 0
+
+    def received(self, size: int) -> None:
+        """Count a request."""
+        if size >= LARGE_BYTES:
+            with self._lock:
+                self._received += size
+
+    def release(self) -> bool:
+        """Return freed memory if there was a burst since the last call; return whether there was."""
+        with self._lock:
+            if self._received < BURST_BYTES:
+                return False
+            self._received = 0
+        return_freed_memory(UNTRIMMED_BYTES)
+        return True
+
+
+FLAT_ROWS = "flat_emb"
+
+
+def lookup_rows(
+    servable: Servable,
+    inputs: Mapping[str, Tensor | Strings],
+    *,
+    signature: str,
+    outputs: Sequence[str] = (),
+    max_bytes: int,
+) -> dict[str, Tensor]:
+    """Return the rows of the ids of a request."""
+    dims = servable.signature.dims
+    raw = signature == RAW_LOOKUP
+    ids = _raw_ids(inputs, dims) if raw else _ids_by_table(inputs, dims)
+    _check_outputs(outputs, [FLAT_ROWS] if raw else list(ids), signature)
+    size = sum(4 * each.numel() * dims[table] for table, each in ids.items())
+    if size > max_bytes:
+        raise InputError(
+            f"{signature}: the rows would take {size} bytes, more than the limit of {max_bytes}; "
+            "request fewer ids"
+        )
+    if raw:
+        flat = [servable.lookup(table, each).reshape(-1) for table, each in ids.items()]
+        return {FLAT_ROWS: torch.cat([torch.empty(0, device="cpu"), *flat])}
+    return {table: servable.lookup(table, each) for table, each in ids.items() if table in (outputs or ids)}
+
+
+def _ids_by_table(inputs: Mapping[str, Tensor | Strings], dims: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return the inputs of `lookup` by table; raise InputError."""
+    found = {}
+    for table, ids in inputs.items():
+        if table not in dims:
+            raise InputError(f"input {table[:100]!r} is unknown; lookup takes {_shorten(dims)}")
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
+            raise InputError(f"input {table!r} must be int64 [ids]")
+        found[table] = ids
+    return found
+
+
+def _raw_ids(inputs: Mapping[str, Tensor | Strings], dims: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return the inputs of `raw_lookup` by table, for all tables in their order; raise InputError."""
+    left = dict(inputs)
+    tables = sorted(dims)
+    ids = split_by_table(left, "id", "id_split", len(tables))
+    if left:
+        raise InputError(f"input {min(left)[:100]!r} is unknown; raw_lookup takes id, id_split")
+    return dict(zip(tables, ids, strict=True))
+
+
+def _check_outputs(names: Sequence[str], known: Sequence[str], signature: str) -> None:
+    for name in names:
+        if name not in known:
+            raise InputError(
+                f"output {name[:100]!r} is unknown; this {signature} returns {_shorten(known) or 'nothing'}"
+            )
+
+
+def _shorten(names: Mapping[str, int] | Sequence[str]) -> str:
+    return ", ".join(list(names)[:20])
+
 
 DEFAULT_TIMEOUT, MAX_TIMEOUT = 60.0, 3600.0
 """Seconds of a request without a deadline, and the longest deadline."""
@@ -75,7 +180,7 @@ class Dispatcher:
         self.max_bytes = config.max_request_bytes
         self.max_predict_bytes = config.max_predict_bytes
         self.typed_outputs = not config.tensor_content
-        self.memory = FreedMemory()
+        self.memory = MallocTrimmer()
         self.access_log = None if config.access_log is None else AccessLog(config.access_log)
         self._security = config.security
         self._max_concurrent = config.max_concurrent

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.export.output_specs import OUTPUT_DTYPES
+from megalith.serving.export.signature import OUTPUT_DTYPES
 from megalith.serving.proto.infer_tensors import BYTES, DATATYPES, from_raw, from_values
 from megalith.serving.proto.limits import MAX_RANK, POINTER_BYTES
 from megalith.serving.proto.tf_tensors import Strings

@@ -26,9 +26,9 @@ from megalith.ragged import Ragged
 from megalith.serving.export.signature import FeatureSpec, Signature
 from megalith.serving.proto.infer_tensors import from_infer_request
 from megalith.serving.proto.limits import MAX_BYTES
+from megalith.serving.proto.message_bytes import ScoreMessage
 from megalith.serving.proto.message_types import Message
 from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos
-from megalith.serving.server.score_messages import ScoreMessage
 
 SPLITS, WEIGHTS = ":row_splits", ":weights"
 Inputs = Mapping[str, Tensor | Strings]
@@ -367,3 +367,15 @@ def _float32(parts: Sequence[bytes]) -> Tensor:
 def _shorten(names: Sequence[str]) -> str:
     shown = ", ".join(names[:20])
     return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"
+
+
+def inputs_of(signature: Signature) -> list[tuple[str, torch.dtype | None, list[int | None]]]:
+    """Return the inputs of serving_default."""
+    described: list[tuple[str, torch.dtype | None, list[int | None]]] = []
+    for feature in signature.features:
+        length: list[int | None] = [] if feature.single or feature.max_length == 1 else [None]
+        dtype = None if feature.ids == "xxhash64" else torch.int64
+        described.append((feature.name, dtype, [None, *length]))
+    if signature.num_dense:
+        described.append((signature.dense_name, torch.float32, [None, signature.num_dense]))
+    return described

@@ -30,25 +30,21 @@ from megalith.serving.client.credentials import grpc_module
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.discovery import Discovery, Replica, open_discovery
 from megalith.serving.discovery.contract import is_loopback, is_wildcard
-from megalith.serving.export.compiled_program import default_cache
-from megalith.serving.export.compiling import compile_servable
-from megalith.serving.export.folding import Folder
+from megalith.serving.export.compaction import Compactor
+from megalith.serving.export.compiled_program import compile_servable, default_cache
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, Signature
 from megalith.serving.proto import MAX_BYTES
+from megalith.serving.server.concurrency_limits import ConcurrencyLimits
 from megalith.serving.server.dispatcher import Dispatcher
-from megalith.serving.server.guard import Guard
-from megalith.serving.server.health import Health, add_reflection
-from megalith.serving.server.methods import grpc_handler
-from megalith.serving.server.oip_service import SERVICE as OIP_SERVICE
-from megalith.serving.server.oip_service import OIPService
+from megalith.serving.server.grpc_services import Health, add_reflection, grpc_handler
+from megalith.serving.server.open_inference import OIP_SERVICE, OIPService, TritonExtensions
 from megalith.serving.server.repository import Repository
 from megalith.serving.server.rest import RestServer
 from megalith.serving.server.served_model import ServedModel, services_of
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.server_metrics import Metrics, MetricsServer
-from megalith.serving.server.tf_service import MODEL_SERVICE, PREDICTION_SERVICE, TFService
-from megalith.serving.server.triton_extensions import TritonExtensions
+from megalith.serving.server.tf_serving import MODEL_SERVICE, PREDICTION_SERVICE, TFService
 from megalith.serving.sync.subscriber import Subscriber
 
 logger = logging.getLogger(__name__)
@@ -126,7 +122,7 @@ class ModelServer:
         self._dispatcher = Dispatcher(self._repository, self._metrics, config)
         self._health = Health()
         self._servers: list[Any] = []
-        self._guard: Guard | None = None
+        self._guard: ConcurrencyLimits | None = None
         self._rest: RestServer | None = None
         self._metrics_server: MetricsServer | None = None
         self._state = "new"
@@ -256,7 +252,7 @@ class ModelServer:
             if self._config.allow_writes:
                 config = self._config
                 where = None if config.fold_directory is None else Path(config.fold_directory)
-                folder = Folder(where, rows=config.fold_rows, seconds=config.fold_seconds)
+                folder = Compactor(where, rows=config.fold_rows, seconds=config.fold_seconds)
             servable = Servable(directory, in_memory=self._config.in_memory, folder=folder)
             self._compile(servable)
             return servable, None
@@ -301,7 +297,7 @@ class ModelServer:
         config = self._config
         if config.allow_writes:
             keep_freed_memory(KEPT_BYTES)
-        self._guard = Guard(
+        self._guard = ConcurrencyLimits(
             config.security,
             config.max_concurrent + SPARE_REQUESTS,
             config.read_seconds,

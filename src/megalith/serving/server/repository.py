@@ -23,17 +23,16 @@ from pathlib import Path
 
 from megalith.errors import InputError
 from megalith.serving.client.row_fetcher import RowFetcher
+from megalith.serving.export.canary import run_canary
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY
-from megalith.serving.export.trial import try_version
-from megalith.serving.model_state import ModelState
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.served_model import ServedModel, Version, names_of
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.server_metrics import Metrics
-from megalith.serving.server.version_directories import DEPTH, version_roots, versions_of
-from megalith.serving.server.version_rules import VersionRules, is_named
+from megalith.serving.server.versions import DEPTH, VersionRules, is_named, version_roots, versions_of
 from megalith.serving.sync.subscriber import Subscriber
+from megalith.serving.wire_names import ModelState
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +209,7 @@ class Repository:
         servable = fetcher = version = None
         try:
             if self._needs_trial:
-                try_version(directory, self._stopping)
+                run_canary(directory, self._stopping)
             servable, fetcher = self._open_version(directory)
             self._check(model, servable, number, root)
             servable.warm_up()

@@ -23,20 +23,23 @@ from megalith import __version__
 from megalith.errors import InputError
 from megalith.serving.server.access_log import TRACEPARENT
 from megalith.serving.server.dispatcher import Dispatcher
-from megalith.serving.server.http import Handler, HttpServer
-from megalith.serving.server.http_body import compress_body, read_body
+from megalith.serving.server.grpc_services import MISSING_IDS, REQUEST_KEY
+from megalith.serving.server.http import Handler, HttpServer, compress_body, read_body
 from megalith.serving.server.infer_json import HEADER_LENGTH, InferRequest
-from megalith.serving.server.methods import MISSING_IDS, REQUEST_KEY
-from megalith.serving.server.oip_service import EXTENSIONS, SERVER, describe, model_ready, parse_version
+from megalith.serving.server.open_inference import (
+    EXTENSIONS,
+    SERVER,
+    describe,
+    message_to_json,
+    model_config,
+    model_ready,
+    model_statistics,
+    parse_version,
+    repository_index,
+)
 from megalith.serving.server.request_errors import HTTP_STATUS, Code, RequestError
 from megalith.serving.server.security import Permission, Security
 from megalith.serving.server.tf_rest import TFPath, TFRequest
-from megalith.serving.server.triton_extensions import (
-    message_to_json,
-    model_config,
-    model_statistics,
-    repository_index,
-)
 from megalith.storage.json_codec import parse_json
 
 MODEL_VERSION = "Megalith-Model-Version"

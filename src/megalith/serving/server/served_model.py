@@ -1,7 +1,7 @@
-"""Served models and their versions.
+"""Served models, their versions, and the statistics of each version.
 
-A model passes its requests to the newest version, to one that its rules choose (version_rules.py), or to the
-one that they name by number or label. Requests hold the version that they use. A retired version accepts no
+A model passes its requests to the newest version, to one that its rules choose (versions.py), or to the one
+that they name by number or label. Requests hold the version that they use. A retired version accepts no
 further requests and is closed when the last one ends.
 
     ModelState   meaning                                          next
@@ -9,6 +9,14 @@ further requests and is closed when the last one ends.
     AVAILABLE    the version answers requests                     UNLOADING
     UNLOADING    retired; requests in progress still use it       END
     END          closed, or failed to open (with the reason)      LOADING
+
+The statistics are sums since the version was loaded, as Triton reports them:
+
+    success      the whole request, from the choice of the version to its outputs
+    fail         the same, for requests that raised an error
+    input        reading the inputs
+    queue        waiting for a batch and for other requests of it
+    infer        the computation of its batch
 """
 
 from __future__ import annotations
@@ -28,19 +36,74 @@ from megalith.errors import DiscoveryError, InputError, RemoteError
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, STANDALONE, Signature
-from megalith.serving.model_state import ModelState
 from megalith.serving.server.batching import Alive, Batcher
 from megalith.serving.server.inputs import InputReader, Rows
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.server_config import ServerConfig
-from megalith.serving.server.version_rules import (
-    VersionRules,
-    choose_version,
-    point_of_key,
-    point_of_request,
-)
-from megalith.serving.server.version_statistics import VersionStatistics
+from megalith.serving.server.versions import VersionRules, choose_version, point_of_key, point_of_request
 from megalith.serving.sync.subscriber import Subscriber
+from megalith.serving.wire_names import ModelState
+
+
+@dataclass
+class StatisticSums:
+    """Counts, and sums of nanoseconds."""
+
+    successes: int = 0
+    success_ns: int = 0
+    failures: int = 0
+    fail_ns: int = 0
+    input_ns: int = 0
+    waited_ns: int = 0
+    """Time in which successful requests were queued or computed."""
+    infer_ns: int = 0
+    """Time of batches, counted for each of their requests."""
+    rows: int = 0
+    batches: int = 0
+    last_ms: int = 0
+    """When the last successful request ended, in milliseconds since 1970."""
+
+    @property
+    def queue_ns(self) -> int:
+        """Time in which requests were not computed yet, or waited for others."""
+        return max(0, self.waited_ns - self.infer_ns)
+
+
+class VersionStatistics:
+    """The statistics of one version. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums = StatisticSums()
+
+    def succeeded(self, rows: int, started: int, read: int, ended: int) -> None:
+        """Count a request that was answered; times are those of `time.perf_counter_ns`."""
+        with self._lock:
+            sums = self._sums
+            sums.successes += 1
+            sums.rows += rows
+            sums.success_ns += ended - started
+            sums.input_ns += read - started
+            sums.waited_ns += ended - read
+            sums.last_ms = time.time_ns() // 1_000_000
+
+    def failed(self, started: int) -> None:
+        """Count a request that raised an error."""
+        with self._lock:
+            self._sums.failures += 1
+            self._sums.fail_ns += time.perf_counter_ns() - started
+
+    def computed(self, requests: int, nanoseconds: int) -> None:
+        """Count a batch."""
+        with self._lock:
+            self._sums.batches += 1
+            self._sums.infer_ns += requests * nanoseconds
+
+    def sums(self) -> StatisticSums:
+        """Return a copy of the sums."""
+        with self._lock:
+            return StatisticSums(**vars(self._sums))
+
 
 Array = NDArray[np.generic]
 Scores = tuple[dict[str, Array], int, int]

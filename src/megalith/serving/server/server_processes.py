@@ -1,20 +1,21 @@
 """ServerProcesses: several server processes on one port, each with its own cores.
 
 A Python process computes on little more than one core. The kernel divides connections among processes that
-listen on one port (SO_REUSEPORT). Mapped rows are in memory once for all of them. This parent serves nothing
-but the metrics:
+listen on one port (SO_REUSEPORT). Mapped rows are in memory once for all of them. The parent process serves
+nothing but the metrics; `run_child` is the program of a child process:
 
-    parent                                           child (served_process.py)
+    parent                                           child
     binds the ports, without listening         ->
     writes the directory and the options       ->    opens the models, listens
                                                <-    `ready` with its address and models, or `error`
-    starts a child that ended, after a wait
+    restarts a child that exited; restarts
+    back off exponentially
     `metrics`, when they are requested         ->    the text of its metrics
-    SIGTERM, or its own end (end of the pipe)  ->    NOT_SERVING, lame duck, drain, exit
+    SIGTERM, or its own exit (end of the pipe) ->    NOT_SERVING, lame duck, drain, exit
 
 A child that takes pushes, or registers with a discovery, also has a port of its own: a push through the
 shared port would reach one process only, so that port takes none. The bound sockets keep the numbers of all
-ports while a child starts again.
+ports while a child restarts.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
-from megalith.errors import InputError, RemoteError, UsageError
+from megalith.errors import InputError, MegalithError, RemoteError, UsageError
 from megalith.ops import checks
-from megalith.serving.server.group_metrics import GroupMetrics
+from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
+from megalith.serving.server.server_metrics import GroupMetrics
 
 logger = logging.getLogger(__name__)
 
-CHILD = "megalith.serving.server.served_process"
+CHILD = "megalith.serving.server.server_processes"
 START_SECONDS = 600.0
 """Seconds in which a process must have opened its models."""
 MARGIN_SECONDS = 10.0
@@ -359,3 +361,72 @@ def divide_cores(processes: int, cores: Sequence[int] | None = None) -> list[tup
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     each = len(cores) // processes
     return [tuple(cores[k * each : (k + 1) * each]) for k in range(processes)]
+
+
+def run_child() -> int:
+    """Serve what the parent asks for."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print must not reach the parent's pipe
+    source = os.fdopen(os.dup(0), "rb", buffering=0)  # no buffer: a thread reads it until the process ends
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and stops its children
+    task: ChildTask = pickle.loads(
+        _read_exactly(source, int.from_bytes(_read_exactly(source, 8), "big"))
+    )  # of the parent
+    _prepare_child(task)
+
+    def reply(**content: Any) -> None:
+        replies.write(json.dumps(content) + "\n")
+        replies.flush()
+
+    server = ModelServer(task.directory, task.config, reuse_port=True, shared_port=task.shared_port)
+    try:
+        server.start()
+    except (MegalithError, OSError) as error:
+        reply(error=str(error))
+        return 1
+    try:
+        reply(
+            ready=[(model.name, model.newest.number) for model in server.models if model.newest is not None]
+        )
+        threading.Thread(target=_answer_parent, args=(source, reply, server, stop), daemon=True).start()
+        stop.wait()
+    finally:
+        server.stop()
+    return 0
+
+
+def _read_exactly(source: IO[bytes], size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = source.read(size - len(data))
+        if not more:
+            sys.exit("the parent ended")
+        data += more
+    return data
+
+
+def _prepare_child(task: ChildTask) -> None:
+    import torch
+
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s %(levelname)s process {task.number}: %(message)s"
+    )
+    logging.getLogger("kazoo").setLevel(logging.WARNING)
+    if task.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, task.cores)
+    if task.config.batching.threads is not None:
+        torch.set_num_threads(task.config.batching.threads)
+
+
+def _answer_parent(source: IO[bytes], reply: Any, server: ModelServer, stop: threading.Event) -> None:
+    """Answer the parent; its end is the end of its pipe."""
+    while received := source.read(4096):
+        for _ in range(received.count(b"metrics\n")):  # the parent waits for each reply
+            reply(metrics=server.metrics.text().decode())
+    stop.set()
+
+
+if __name__ == "__main__":
+    sys.exit(run_child())

@@ -35,7 +35,7 @@ from megalith.serving.server.infer_json import MAX_JSON_BYTES
 from megalith.serving.server.inputs import SPLITS, WEIGHTS, InputReader, Rows
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.served_model import Array
-from megalith.serving.server.tf_metadata import model_metadata, model_status
+from megalith.serving.server.tf_serving import model_metadata, model_status
 from megalith.serving.wire_names import PREDICT
 from megalith.storage.json_codec import parse_json
 

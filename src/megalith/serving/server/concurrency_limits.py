@@ -1,18 +1,27 @@
-"""Guard: the interceptor in front of every gRPC method, which checks the token and limits calls.
+"""Concurrency limits of gRPC calls: the interceptor in front of every method, which also checks the token.
 
-Each group of methods has threads and places of its own, so that one cannot starve another:
+Each group of methods has threads and slots of its own, so that one cannot starve another:
 
-    group       methods                                              places
+    group       methods                                              slots
     requests    Predict, ModelInfer                                  max_concurrent and some more
     control     status, metadata, live, ready                        MAX_CONTROLS
     reflection  ServerReflectionInfo, a stream                       MAX_REFLECTIONS
     health      Check and Watch of grpc.health.v1.Health             MAX_CHECKS, MAX_STREAMS
 
-A call without a place is refused at once with RESOURCE_EXHAUSTED, unless a call with one response waits for
-its message, which then gives way: calls that send nothing keep nobody out. The place of a call with one
-response is that of its thread: if the client cancels the call, both are free when the method returns. A call
-without the token is refused before its message is read; health needs no token, because probes send none. A
-call whose message does not arrive in time is cancelled (read_deadlines.py). The access log has all of these.
+A call that finds no slot is refused at once with RESOURCE_EXHAUSTED. The exception: if a call with one
+response has waited PATIENCE_SECONDS for its message, it is ended and its slot goes to the new call, so calls
+that send nothing keep nobody out. The slot of a call with one response is that of its thread: if the client
+cancels the call, both are free when the method returns. A call without the token is refused before its
+message is read; health needs no token, because probes send none. The access log has all of these.
+
+`ReadDeadlines` cancels calls whose message does not arrive; otherwise a call that sends its headers and then
+nothing would occupy a thread forever. All calls have the same number of seconds, so they expire in the order
+in which they began: one thread watches the oldest.
+
+`HandlerThreads` runs each call in the idle thread that became idle last. The standard pool passes calls to
+its threads in turn, so each thread runs on a stack, and with thread-local memory, that the others have
+displaced from the cache. With 32 clients and one core, a request took 330 us of CPU time with the standard
+pool and 262 with this one.
 """
 
 from __future__ import annotations
@@ -20,17 +29,189 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
 
 from megalith.serving.client.credentials import grpc_module
 from megalith.serving.server.access_log import AccessLog
-from megalith.serving.server.handler_threads import HandlerThreads
-from megalith.serving.server.health import HEALTH
-from megalith.serving.server.read_deadlines import ReadDeadlines
+from megalith.serving.server.grpc_services import HEALTH
 from megalith.serving.server.request_errors import Code
 from megalith.serving.server.security import Permission, Security, authorization_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class _HandlerThread:
+    """A thread and its next call; `wake` is held while it is idle."""
+
+    __slots__ = ("call", "wake")
+
+    def __init__(self, call: _Call) -> None:
+        self.call: _Call | None = call
+        self.wake = threading.Lock()
+        self.wake.acquire()
+
+
+class HandlerThreads(ThreadPoolExecutor):
+    """A pool of daemon threads that are started when they are needed.
+
+    It is a ThreadPoolExecutor because grpcio accepts nothing else; only `submit` and `shutdown` are used.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        super().__init__(count, thread_name_prefix=name)
+        self._count, self._name = count, name
+        self._mutex = threading.Lock()
+        self._idle: list[_HandlerThread] = []
+        self._waiting: deque[_Call] = deque()
+        self._all: list[threading.Thread] = []
+        self._ended = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a call in a thread."""
+        future: Future[T] = Future()
+        call: _Call = (future, fn, args, kwargs)
+        with self._mutex:
+            if self._ended:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            if self._idle:
+                thread = self._idle.pop()
+                thread.call = call
+                thread.wake.release()
+            elif len(self._all) < self._count:
+                name = f"{self._name}_{len(self._all)}"
+                made = threading.Thread(
+                    target=self._run, args=(_HandlerThread(call),), name=name, daemon=True
+                )
+                self._all.append(made)
+                made.start()
+            else:
+                self._waiting.append(call)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads once the submitted calls have ended."""
+        with self._mutex:
+            self._ended = True
+            cancelled = list(self._waiting) if cancel_futures else []
+            if cancel_futures:
+                self._waiting.clear()
+            for thread in self._idle:
+                thread.wake.release()
+            self._idle.clear()
+            threads = list(self._all)
+        for future, *_ in cancelled:
+            future.cancel()
+        for each in threads if wait else ():
+            each.join()
+
+    def _run(self, own: _HandlerThread) -> None:
+        while own.call is not None:
+            _answer(*own.call)
+            own.call = None
+            with self._mutex:
+                if self._waiting:
+                    own.call = self._waiting.popleft()
+                    continue
+                if self._ended:
+                    return
+                self._idle.append(own)
+            own.wake.acquire()
+
+
+def _answer(future: Future[Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = fn(*args, **kwargs)
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+PATIENCE_SECONDS = 0.1
+"""Seconds for which a call without its message keeps its place from others; messages follow the headers."""
+
+
+class _Wait:
+    """A call that waits for its message; `context` is None once it has arrived."""
+
+    __slots__ = ("began", "context", "expired", "gave_way", "group")
+
+    def __init__(self, context: Any, group: object) -> None:
+        self.context: Any = context
+        self.group = group
+        self.began = time.monotonic()
+        self.gave_way = False
+        self.expired = False
+        """Whether the call was cancelled because its message did not arrive."""
+
+
+class ReadDeadlines:
+    """Cancels calls that wait too long; `close` it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._waiting: deque[_Wait] = deque()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="megalith-read-deadlines", daemon=True)
+        self._thread.start()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in which the message of a call must arrive."""
+        return self._seconds
+
+    def begin(self, context: Any, group: object = None) -> _Wait:
+        """Start the deadline of a call."""
+        wait = _Wait(context, group)
+        self._waiting.append(wait)
+        return wait
+
+    def end(self, wait: _Wait) -> bool:
+        """End the deadline of a call whose message has arrived, or which was cancelled."""
+        with self._lock:
+            wait.context = None
+            return wait.gave_way
+
+    def give_way(self, group: object) -> bool:
+        """End the call of a group that has waited longest for its message."""
+        latest = time.monotonic() - PATIENCE_SECONDS
+        with self._lock:
+            for wait in list(self._waiting):  # a copy: calls begin meanwhile
+                if wait.began > latest:
+                    return False
+                context = wait.context
+                if wait.group is group and context is not None and not wait.gave_way:
+                    wait.gave_way = True
+                    break
+            else:
+                return False
+        context.cancel()
+        return True
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(0.5, self._seconds / 2)):
+            now = time.monotonic()
+            oldest = now - self._seconds
+            while self._waiting and (self._waiting[0].context is None or self._waiting[0].began <= oldest):
+                wait = self._waiting.popleft()
+                context = wait.context
+                if context is not None:
+                    wait.expired = True
+                    context.cancel()
+
 
 MAX_STREAMS = MAX_CHECKS = MAX_CONTROLS = 16
 MAX_REFLECTIONS = 4
@@ -45,13 +226,13 @@ _FULL: Refusal = (Code.RESOURCE_EXHAUSTED, "too many calls of this kind are in p
 _NO_METHOD: Refusal = (Code.UNIMPLEMENTED, "Method not found!")  # the words of gRPC
 _NO_MESSAGE: Refusal = (Code.INVALID_ARGUMENT, "the call has no message")
 _GONE: Refusal = (Code.CANCELLED, "the client no longer waits")
-_PASSED_ON: Refusal = (
+_SLOT_REASSIGNED: Refusal = (
     Code.CANCELLED,
     "another call needed the place of this one, which sent no message",
 )
 
 
-class PlacePassedOnError(Exception):
+class SlotReassignedError(Exception):
     """A call was ended, and its place was given to another one."""
 
 
@@ -63,7 +244,7 @@ class _CallGroup:
         self.pool = HandlerThreads(places, f"megalith-{name}")
 
 
-class Guard:
+class ConcurrencyLimits:
     """The places of a server's calls, and who may make them; `close` it."""
 
     def __init__(
@@ -140,9 +321,9 @@ class Guard:
                 None if handler.response_streaming else group,
             )
         # A handler of a stream starts before a message arrives, so that it can be cancelled without one.
-        make, placed = grpc.stream_unary_rpc_method_handler, _placed_call
+        make, placed = grpc.stream_unary_rpc_method_handler, _release_after_call
         if handler.response_streaming:
-            make, placed = grpc.stream_stream_rpc_method_handler, _placed_stream
+            make, placed = grpc.stream_stream_rpc_method_handler, _release_after_stream
         refuse = functools.partial(self._refuse, method)
         return make(
             placed(behavior, group, refuse), handler.request_deserializer, handler.response_serializer
@@ -193,7 +374,7 @@ class Guard:
         try:
             request = next(requests, None)
             if self._deadlines.end(wait):
-                raise PlacePassedOnError
+                raise SlotReassignedError
             if request is None and wait.expired:  # gRPC may report the end of the messages first
                 context.abort(Code.CANCELLED, "")
             return request
@@ -201,11 +382,11 @@ class Guard:
             gave_way = self._deadlines.end(wait)
             if self._log is not None and (is_first or wait.expired):
                 late = f"no message arrived in {self._deadlines.seconds:g} s"
-                reason = _PASSED_ON[1] if gave_way else late if wait.expired else _GONE[1]
+                reason = _SLOT_REASSIGNED[1] if gave_way else late if wait.expired else _GONE[1]
                 metadata, code = context.invocation_metadata(), Code.CANCELLED.name
                 self._log.refused(method, peer, metadata, code=code, reason=reason, started=started)
             if gave_way:
-                raise PlacePassedOnError from None
+                raise SlotReassignedError from None
             raise
 
     def _refusing(self, method: str, refusal: Refusal) -> Any:
@@ -226,7 +407,9 @@ class Guard:
         context.abort(code, reason)
 
 
-def _placed_call(behavior: Callable[..., Any], group: _CallGroup, refuse: Refuse) -> Callable[..., Any]:
+def _release_after_call(
+    behavior: Callable[..., Any], group: _CallGroup, refuse: Refuse
+) -> Callable[..., Any]:
     """Give the place of a call back when its method returns, which is after a client cancelled the call."""
 
     @functools.wraps(behavior)
@@ -236,9 +419,9 @@ def _placed_call(behavior: Callable[..., Any], group: _CallGroup, refuse: Refuse
             if not context.is_active():
                 refuse(context, _GONE)
             return behavior(request, context)
-        except PlacePassedOnError:
+        except SlotReassignedError:
             has_place = False
-            context.abort(*_PASSED_ON)
+            context.abort(*_SLOT_REASSIGNED)
         finally:
             if has_place:
                 group.places.release()
@@ -247,7 +430,9 @@ def _placed_call(behavior: Callable[..., Any], group: _CallGroup, refuse: Refuse
     return call
 
 
-def _placed_stream(behavior: Callable[..., Any], group: _CallGroup, refuse: Refuse) -> Callable[..., Any]:
+def _release_after_stream(
+    behavior: Callable[..., Any], group: _CallGroup, refuse: Refuse
+) -> Callable[..., Any]:
     """Give the place of a call with many responses back when it ends; its method returns before that."""
 
     @functools.wraps(behavior)

@@ -1,18 +1,22 @@
-"""Folding: moves pushed rows from memory into mapped files, in the background.
+"""Compaction: moves pushed rows from memory into mapped files, in the background.
 
-A pushed row takes 138 to 155 bytes of memory in a Table; in a mapped file it takes its floats and 10 bytes,
-and the system writes its page to disk and drops it from memory when nobody reads it. A fold has these steps:
+A pushed row takes 138 to 155 bytes of memory in a Table. In a mapped file it takes its floats and 10 bytes,
+and the system writes its page to disk and drops it from memory when nobody reads it. A compaction has these
+steps:
 
     step      thread                what happens
     seal      the one that writes   the rows so far are sealed; further pushes go to new tables
-    write     folding               sealed rows and those of earlier folds are merged into new files
-    replace   folding               the files replace the sealed rows and the earlier files, in one assignment
+    write     compaction            sealed rows and those of earlier compactions are merged into new files
+    replace   compaction            the files replace the sealed rows and the earlier files, in one assignment
 
-Requests never wait: they read the sealed rows until the files replace them. The bits of a row do not change.
-Files lose their names as soon as they are mapped, and a fold ends when its servable is closed, so only a
-crash during a fold leaves a file (megalith-fold-*). A server that crashed starts from its export, and
-parameter sync sends the rows again. A fold that fails, for example because the disk is full, leaves the rows
-where they are; after a later push they are written again, and nothing else is sealed before.
+Invariants: requests never wait, because they read the sealed rows until the files replace them. The bits of a
+row do not change. At most one compaction runs, and nothing else is sealed while the rows of a failed one are
+in memory: after a later push they are written again.
+
+Files lose their names as soon as they are mapped, and a compaction ends when its servable is closed, so only
+a crash during a compaction leaves a file (megalith-fold-*). A server that crashed starts from its export, and
+parameter sync sends the rows again. A compaction that fails, for example because the disk is full, leaves the
+rows where they are.
 """
 
 from __future__ import annotations
@@ -37,18 +41,18 @@ from megalith.table import Chunk
 
 logger = logging.getLogger(__name__)
 
-FOLD_ROWS = 1 << 18
+COMPACTION_ROWS = 1 << 18
 """Pushed rows in memory from which a fold is worth its files."""
 _SHARE = 4
 """A fold waits until the rows in memory are this share of the folded ones, because it writes all of them."""
 _CHUNK = 1 << 16
 
 
-class _FolderClosedError(Exception):
+class _CompactorClosedError(Exception):
     """Ends a fold whose rows nobody needs any more."""
 
 
-class FoldedRows:
+class CompactedRows:
     """Flagged rows of one table in a mapped file that has no name any more."""
 
     def __init__(self, rows: FrozenRows, width: int) -> None:
@@ -75,10 +79,12 @@ class FoldedRows:
             yield Chunk(ids, self.lookup(ids), {}, nothing)
 
 
-class Folder:
+class Compactor:
     """Folds the pushed rows of a servable, one fold at a time."""
 
-    def __init__(self, directory: Path | None = None, *, rows: int = FOLD_ROWS, seconds: float = 0.0) -> None:
+    def __init__(
+        self, directory: Path | None = None, *, rows: int = COMPACTION_ROWS, seconds: float = 0.0
+    ) -> None:
         self._directory = directory
         self._least = rows
         self._seconds = seconds
@@ -116,20 +122,20 @@ class Folder:
                 folded[name] = self._fold_table(layers, overlay.width_of(name), drops=overlay.hides_base)
             overlay.replace_sealed(folded)
             self.folds += 1
-        except _FolderClosedError:
+        except _CompactorClosedError:
             logger.debug("a fold ended with its servable")
         except (MegalithError, OSError, RuntimeError, MemoryError) as error:  # torch: RuntimeError
             logger.warning("pushed rows stay in memory: %s", error)
         finally:
             self._earliest = time.monotonic() + self._seconds
 
-    def _fold_table(self, layers: tuple[Any, ...], width: int, *, drops: bool) -> FoldedRows:
+    def _fold_table(self, layers: tuple[Any, ...], width: int, *, drops: bool) -> CompactedRows:
         """Write the rows of some layers into one file, without removed ids if nothing is below them."""
 
         def rows() -> Iterator[tuple[Tensor, Tensor]]:
             for ids, flagged in scan_layers(layers):
                 if self._closed:
-                    raise _FolderClosedError
+                    raise _CompactorClosedError
                 wanted = (
                     flagged[:, -1] == PRESENT
                     if drops
@@ -148,4 +154,4 @@ class Folder:
             writer.finish()
             found = FrozenRows(path, format)  # keeps its file after the name is gone
             os.unlink(path)
-        return FoldedRows(found, width)
+        return CompactedRows(found, width)

@@ -6,6 +6,8 @@ The signature of a PredictRequest selects what Predict does:
     lookup, raw_lookup                                   rows of ids
     hashtable_assign, raw_assign, NAME/raw_assign        write rows and dense weights
     sync_position, sync_begin, sync_end, sync_reload     position and control of parameter sync
+
+Status and metadata are messages that tf_rest.py returns as JSON.
 """
 
 from __future__ import annotations
@@ -14,28 +16,39 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.library import MessageBuffers
+from megalith.serving.export.signature import ENTRY, OUTPUT_DTYPES, Signature
 from megalith.serving.proto import (
+    ErrorCode,
     GetModelMetadataRequest,
     GetModelMetadataResponse,
     GetModelStatusRequest,
+    GetModelStatusResponse,
     Message,
+    ModelSpec,
     PredictRequest,
     PredictResponse,
+    SignatureDefMap,
     Strings,
     fill_tensor_proto,
     from_tensor_protos,
     strings_to_tensor_proto,
+    tensor_info,
     to_tensor_proto,
 )
-from megalith.serving.proto.contents import LARGE, cut_contents
-from megalith.serving.proto.score_responses import encode_predict_response
-from megalith.serving.server.dispatcher import Dispatcher, unknown_signature
-from megalith.serving.server.inputs import InputReader, Rows
-from megalith.serving.server.methods import (
+from megalith.serving.proto.message_bytes import (
+    LARGE,
+    ScoreMessage,
+    cut_contents,
+    encode_predict_response,
+    read_predict_message,
+)
+from megalith.serving.server.dispatcher import FLAT_ROWS, Dispatcher, unknown_signature
+from megalith.serving.server.grpc_services import (
     GrpcScoreRequest,
     grpc_handler,
     parse,
@@ -44,16 +57,76 @@ from megalith.serving.server.methods import (
     request_options,
     serialize,
 )
+from megalith.serving.server.inputs import InputReader, Rows, inputs_of
 from megalith.serving.server.request_errors import Code, RequestError
-from megalith.serving.server.score_messages import ScoreMessage, read_predict_message
 from megalith.serving.server.security import Permission, authorization_of
-from megalith.serving.server.tf_metadata import model_metadata, model_status
 from megalith.serving.wire_names import (
+    HASHTABLE_ASSIGN,
     LOOKUP,
     PREDICT,
+    RAW_ASSIGN,
     RAW_LOOKUP,
     write_signature,
 )
+
+METHOD = "tensorflow/serving/predict"
+
+
+def model_status(dispatcher: Dispatcher, name: str, wanted: int | str | None) -> Message:
+    """Return the state of each version of a model, or of one version."""
+    with dispatcher.admit(name, "status") as model:
+        response = GetModelStatusResponse()
+        for number, status in model.statuses_of(wanted).items():
+            added = response.model_version_status.add(version=number, state=int(status.state))
+            added.status.error_code = ErrorCode.UNKNOWN if status.error else ErrorCode.OK
+            added.status.error_message = status.error
+        return response
+
+
+def model_metadata(dispatcher: Dispatcher, name: str, wanted: int | str | None) -> tuple[Message, Message]:
+    """Return the signatures of a version."""
+    with dispatcher.admit(name, "metadata") as model, model.version(wanted) as version:
+        spec = ModelSpec(name=name)
+        spec.version.value = version.number
+        return spec, signatures_of(version.signature, dispatcher.allow_writes)
+
+
+def signatures_of(signature: Signature, writes: bool) -> Message:
+    """Return the signatures of a version."""
+    made = SignatureDefMap()
+
+    def define(name: str, inputs: dict[str, Message], outputs: dict[str, Message]) -> None:
+        definition = made.signature_def[name]
+        definition.method_name = METHOD
+        for given, target in ((inputs, definition.inputs), (outputs, definition.outputs)):
+            for key, info in given.items():
+                target[key].CopyFrom(info)
+
+    if signature.predicts:
+        inputs = {name: tensor_info(name, dtype, shape) for name, dtype, shape in inputs_of(signature)}
+        outputs = {
+            each.name: tensor_info(each.name, OUTPUT_DTYPES[each.dtype], [None, *each.shape])
+            for each in signature.outputs
+        }
+        define(PREDICT, inputs, outputs)
+    if signature.part != ENTRY:
+        dims = signature.dims
+        ids = {table: tensor_info(table, torch.int64, [None]) for table in dims}
+        rows = {table: tensor_info(table, torch.float32, [None, dim]) for table, dim in dims.items()}
+        define(LOOKUP, ids, rows)
+        raw = {name: tensor_info(name, torch.int64, [None]) for name in ("id", "id_split")}
+        define(RAW_LOOKUP, raw, {FLAT_ROWS: tensor_info(FLAT_ROWS, torch.float32, [None])})
+        if writes:
+            pushed, results = {}, {}
+            for table, dim in dims.items():
+                pushed[f"{table}_id"] = tensor_info(f"{table}_id", torch.int64, [None])
+                pushed[f"{table}_value"] = tensor_info(f"{table}_value", torch.float32, [None, dim])
+                results[f"{table}_result"] = tensor_info(f"{table}_result", torch.int64, [1])
+            define(HASHTABLE_ASSIGN, pushed, results)
+            flat = {"flat_value": tensor_info("flat_value", torch.float32, [None])}
+            define(RAW_ASSIGN, {**raw, **flat}, {"result": tensor_info("result", torch.int64, [1])})
+    return made
+
 
 PREDICTION_SERVICE = "tensorflow.serving.PredictionService"
 MODEL_SERVICE = "tensorflow.serving.ModelService"

@@ -1,6 +1,7 @@
-"""Version rules: labels of a model's versions, and the split of requests between versions.
+"""The versions of a model in a directory: their numbers, their labels, and the split of requests among them.
 
-The rules are a file in the directory of the versions, TRAFFIC, which the server reads at every poll:
+A version is a directory whose name is a number. Labels and the split are a file in the directory of the
+versions, TRAFFIC, which the server reads at every poll:
 
     {"labels": {"stable": 3, "canary": 4}, "traffic": {"stable": 90, "canary": 10}}
 
@@ -19,7 +20,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Container, Mapping
+import os
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,36 @@ from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.storage.json_codec import parse_json
 from megalith.storage.local_files import write_atomically
+
+MAX_FOLDERS = 1000
+"""Maximum number of folders searched at each level, in case the directory is the wrong one."""
+DEPTH = 2
+"""Levels below the given directory that are searched for versions."""
+
+
+def version_roots(directory: Path, depth: int) -> Iterator[Path]:
+    """Yield the directories that hold versions."""
+    if versions_of(directory):
+        yield directory
+    elif depth:
+        for child in _folders(directory)[:MAX_FOLDERS]:
+            yield from version_roots(directory / child, depth - 1)
+
+
+def versions_of(directory: Path) -> list[int]:
+    """Return the version numbers in a directory; only names that are int64 numbers count."""
+    names = [name for name in _folders(directory) if name.isascii() and name.isdecimal()]
+    return [int(name) for name in names if str(int(name)) == name and int(name) < 2**63]
+
+
+def _folders(directory: Path) -> list[str]:
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+    except OSError:
+        return []  # it may have been deleted meanwhile
+    return sorted(names)
+
 
 TRAFFIC = "traffic.json"
 MAX_FILE_BYTES = 1 << 20

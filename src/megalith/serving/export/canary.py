@@ -1,8 +1,8 @@
-"""Trial: opens an exported version and computes its examples in a child process, before a server opens it.
+"""Canary: opens an exported version and computes its examples in a child process, before a server opens it.
 
-The checks of an archive allow only ops that compute. A program can still end a process: it may need more
-memory than there is, and torch does not check everything (integer_division.py). In a child process that costs
-nothing but the version.
+The checks of an archive (program_safety.py) allow only ops that compute. A program can still end a process:
+it may need more memory than there is, and torch does not check everything. If the child process fails, the
+version is refused and the server continues. This module is also the program of the child process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megalith.serving.export.signature import ENTRY, Signature
 
 logger = logging.getLogger(__name__)
 
-TRIAL_SECONDS = 600.0
+CANARY_SECONDS = 600.0
 _POLL_SECONDS = 0.1
 REFUSED = 3
 """Exit status of a child process that raised an error of Megalith, which opening the version raises again."""
 
 
-def try_version(directory: Path, stopping: threading.Event) -> None:
+def run_canary(directory: Path, stopping: threading.Event) -> None:
     """Open a version in a child process."""
     command = [
         sys.executable,
@@ -56,9 +56,9 @@ def try_version(directory: Path, stopping: threading.Event) -> None:
             waited += _POLL_SECONDS
             if stopping.is_set():
                 return
-            if waited > TRIAL_SECONDS:
+            if waited > CANARY_SECONDS:
                 raise ExportError(
-                    f"{directory}: a trial in a child process took over {TRIAL_SECONDS:g} seconds"
+                    f"{directory}: a trial in a child process took over {CANARY_SECONDS:g} seconds"
                 )
     finally:  # also if a signal ends the server
         child.kill()
