@@ -34,7 +34,7 @@ from harness import (
 from megalith import Ragged
 from megalith.compat.monolith import MonolithReader
 from megalith.compat.monolith.monolith_protos import message_type
-from megalith.data.formats.record_files import RecordFile, write_records
+from megalith.data.record_files import RecordFile, write_records
 
 FEATURES, FIDS, BATCH = 30, 3, 512
 NAMES = [f"feature_{number}" for number in range(FEATURES)]

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import megalith
 from megalith.data import movielens
-from megalith.data.movielens_download import DownloadSource, fetch_movielens
+from megalith.data.movielens import DownloadSource, fetch_movielens
 from megalith.errors import DiscoveryError, MegalithError, RemoteError, UsageError
 from megalith.storage.store import Store
 from tests.test_docstrings import PUBLIC

@@ -24,7 +24,7 @@ from megalith import (
     TableConfig,
     checkpoint,
 )
-from megalith.checkpoint import save_job
+from megalith.checkpoint import manifest as manifest_module
 from megalith.errors import CheckpointError, InputError, UsageError
 from tests.checkpoint.memory import MemoryStore
 from tests.table.support import assert_same_tables, ints, whole
@@ -315,7 +315,7 @@ def test_optimizer_state_that_a_manifest_cannot_hold_raises_at_the_save() -> Non
 def test_a_manifest_too_large_to_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     store, model = MemoryStore(), Net([table()])
     first = checkpoint.save(model, store)
-    monkeypatch.setattr(save_job, "MAX_MANIFEST", 10_000)
+    monkeypatch.setattr(manifest_module, "MAX_MANIFEST", 10_000)
 
     with pytest.raises(CheckpointError, match=r"the manifest would have .* bytes, more than 10000"):
         checkpoint.save(model, store, progress={"x": "y" * 10_000})

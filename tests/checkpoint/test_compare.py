@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megalith import SGD, Adagrad, EmbeddingCollection, Feature, TableConfig, checkpoint
-from megalith.checkpoint import piece_writer
+from megalith.checkpoint import saved_rows
 from megalith.checkpoint.compare import Change, LargestChange
 from megalith.errors import CheckpointError
 from megalith.table import Chunk
@@ -115,7 +115,7 @@ def test_clock_values_are_shown_but_are_not_differences(tmp_path: Path) -> None:
 
 
 def test_a_chain_equals_the_checkpoint_it_results_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 100)
+    monkeypatch.setattr(saved_rows, "PIECE_BYTES", 100)
     model = collection()
     put(model, {i: [float(i), 0.0] for i in range(20)})
     checkpoint.save(model, tmp_path / "a")
@@ -131,7 +131,7 @@ def test_a_chain_equals_the_checkpoint_it_results_in(tmp_path: Path, monkeypatch
 
 
 def test_the_memory_limit_does_not_change_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 200)
+    monkeypatch.setattr(saved_rows, "PIECE_BYTES", 200)
     a = saved(tmp_path / "a", {i: [float(i), 1.0] for i in range(40)})
     b = saved(tmp_path / "b", {i: [float(i), 1.0 + i] for i in reversed(range(40))})
     at_once = checkpoint.diff(a, b)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from megalith import checkpoint
-from megalith.checkpoint import piece_writer
+from megalith.checkpoint import saved_rows
 from megalith.storage.store import LocalStore
 from tests.checkpoint.support import Model, State, assert_same, state_of, train
 
@@ -219,7 +219,7 @@ def assert_all_outcomes(outcomes: Counter[str], rounds: int) -> None:
 
 @pytest.fixture(autouse=True)
 def many_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(saved_rows, "PIECE_BYTES", 1000)
 
 
 def test_killed_saves_leave_a_complete_checkpoint(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megalith import SGD, EmbeddingCollection, Feature, TableConfig, Zeros, checkpoint
-from megalith.checkpoint import part_save, piece_writer
+from megalith.checkpoint import parts as part_save
+from megalith.checkpoint import saved_rows
 from megalith.checkpoint.manifest import NAME
 from megalith.errors import CheckpointError, UsageError
 from megalith.storage.store import LocalStore, StoredFile
@@ -436,7 +437,7 @@ def test_a_save_during_training_holds_the_table_as_of_the_call(monkeypatch: pyte
     """Another thread keeps adding one to all rows: a save must find the same number in each row."""
     rows = 20_000  # more than the buffer holds: training has to wait for the writer at times
     monkeypatch.setattr(part_save, "BUFFER_BYTES", 1 << 20)
-    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(saved_rows, "PIECE_BYTES", 1 << 16)
     model = counting(rows)
     table = model.shards.local["t"]
     ids, minus_one = torch.arange(rows), torch.full((rows, 16), -1.0)

@@ -23,8 +23,14 @@ from megalith import (
     Zeros,
     checkpoint,
 )
-from megalith.checkpoint.part_load import TableLoad, load_on_server
-from megalith.checkpoint.part_save import SavedTable, close_on_server, freeze_on_server, write_on_server
+from megalith.checkpoint.parts import (
+    SavedTable,
+    TableLoad,
+    close_on_server,
+    freeze_on_server,
+    load_on_server,
+    write_on_server,
+)
 from megalith.errors import RankTimeoutError, UsageError
 from megalith.shards.preparer import make_routers
 from megalith.shards.servers.server.table_space import TableSpace

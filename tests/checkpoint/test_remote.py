@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megalith import checkpoint
-from megalith.checkpoint import piece_writer
+from megalith.checkpoint import saved_rows
 from megalith.checkpoint.manifest import NAME
 from megalith.errors import CheckpointError, InputError, MissingDependencyError, StoreError
 from megalith.storage import object_store as remote_module
@@ -65,7 +65,7 @@ def loaded(place: Any) -> Model:
 def test_save_delta_compact_reshard(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(saved_rows, "PIECE_BYTES", 1000)
     model = Model()
     train(model, 1)
     checkpoint.save(model, store, progress={"step": 1})

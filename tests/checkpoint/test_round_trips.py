@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megalith import SGD, EmbeddingCollection, Feature, Segment, TableConfig, Zeros, checkpoint
-from megalith.checkpoint import piece_writer, rewrite
+from megalith.checkpoint import rewrite, saved_rows
 from megalith.errors import CheckpointError, UsageError
 from megalith.storage.store import StoredFile
 from megalith.table import Table
@@ -27,7 +27,7 @@ some_ids = st.lists(st.sampled_from([*EXTREME_IDS, *range(100, 120)]), max_size=
 @pytest.fixture(autouse=True, scope="module")
 def many_small_files() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(piece_writer, "PIECE_BYTES", 200)
+        patch.setattr(saved_rows, "PIECE_BYTES", 200)
         patch.setattr(rewrite, "PIECE_BYTES", 200)
         yield
 

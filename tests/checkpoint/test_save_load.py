@@ -23,7 +23,7 @@ from megalith import (
     TableConfig,
     checkpoint,
 )
-from megalith.checkpoint import piece_writer
+from megalith.checkpoint import saved_rows
 from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.storage.store import LocalStore
 
@@ -116,7 +116,7 @@ def test_a_loaded_model_equals_the_saved_one_and_trains_with_the_same_bits(
 def test_tables_larger_than_a_piece_are_split_into_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 100)
+    monkeypatch.setattr(saved_rows, "PIECE_BYTES", 100)
     collection = EmbeddingCollection([TableConfig("t", dim=2, optimizer=SGD(1.0))], [Feature("f", "t")])
     ids = torch.arange(50)
     collection.shards.assign({"t": (ids, torch.rand(50, 2))})

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megalith import SGD, Adagrad, EmbeddingCollection, Feature, TableConfig, checkpoint
-from megalith.checkpoint import piece_writer
+from megalith.checkpoint import saved_rows
 
 
 class Model(nn.Module):
@@ -31,7 +31,7 @@ class Model(nn.Module):
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A base of 30 and 10 rows in several files, and a delta that changes 2 rows, adds 1 and removes 2."""
-    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 300)
+    monkeypatch.setattr(saved_rows, "PIECE_BYTES", 300)
     model = Model()
     optimizer = torch.optim.Adam(model.parameters())
     model.d(torch.ones(1, 2)).sum().backward()

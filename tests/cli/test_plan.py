@@ -16,10 +16,10 @@ import typer
 from typer.testing import CliRunner, Result
 
 from megalith import SGD, EmbeddingCollection, Feature, TableConfig, checkpoint, hash_strings
-from megalith.checkpoint import piece_writer
+from megalith.checkpoint import saved_rows
 from megalith.cli.plan import plan
 from megalith.errors import InputError
-from megalith.reporting.sampling import read_sample
+from megalith.reporting.planning import read_sample
 
 app = typer.Typer()
 app.command()(plan)
@@ -126,7 +126,7 @@ def test_a_checkpoint_has_rows_and_no_traffic(tmp_path: Path) -> None:
 def test_a_part_of_a_checkpoint_makes_no_pattern_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 100_000)
+    monkeypatch.setattr(saved_rows, "PIECE_BYTES", 100_000)
     root = table(tmp_path / "c", torch.arange(40_000))
     found = data(root, "--ranks", "4", "--sample", "10000")
     assert 10_000 <= found["num_distinct"] <= 10_100

@@ -18,8 +18,8 @@ from megalith.serving.discovery import FileDiscovery
 from megalith.serving.server import repository
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.versions import VersionRules
-from megalith.training.run_exports import export_newest
-from megalith.training.run_model import load_trained
+from megalith.training.export import export_newest
+from megalith.training.model import load_trained
 from tests.forked import Forked, megalith
 from tests.serving.exports import ServerClient, export_version, logits, request_of, rows
 

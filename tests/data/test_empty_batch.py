@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.data import Batch
-from megalith.data.empty_batch import describe, make_empty_batch
+from megalith.data.equal_batches import describe_columns, make_empty_batch
 from megalith.errors import InputError
 from megalith.ragged import Ragged
 
@@ -30,7 +30,7 @@ def test_a_blank_has_the_columns_described() -> None:
     batch = Batch(
         {"ids": ids, "vectors": vectors}, torch.ones(2), torch.ones(2, 7), torch.ones(2), 9, {"row": 1}
     )
-    blank = make_empty_batch(describe(batch), where=WHERE)
+    blank = make_empty_batch(describe_columns(batch), where=WHERE)
     assert len(blank) == 0
     assert list(blank.features) == ["ids", "vectors"]
     assert blank.features["ids"].weights is not None
@@ -41,7 +41,7 @@ def test_a_blank_has_the_columns_described() -> None:
     assert blank.dense.shape == (0, 7)
     assert blank.weights is not None
     assert (blank.time, blank.position) == (None, {})
-    assert describe(blank) == describe(batch)
+    assert describe_columns(blank) == describe_columns(batch)
 
 
 @pytest.mark.parametrize(

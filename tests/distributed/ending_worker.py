@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megalith.training import training_worker
-from megalith.training.dense_weights import DenseWeights
-from megalith.training.training_worker import TrainingWorker
+from megalith.training import workers
+from megalith.training.ps_weights import DenseWeights
+from megalith.training.workers import TrainingWorker
 
 
 class EndingWorker(TrainingWorker):
@@ -36,7 +36,7 @@ class EndingWorker(TrainingWorker):
                 os.kill(os.getpid(), signal.SIGSTOP)
             return DenseWeights(*args)
 
-        training_worker.DenseWeights = stopping  # type: ignore[misc, assignment]
+        workers.DenseWeights = stopping  # type: ignore[misc, assignment]
         return super().connect(written)
 
     def _is_at(self, step: int, moment: str, *, again: bool = False) -> bool:

@@ -21,17 +21,17 @@ from rich.console import Console
 
 from megalith import checkpoint
 from megalith.cli import train as cli
-from megalith.cli.training_bar import TrainingBar
-from megalith.cli.workers import workers as workers_command
+from megalith.cli.servers import workers as workers_command
+from megalith.cli.train import TrainingBar
 from megalith.errors import InputError, RankTimeoutError, UsageError, WorkerFailedError
 from megalith.shards.servers.log.update_log import read_records
 from megalith.shards.servers.ray.ray_servers import ray_module, start_ray, stop_ray
 from megalith.shards.servers.server.table_space import TableSpace
 from megalith.shards.servers.server_messages import Failure, SpaceSpec
-from megalith.training import Run, RunConfig, load_trained, worker_pool
-from megalith.training.training_worker import TrainingWorker
+from megalith.training import Run, RunConfig, load_trained
+from megalith.training import workers as worker_pool
 from megalith.training.worker_batches import WorkerBatches
-from megalith.training.worker_pool import PoolWorker, WorkerPool
+from megalith.training.workers import PoolWorker, TrainingWorker, WorkerPool
 from tests.cli.test_train import megalith, write_clicks, write_config
 from tests.distributed.ending_worker import EndingWorker
 from tests.serving.sync.test_training import PushWatcher, assert_served

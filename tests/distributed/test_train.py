@@ -21,7 +21,7 @@ from megalith.errors import MegalithError
 from megalith.ragged import Ragged
 from megalith.shards import CommReport
 from megalith.training import Run, RunConfig, Watcher, load_trained
-from megalith.training.run_batches import RunBatches
+from megalith.training.batches import RunBatches
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("restore_threads")

@@ -390,7 +390,7 @@ def test_a_server_reads_its_log_from_a_save_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["length", "tfrecord", "headers"])
 def test_records_are_read(name: str) -> None:
-    from megalith.data.formats.record_files import HEADERS, RecordFile
+    from megalith.data.record_files import HEADERS, RecordFile
 
     framing: Any = "tfrecord" if name == "tfrecord" else "length"
     header = list(HEADERS) if name == "headers" else []

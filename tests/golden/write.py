@@ -684,7 +684,7 @@ def write_log(root: Path) -> None:
 
 def write_records(root: Path) -> None:
     """Files of length-prefixed messages."""
-    from megalith.data.formats.record_files import HEADERS, write_records
+    from megalith.data.record_files import HEADERS, write_records
 
     root.mkdir(parents=True)
     for framing in ("length", "tfrecord"):

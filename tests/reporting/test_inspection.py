@@ -26,7 +26,7 @@ from megalith import (
     TableConfig,
     checkpoint,
 )
-from megalith.checkpoint import piece_writer, read_manifest
+from megalith.checkpoint import read_manifest, saved_rows
 from megalith.checkpoint.manifest import Manifest, TableEntry
 from megalith.errors import CheckpointError, UnknownNameError
 from megalith.reporting.inspection import (
@@ -127,7 +127,7 @@ def test_one_row(tmp_path: Path) -> None:
 def test_tables_of_many_files_are_read_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 200)
+    monkeypatch.setattr(saved_rows, "PIECE_BYTES", 200)
     collection = EmbeddingCollection([TableConfig("t", dim=2, optimizer=SGD(1.0))], [Feature("f", "t")])
     ids = torch.arange(200)
     rows = torch.rand(200, 2, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ import torch
 from megalith.data import MemoryReader, Samples
 from megalith.errors import InputError
 from megalith.ragged import Ragged
-from megalith.training.data_shares import SHARES_PER_WORKER, DataShares
+from megalith.training.worker_batches import SHARES_PER_WORKER, DataShares
 
 
 def reader(rows: int = 20, batch_size: int = 3, shuffle: int | None = 1) -> MemoryReader:

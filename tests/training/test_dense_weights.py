@@ -10,7 +10,7 @@ from torch import nn
 
 from megalith import LocalShards, TableConfig, Zeros
 from megalith.errors import UsageError
-from megalith.training.dense_weights import DenseAdam, DenseWeights
+from megalith.training.ps_weights import DenseAdam, DenseWeights
 
 
 def test_adam_on_rows_has_the_bits_of_torch() -> None:

@@ -18,7 +18,7 @@ from megalith.errors import CheckpointError, InputError, MegalithError, UsageErr
 from megalith.ragged import Ragged
 from megalith.reporting.report import write_report
 from megalith.training import Run, RunConfig, Watcher, evaluate, load_trained, open_reader
-from megalith.training.run_lock import RunLock
+from megalith.training.directory import RunLock
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
 

@@ -12,8 +12,8 @@ from megalith.errors import InputError, UnknownNameError
 from megalith.models import TableSettings
 from megalith.table.optimizers import OPTIMIZERS
 from megalith.training import RunConfig
-from megalith.training.run_config import TABLE_OPTIMIZERS
-from megalith.training.run_model import model_for
+from megalith.training.config import TABLE_OPTIMIZERS
+from megalith.training.model import model_for
 
 TOML = """
 [data]

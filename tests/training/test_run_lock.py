@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megalith.errors import UsageError
-from megalith.training.run_lock import NAME, RunLock
+from megalith.training.directory import LOCK_FILE, RunLock
 
 
 def test_two_cannot_train_in_one_directory(tmp_path: Path) -> None:
@@ -27,10 +27,10 @@ def test_numbers_of_sessions_rise_also_if_the_clock_does_not(tmp_path: Path) -> 
         first = lock.next_session()
         assert lock.next_session() > first
     far = 10**18
-    (tmp_path / NAME).write_text(f"{far}\n")
+    (tmp_path / LOCK_FILE).write_text(f"{far}\n")
     with RunLock(tmp_path) as lock:
         assert lock.next_session() == far + 1
-    (tmp_path / NAME).write_text("not a number, and longer than any")
+    (tmp_path / LOCK_FILE).write_text("not a number, and longer than any")
     with RunLock(tmp_path) as lock:
         assert lock.next_session() > first
 

@@ -14,7 +14,7 @@ import torch
 
 from megalith import TTL, Layout, Mean, MinCount, Slice, data, models, training
 from megalith.compat import monolith
-from megalith.data.movielens_download import SUMS
+from megalith.data.movielens import SUMS
 from tests.data.test_movielens import grouplens
 from tests.valid_calls.core import column
 from tests.valid_calls.sweep import Arguments, Call, ids, methods

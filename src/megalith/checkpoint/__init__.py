@@ -1,16 +1,14 @@
 """Checkpoints: safetensors files and a JSON manifest, in a directory or an object store."""
 
 from megalith.checkpoint.compare import Difference, diff
-from megalith.checkpoint.listing import ListedCheckpoint, find_checkpoints
+from megalith.checkpoint.json_state import rng_state, set_rng_state
 from megalith.checkpoint.loading import LoadReport, TableReport, load
-from megalith.checkpoint.manifest import Manifest
+from megalith.checkpoint.manifest import ListedCheckpoint, Manifest, find_checkpoints, read_manifest
 from megalith.checkpoint.parquet_export import export
+from megalith.checkpoint.ps_recovery import recovery
 from megalith.checkpoint.rewrite import compact, reshard
-from megalith.checkpoint.rng import rng_state, set_rng_state
 from megalith.checkpoint.rotation import Rotation
-from megalith.checkpoint.saved_rows import read_manifest
 from megalith.checkpoint.saving import SaveHandle, async_save, save, save_delta
-from megalith.checkpoint.server_restore import recovery
 from megalith.checkpoint.verification import Verification, verify
 from megalith.storage.object_store import ObjectStore
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.manifest import Manifest, Piece, TableEntry, show_policies
-from megalith.checkpoint.nested_state import unpack
-from megalith.checkpoint.saved_rows import read_chunk, read_manifest, read_removed, read_tensors
+from megalith.checkpoint.json_state import unpack
+from megalith.checkpoint.manifest import Manifest, Piece, TableEntry, read_manifest, show_policies
+from megalith.checkpoint.saved_rows import read_chunk, read_removed, read_tensors
 from megalith.errors import CheckpointError
 from megalith.routing import mix
 from megalith.storage.store import Store, StoredFile, open_store

@@ -1,19 +1,23 @@
 """The manifest: a JSON file that lists the content of a checkpoint. It is written last and completes it.
 
 Its fields are described in docs/formats/checkpoint.md. Reading validates all of them and ignores others.
+`commit` replaces the manifest, which makes a save the checkpoint, and deletes data folders that it does not
+name. `find_checkpoints` lists the checkpoints below a path, complete or not; it reads only manifests.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import asdict, dataclass, field
+from os import PathLike
 from pathlib import PurePosixPath
 from typing import Any
 
 from megalith.errors import CheckpointError, InputError
 from megalith.routing import MODES, Router
 from megalith.storage.json_codec import JsonFields, parse_json
-from megalith.storage.store import StoredFile
+from megalith.storage.store import Store, StoredFile, open_store
 from megalith.table import TableConfig
 from megalith.table.policies import describe_policy
 
@@ -397,3 +401,153 @@ def _is_below(path: str) -> bool:
         and "\\" not in path
         and path.isprintable()
     )
+
+
+MAX_MANIFEST = 1 << 28
+
+
+def read_manifest(path: str | PathLike[str] | Store) -> Manifest:
+    """Read the manifest of a checkpoint.
+
+    Args:
+        path: A directory, a URL or a store.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint, or its manifest is not valid.
+    """
+    store = open_store(path)
+    where = f"{store.where}/{NAME}"
+    try:
+        text = store.read_whole(NAME, MAX_MANIFEST).decode()
+    except FileNotFoundError:
+        raise CheckpointError(f"{store.where} holds no complete checkpoint: it has no {NAME}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else None
+        raise CheckpointError(f"{where} cannot be read: {problem or error}") from None
+    return Manifest.from_json(text, where)
+
+
+DATA = "data-"
+
+
+def commit(store: Store, manifest: Manifest, replaced: Manifest | None = None) -> None:
+    """Write a manifest, which makes it the checkpoint, and delete the data folders that it does not name."""
+    text = manifest.to_json().encode()
+    if len(text) > MAX_MANIFEST:
+        raise CheckpointError(
+            f"{store.where}: the manifest would have {len(text)} bytes, more than {MAX_MANIFEST}: pass less "
+            "progress, or merge the deltas with `megalith checkpoint compact`"
+        )
+    store.write(NAME, [text])
+    try:
+        old = store.folders() if replaced is None else folders_of(replaced)
+        for folder in set(old) - folders_of(manifest):
+            if folder.startswith(DATA):
+                store.remove(folder)
+    except OSError as error:
+        # The checkpoint is complete; the next save deletes what is left.
+        warnings.warn(f"{store.where}: old files could not be deleted: {error}", stacklevel=2)
+
+
+def folders_of(manifest: Manifest) -> set[str]:
+    """List the folders that hold the files of a checkpoint."""
+    return {PurePosixPath(file.path).parts[0] for file in manifest.all_files()}
+
+
+def megalith_version() -> str:
+    """Return the version of Megalith, which manifests record."""
+    from megalith import __version__
+
+    return __version__
+
+
+MAX_FOLDER_DEPTH = 3
+"""How many levels of folders are searched: runs/RUN/checkpoints/STEP."""
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """A checkpoint, possibly incomplete or damaged.
+
+    Attributes:
+        path: Its directory or URL.
+        manifest: Its manifest; None if it is missing or not valid.
+        problem: Why there is no manifest; empty if there is one.
+        leftovers: Data folders that the manifest does not name, from a save that is in progress or was
+            interrupted.
+    """
+
+    path: str
+    manifest: Manifest | None
+    problem: str = ""
+    leftovers: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all tables."""
+        tables = [] if self.manifest is None else self.manifest.tables().values()
+        return sum(entries[-1].live for entries in tables)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files of the base and the deltas."""
+        files = [] if self.manifest is None else self.manifest.all_files()
+        return sum(file.bytes for file in files)
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """The global step of each collection."""
+        return {} if self.manifest is None else self.manifest.steps
+
+
+def find_checkpoints(path: str | PathLike[str]) -> list[ListedCheckpoint]:
+    """List the checkpoint at a path, or those in the folders below it.
+
+    Args:
+        path: A directory or a URL. Folders are searched up to MAX_DEPTH levels deep.
+
+    Returns:
+        The checkpoints, sorted by path.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    store = open_store(path)
+    found = _search_folders(store, MAX_FOLDER_DEPTH)
+    if not found:
+        raise CheckpointError(f"{store.where} holds no checkpoint, and neither do the folders in it")
+    return found
+
+
+def _search_folders(store: Store, depth: int) -> list[ListedCheckpoint]:
+    folders = store.folders()
+    data = [folder for folder in folders if folder.startswith(DATA)]
+    if is_checkpoint(store):
+        return [_read_listing(store, data)]
+    if data:
+        return [ListedCheckpoint(store.where, None, f"incomplete: it has no {NAME}", data)]
+    if not depth:
+        return []
+    return [found for folder in folders for found in _search_folders(store.inside(folder), depth - 1)]
+
+
+def is_checkpoint(path: str | PathLike[str] | Store) -> bool:
+    """Find out whether a path holds a checkpoint, intact or damaged."""
+    try:
+        open_store(path).size(NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _read_listing(store: Store, data: list[str]) -> ListedCheckpoint:
+    try:
+        manifest = read_manifest(store)
+    except CheckpointError as error:
+        return ListedCheckpoint(store.where, None, f"damaged: {error}")
+    named = {PurePosixPath(file.path).parts[:1] for file in manifest.all_files()}
+    leftovers = [folder for folder in data if (folder,) not in named]
+    return ListedCheckpoint(store.where, manifest, leftovers=leftovers)

@@ -30,8 +30,8 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.manifest import Manifest, full_name
-from megalith.checkpoint.saved_rows import latest_rows, read_manifest
+from megalith.checkpoint.manifest import Manifest, full_name, read_manifest
+from megalith.checkpoint.saved_rows import latest_rows
 from megalith.errors import CheckpointError, InputError, MissingDependencyError, UnknownNameError
 from megalith.nn import EmbeddingCollection
 from megalith.ops import checks

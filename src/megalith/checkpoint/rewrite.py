@@ -13,16 +13,19 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.manifest import CollectionEntry, Manifest, Piece, Routing, TableEntry, full_name
-from megalith.checkpoint.piece_writer import PIECE_BYTES
-from megalith.checkpoint.save_job import DATA, commit, folders_of
-from megalith.checkpoint.saved_rows import (
-    latest_rows,
+from megalith.checkpoint.manifest import (
+    DATA,
+    CollectionEntry,
+    Manifest,
+    Piece,
+    Routing,
+    TableEntry,
+    commit,
+    folders_of,
+    full_name,
     read_manifest,
-    read_pending,
-    write_chunk,
-    write_pending,
 )
+from megalith.checkpoint.saved_rows import PIECE_BYTES, latest_rows, read_pending, write_chunk, write_pending
 from megalith.errors import CheckpointError, InputError
 from megalith.routing import Router
 from megalith.storage.store import Store, StoredFile, open_store

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from megalith.checkpoint.chain import check_equal_options, ranks_of
 from megalith.checkpoint.manifest import NAME, Manifest
+from megalith.checkpoint.model_state import check_equal_options, ranks_of
 from megalith.checkpoint.saving import SaveHandle, async_save, save
 from megalith.distributed.agreement import agree
 from megalith.distributed.ranks import RankGroup

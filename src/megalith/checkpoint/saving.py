@@ -1,21 +1,416 @@
-"""save, save_delta and async_save: write a model to a directory or an object store."""
+"""save, save_delta and async_save: write a model to a directory or an object store.
+
+A `SaveJob` is one save. Its state is frozen when the job is created and written by `run`, in any thread.
+Snapshots freeze the rows and rank 0's copies freeze the dense weights, so training can continue during the
+writing. Sharded dense weights are gathered when the job is created (`sharded_weights`). The data goes to a
+new folder `data-ID` and is flushed to the disk, then the manifest is replaced in one step. A reader therefore
+always sees the last complete checkpoint, wherever the writer stops, also by a power failure. Folders that the
+manifest does not name are deleted afterwards.
+
+With several ranks, each rank writes its own rows. After the job is created the ranks exchange nothing except
+these files in the data folder:
+
+| file | written by | content | read by |
+| --- | --- | --- | --- |
+| ranks/RANK.json | each rank but 0 | {"parts": its files} or {"error": text} | rank 0, before it commits |
+| failed.json | rank 0, if it fails | {"error": text} | the other ranks, while they wait |
+| ../manifest.json | rank 0 | names this save's id: it is committed | the other ranks, while they wait |
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 import time as clock
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 
-from megalith.checkpoint.manifest import Manifest
-from megalith.checkpoint.save_job import SaveJob, SaveOptions
-from megalith.errors import InputError
+from megalith.checkpoint.json_state import pack
+from megalith.checkpoint.manifest import (
+    DATA,
+    MAX_MANIFEST,
+    NAME,
+    CollectionEntry,
+    Delta,
+    Manifest,
+    TableEntry,
+    commit,
+    describe,
+    describe_policies,
+    full_name,
+    megalith_version,
+    read_manifest,
+    read_pieces,
+)
+from megalith.checkpoint.model_state import (
+    CONSUMER,
+    check_equal_options,
+    check_idle,
+    check_last_save,
+    collections_of,
+    dense_state,
+    ranks_of,
+    routing_of,
+    set_busy,
+    set_idle,
+    set_last_save,
+    tables_of,
+)
+from megalith.checkpoint.parts import PartSave, SavedTable, close_on_server, freeze_on_server, write_on_server
+from megalith.checkpoint.ps_recovery import place_of
+from megalith.checkpoint.saved_rows import write_tensors
+from megalith.checkpoint.sharded_weights import check_weights, whole_copies
+from megalith.distributed.agreement import agree
+from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.ops import checks
-from megalith.storage.store import Store
+from megalith.shards import Shards
+from megalith.storage.json_codec import MAX_DEPTH, is_nested_deeper, parse_json
+from megalith.storage.store import Store, open_store
+from megalith.table.rounding import DTYPES
+
+logger = logging.getLogger(__name__)
+
+MAX_PROGRESS_DEPTH = MAX_DEPTH - 3
+"""Levels of `progress` and of packed optimizer state: the manifest of a delta adds three levels."""
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """The options of `save`, `save_delta` and `async_save`, which describe them."""
+
+    optimizer: torch.optim.Optimizer | None
+    progress: dict[str, Any] | None
+    precision: str
+    on_rows: Callable[[int], None] | None
+    timeout: float
+    track: bool  # Whether tables track the rows that change after this save
+    delta: bool  # Whether only rows changed since the last save are written
+    on_complete: Callable[[], object] | None = None
+
+    def check(self) -> None:
+        """Raise InputError if an option has the wrong type or value."""
+        if self.optimizer is not None and not hasattr(self.optimizer, "state_dict"):
+            raise InputError(f"optimizer must be a torch optimizer, got {type(self.optimizer).__name__}")
+        if self.progress is not None and not isinstance(self.progress, dict):
+            raise InputError(f"progress must be a dict of JSON data, got {type(self.progress).__name__}")
+        checks.one_of(self.precision, tuple(DTYPES), "precision")
+        checks.flag(self.track, "deltas")
+        checks.flag(self.delta, "delta")
+        checks.callback(self.on_rows, "on_rows")
+        checks.callback(self.on_complete, "on_complete")
+        checks.seconds(self.timeout, "timeout")
+
+
+class SaveJob:
+    """A save of a model. A collective call: all ranks create the job together."""
+
+    def __init__(self, model: nn.Module, path: str | PathLike[str] | Store, options: SaveOptions) -> None:
+        self.waited = 0.0
+        self._options = options
+        self._collections = collections_of(model)
+        self._ranks = ranks_of(model)
+        self.store: Store = agree(self._ranks, lambda: self._open(path), error=CheckpointError)
+        check_equal_options(
+            self._ranks,
+            "a save",
+            {
+                "path": self.store.where,
+                "precision": options.precision,
+                "deltas": options.track,
+                "delta": options.delta,
+            },
+        )
+        self._steps = {path: c.global_step for path, c in self._collections.items()}
+        self._tables: list[SavedTable] = []
+        self._part: PartSave | None = None
+        self._reports: list[dict[str, Any]] = []
+        weights, state = agree(self._ranks, lambda: self._check(model), error=CheckpointError)
+        check_weights(weights | {f"optimizer state {name}": t for name, t in state.items()}, self._ranks)
+        # Copies, because training continues. Sharded tensors are gathered here: `run` exchanges nothing.
+        self._dense, self._tensors = agree(
+            self._ranks,
+            lambda: (whole_copies(weights, self._ranks), whole_copies(state, self._ranks)),
+            error=CheckpointError,
+        )
+        self.id = str(self._ranks.broadcast(uuid.uuid4().hex[:12]))
+        self._folder = f"{DATA}{self.id}"
+        try:
+            agree(self._ranks, self._freeze, error=CheckpointError)
+        except BaseException:
+            self._end(give_back=True)
+            if self._on_servers() and self._ranks.size == 1:
+                with suppress(Exception):
+                    self.store.remove(self._folder)  # servers have begun to write
+            raise
+
+    # ---- freezing
+
+    def _open(self, path: str | PathLike[str] | Store) -> Store:
+        self._options.check()
+        return open_store(path)
+
+    def _check(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Check the model; return its dense weights and the tensors of the optimizer's state."""
+        options = self._options
+        check_idle(self._collections)
+        names = [full_name(path, name) for path, name, _ in tables_of(self._collections)]
+        if len(set(names)) != len(names):
+            raise UsageError(f"two tables of this model have the same name: {', '.join(sorted(names))}")
+        try:
+            # This also makes a copy: the caller may change the content later.
+            self._progress: Any = parse_json(json.dumps(options.progress or {}, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(
+                f"progress must be JSON data of at most {MAX_PROGRESS_DEPTH} levels: {error}"
+            ) from None
+        self._structure: Any = None
+        state: dict[str, torch.Tensor] = {}
+        if options.optimizer is not None:
+            self._structure, state = pack(options.optimizer.state_dict())
+        for name, data in (("progress", self._progress), ("the optimizer's packed state", self._structure)):
+            if is_nested_deeper(data, MAX_PROGRESS_DEPTH):
+                raise InputError(f"{name} must be JSON data of at most {MAX_PROGRESS_DEPTH} levels")
+        if options.delta and self._ranks.rank == 0:
+            check_last_save(self._collections.values(), self.store, read_manifest(self.store))
+        return dense_state(model), state
+
+    def _freeze(self) -> None:
+        options = self._options
+        for collection in self._collections.values():
+            collection.shards.flush()
+            if options.track:
+                collection.shards.track(CONSUMER)
+            set_busy(collection, self)
+        for path, name, shards in tables_of(self._collections):
+            numbers = f"{list(self._collections).index(path)}-{list(shards.configs).index(name)}"
+            self._tables.append(SavedTable(path, name, f"{self._folder}/tables/{numbers}"))
+        here = [
+            (saved, self._shards(saved).local[saved.name])
+            for saved in self._tables
+            if self._shards(saved).holds_rows
+        ]
+        self._part = PartSave(here, self._ranks.rank, track=options.track, delta=options.delta)
+        for shards, tables in self._on_servers():
+            place = place_of(shards, self.store, [(saved.collection, saved.name) for saved in tables])
+            shards.each_part(
+                freeze_on_server,
+                self.id,
+                tables,
+                options.track,
+                options.delta,
+                place,
+                self.store,
+                options.precision,
+            )
+
+    def _shards(self, saved: SavedTable) -> Shards:
+        return self._collections[saved.collection].shards
+
+    def _on_servers(self) -> list[tuple[Shards, list[SavedTable]]]:
+        """Return the shards whose rows are in other processes, with their tables."""
+        found: dict[int, tuple[Shards, list[SavedTable]]] = {}
+        for saved in self._tables:
+            shards = self._shards(saved)
+            if not shards.holds_rows:
+                found.setdefault(id(shards), (shards, []))[1].append(saved)
+        return list(found.values())
+
+    # ---- writing
+
+    def run(self) -> Manifest:
+        """Write everything and commit it."""
+        # If it fails, the previous checkpoint remains, and the rows count as changed again.
+        try:
+            self._reports = self._write_tables()
+            manifest = self._commit() if self._ranks.rank == 0 else self._report_and_wait()
+        except BaseException as error:
+            self._end(give_back=True)
+            self._report_failure(error)
+            raise
+        self._end(give_back=False)
+        if self._options.track:
+            set_last_save(self._collections.values(), self.store, self.id)
+        logger.info("saved %s to %s", self.id, self.store.where)
+        return manifest
+
+    def _end(self, *, give_back: bool) -> None:
+        """End the snapshots. The error of a server is logged: the save is complete or has its own error."""
+        try:
+            if self._part is not None:
+                self._part.close(give_back=give_back)
+                self.waited = self._part.waited
+            for shards, _ in self._on_servers():
+                try:
+                    self.waited += sum(shards.each_part(close_on_server, self.id, give_back))
+                except Exception as error:  # for instance, it has ended, and with it what it kept of the save
+                    logger.warning("save %s: %s", self.id, error)
+        finally:
+            for collection in self._collections.values():
+                set_idle(collection, self)
+
+    def _write_tables(self) -> list[dict[str, Any]]:
+        """Write the rows of this process and its servers; return the reports of their parts."""
+        assert self._part is not None
+        options = self._options
+        try:
+            reports = [self._part.write(self.store, options.precision, options.on_rows)]
+            for shards, _ in self._on_servers():
+                reports += shards.each_part(write_on_server, self.id, background=True)
+                if options.on_rows is not None:
+                    options.on_rows(_rows_of(reports))
+        except FileNotFoundError:
+            raise self._overtaken() from None
+        return reports
+
+    def _commit(self) -> Manifest:
+        """On rank 0: wait for the reports of the other ranks, write the manifest, delete old files."""
+        reports = list(self._reports)
+        for rank in range(1, self._ranks.size):
+            reports += self._read_report(rank)
+        common = {
+            "id": self.id,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "collections": self._entries(reports),
+            "dense": self._tensor_file("dense", self._dense),
+            "optimizer": self._structure,
+            "optimizer_tensors": self._tensor_file("optimizer", self._tensors),
+            "progress": self._progress,
+        }
+        if self._options.delta:
+            base = read_manifest(self.store)  # it may have been compacted in the meantime
+            check_last_save(self._collections.values(), self.store, base)
+            manifest = replace(base, deltas=[*base.deltas, Delta(**common, previous=base.tip)])
+        else:
+            manifest = Manifest(**common, megalith=megalith_version())
+        self._check_files(reports)
+        commit(self.store, manifest)
+        if self._ranks.size > 1:
+            with suppress(OSError):  # the reports are no longer needed
+                self.store.remove(f"{self._folder}/ranks")
+        return manifest
+
+    def _check_files(self, reports: list[dict[str, Any]]) -> None:
+        """Raise CheckpointError if another save has deleted the data folder; one file per rank shows it."""
+        for report in reports:
+            paths = [piece["file"]["path"] for part in report.values() for piece in part["pieces"]]
+            try:
+                for path in paths[:1]:
+                    self.store.size(path)
+            except FileNotFoundError:
+                raise self._overtaken() from None
+
+    def _overtaken(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self.store.where}: another save ended in the meantime and deleted this one's files; "
+            "only one process at a time can save to a path"
+        )
+
+    def _tensor_file(self, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+        return write_tensors(self.store, f"{self._folder}/{name}.safetensors", tensors) if tensors else None
+
+    def _entries(self, reports: list[dict[str, Any]]) -> dict[str, CollectionEntry]:
+        where = f"{self.store.where}/{self._folder}"
+        entries = {path: CollectionEntry(step, {}) for path, step in self._steps.items()}
+        for saved in self._tables:
+            collection = self._collections[saved.collection]
+            config = collection.configs[saved.name]
+            parts = [report[saved.full_name] for report in reports if saved.full_name in report]
+            entries[saved.collection].tables[saved.name] = TableEntry(
+                segments=describe(config),
+                seed=parts[0]["seed"],
+                routing=routing_of(collection.shards, saved.name, collection.checkpoint_state.routing),
+                pieces=[piece for part in parts for piece in read_pieces(part, "pieces", where)],
+                live=sum(part["live"] for part in parts),
+                removed=[piece for part in parts for piece in read_pieces(part, "removed", where)],
+                pending=[piece for part in parts for piece in read_pieces(part, "pending", where)],
+                policies=describe_policies(config),
+            )
+        return entries
+
+    # ---- several ranks
+
+    def _report_name(self, rank: int) -> str:
+        return f"{self._folder}/ranks/{rank:05}.json"
+
+    def _read_report(self, rank: int) -> list[dict[str, Any]]:
+        name = self._report_name(rank)
+        report = self._await(lambda: _read_json(self.store, name), f"rank {rank} to write its rows")
+        if "error" in report:
+            raise CheckpointError(f"rank {rank}: {report['error']}")
+        parts: list[dict[str, Any]] = report["parts"]
+        return parts
+
+    def _report_and_wait(self) -> Manifest:
+        """On other ranks: write the report, then wait until rank 0 has written the manifest."""
+        self._write_json(self._report_name(self._ranks.rank), {"parts": self._reports})
+
+        def poll() -> Manifest | None:
+            failed = _read_json(self.store, f"{self._folder}/failed.json")
+            if failed is not None:
+                raise CheckpointError(f"rank 0: {failed['error']}")
+            return read_manifest(self.store) if self._is_committed() else None
+
+        found: Manifest = self._await(poll, "rank 0 to write the manifest")
+        return found
+
+    def _await(self, poll: Callable[[], Any], event: str) -> Any:
+        deadline = clock.monotonic() + self._options.timeout
+        while (found := poll()) is None:
+            if clock.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{self.store.where}: rank {self._ranks.rank} waited {self._options.timeout} s for "
+                    f"{event}"
+                )
+            clock.sleep(_POLL_SECONDS)
+        return found
+
+    def _report_failure(self, error: BaseException) -> None:
+        """Report the error to the other ranks; with one rank, delete the data folder."""
+        try:
+            if self._ranks.size == 1:
+                if not self._is_committed():
+                    self.store.remove(self._folder)
+            else:
+                report = self._report_name(self._ranks.rank)
+                name = report if self._ranks.rank else f"{self._folder}/failed.json"
+                self._write_json(name, {"error": f"{type(error).__name__}: {error}"})
+        except Exception:
+            return  # the first error is raised; the other ranks time out
+
+    def _is_committed(self) -> bool:
+        """Return whether the manifest names this save; an error may have occurred after it was replaced."""
+        try:
+            return self.id.encode() in self.store.read_whole(NAME, MAX_MANIFEST)
+        except FileNotFoundError:
+            return False
+
+    def _write_json(self, name: str, data: dict[str, Any]) -> None:
+        self.store.write(name, [json.dumps(data).encode()])
+
+
+def _rows_of(reports: list[dict[str, Any]]) -> int:
+    """Return the number of rows of some reports."""
+    tables = [table for report in reports for table in report.values()]
+    return sum(piece["rows"] for table in tables for piece in table["pieces"])
+
+
+def _read_json(store: Store, name: str) -> Any:
+    """Return the content of a JSON file that another rank of this save wrote; None if it does not exist."""
+    try:
+        return parse_json(store.read_whole(name, MAX_MANIFEST), CheckpointError)
+    except FileNotFoundError:
+        return None
+
 
 TIMEOUT = 1800.0
 

@@ -46,7 +46,7 @@ def is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def reshard(model: nn.Module) -> None:
+def reshard_fsdp(model: nn.Module) -> None:
     """Make FSDP2 modules hold their sharded parameters again.
 
     After a forward without a backward, the root module holds gathered copies, which may be of a lower

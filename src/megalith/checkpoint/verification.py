@@ -14,16 +14,9 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.manifest import Manifest, Piece, Save, TableEntry
-from megalith.checkpoint.nested_state import unpack
-from megalith.checkpoint.saved_rows import (
-    contains,
-    read_chunk,
-    read_manifest,
-    read_pending,
-    read_removed,
-    read_tensors,
-)
+from megalith.checkpoint.json_state import unpack
+from megalith.checkpoint.manifest import Manifest, Piece, Save, TableEntry, read_manifest
+from megalith.checkpoint.saved_rows import contains, read_chunk, read_pending, read_removed, read_tensors
 from megalith.errors import CheckpointError, InputError
 from megalith.storage.store import Store, StoredFile, open_store
 

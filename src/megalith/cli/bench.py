@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith.cli.config_options import config_options
-from megalith.cli.console import exit_on_error
-from megalith.cli.output import console, progress
+from megalith.cli.output import console, exit_on_error, progress
 from megalith.distributed.comm_bench import PATTERNS, TRANSPORTS, CommSettings, Measurement
 from megalith.distributed.comm_bench_ranks import measure_launched, measure_local
 from megalith.distributed.launcher_environment import Launch, LaunchWarning, read_launch

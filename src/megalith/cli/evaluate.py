@@ -9,14 +9,13 @@ import typer
 from rich.table import Table
 
 from megalith.cli.config_options import config_options
-from megalith.cli.console import exit_on_error
-from megalith.cli.output import console, print_json, progress, skipped_lines
+from megalith.cli.output import console, exit_on_error, print_json, progress, skipped_lines
 from megalith.errors import InputError
 from megalith.training import DataConfig, load_trained, open_reader
 from megalith.training import evaluate as evaluate_model
+from megalith.training.config import FIXED_DATA
 from megalith.training.data_source import open_test
-from megalith.training.run_config import FIXED_DATA
-from megalith.training.threads import threads_of, using_threads
+from megalith.training.model import threads_of, using_threads
 
 
 @config_options("data", DataConfig, omit=FIXED_DATA, only_given=True)

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megalith.cli.console import exit_on_error
-from megalith.cli.output import console, progress
+from megalith.cli.output import console, exit_on_error, progress
 
 
 def export(
@@ -38,7 +37,7 @@ def export(
 
     Example: megalith export runs/mine exports/movies --precision float16
     """
-    from megalith.training.exporting import count_rows, export_run
+    from megalith.training.export import count_rows, export_run
 
     with exit_on_error():
         total = count_rows(checkpoint)

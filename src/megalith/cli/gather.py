@@ -14,8 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from megalith.cli.console import errors, exit_on_error
-from megalith.cli.output import console, print_json
+from megalith.cli.output import console, error_console, exit_on_error, print_json
 from megalith.distributed.surviving_launch import EndedRank, launch
 from megalith.errors import InputError, StoreError
 from megalith.gather.artifact import (
@@ -72,7 +71,7 @@ def run(
         if ended.code:
             how = f"was killed by signal {-ended.code}" if ended.code < 0 else f"ended with code {ended.code}"
             rest = f"; {ended.running} others continue" if ended.running else ""
-            errors.print(f"[bold yellow]warning:[/] rank {ended.rank} {how}{rest}", highlight=False)
+            error_console.print(f"[bold yellow]warning:[/] rank {ended.rank} {how}{rest}", highlight=False)
 
     def end(number: int, frame: object) -> NoReturn:
         raise typer.Exit(128 + number)  # `launch` ends the ranks
@@ -86,7 +85,7 @@ def run(
     good = sum(each.code == 0 for each in ended)
     if good < least:
         message = f"{good} of {ranks} ranks succeeded, {least} must"
-        errors.print(f"[bold red]error:[/] {message}", highlight=False)
+        error_console.print(f"[bold red]error:[/] {message}", highlight=False)
         raise typer.Exit(1)
 
 

@@ -14,10 +14,10 @@ from megalith.cli.plan import plan
 from megalith.cli.predict import predict
 from megalith.cli.report import report
 from megalith.cli.serve import serve
+from megalith.cli.servers import workers
 from megalith.cli.table import table
 from megalith.cli.train import TrainCommand, train
 from megalith.cli.versions import versions
-from megalith.cli.workers import workers
 
 app = typer.Typer(
     name="megalith",

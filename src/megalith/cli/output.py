@@ -1,4 +1,7 @@
-"""Output of commands: a console for terminals and pipes, tables, JSON and progress bars."""
+"""Output of commands: a console for terminals and pipes, tables, JSON, progress bars, errors and warnings.
+
+An expected error is one line on stderr and exit code 1; a warning for the user is one line on stderr.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -18,8 +22,42 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith.checkpoint.manifest import Routing
+from megalith.errors import MegalithError
 from megalith.reporting.inspection import SegmentSummary, TableSummary
 from megalith.units import show_number
+
+error_console = Console(stderr=True)
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Prints an expected error (MegalithError or OSError) to stderr and exits with code 1."""
+    # Warnings for the user are printed as a line too, without the place in the sources.
+    try:
+        with warnings.catch_warnings():
+            show = warnings.showwarning
+
+            def print_warning(
+                message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any
+            ) -> None:
+                if category is not UserWarning:
+                    return show(message, category, filename, lineno, *more)
+                text = f"[bold yellow]warning:[/] {_plain(str(message))}"
+                error_console.print(text, highlight=False, soft_wrap=True)
+
+            warnings.showwarning = print_warning  # type: ignore[assignment]  # never called by keyword
+            yield
+    except BrokenPipeError:
+        raise  # the reader of the output closed it, which is not an error
+    except (MegalithError, OSError) as error:
+        error_console.print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _plain(text: str) -> str:
+    """Escapes text for rich."""
+    return text.replace("[", r"\[")
+
 
 PATIENCE = 2.0
 """Seconds before a progress bar appears."""

@@ -12,10 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megalith.cli.console import exit_on_error
-from megalith.cli.output import console, plural
-from megalith.reporting.planning import Forecast, Load, ModeForecast, forecast
-from megalith.reporting.sampling import Sample, read_sample
+from megalith.cli.output import console, exit_on_error, plural
+from megalith.reporting.planning import Forecast, Load, ModeForecast, Sample, forecast, read_sample
 from megalith.units import show_bytes
 
 _MAX_LISTED = 16

@@ -8,12 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from megalith.cli.config_options import config_options
-from megalith.cli.console import exit_on_error
-from megalith.cli.output import print_line, progress, skipped_lines
+from megalith.cli.output import exit_on_error, print_line, progress, skipped_lines
 from megalith.training import DataConfig, load_trained, open_reader
-from megalith.training.prediction import check_output, predict_file
-from megalith.training.run_config import FIXED_DATA
-from megalith.training.threads import threads_of, using_threads
+from megalith.training.config import FIXED_DATA
+from megalith.training.evaluation import check_output, predict_file
+from megalith.training.model import threads_of, using_threads
 
 
 @config_options("data", DataConfig, omit=FIXED_DATA, only_given=True)

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megalith.cli.console import exit_on_error
-from megalith.cli.output import print_line
+from megalith.cli.output import exit_on_error, print_line
 from megalith.reporting.report import write_report
 
 

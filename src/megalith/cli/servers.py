@@ -1,18 +1,19 @@
-"""megalith servers: the parameter servers that run on a Ray cluster."""
+"""megalith servers, megalith workers: parameter servers on a Ray cluster, and the workers of a run."""
 
 from __future__ import annotations
 
 import time as clock
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from megalith.cli.console import exit_on_error
-from megalith.cli.output import console, print_json, print_line
+from megalith.cli.output import console, exit_on_error, plural, print_json, print_line
 from megalith.shards.servers.server.call_counts import quantile
 from megalith.shards.servers.server_status import prometheus_text, server_status
+from megalith.training.ps import ask_for_workers
 from megalith.units import show_bytes
 
 app = typer.Typer(help="Parameter servers that run on a Ray cluster.", no_args_is_help=True)
@@ -44,10 +45,10 @@ def status(
         elif not numbers:
             print_line("no servers with tables")
         else:
-            _print(numbers)
+            _print_status(numbers)
 
 
-def _print(numbers: Sequence[Mapping[str, Any]]) -> None:
+def _print_status(numbers: Sequence[Mapping[str, Any]]) -> None:
     columns = (
         *("tables", "server", "pid", "rows", "memory", "queue", "calls/s", "lookup p50, p99 (ms)"),
         *("staleness", "step", "workers", "last checkpoint"),
@@ -80,3 +81,19 @@ def _milliseconds(each: Mapping[str, Any], part: float) -> str:
     if bound is None:
         return "-"
     return "> 5000" if bound == float("inf") else f"<= {bound * 1e3:g}"
+
+
+def workers(
+    run: Annotated[Path, typer.Argument(help="Directory of the run.")],
+    count: Annotated[int, typer.Argument(help="The number of workers.")],
+) -> None:
+    """Change the number of workers of a run that trains on parameter servers (megalith train --servers).
+
+    Workers join and leave while the run trains. One that leaves first ends its batch, and another one reads
+    the rest of its share of the data.
+
+    Example: megalith workers runs/servers 4
+    """
+    with exit_on_error():
+        ask_for_workers(run, count)
+        console().print(f"{run} will have {plural(count, 'worker')} after its next batches", markup=False)

@@ -16,10 +16,10 @@ from rich.text import Text
 from megalith.bits import signed
 from megalith.checkpoint import Manifest, read_manifest
 from megalith.checkpoint.manifest import TableEntry
-from megalith.cli.console import exit_on_error
 from megalith.cli.output import (
     bar_table,
     console,
+    exit_on_error,
     plural,
     print_json,
     progress,
@@ -31,7 +31,7 @@ from megalith.errors import InputError, UnknownNameError
 from megalith.ops.ids import hash_strings
 from megalith.reporting import inspection
 from megalith.reporting.inspection import Ages, InspectedRow, Norms, TableSummary
-from megalith.training.run_model import find_checkpoint
+from megalith.training.directory import find_checkpoint
 from megalith.units import YEAR, show_bytes, show_number, show_span, show_time
 
 

@@ -1,36 +1,133 @@
-"""megalith train: starts or resumes a run from a config file and flags."""
+"""megalith train: starts or resumes a run, as one process or as the ranks of a launcher."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, Self
 
 import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
 from megalith import checkpoint
+from megalith.cli import output
 from megalith.cli.config_options import config_options
-from megalith.cli.console import exit_on_error
-from megalith.cli.launch import launched
-from megalith.cli.output import console, plural, progress, skipped_lines
-from megalith.cli.training_bar import TrainingBar
+from megalith.cli.output import console, exit_on_error, plural, progress, skipped_lines
 from megalith.data import DataUnavailableError
+from megalith.distributed.launcher_environment import LaunchWarning, RankSetup, configure
+from megalith.distributed.process_group import init_process_group
 from megalith.errors import CheckpointError
 from megalith.reporting.report import write_report
 from megalith.table import HostTierUse
 from megalith.training import DataConfig, Evaluation, ModelConfig, Run, RunConfig, TrainConfig, Watcher
-from megalith.training.run_device import device_of
-from megalith.training.run_model import CHECKPOINT, config_of
+from megalith.training.directory import CHECKPOINT
+from megalith.training.model import config_of, device_of
+from megalith.training.publishing import Pushed
+
+
+@contextmanager
+def launched(run: Path, timeout: float) -> Iterator[RankSetup]:
+    """Creates the process group of the launcher's ranks. Without a launcher there is one rank."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no launcher", LaunchWarning)
+        setup = configure(run, merge_checkpoints=True, device="cpu")
+    init_process_group(setup, timeout=timeout)
+    yield setup
+    if setup.size > 1:
+        # Not after an error: the state of the other ranks is unknown, and the process is about to exit.
+        dist.destroy_process_group()
+
+
+class TrainingBar(Watcher):
+    """Shows samples, samples/s, loss, AUC, rows and memory, the lowest hit rate of GPU memory of tables with
+    rows in host memory, and the rows written by a slow save.
+    """
+
+    def __init__(self, run: Run) -> None:
+        rows = run.source.train.num_rows
+        total = None if rows is None else rows * run.config.train.epochs
+        limit = run.config.train.max_steps
+        if limit is not None:
+            at_most = limit * run.config.data.batch_size
+            total = at_most if total is None else min(total, at_most)
+        self._run = run
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=output.console(),
+        )
+        self._task = self._progress.add_task("training", total=total, completed=run.samples, note="")
+        self._more = ""
+        self._save: TaskID | None = None
+        self._began = 0.0
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def batch(self, step: int, samples: int, loss: float) -> None:
+        speed = samples / self._run.seconds if self._run.seconds else 0.0
+        note = f"{samples:,} samples  {speed:,.0f}/s  loss {loss:.4f}{self._more}"
+        self._progress.update(self._task, completed=samples, note=note)
+
+    def logged(self, record: Mapping[str, Any]) -> None:
+        auc = "" if record["auc"] is None else f"  AUC {record['auc']:.4f}"
+        rows = sum(record["rows"].values())
+        rates = [use["hit_rate"] for use in record.get("host_tier", {}).values()]
+        hits = f"  GPU hits {min(rates):.1%}" if rates else ""
+        self._more = f"{auc}  {rows:,} rows  {record['memory'] / 2**20:,.1f} MiB{hits}"
+
+    def saving(self, rows: int) -> None:
+        self._began = time.monotonic()
+        self._save = self._progress.add_task("saving", total=rows, note="", visible=False)
+
+    def wrote(self, rows: int) -> None:
+        if self._save is not None and time.monotonic() - self._began > output.PATIENCE:
+            note = f"{rows:,} rows"
+            self._progress.update(self._save, completed=rows, note=note, visible=True, refresh=True)
+
+    def saved(self) -> None:
+        if self._save is not None:
+            self._progress.remove_task(self._save)
+        self._save = None
+
+    def pushed(self, pushed: Pushed) -> None:
+        lines = [f"pushed {pushed.rows:,} rows to {output.plural(pushed.servers, 'server')}"]
+        if not pushed.servers and not pushed.lagging:
+            lines = [f"nothing was pushed: {self._run.config.train.publish} lists no server of this model"]
+        for target in pushed.lagging:
+            lines.append(f"some rows were not pushed: {target}")
+        for line in lines:
+            self._progress.console.print(line, markup=False)
+
 
 INTERRUPTED = 130
 STOPPING = b"stopping after this batch, then saving; press Ctrl-C again to stop without saving\n"

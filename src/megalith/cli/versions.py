@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megalith.cli.console import exit_on_error
-from megalith.cli.output import console
+from megalith.cli.output import console, exit_on_error
 from megalith.errors import InputError
 from megalith.serving.server.versions import VersionRules, versions_of
 

@@ -6,8 +6,7 @@ Reading Parquet and CSV files requires pyarrow, the extra `data`.
 from megalith.data.batch import Batch, Position, Samples
 from megalith.data.csv import CriteoReader, CsvReader
 from megalith.data.equal_batches import EqualBatchLoader, pad_to_equal_batches
-from megalith.data.movielens import MovieLens, load_movielens, read_movielens
-from megalith.data.movielens_download import DataUnavailableError
+from megalith.data.movielens import DataUnavailableError, MovieLens, load_movielens, read_movielens
 from megalith.data.parquet import ParquetReader
 from megalith.data.reader import MemoryReader, Reader
 from megalith.data.schema import DenseColumn, FeatureColumn, Schema

@@ -29,8 +29,7 @@ from megalith.data.arrow import (
     why_not_numbers,
 )
 from megalith.data.batch import Position, Samples
-from megalith.data.file_positions import FilePositions
-from megalith.data.files import Paths, data_root, list_files
+from megalith.data.files import FilePositions, Paths, data_root, list_files
 from megalith.data.reader import OnError, Reader, RowBlock
 from megalith.data.schema import IdSource, Schema
 from megalith.errors import InputError

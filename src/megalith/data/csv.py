@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from megalith.data.arrow import arrow
 from megalith.data.batch import Position
 from megalith.data.column_reader import ColumnChunk, ColumnReader
+from megalith.data.compression import open_bytes
 from megalith.data.files import Paths
-from megalith.data.formats.compression import open_bytes
 from megalith.data.reader import OnError, position_integer
 from megalith.data.schema import DenseColumn, Normalise, Schema
 from megalith.errors import InputError

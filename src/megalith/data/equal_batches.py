@@ -10,10 +10,14 @@ Before each batch, every rank sends its status and the time and rows of its batc
     _DONE          it has no more batches                an empty batch, if another rank is ready
     _NO_COLUMNS    the same, and it never had a batch    the same; a ready rank broadcasts its columns first
     _FAILED        its loader raised an error            it raises; the others raise RankFailedError
+
+The columns of a batch are sent as JSON with names, dtypes and widths, no data (`describe_columns`). It comes
+from another process and is validated by `make_empty_batch`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
@@ -26,12 +30,90 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.data.batch import Batch, Position
-from megalith.data.empty_batch import describe, make_empty_batch
 from megalith.distributed.absent_ranks import naming_absent_ranks, wait_for_all_ranks
 from megalith.distributed.ranks import has_process_group
 from megalith.errors import InputError, MegalithError, RankFailedError, UsageError
 from megalith.ops import checks
 from megalith.ragged import Ragged
+from megalith.storage.json_codec import parse_json
+
+_TYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    )
+}
+_MAX_DIMS, _MAX_WIDTH = 8, 1 << 31
+_COLUMNS = ("labels", "dense", "weights")
+
+
+def describe_columns(batch: Batch) -> bytes:
+    """Return the columns of a batch as JSON: {"features": {name: {"values", "weights"}}, "labels", ...}."""
+    # A column is [dtype, widths after the first dimension], or null if the batch does not have it.
+    features = {
+        name: {"values": _describe_column(ragged.values), "weights": _describe_column(ragged.weights)}
+        for name, ragged in batch.features.items()
+    }
+    return json.dumps(
+        {"features": features, **{c: _describe_column(getattr(batch, c)) for c in _COLUMNS}}
+    ).encode()
+
+
+def make_empty_batch(text: bytes, *, where: str) -> Batch:
+    """Return a batch with zero rows and the described columns, on the CPU, without time and position."""
+    try:
+        found = parse_json(text)
+        features = {
+            str(name): Ragged(
+                _required_column(each["values"]),
+                torch.zeros(1, dtype=torch.int64, device="cpu"),
+                _empty_column(each["weights"]),
+            )
+            for name, each in found["features"].items()
+        }
+        return Batch(
+            features,
+            _required_column(found["labels"]),
+            _empty_column(found["dense"]),
+            _empty_column(found["weights"]),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise InputError(f"{where} sent an invalid description of the columns of a batch: {error}") from None
+
+
+def _describe_column(column: Tensor | None) -> list[Any] | None:
+    return None if column is None else [str(column.dtype).removeprefix("torch."), list(column.shape[1:])]
+
+
+def _required_column(column: Any) -> Tensor:
+    made = _empty_column(column)
+    if made is None:
+        raise ValueError("a required column is missing")
+    return made
+
+
+def _empty_column(column: Any) -> Tensor | None:
+    if column is None:
+        return None
+    name, widths = column
+    if not isinstance(widths, list) or len(widths) > _MAX_DIMS:
+        raise ValueError(f"widths must be a list of at most {_MAX_DIMS} integers")
+    for width in widths:
+        if type(width) is not int or not 0 <= width <= _MAX_WIDTH:
+            raise ValueError(f"a width must be an integer from 0 to {_MAX_WIDTH}, got {width!r}")
+    if name not in _TYPES:
+        raise ValueError(f"unknown dtype {name!r}")
+    return torch.empty(0, *widths, dtype=_TYPES[name], device="cpu")
+
 
 TIMEOUT = 600.0
 """How many seconds a rank waits for the next batch of the others, by default."""
@@ -183,7 +265,7 @@ class _EpochExchange:
 
     def columns(self, turn: int, source_rank: int, own: Batch | None) -> Batch:
         """Return an empty batch with the columns of a rank that has a batch."""
-        text = describe(own) if own is not None and self.index == source_rank else b""
+        text = describe_columns(own) if own is not None and self.index == source_rank else b""
         length = torch.tensor(len(text), device="cpu")
         with self._watched(turn, "columns"):
             dist.broadcast(length, group=self.group, group_src=source_rank)

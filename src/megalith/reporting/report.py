@@ -1,7 +1,7 @@
 """The report of a run: one HTML page with numbers and plots that needs no network and no scripts.
 
-The input is the files of a run: config.json, metrics.jsonl, evaluation.json, frequencies.json and
-checkpoint/. If one is missing or damaged, its section reports that. All text is escaped.
+The input is the files of a run (`RunFiles`): config.json, metrics.jsonl, evaluation.json, frequencies.json
+and checkpoint/. A missing or damaged file is `Absent`, and its section reports that. All text is escaped.
 """
 
 from __future__ import annotations
@@ -19,9 +19,171 @@ from megalith.checkpoint.manifest import full_name
 from megalith.errors import InputError, MegalithError
 from megalith.reporting import charts, inspection
 from megalith.reporting.charts import Axis, Series, bar_chart, line_chart, scatter_chart, thin
-from megalith.reporting.report_html import STYLE, card, facts_table, html_table, plots, section
-from megalith.reporting.run_files import Absent, RunFiles, finite_number, read_object
 from megalith.units import byte_unit, show_bytes, show_number, show_span, show_time
+
+_MAX_BYTES = 1 << 28
+
+
+class Absent(Exception):
+    """The input of a section is missing; the message names it."""
+
+
+class RunFiles:
+    """The files of a run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config = _optional(lambda: read_object(directory / "config.json"))
+        self.evaluation = _optional(lambda: read_object(directory / "evaluation.json"))
+        self.records, self.unread = _records(directory / "metrics.jsonl")
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """Return the records of a kind."""
+        return [r for r in self.records if r.get("kind") == kind]
+
+    def points(self, kind: str, field: str) -> list[tuple[float, float]]:
+        """Return the values of a field by step."""
+        pairs = [(finite_number(r.get("step")), finite_number(r.get(field))) for r in self.of_kind(kind)]
+        return [(step, value) for step, value in pairs if step is not None and value is not None]
+
+    @property
+    def evaluated_before(self) -> str:
+        """Which step the evaluation is of, if the run has continued since then. Otherwise empty."""
+        step, newest = finite_number((self.evaluation or {}).get("step")), self.last("step")
+        if step is None or newest is None or step == newest:
+            return ""
+        return f"step {show_number(step)} of {show_number(newest)}"
+
+    def last(self, field: str) -> float | None:
+        """Return the newest value of a field."""
+        found = [finite_number(r.get(field)) for r in self.of_kind("train") or self.records]
+        return next((value for value in reversed(found) if value is not None), None)
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise Absent(f"{path.name} is too large to show")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise Absent(f"{path.name} is missing") from None
+    except (OSError, UnicodeDecodeError):
+        raise Absent(f"{path.name} cannot be read") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a file with a JSON object."""
+    try:
+        data = json.loads(_text(path))
+    except (ValueError, RecursionError):
+        raise Absent(f"{path.name} is not valid JSON") from None
+    if not isinstance(data, dict):
+        raise Absent(f"{path.name} is not a JSON object")
+    return data
+
+
+def _records(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines that are JSON objects, and the number of other lines."""
+    try:
+        lines = [line for line in _text(path).splitlines() if line.strip()]
+    except Absent:
+        return [], 0
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records, len(lines) - len(records)
+
+
+def _optional(read: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    try:
+        return read()
+    except Absent:
+        return None
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a value of a JSON file as a number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        return float(value) if is_number and math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+STYLE = """
+:root { color-scheme:light dark;
+  --page:#f5f6f8; --card:#ffffff; --text:#1d232b; --muted:#5c6570; --edge:#dfe3e8; }
+@media (prefers-color-scheme: dark) {
+  :root { --page:#14181d; --card:#1d2229; --text:#e4e8ed; --muted:#9aa4b0; --edge:#2e353e; } }
+* { box-sizing:border-box; }
+body { margin:0; background:var(--page); color:var(--text);
+  font:15px/1.5 system-ui, "DejaVu Sans", sans-serif; }
+main { max-width:1180px; margin:0 auto; padding:28px 20px 60px; }
+h1 { font-size:26px; margin:0 0 4px; overflow-wrap:anywhere; }
+h2 { font-size:18px; margin:36px 0 10px; }
+h3 { font-size:14px; margin:0 0 8px; font-weight:600; overflow-wrap:anywhere; }
+p { margin:6px 0; } .muted { color:var(--muted); }
+.numbers { display:flex; flex-wrap:wrap; gap:12px; margin-top:18px; } .number { flex:1 1 190px; }
+.plots { display:grid; grid-template-columns:repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap:14px; }
+.card { background:var(--card); border:1px solid var(--edge); border-radius:8px; padding:14px 16px;
+  min-width:0; }
+.number b { display:block; font-size:21px; line-height:1.3; overflow-wrap:anywhere; }
+table { border-collapse:collapse; width:100%; } .scroll { overflow-x:auto; }
+th, td { text-align:left; padding:6px 14px 6px 0; border-bottom:1px solid var(--edge);
+  overflow-wrap:anywhere; }
+td.value, th.value { text-align:right; font-variant-numeric:tabular-nums; }
+tr.best td { font-weight:600; } details summary { cursor:pointer; }
+"""
+
+
+def section(title: str, body: Callable[[], str]) -> str:
+    """Return a section of the page."""
+    try:
+        content = body()
+    except Absent as absent:
+        content = f'<p class="muted">Not shown: {escape(str(absent))}.</p>'
+    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+
+
+def plots(cards: Sequence[str], note: str = "") -> str:
+    """Return cards side by side."""
+    below = f'<p class="muted">{escape(note)}</p>' if note else ""
+    return f'<div class="plots">{"".join(cards)}</div>{below}'
+
+
+def card(title: str, body: str) -> str:
+    return f'<div class="card"><h3>{escape(title)}</h3>{body}</div>'
+
+
+def html_table(
+    head: Sequence[str] | None,
+    rows: Sequence[Sequence[str]],
+    *,
+    best: set[int] | None = None,
+    plain: bool = False,
+) -> str:
+    """Return a table of text."""
+    value = "" if plain else ' class="value"'
+    parts = []
+    if head:
+        names = [f"<th{value if i else ''}>{escape(name)}</th>" for i, name in enumerate(head)]
+        parts.append(f"<thead><tr>{''.join(names)}</tr></thead>")
+    for i, row in enumerate(rows):
+        cells = [f"<td{value if j else ''}>{escape(cell)}</td>" for j, cell in enumerate(row)]
+        mark = ' class="best"' if best and i in best else ""
+        parts.append(f"<tr{mark}>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table>{"".join(parts)}</table></div>'
+
+
+def facts_table(facts: Mapping[str, str]) -> str:
+    """Return a table of names and values."""
+    return html_table(None, [list(item) for item in facts.items()])
+
 
 MAX_POINTS, MEAN_POINTS = 300, 60
 MAX_SERIES = 6

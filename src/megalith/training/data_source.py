@@ -17,9 +17,7 @@ from megalith.data.column_reader import ColumnReader
 from megalith.data.reader_registry import reader_class
 from megalith.errors import InputError
 from megalith.ops import checks
-from megalith.training.options import check_options
-from megalith.training.run_config import RunConfig
-from megalith.training.run_sections import DataConfig
+from megalith.training.config import DataConfig, RunConfig, check_options
 
 SYNTHETIC_BATCHES = 400
 TEST_SHARE = 0.1

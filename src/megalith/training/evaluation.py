@@ -1,23 +1,32 @@
-"""evaluate: AUC, log loss and calibration of a model on the samples of a reader."""
+"""Evaluation and prediction: what a trained model computes for the rows of a reader.
+
+`evaluate` returns AUC, log loss and calibration. `predict_file` writes the probability of each row to a file.
+Neither changes the tables.
+"""
 
 from __future__ import annotations
 
+import csv
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalith.data import Batch, Reader
+from megalith.data.arrow import arrow
 from megalith.errors import InputError
 from megalith.metrics import AUC, Calibration
+from megalith.models import Model
 from megalith.ops import checks
-from megalith.training.run_batches import RunBatches
-from megalith.training.run_device import score
-from megalith.training.run_ranks import RunRanks
+from megalith.training.batches import RunBatches
+from megalith.training.model import score
+from megalith.training.ranks import RunRanks
 
 
 @dataclass(frozen=True)
@@ -127,3 +136,45 @@ def _bins(calibration: Calibration) -> list[dict[str, float]]:
     columns: list[Tensor] = [bins.predicted, bins.observed, bins.weight]
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [{"predicted": p, "observed": o, "count": n} for p, o, n in rows if n > 0]
+
+
+SUFFIXES = (".csv", ".parquet")
+
+
+def predict_file(
+    model: Model, reader: Reader, out: Path, on_batch: Callable[[int], None] | None = None
+) -> int:
+    """Predicts the rows of a reader and writes their probabilities in the same order."""
+    check_output(out)
+    scores = torch.cat([torch.empty(0, device="cpu"), *_scores(model, reader, on_batch)])
+    temporary = out.with_name(out.name + ".tmp")
+    _write(temporary, out.suffix, scores.tolist())
+    os.replace(temporary, out)
+    return scores.numel()
+
+
+def check_output(out: Path) -> None:
+    """Checks the name of an output file."""
+    if out.suffix not in SUFFIXES:
+        raise InputError(f"{out}: write to a file named {' or '.join(SUFFIXES)}")
+
+
+@torch.no_grad()
+def _scores(model: Model, reader: Reader, on_batch: Callable[[int], None] | None) -> Iterator[Tensor]:
+    done = 0
+    for batch in reader:
+        yield score(model, batch).sigmoid()
+        done += len(batch)
+        if on_batch is not None:
+            on_batch(done)
+
+
+def _write(path: Path, suffix: str, scores: list[float]) -> None:
+    if suffix == ".parquet":
+        pa = arrow()
+        arrow("pyarrow.parquet").write_table(pa.table({"probability": pa.array(scores, pa.float32())}), path)
+        return
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["probability"])
+        writer.writerows([f"{score:.9g}"] for score in scores)

@@ -24,7 +24,7 @@ from megalith.ops import dedup
 from megalith.storage.local_files import write_atomically
 from megalith.storage.tensor_files import decode, encode
 
-FOLDER = "frequencies"
+FREQUENCIES = "frequencies"
 MAX_IDS = 65_536
 _PENDING = 1 << 18
 _SALT = 0x5851F42D4C957F2D  # mix64(0) is 0: without it, id 0 would always be in the sample

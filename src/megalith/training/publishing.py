@@ -18,9 +18,9 @@ from typing import Any, Self, TypeVar
 
 from megalith.errors import ServerLostError
 from megalith.models import Model
-from megalith.training.run_config import RunConfig
-from megalith.training.run_ranks import RunRanks
-from megalith.training.run_servers import RunServers
+from megalith.training.config import RunConfig
+from megalith.training.ps import RunServers
+from megalith.training.ranks import RunRanks
 
 FINISH_SECONDS = 30.0
 """Seconds that a run waits at its end for the servers to receive everything."""

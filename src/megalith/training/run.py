@@ -33,25 +33,26 @@ from megalith.nn import MicroBatches
 from megalith.ops import checks
 from megalith.shards import CommMetrics, SyncShards
 from megalith.table import HostTierUse
+from megalith.training.batches import RunBatches, StepBatch
+from megalith.training.config import RunConfig
 from megalith.training.data_source import DataSource, open_source
+from megalith.training.directory import CHECKPOINT, KEPT_CHECKPOINTS, RunCheckpoints, RunLock
 from megalith.training.evaluation import Evaluation, evaluate
-from megalith.training.id_frequencies import FOLDER as FREQUENCIES
-from megalith.training.id_frequencies import IdFrequencies, keep_only
+from megalith.training.id_frequencies import FREQUENCIES, IdFrequencies, keep_only
+from megalith.training.log import LogWindow, MetricsLog, ScalarWriter, TableNumbers, Watcher
+from megalith.training.model import (
+    config_of,
+    device_of,
+    model_for,
+    threads_of,
+    updates_in_step,
+    use_device,
+    using_threads,
+)
+from megalith.training.ps import RunServers
 from megalith.training.publishing import Publishing, check_publishing
-from megalith.training.run_batches import RunBatches, StepBatch
-from megalith.training.run_checkpoints import FOLDER as KEPT
-from megalith.training.run_checkpoints import RunCheckpoints
-from megalith.training.run_config import RunConfig
-from megalith.training.run_device import device_of, use_device
-from megalith.training.run_lock import RunLock
-from megalith.training.run_log import LogWindow, MetricsLog, ScalarWriter
-from megalith.training.run_model import CHECKPOINT, config_of, model_for, updates_in_step
-from megalith.training.run_ranks import RunRanks
-from megalith.training.run_servers import RunServers
+from megalith.training.ranks import RunRanks
 from megalith.training.steps import PartBatches, Steps, WholeBatches
-from megalith.training.table_numbers import TableNumbers
-from megalith.training.threads import threads_of, using_threads
-from megalith.training.watcher import Watcher
 from megalith.training.worker_batches import DoneStep, WorkerBatches
 
 
@@ -97,7 +98,7 @@ class Run:
             self.ranks.on_rank_0(self._begin)
 
     def _check_free(self) -> None:
-        there = (self.directory / CHECKPOINT / "manifest.json", self.directory / KEPT)
+        there = (self.directory / CHECKPOINT / "manifest.json", self.directory / KEPT_CHECKPOINTS)
         if any(path.exists() for path in there):
             raise UsageError(
                 f"{self.directory} already holds a run: resume it (--resume), start over (--start-over), "
@@ -110,7 +111,7 @@ class Run:
         self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=0)
         for name in ("evaluation.json", "frequencies.json", "report.html"):  # of the replaced run
             (self.directory / name).unlink(missing_ok=True)
-        for folder in (KEPT, FREQUENCIES, "tensorboard"):
+        for folder in (KEPT_CHECKPOINTS, FREQUENCIES, "tensorboard"):
             shutil.rmtree(self.directory / folder, ignore_errors=True)
 
     @classmethod

@@ -15,8 +15,8 @@ from megalith.data import Batch
 from megalith.errors import InputError
 from megalith.models import forward_batch
 from megalith.nn import MicroBatches
-from megalith.training.run_batches import StepBatch
-from megalith.training.run_device import moved
+from megalith.training.batches import StepBatch
+from megalith.training.model import moved
 
 
 class BatchScores(NamedTuple):

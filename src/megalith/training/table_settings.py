@@ -1,8 +1,11 @@
-"""Settings of tables in the config of a run: policies and precision, from text or sections of the TOML file.
+"""Settings of tables in the config of a run: policies, precision and optimizer, from text or TOML sections.
 
     eviction = "ttl=2592000, capacity=1000000, capacity.score=lfu"
     precision = "bfloat16"
     serving = "fixed_point=0.5"
+    table_optimizer = "adam"
+    table_lr = 0.01
+    table_options = "eps=1e-6, bias_correction=row, betas=0.9:0.99"
 
     [tables.user]
     precision = ["float32", "bfloat16"]
@@ -12,6 +15,9 @@
 
 Text and sections give a policy by its name in `megalith.table.policies`, and a serving precision by its name.
 A number is its first argument; `capacity.score=lfu`, or a section, gives arguments by name.
+
+`table_options` holds arguments of the optimizer's class. delay_compensated takes `base=NAME` and `strength`;
+its other settings are those of the base.
 """
 
 from __future__ import annotations
@@ -24,10 +30,11 @@ from typing import Any
 from megalith.errors import InputError, UnknownNameError
 from megalith.models import TableSettings
 from megalith.table.config import PRECISIONS, ROUNDINGS, SERVING_FLOATS, SERVING_PRECISIONS
+from megalith.table.optimizers import OPTIMIZERS, DelayCompensated, Optimizer
 from megalith.table.policies import ADMISSIONS, EVICTIONS, Admission, Capacity, Eviction
 from megalith.table.serving_precision import ServingPrecision
 
-KEYS = (
+TABLE_KEYS = (
     "admission",
     "eviction",
     "precision",
@@ -94,8 +101,8 @@ def parse_tables(tables: Mapping[str, Any], shared: TableSettings) -> dict[str, 
         if not isinstance(given, Mapping):
             raise InputError(f"config: [{where}] must be a section")
         for key in given:
-            if key not in KEYS:
-                raise UnknownNameError(f"config: unknown key {where}.{key} (known: {', '.join(KEYS)})")
+            if key not in TABLE_KEYS:
+                raise UnknownNameError(f"config: unknown key {where}.{key} (known: {', '.join(TABLE_KEYS)})")
         found[table] = _settings(given, shared, where)
     return found
 
@@ -150,7 +157,7 @@ def _policies(given: Any, known: Mapping[str, Any], where: str, noun: str = "pol
     if given is None:
         return []
     if isinstance(given, str):
-        given = _read(given, where)
+        given = _read_policies(given, where)
     if not isinstance(given, Mapping):
         raise InputError(
             f"config: {where} must be text such as {next(iter(known))}=100, or a section, got {given!r}"
@@ -161,7 +168,7 @@ def _policies(given: Any, known: Mapping[str, Any], where: str, noun: str = "pol
     return [_policy(known[name], settings, f"{where}.{name}") for name, settings in given.items()]
 
 
-def _read(text: str, where: str) -> dict[str, dict[str, Any]]:
+def _read_policies(text: str, where: str) -> dict[str, dict[str, Any]]:
     """Read text such as "capacity=100, capacity.score=lfu": arguments by policy; "" is the first one."""
     found: dict[str, dict[str, Any]] = {}
     for part in text.split(",") if text.strip() else []:
@@ -171,11 +178,11 @@ def _read(text: str, where: str) -> dict[str, dict[str, Any]]:
             raise InputError(f"config: {where} must be POLICY=VALUE,..., got {text!r}")
         if argument in found.setdefault(name, {}):
             raise InputError(f"config: {where} has {key} twice: {text!r}")
-        found[name][argument] = _value(value)
+        found[name][argument] = _policy_value(value)
     return found
 
 
-def _value(text: str) -> int | float | str:
+def _policy_value(text: str) -> int | float | str:
     for kind in (int, float):
         try:
             return kind(text)
@@ -207,3 +214,69 @@ def _policy(kind: Any, given: Any, where: str) -> Any:
         return kind(**settings)
     except InputError as error:
         raise InputError(f"config: {where}: {error}") from None
+
+
+TABLE_OPTIONS = "train.table_options"
+
+
+def build_optimizer(name: str, lr: float, options: str | None) -> Optimizer:
+    """Build the optimizer of the tables."""
+    settings = _read_settings(options or "")
+    if OPTIMIZERS[name] is not DelayCompensated:
+        return _build(name, lr, settings)
+    base, strength = settings.pop("base", None), settings.pop("strength", None)
+    bases = [each for each, kind in OPTIMIZERS.items() if kind is not DelayCompensated]
+    if base not in bases:
+        raise InputError(
+            f"config: {TABLE_OPTIONS} must have base=NAME for delay_compensated, one of {', '.join(bases)}; "
+            f"got {base!r}"
+        )
+    inner = _build(base, lr, settings)
+    try:
+        return DelayCompensated(inner) if strength is None else DelayCompensated(inner, strength)
+    except InputError as error:
+        raise InputError(f"config: {TABLE_OPTIONS}: {error}") from None
+
+
+def _build(name: str, lr: float, settings: dict[str, Any]) -> Optimizer:
+    kind: Any = OPTIMIZERS[name]
+    known = list(inspect.signature(kind).parameters)
+    if "lr" in settings:
+        raise InputError(f"config: {TABLE_OPTIONS} has lr; set train.table_lr (--table-lr) instead")
+    for key in settings:
+        if key not in known:
+            others = [each for each in known if each != "lr"]
+            raise UnknownNameError(
+                f"config: {TABLE_OPTIONS}: {name} has no setting {key!r} "
+                f"(known: {', '.join(others) or 'none'})"
+            )
+    try:
+        made: Optimizer = kind(lr=lr, **settings)
+    except InputError as error:
+        raise InputError(f"config: {TABLE_OPTIONS}: {error}") from None
+    return made
+
+
+def _read_settings(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in text.split(",") if text.strip() else []:
+        key, equals, value = (each.strip() for each in part.partition("="))
+        if not equals or not key or not value:
+            raise InputError(f"config: {TABLE_OPTIONS} must be SETTING=VALUE,..., got {text!r}")
+        if key in found:
+            raise InputError(f"config: {TABLE_OPTIONS} has {key} twice: {text!r}")
+        found[key] = (
+            tuple(_setting_value(each) for each in value.split(":"))
+            if ":" in value
+            else _setting_value(value)
+        )
+    return found
+
+
+def _setting_value(text: str) -> bool | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -8,12 +8,23 @@ To the loop of a run they are batches like any others (`RunBatches`), except tha
 
 Workers join and leave between their steps, in mode "sync" between the steps of all. A run saves and stops
 when no step is in progress (`settle`), so its position is that of the tables.
+
+`DataShares` splits the training data into shares that workers take one after the other, and records how far
+each was read:
+
+    an epoch is read in       when
+    shares                    workers read their own rows; their number does not depend on who takes them
+    one share                 all workers read the same rows (a fixed number of micro-batches), or an epoch
+                              is continued that one process had begun
+
+Positions have the form of `batches.py`: {"shards": [...]} in the middle of an epoch of shares, otherwise the
+position of the reader. So a run continues on workers, ranks or one process, whichever began the epoch.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +33,93 @@ from megalith.data import Batch, Reader
 from megalith.data.batch import Position
 from megalith.errors import InputError
 from megalith.shards.servers.server_messages import Failure
-from megalith.training.data_shares import DataShares
-from megalith.training.run_ranks import bounds
+from megalith.training.ranks import bounds
 from megalith.training.steps import BatchScores, Steps
-from megalith.training.worker_messages import Ahead, Call, StepOrder, StepResult, WorkerSetup
-from megalith.training.worker_pool import PoolWorker, WorkerPool
+from megalith.training.workers import (
+    Ahead,
+    Call,
+    DataShare,
+    PoolWorker,
+    StepOrder,
+    StepResult,
+    WorkerPool,
+    WorkerSetup,
+)
+
+SHARES_PER_WORKER = 4
+"""More shares than workers: one that joins finds some to read, and a slow one reads fewer."""
+
+
+class DataShares:
+    """See the module."""
+
+    def __init__(self, reader: Reader, *, split: bool) -> None:
+        self._reader = reader
+        self._split = split
+        self._at: list[Position] = []
+        self._free: deque[int] = deque()
+        self._start = reader.shard(0, 1).position
+        self._continued: Position | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the position is in the midst of an epoch."""
+        return bool(self._at)
+
+    def begin(self, epoch: int, workers: int) -> None:
+        """Begin an epoch, unless one has begun."""
+        if self._at:
+            return
+        if self._continued is not None:
+            self._at = [self._continued]
+        else:
+            count = workers * SHARES_PER_WORKER if self._split else 1
+            starts = (self._reader.shard(index, count).position for index in range(count))
+            self._at = [{**at, "epoch": epoch} if "epoch" in at else at for at in starts]
+        self._continued = None
+        self._free = deque(range(len(self._at)))
+
+    def take(self) -> DataShare | None:
+        """Return a share that nobody reads, at its position; None: there is none."""
+        return self.share(self._free.popleft()) if self._free else None
+
+    def share(self, index: int) -> DataShare:
+        """Return a share at its position."""
+        return DataShare(index, len(self._at), self._at[index])
+
+    def give_back(self, index: int) -> None:
+        """Return a share whose worker has left: another one reads it next."""
+        self._free.appendleft(index)
+
+    def record(self, index: int, position: Position) -> None:
+        """Record how far a share was read."""
+        self._at[index] = position
+
+    def end(self, epoch: int) -> None:
+        self._at = []
+        self._start = {**self._start, "epoch": epoch} if "epoch" in self._start else self._start
+
+    def position(self) -> Position:
+        """Return where the run is, as a JSON-compatible dict."""
+        if not self._at:
+            return self._start if self._continued is None else self._continued
+        return self._at[0] if len(self._at) == 1 else {"shards": list(self._at)}
+
+    def seek(self, position: Position) -> None:
+        """Continue at a position."""
+        if not isinstance(position, dict) or "shards" not in position:
+            self._reader.shard(0, 1).seek(position)
+            start = {**self._start, "epoch": position["epoch"]} if "epoch" in self._start else self._start
+            self._start = start
+            self._continued = None if position == start else position
+            return
+        found = position["shards"]
+        if not isinstance(found, list) or not found:
+            raise InputError(f"the position of the shards must be a list, got {found!r}")
+        for index, at in enumerate(found):
+            self._reader.shard(index, len(found)).seek(at)
+        self._at, self._free = list(found), deque(range(len(found)))
+
 
 _QUEUED = 2
 """Steps that an asynchronous worker has in its queue."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megalith.compat.monolith import MonolithReader
 from megalith.compat.monolith.examples import Kind
-from megalith.data.formats.record_files import Framing, write_records
+from megalith.data.record_files import Framing, write_records
 from megalith.errors import InputError
 from megalith.ops.ids import fid_v1_to_v2, hash_strings
 from tests.compat import importing as wire

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith import SGD, EmbeddingCollection, Feature, Layout, Slice, TableConfig
-from megalith.checkpoint.dense_state import dense_state
+from megalith.checkpoint.model_state import dense_state
 from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import ExportError, InputError
 from megalith.models import Model

@@ -25,7 +25,7 @@ from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import Signature
 from megalith.serving.server.inputs import inputs_of
 from megalith.training import Run, RunConfig
-from megalith.training.exporting import _block_size, export_run
+from megalith.training.export import _block_size, export_run
 from tests.serving.export.export_support import files, run_config
 from tests.serving.export.test_dense_program import Wide
 from tests.serving.exported import rows_of, trained

@@ -19,7 +19,7 @@ from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Security
 from megalith.serving.server.server_config import ServerConfig
 from megalith.training import Run, RunConfig, Watcher, load_trained
-from megalith.training.exporting import export_run
+from megalith.training.export import export_run
 from megalith.training.publishing import Pushed
 from tests.distributed.ranks import run_ranks
 from tests.serving.certificates import make_certificates

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.checkpoint.importers.row_import import (
+from megalith.checkpoint.importers import (
     ImportedRows,
     ImportReport,
     OnError,

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalith.data.formats.record_files import RecordFile
+from megalith.data.record_files import RecordFile
 from megalith.errors import CheckpointError, InputError
 
 _FILE = re.compile(r"(.+?)(\.meta)?-(\d{5,9})-of-(\d{5,9})")

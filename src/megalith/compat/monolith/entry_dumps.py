@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.importers.row_import import chunk_rows
-from megalith.data.formats.compression import snappy_blocks
-from megalith.data.formats.record_files import MAX_RECORD_BYTES, masked_crc32c
+from megalith.checkpoint.importers import chunk_rows
+from megalith.data.compression import snappy_blocks
+from megalith.data.record_files import MAX_RECORD_BYTES, masked_crc32c
 from megalith.errors import CheckpointError, InputError, NativeMissingError
 from megalith.library import native_module
 

@@ -25,10 +25,9 @@ from megalith.compat.monolith.examples import (
     decode_records,
 )
 from megalith.data.batch import Position, Samples
-from megalith.data.file_positions import FilePositions
-from megalith.data.files import Paths, list_files
-from megalith.data.formats.record_files import HEADERS, MAX_RECORD_BYTES, FramedRecord, Framing, RecordFile
+from megalith.data.files import FilePositions, Paths, list_files
 from megalith.data.reader import OnError, Reader, RowBlock, position_integer
+from megalith.data.record_files import HEADERS, MAX_RECORD_BYTES, FramedRecord, Framing, RecordFile
 from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.ragged import Ragged

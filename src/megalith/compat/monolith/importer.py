@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.importers.row_import import ImportedRows, ImportReport, OnError, RowImport
+from megalith.checkpoint.importers import ImportedRows, ImportReport, OnError, RowImport
 from megalith.compat.monolith.checkpoint_files import EntrySource, file_name, find_sources
 from megalith.compat.monolith.entry_dumps import Entries, EntryFile, EntryLayout, SegmentLayout
 from megalith.errors import CheckpointError, InputError

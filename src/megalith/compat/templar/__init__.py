@@ -3,14 +3,9 @@
 The page "Coming from Templar" lists the names of Templar and where they are here.
 """
 
-from megalith.compat.templar.templar_keys import (
-    aggregator_key,
-    gradient_key,
-    peer_locations,
-    peer_stores,
-)
-from megalith.compat.templar.templar_payloads import convert_payload, read_payload, write_payload
-from megalith.compat.templar.templar_results import (
+from megalith.compat.templar.keys import aggregator_key, gradient_key, peer_locations, peer_stores
+from megalith.compat.templar.payloads import convert_payload, read_payload, write_payload
+from megalith.compat.templar.results import (
     gather_result,
     read_aggregator,
     state_lists,

@@ -29,10 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalith.checkpoint.chain import routing_of
-from megalith.checkpoint.manifest import Routing
-from megalith.checkpoint.save_job import megalith_version
-from megalith.checkpoint.sharded_weights import is_sharded, reshard
+from megalith.checkpoint.manifest import Routing, megalith_version
+from megalith.checkpoint.model_state import routing_of
+from megalith.checkpoint.sharded_weights import is_sharded, reshard_fsdp
 from megalith.distributed.agreement import agree
 from megalith.distributed.dense_broadcast import fsdp1_module
 from megalith.distributed.ranks import RankGroup
@@ -324,7 +323,7 @@ def _check_whole(parts: ModelParts | None) -> None:
     if parts is None:
         return
     model = parts.module
-    reshard(model)
+    reshard_fsdp(model)
     sharded = any(is_sharded(each) for each in (*model.parameters(), *model.buffers()))
     if sharded or fsdp1_module(model) is not None:
         raise UsageError(

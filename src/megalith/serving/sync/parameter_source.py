@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalith.checkpoint.dense_state import collections_of, dense_state
 from megalith.checkpoint.manifest import full_name
+from megalith.checkpoint.model_state import collections_of, dense_state
 from megalith.errors import InputError, UsageError
 from megalith.ops.checks import all_finite
 from megalith.serving.sync.push_messages import DeferredRows, PushMessage

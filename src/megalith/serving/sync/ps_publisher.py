@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from megalith.checkpoint.dense_state import collections_of
+from megalith.checkpoint.model_state import collections_of
 from megalith.errors import InputError, ServerLostError, UsageError
 from megalith.ops import checks
 from megalith.serving.sync.publisher import CONSUMER, Publisher

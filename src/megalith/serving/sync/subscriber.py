@@ -58,8 +58,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megalith.checkpoint.manifest import NAME, Manifest, TableEntry, full_name
-from megalith.checkpoint.saved_rows import latest_rows, read_chunk, read_manifest, read_removed, read_tensors
+from megalith.checkpoint.manifest import NAME, Manifest, TableEntry, full_name, read_manifest
+from megalith.checkpoint.saved_rows import latest_rows, read_chunk, read_removed, read_tensors
 from megalith.errors import CheckpointError, InputError, SequenceError
 from megalith.ops import checks
 from megalith.serving.export.overlay import Overlay

@@ -1,0 +1,186 @@
+"""Templar's gather results and aggregator objects: real lists of tensors, one entry per peer; metric names.
+
+Templar's consumers test entries for `list` and call `.dtype` and `.to` on their items, so everything is read
+into memory here. Megalith's own update needs none of this: it reads payloads block by block.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megalith.compat.templar.payloads import parameter_parts, read_payload
+from megalith.errors import ArtifactError, InputError
+from megalith.gather.overlap import Overlap, metrics, norm_medians
+from megalith.gather.payload import Payload
+from megalith.gather.payload_schema import PayloadSchema
+from megalith.gather.plan import Fault
+from megalith.gather.result import Gathered, as_result
+from megalith.ops import checks
+from megalith.storage.bodies import MemoryBody
+from megalith.storage.torch_files import PickledName, StoredTensor, TorchFile, TorchFileError
+
+_MAX_PICKLE = 1 << 28
+
+
+def state_lists(gathered: Gathered) -> dict[str, list[Any]]:
+    """Return all payloads under Templar's keys.
+
+    Args:
+        gathered: The result, with all payloads in this process.
+
+    Returns:
+        For each key a list with one entry per peer in canonical order.
+    """
+    result = as_result(gathered)
+    state: dict[str, list[Any]] = {}
+    for number, spec in enumerate(result.schema.parameters):
+        for key in (f"{spec.name}{part}" for part in ("idxs", "vals", "quant_params")):
+            state[key] = []
+        for payload in result.held(result.uids):
+            for key, value in parameter_parts(payload, number, spec).items():
+                state[key].append(value)
+    return state
+
+
+def gather_result(gathered: Gathered) -> SimpleNamespace | None:
+    """Return a result as Templar's `gather` returns it.
+
+    Args:
+        gathered: The result, with all payloads in this process.
+
+    Returns:
+        A namespace with time, upload_bytes, download_bytes, success_rate, state_dict (a namespace of lists),
+        uids, global_steps and skipped_uids; None without a valid peer, as Templar does.
+    """
+    result = as_result(gathered)
+    if not result.uids:
+        return None
+    return SimpleNamespace(
+        time=result.time,
+        upload_bytes=0,
+        download_bytes=result.download_bytes,
+        success_rate=result.success_rate,
+        state_dict=SimpleNamespace(**state_lists(result)),
+        uids=list(result.uids),
+        global_steps=list(result.global_steps),
+        skipped_uids=list(result.skipped_uids),
+    )
+
+
+def write_aggregator(gathered: Gathered) -> bytes:
+    """Write the aggregator object of a window, from which Templar's nodes catch up.
+
+    Args:
+        gathered: The result, with all payloads in this process.
+
+    Returns:
+        The bytes of the torch file.
+    """
+    result = as_result(gathered)
+    file = io.BytesIO()
+    saved = {
+        "state_dict": state_lists(result),
+        "uids": list(result.uids),
+        "skipped_uids": list(result.skipped_uids),
+        "success_rate": result.success_rate,
+    }
+    torch.save(saved, file)
+    return file.getvalue()
+
+
+def read_aggregator(data: bytes, schema: PayloadSchema, *, run: str, window: int) -> dict[int, Payload]:
+    """Read an aggregator object.
+
+    Args:
+        data: Its bytes.
+        schema: The schema of the model.
+        run: The name of the run.
+        window: The window.
+
+    Returns:
+        The payload of each peer, in the order of the object.
+
+    Raises:
+        ArtifactError: It is damaged, or of another model.
+    """
+    if not isinstance(data, bytes):
+        raise InputError(f"data must be bytes, got {checks.kind(data)}")
+    checks.instance(schema, PayloadSchema, "schema")
+    where = f"the aggregator object of window {window}"
+    try:
+        archive = TorchFile(MemoryBody(data), longest_pickle=min(_MAX_PICKLE, len(data)))
+        saved = archive.value
+        uids = saved.get("uids") if isinstance(saved, dict) else None
+        state = saved.get("state_dict") if isinstance(saved, dict) else None
+        if not isinstance(uids, list) or not isinstance(state, dict):
+            raise ArtifactError(f"{where} has no uids or no state_dict")
+        found = {}
+        for number, uid in enumerate(uids):
+            one = _loaded(archive, {key: _entry(where, key, each, number) for key, each in state.items()})
+            file = io.BytesIO()
+            torch.save({"state_dict": one, "global_step": 0}, file)
+            found[uid] = read_payload(file.getvalue(), schema, run=run, window=window, uid=uid)
+    except (TorchFileError, Fault, InputError) as error:
+        raise ArtifactError(f"{where}: {error}") from None
+    return found
+
+
+def templar_metrics(
+    gathered: Gathered, *, scores: Mapping[int, float] | None = None, overlap: Overlap | None = None
+) -> dict[str, float]:
+    """Return the numbers of a window under the names of Templar's validator.
+
+    Args:
+        gathered: The result.
+        scores: The final score of each uid.
+        overlap: The search for copies.
+
+    Returns:
+        By name.
+    """
+    own = metrics(gathered, scores={} if scores is None else scores, overlap=overlap)
+    names = {
+        "validator/gather/success_rate": "gather/success_rate",
+        "validator/gather/intended_mean_final": "gather/intended_mean",
+        "validator/gather/actual_mean_final": "gather/actual_mean",
+        "validator/gather/reserve_used": "gather/reserve_used",
+        "validator/overlap/pairs_checked": "overlap/pairs_checked",
+        "validator/overlap/pairs_over_thresh": "overlap/pairs_high",
+        "validator/overlap/ratio_over_thresh": "overlap/ratio_high",
+        "validator/overlap/mean": "overlap/mean",
+        "validator/overlap/min": "overlap/min",
+        "validator/overlap/max": "overlap/max",
+    }
+    found = {name: own[key] for name, key in names.items() if key in own}
+    if middles := norm_medians(gathered).values():
+        found["compress/min_median_block_norm"] = min(middles)
+        found["compress/max_median_block_norm"] = max(middles)
+    return found
+
+
+def _entry(where: str, key: str, entries: Any, number: int) -> Any:
+    if not isinstance(entries, list) or len(entries) <= number:
+        raise ArtifactError(f"{where}: {key!r:.80} must be a list with an entry per peer")
+    return entries[number]
+
+
+def _loaded(archive: TorchFile, value: Any) -> Any:
+    """Stored tensors as tensors."""
+    if isinstance(value, StoredTensor):
+        return archive.read(value, 0, value.numel).view(value.shape)
+    if isinstance(value, dict):
+        return {key: _loaded(archive, each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_loaded(archive, each) for each in value)
+    if isinstance(value, PickledName):
+        return (
+            getattr(torch, value.path.removeprefix("torch."), None)
+            if value.path.startswith("torch.")
+            else None
+        )
+    return value

@@ -1,1 +1,0 @@
-"""Wire formats under the readers: record files and compression."""
