@@ -29,7 +29,7 @@ from harness import (
     write_result,
 )
 
-from megalith.shards.servers.ray.ray_servers import start_ray, stop_ray
+from megalith.ps.launch import start_ray, stop_ray
 from megalith.training import Run, RunConfig
 
 PACKAGES = ("megalith", "torch", "ray", "numpy")

@@ -42,8 +42,8 @@ from harness import Run, Timings, interleave, print_table, progress, run_section
 from torch import Tensor
 
 from megalith import Adagrad, Router, Servers, ServerShards, Shards, SyncShards, TableConfig
+from megalith.ps.launch import ray_module, start_ray, stop_ray
 from megalith.shards.preparer import RoutingPreparer
-from megalith.shards.servers.ray.ray_servers import ray_module, start_ray, stop_ray
 
 PACKAGES = ("megalith", "torch", "ray", "numpy")
 TABLES = 4

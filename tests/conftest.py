@@ -72,7 +72,7 @@ def restore_threads() -> Iterator[None]:
 
 # Files of these folders mostly wait for other processes, the others compute: a worker of pytest-xdist that
 # waits leaves a core to one that computes.
-WAITING = ("tests/distributed/", "tests/cli/", "tests/serving/", "tests/gather/", "tests/shards/servers/")
+WAITING = ("tests/distributed/", "tests/cli/", "tests/serving/", "tests/gather/", "tests/ps/")
 # Quick tests of single functions and classes.
 FIRST = ("tests/test_", "tests/golden/", "tests/ops/", "tests/storage/", "tests/nn/", "tests/table/test_")
 

@@ -22,6 +22,7 @@ LAYERS = [
     ("storage", "distributed"),
     ("table",),
     ("shards",),
+    ("ps",),
     ("nn",),
     ("checkpoint",),
     ("serving",),

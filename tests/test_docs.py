@@ -15,7 +15,7 @@ def snippets(page: Path) -> list[str]:
 
 
 ELSEWHERE = {
-    "servers.md": "needs Ray: tests/shards/servers/worker/shards_tests.py runs it",
+    "servers.md": "needs Ray: tests/ps/worker/shards_tests.py runs it",
     "server-training.md": "needs Ray: tests/distributed/test_server_training.py runs it",
 }
 

@@ -38,6 +38,7 @@ PUBLIC = [
     "megalith.models",
     "megalith.nn",
     "megalith.ops",
+    "megalith.ps",
     "megalith.serving",
     "megalith.serving.discovery",
     "megalith.shards",

@@ -14,9 +14,10 @@ from megalith.nn import (
     Sum,
 )
 from megalith.ops.ids import fid, hash_strings
+from megalith.ps import Servers, ServerShards
 from megalith.ragged import Ragged
 from megalith.routing import Router
-from megalith.shards import LocalShards, Lookup, Servers, ServerShards, Shards, SyncShards
+from megalith.shards import LocalShards, Lookup, Shards, SyncShards
 from megalith.table import (
     FTRL,
     LAMB,

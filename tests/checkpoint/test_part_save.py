@@ -32,9 +32,9 @@ from megalith.checkpoint.parts import (
     write_on_server,
 )
 from megalith.errors import RankTimeoutError, UsageError
+from megalith.ps.messages import ServerWrite, SpaceSpec
+from megalith.ps.table_space import TableSpace
 from megalith.shards.preparer import make_routers
-from megalith.shards.servers.server.table_space import TableSpace
-from megalith.shards.servers.server_messages import ServerWrite, SpaceSpec
 from megalith.storage.store import Store, open_store
 from tests.table.support import ints
 

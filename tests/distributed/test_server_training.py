@@ -24,10 +24,10 @@ from megalith.cli import train as cli
 from megalith.cli.servers import workers as workers_command
 from megalith.cli.train import TrainingBar
 from megalith.errors import InputError, RankTimeoutError, UsageError, WorkerFailedError
-from megalith.shards.servers.log.update_log import read_records
-from megalith.shards.servers.ray.ray_servers import ray_module, start_ray, stop_ray
-from megalith.shards.servers.server.table_space import TableSpace
-from megalith.shards.servers.server_messages import Failure, SpaceSpec
+from megalith.ps.launch import ray_module, start_ray, stop_ray
+from megalith.ps.messages import Failure, SpaceSpec
+from megalith.ps.table_space import TableSpace
+from megalith.ps.update_log import read_records
 from megalith.training import Run, RunConfig, load_trained
 from megalith.training import workers as worker_pool
 from megalith.training.worker_batches import WorkerBatches

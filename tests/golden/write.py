@@ -640,7 +640,7 @@ LOGGED = TableConfig("t", dim=2, optimizer=SGD(0.125), initializer=Zeros())
 
 def log_writes() -> list[Any]:
     """Two pushes of three rows."""
-    from megalith.shards.servers.server_messages import ServerWrite
+    from megalith.ps.messages import ServerWrite
 
     grads = eighths((6,), 4).numpy().view("uint8")
     header = {"counts": [3], "step": 1, "time": 5, "scale": 0.5, "clip_norm": 0.0, "rates": {"t": [0.125]}}
@@ -654,9 +654,9 @@ def log_writes() -> list[Any]:
 
 def log_space(folder: Path, restore: Callable[..., Any] = lambda *_, **__: None) -> Any:
     """A server that has read its log."""
-    from megalith.shards.servers.log.recovery import Recovery
-    from megalith.shards.servers.server.table_space import TableSpace
-    from megalith.shards.servers.server_messages import SpaceSpec
+    from megalith.ps.messages import SpaceSpec
+    from megalith.ps.recovery import Recovery
+    from megalith.ps.table_space import TableSpace
 
     recovery = Recovery(str(folder), "sync", restore)
     wires = ("float32", "float32")
@@ -668,7 +668,7 @@ def log_space(folder: Path, restore: Callable[..., Any] = lambda *_, **__: None)
 
 def write_log(root: Path) -> None:
     """The log of a server: two segments with a record each, and the point of a save between them."""
-    from megalith.shards.servers.log.log_layout import write_layout
+    from megalith.ps.recovery import write_layout
 
     with constants():
         space = log_space(root)

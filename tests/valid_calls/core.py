@@ -15,7 +15,7 @@ import megalith
 from megalith import metrics, ops, table
 from megalith.nn import MicroBatches
 from megalith.shards import CommMetrics
-from tests.shards.servers.support import where
+from tests.ps.support import where
 from tests.valid_calls.sweep import Arguments, Call, complete, config, ids, methods
 
 

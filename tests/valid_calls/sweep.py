@@ -151,9 +151,9 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
                 for name in ("checkpoint_taken", "close", "flush", "lagging", "publish", "report")
             ),
         ),
-        "needs servers; tests/shards/servers passes wrong input, and its base class is swept",
+        "needs servers; tests/ps passes wrong input, and its base class is swept",
     ),
-    "ServerShards.resize": "an integer starts processes; tests/shards/servers passes wrong input",
+    "ServerShards.resize": "an integer starts processes; tests/ps passes wrong input",
     **dict.fromkeys(
         ("OuterUpdate.local_tensors", "OuterUpdate.prepare", "OuterUpdate.step"),
         "parts of `OuterUpdate.apply` and `run_window`, which have validated the input",
@@ -221,7 +221,7 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
 }
 """Public names that the sweep leaves out, and why."""
 ON_SERVERS = ("ServerShards", "ServerRows", "ServerLookup", "Servers")
-"""Classes that need Ray; `tests/shards/servers` sweeps them."""
+"""Classes that need Ray; `tests/ps` sweeps them."""
 FORMULAS = {"correction", "expired", "state", "states", "step", "update"} | {
     *("code_bytes", "decode", "encode", "from_unit", "gradient", "native_view", "scale", "served", "slope"),
     "trained",

@@ -10,9 +10,9 @@ from megalith.checkpoint.manifest import full_name, read_manifest
 from megalith.checkpoint.parts import TableLoad, load_on_server
 from megalith.errors import CheckpointError
 from megalith.ops import checks
+from megalith.ps.recovery import Recovery
 from megalith.routing import Router
 from megalith.shards import Shards, ShardsPart
-from megalith.shards.servers.log.recovery import Recovery
 from megalith.storage.store import Store, open_store
 
 

@@ -11,8 +11,7 @@ import typer
 from rich.table import Table
 
 from megalith.cli.output import console, exit_on_error, plural, print_json, print_line
-from megalith.shards.servers.server.call_counts import quantile
-from megalith.shards.servers.server_status import prometheus_text, server_status
+from megalith.ps.status import prometheus_text, quantile, server_status
 from megalith.training.ps import ask_for_workers
 from megalith.units import show_bytes
 

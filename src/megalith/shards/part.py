@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from megalith.shards.local import LocalShards
-    from megalith.shards.servers.log.recovery import PartRecovery
     from megalith.table.table_data import RowCounters
 
 
@@ -45,3 +44,13 @@ class ShardsPart:
     recovery: PartRecovery | None = None
     saved_at: float | None = None
     counted: dict[str, RowCounters] = field(default_factory=dict)
+
+
+class PartRecovery(Protocol):
+    """What a save or load reports to the server of a part."""
+
+    def frozen(self, id: str, place: Any) -> None:
+        """Report that a save has frozen the rows."""
+
+    def ended(self, id: str, *, complete: bool) -> None:
+        """Report the end of a save."""

@@ -22,9 +22,9 @@ from megalith.data.reader_registry import FILE_READERS
 from megalith.errors import InputError, UnknownNameError
 from megalith.models import TableSettings
 from megalith.ops import checks
+from megalith.ps.recovery import LOGS
+from megalith.ps.shards import MODES as SERVER_MODES
 from megalith.routing import MODES
-from megalith.shards.servers.log.recovery import LOGS
-from megalith.shards.servers.worker.server_options import MODES as SERVER_MODES
 from megalith.shards.wire import check_wire
 from megalith.table.optimizers import OPTIMIZERS, Optimizer
 from megalith.training.table_settings import (

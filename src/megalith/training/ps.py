@@ -24,7 +24,7 @@ from megalith.errors import InputError, ServerLostError, UsageError
 from megalith.models import Model
 from megalith.nn.eviction_schedule import EvictionSchedule
 from megalith.ops import checks
-from megalith.shards import Servers, ServerShards
+from megalith.ps import Servers, ServerShards
 from megalith.storage.local_files import write_atomically
 from megalith.table import TableConfig
 from megalith.training.config import RunConfig

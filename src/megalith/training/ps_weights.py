@@ -22,7 +22,7 @@ from megalith.checkpoint.model_state import dense_state
 from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import UsageError
 from megalith.nn import EmbeddingCollection, Feature
-from megalith.shards import Servers, ServerShards
+from megalith.ps import Servers, ServerShards
 from megalith.table import Chunk, Optimizer, State, TableConfig, Zeros
 from megalith.training.config import RunConfig
 from megalith.training.model import engine_of, router_of

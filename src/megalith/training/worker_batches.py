@@ -32,7 +32,7 @@ from typing import Any
 from megalith.data import Batch, Reader
 from megalith.data.batch import Position
 from megalith.errors import InputError
-from megalith.shards.servers.server_messages import Failure
+from megalith.ps.messages import Failure
 from megalith.training.ranks import bounds
 from megalith.training.steps import BatchScores, Steps
 from megalith.training.workers import (

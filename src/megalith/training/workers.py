@@ -51,10 +51,10 @@ from megalith.data.batch import Position
 from megalith.data.equal_batches import describe_columns, make_empty_batch
 from megalith.errors import MegalithError, RankTimeoutError, UsageError, WorkerFailedError
 from megalith.nn import MicroBatches
-from megalith.shards import Servers, ServerShards
-from megalith.shards.servers.ray.ray_servers import ray_module
-from megalith.shards.servers.server_messages import Failure
-from megalith.shards.servers.worker.server_link import GRACE
+from megalith.ps import Servers, ServerShards
+from megalith.ps.launch import ray_module
+from megalith.ps.link import GRACE
+from megalith.ps.messages import Failure
 from megalith.training.batches import WATCHED_BATCHES, StepBatch, features_with_lists
 from megalith.training.config import RunConfig
 from megalith.training.data_source import open_source

@@ -1,6 +1,6 @@
 """PartitionedHashTable: Monolith's numeric vectors (reference 1.5) on tables in this process.
 
-`tests/shards/servers/worker/changes_tests.py` runs the same vectors on two real servers.
+`tests/ps/worker/changes_tests.py` runs the same vectors on two real servers.
 """
 
 from __future__ import annotations

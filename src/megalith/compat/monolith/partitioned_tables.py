@@ -23,9 +23,10 @@ from megalith.compat.monolith.layout_ops import fused_embedding_to_layout, fused
 from megalith.compat.monolith.table_grouping import ShardingSparseFidsOpParams, sharding_params
 from megalith.errors import InputError, UsageError
 from megalith.ops import checks
+from megalith.ps import ServerShards
 from megalith.ragged import Ragged
 from megalith.routing import Router
-from megalith.shards import LocalShards, Lookup, ServerShards, Shards
+from megalith.shards import LocalShards, Lookup, Shards
 from megalith.table import TableConfig
 
 PREFIX = "__sharding_sparse_fids__"

@@ -21,9 +21,10 @@ from torch import nn
 from megalith.checkpoint.model_state import collections_of
 from megalith.errors import InputError, ServerLostError, UsageError
 from megalith.ops import checks
+from megalith.ps import ServerShards
 from megalith.serving.sync.publisher import CONSUMER, Publisher
 from megalith.serving.sync.sender import TargetReport
-from megalith.shards import ServerShards, Shards, ShardsPart
+from megalith.shards import Shards, ShardsPart
 
 _KEY = "publisher"
 

@@ -1,0 +1,97 @@
+"""Recovery: how a server that exited gets its rows back, and which log in a directory is its own.
+
+A server that Ray starts again opens its tables with `TableSpace.recover`: it loads its rows from the newest
+checkpoint that the log knows, then applies the records of the log after it. Only this server does so; the
+others continue, and workers wait for it and send again what was not answered.
+
+    file                                  content
+    DIRECTORY/NAME/layout.json            {"servers": N}: the tables are on N servers
+    DIRECTORY/NAME/server-I-of-N/         the log of server I; see `update_log.py`
+    .../server-I-of-M/moving              the id of a move of the tables to M servers
+
+A move writes all rows into the logs of M servers, then server 0 of them replaces layout.json, which ends
+the move. Before that, the tables are on N servers, and the next move discards what M servers have. After
+it, N servers that start again raise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+
+from megalith.errors import CheckpointError, InputError, UsageError
+from megalith.ops import checks
+from megalith.storage.json_codec import parse_json
+from megalith.storage.local_files import write_atomically
+
+LOGS = ("none", "async", "sync")
+RestoreRows = Callable[..., str | None]
+"""restore(part, place, only=id): loads the rows of a part from the checkpoint at a place, which is JSON data,
+if that is the save with this id. Returns the id of the save there; None: there is no checkpoint."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Where servers keep what they need to start again. `checkpoint.recovery` makes one."""
+
+    directory: str  # A directory that all servers reach; each has a folder in it. Use a new one for each run.
+    # "sync": nothing that was answered is lost. "async": at most the updates of the last 0.2 seconds (after a
+    # power failure, of the last flush). "none": all updates since the last checkpoint.
+    log: str
+    restore: RestoreRows  # Loads rows from a checkpoint
+    # The id of the move of tables to new servers that these are started for; None: no move
+    move: str | None = None
+
+    def __post_init__(self) -> None:
+        checks.one_of(self.log, LOGS, "Recovery: log")
+        if not isinstance(self.directory, str) or not self.directory:
+            raise InputError(f"Recovery: directory must be a path, got {self.directory!r}")
+        checks.callback(self.restore, "Recovery: restore", required=True)
+
+    def folder(self, name: str, index: int, count: int) -> Path:
+        """Return the folder of a server."""
+        return Path(self.directory) / name / f"server-{index}-of-{count}"
+
+
+LAYOUT = "layout.json"
+MOVING = "moving"
+
+
+def claim_folder(recovery: Recovery, name: str, index: int, count: int) -> Path:
+    """Return the folder of the log of a server that starts."""
+    folder = recovery.folder(name, index, count)
+    now = _recorded_servers(folder.parent / LAYOUT)
+    if now == count:
+        return folder
+    if recovery.move is not None:
+        if not (folder / MOVING).exists() or (folder / MOVING).read_text() != recovery.move:
+            rmtree(folder, ignore_errors=True)
+            write_atomically(folder / MOVING, [recovery.move.encode()])
+    elif now is not None:
+        raise UsageError(
+            f"ServerShards {name!r}: the tables of the logs in {recovery.directory} are on {now} servers, "
+            f"not on {count}: call reconnect with the Servers that resize returned, or start {now} servers; "
+            "a new run needs a new directory"
+        )
+    elif index == 0:
+        write_layout(folder, count)
+    return folder
+
+
+def write_layout(folder: Path, count: int) -> None:
+    """Record on how many servers the tables are."""
+    write_atomically(folder.parent / LAYOUT, [json.dumps({"servers": count}).encode()])
+
+
+def _recorded_servers(path: Path) -> int | None:
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    data = parse_json(text, CheckpointError)
+    if not isinstance(data, dict) or not isinstance(data.get("servers"), int):
+        raise CheckpointError(f"{path} does not name a number of servers: {text[:100]!r}")
+    return int(data["servers"])

@@ -1,0 +1,256 @@
+"""What each kind of write does with the tables of a server.
+
+`messages.py` lists the kinds and their fields. A log is replayed with `apply_write` too, so a write needs
+nothing of the process that sent it. `table_space.py` decides when and in which order writes are applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import mul
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import InputError, UsageError
+from megalith.ps.messages import Array, ServerWrite, array_of, chunk_of, tensor_of
+from megalith.shards.gradient_sums import GradientSum
+from megalith.shards.local import LocalShards
+from megalith.shards.owner_rows import OwnerRows
+from megalith.shards.wire import Wire
+from megalith.table.table_data import FoundRows, Step
+
+
+class OwnedTables:
+    """The tables of one server, with what writes need."""
+
+    def __init__(self, shards: LocalShards, rows_wire: Wire, wire: Wire) -> None:
+        self.shards = shards
+        self.rows = OwnerRows(shards)
+        self.names = list(shards.local)
+        self.dims = [table.dim for table in shards.local.values()]
+        self.rows_wire = rows_wire
+        self.wire = wire
+        self._direct = rows_wire.exact and shards.device.type == "cpu"
+        self._no_ids = torch.empty(0, dtype=torch.int64, device=shards.device)
+
+    def read(
+        self,
+        ids: Array,
+        counts: Sequence[int],
+        step: int | None,
+        out: Array | None,
+        corrected: Callable[[Mapping[str, Tensor], Sequence[Tensor]], None] | None = None,
+    ) -> Array:
+        """Read rows; see `TableSpace.read`."""
+        # corrected: receives the ids by table and their rows, float32 [n, dim] each, and may change rows.
+        self._check_counts(ids, counts)
+        own = torch.tensor([counts], dtype=torch.int64, device="cpu")
+        (size,) = self.rows_wire.sizes(own, self.dims)
+        if out is not None and out.size != size:
+            raise InputError(f"a lookup of {size} bytes of rows was given {out.size} bytes for them")
+        direct = out is not None and self._direct
+        if direct:
+            flat = torch.from_numpy(out).view(torch.float32)
+        else:
+            flat = torch.empty(sum(map(mul, counts, self.dims)), device=self.shards.device)
+        pieces = dict.fromkeys(self.names, self._no_ids) | self.by_table(tensor_of(ids), counts)
+        self.rows.read(pieces, own, flat, step)
+        if corrected is not None:
+            corrected(pieces, self._views(flat, counts))
+        if out is None:
+            return array_of(self.rows_wire.encode(flat, own, self.dims))
+        if not direct:
+            torch.from_numpy(out).copy_(self.rows_wire.encode(flat, own, self.dims))
+        return out
+
+    def read_before(
+        self, received: Mapping[str, GradientSum], step: int
+    ) -> tuple[dict[str, FoundRows], dict[str, tuple[Tensor, Tensor]]]:
+        """Read the rows that an update will change."""
+        # returns: where the rows are, and by table the ids and rows, float32 [n, dim], in new memory.
+        pieces = {name: received[name].ids if name in received else self._no_ids for name in self.names}
+        counts = [piece.numel() for piece in pieces.values()]
+        flat = torch.empty(sum(map(mul, counts, self.dims)), device=self.shards.device)
+        found = self.rows.read(pieces, torch.tensor([counts], dtype=torch.int64, device="cpu"), flat, step)
+        views = dict(zip(self.names, self._views(flat, counts), strict=True))
+        return found, {name: (pieces[name].clone(), views[name]) for name in received}
+
+    def _views(self, flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """The rows of each table, float32 [n, dim]."""
+        sizes = list(map(mul, counts, self.dims))
+        return [x.view(-1, dim) for x, dim in zip(flat.split_with_sizes(sizes), self.dims, strict=True)]
+
+    def check_push(self, write: ServerWrite) -> None:
+        """Check the sizes of the arrays of a push, before it is recorded."""
+        counts = write.header["counts"]
+        self._check_counts(write.arrays["ids"], counts)
+        (size,) = self.wire.sizes(torch.tensor([counts], dtype=torch.int64, device="cpu"), self.dims)
+        if write.arrays["grads"].size != size:
+            raise InputError(
+                f"a push of {size} bytes of gradients has {write.arrays['grads'].size}: workers and servers "
+                "must have the same tables and wire"
+            )
+
+    def _check_counts(self, ids: Array, counts: Sequence[int]) -> None:
+        if len(counts) != len(self.names) or sum(counts) != ids.size:
+            raise InputError(f"{ids.size} ids with counts {list(counts)} for {len(self.names)} tables")
+
+    def by_table(self, flat: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
+        """Split values of all tables."""
+        # flat: [n], the values of all tables concatenated.
+        pieces = flat.to(self.shards.device).split_with_sizes(list(counts))
+        return {name: piece for name, piece in zip(self.names, pieces, strict=True) if piece.numel()}
+
+
+def apply_write(tables: OwnedTables, write: ServerWrite) -> Any:
+    return _KINDS[write.kind](tables, write.header, write.arrays)
+
+
+def apply_pushes(
+    tables: OwnedTables, pushes: Sequence[ServerWrite], *, keep: bool = False
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Sum the gradients of several workers by the fixed tree, and make one optimizer step per distinct id."""
+    # returns: by table, ids, which may repeat, and their rows before the step, float32 [n, dim].
+    first = pushes[0].header
+    for push in pushes:
+        if any(push.header[key] != first[key] for key in ("step", "scale", "clip_norm")):
+            steps = [each.header["step"] for each in pushes]
+            raise UsageError(
+                f"apply_gradients: step, scale and clip_norm must be equal on all workers (steps: {steps})"
+            )
+    counts = torch.tensor([push.header["counts"] for push in pushes], dtype=torch.int64, device="cpu")
+    time = max(push.header["time"] for push in pushes)
+    rates: dict[str, list[float]] = {}
+    for push in reversed(pushes):
+        rates |= push.header["rates"]
+    parts: dict[str, list[GradientSum]] = {name: [] for name in tables.names}
+    for push in pushes:
+        for name, part in _sums(tables, push).items():
+            parts[name].append(part)
+    received = {name: _concatenated(each) for name, each in parts.items() if each}
+    steps_of = {
+        name: Step(rates[name], time, first["scale"], first["clip_norm"], first["step"]) for name in received
+    }
+    found: dict[str, FoundRows] = {}
+    before: dict[str, tuple[Tensor, Tensor]] = {}
+    if keep:
+        found, before = tables.read_before(received, first["step"])
+    tables.rows.update(received, counts, None, steps_of, found)
+    return before
+
+
+def _sums(tables: OwnedTables, push: ServerWrite) -> dict[str, GradientSum]:
+    counts = push.header["counts"]
+    ids = tables.by_table(tensor_of(push.arrays["ids"]), counts)
+    own = torch.tensor([counts], dtype=torch.int64, device="cpu")
+    flat = tables.wire.decode(tensor_of(push.arrays["grads"]), own, tables.dims)
+    floats = [n * dim for n, dim in zip(counts, tables.dims, strict=True)]
+    grads = tables.by_table(flat, floats)
+    seen: Mapping[str, Tensor] = {}
+    if "seen" in push.arrays:
+        seen = tables.by_table(tensor_of(push.arrays["seen"]), counts)
+    dims = dict(zip(tables.names, tables.dims, strict=True))
+    return {name: GradientSum(x, grads[name].view(-1, dims[name]), seen.get(name)) for name, x in ids.items()}
+
+
+def _concatenated(parts: Sequence[GradientSum]) -> GradientSum:
+    if len(parts) == 1:
+        return parts[0]
+    seen = [part.occurrences for part in parts if part.occurrences is not None]
+    return GradientSum(
+        torch.cat([part.ids for part in parts]),
+        torch.cat([part.grads for part in parts]),
+        torch.cat(seen) if seen else None,
+    )
+
+
+# ---- the kinds
+
+_Header = dict[str, Any]
+_Arrays = Mapping[str, Array]
+
+
+def _push(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
+    apply_pushes(tables, [ServerWrite("push", header, dict(arrays))])
+
+
+def _assign(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
+    _write_rows(tables, header, arrays, add=False)
+
+
+def _assign_add(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
+    _write_rows(tables, header, arrays, add=True)
+
+
+def _write_rows(tables: OwnedTables, header: _Header, arrays: _Arrays, *, add: bool) -> None:
+    counts = header["counts"]
+    floats = [n * dim for n, dim in zip(counts, tables.dims, strict=True)]
+    rows = tables.by_table(tensor_of(arrays["rows"]), floats)
+    for name, ids in tables.by_table(tensor_of(arrays["ids"]), counts).items():
+        engine = tables.shards.engines[name]
+        engine.assign(ids, rows[name].view(-1, engine.dim), add=add, time=header["time"])
+
+
+def _reinitialize(tables: OwnedTables, header: _Header, arrays: _Arrays) -> Array:
+    ids = tables.by_table(tensor_of(arrays["ids"]), header["counts"])
+    found = [tables.shards.local[name].reinitialize(x, time=header["time"]) for name, x in ids.items()]
+    return array_of(torch.cat(found) if found else torch.empty(0, dtype=torch.int32, device="cpu"))
+
+
+def _remove(tables: OwnedTables, header: _Header, arrays: _Arrays) -> dict[str, int]:
+    return tables.shards.remove(tables.by_table(tensor_of(arrays["ids"]), header["counts"]))
+
+
+def _evict(tables: OwnedTables, header: _Header, arrays: _Arrays) -> dict[str, Array]:
+    return {name: array_of(ids) for name, ids in tables.shards.evict(header["time"]).items()}
+
+
+def _evict_part(tables: OwnedTables, header: _Header, arrays: _Arrays) -> dict[str, Array]:
+    found = tables.shards.evict_part(header["time"], parts=header["parts"], start=header["start"])
+    return {name: array_of(ids) for name, ids in found.items()}
+
+
+def _restore(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
+    tables.shards.restore(header["table"], chunk_of(arrays))
+
+
+def _restore_pending(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
+    table = tables.shards.local[header["table"]]
+    table.restore_pending(tensor_of(arrays["ids"]), tensor_of(arrays["counts"]))
+
+
+def _clear(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
+    for name in header["tables"]:
+        tables.shards.local[name].clear()
+
+
+def _track(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
+    tables.shards.track(header["consumer"])
+
+
+def _untrack(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
+    tables.shards.untrack(header["consumer"])
+
+
+def _mark(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
+    ids = tables.by_table(tensor_of(arrays["ids"]), header["counts"])
+    tables.shards.mark_touched(header["consumer"], ids)
+
+
+_KINDS: Mapping[str, Callable[[OwnedTables, _Header, _Arrays], Any]] = {
+    "push": _push,
+    "assign": _assign,
+    "assign_add": _assign_add,
+    "reinitialize": _reinitialize,
+    "remove": _remove,
+    "evict": _evict,
+    "evict_part": _evict_part,
+    "restore": _restore,
+    "restore_pending": _restore_pending,
+    "clear": _clear,
+    "track": _track,
+    "untrack": _untrack,
+    "mark": _mark,
+}

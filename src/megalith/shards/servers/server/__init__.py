@@ -1,1 +1,0 @@
-"""What runs in the process of a server: the tables, their workers, and the order of calls."""

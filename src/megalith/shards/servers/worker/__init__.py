@@ -1,1 +1,0 @@
-"""What runs in the process of a worker: `ServerShards` and its connections to the servers."""
