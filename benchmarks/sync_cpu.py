@@ -63,9 +63,8 @@ from torch import Tensor
 
 from megalith import Router
 from megalith.distributed.exchange import Exchange
-from megalith.shards.gradient_message import GradientPush
 from megalith.shards.preparer import RoutedIds, RoutingPreparer
-from megalith.shards.rank_messages import RankMessages
+from megalith.shards.rank_messages import GradientPush, RankMessages
 from megalith.table.table_data import FoundRows
 
 PACKAGES = ("megalith", "torch", "torchrec", "fbgemm_gpu-cpu", "numpy")

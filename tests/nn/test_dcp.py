@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.stateful import Stateful
 
 from megalith import Adagrad, Adam, EmbeddingCollection, Feature, Segment, TableConfig
-from megalith.nn import table_state as state
+from megalith.nn import collection_state as state
 from tests.table.support import assert_same_tables, whole
 
 

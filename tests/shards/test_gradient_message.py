@@ -12,9 +12,15 @@ from torch import Tensor
 
 from megalith import library
 from megalith.errors import InputError
-from megalith.shards import block_order
-from megalith.shards.block_order import begins_of, join_blocks
-from megalith.shards.gradient_message import GradientMessage, GradientPush, push_head, read_head
+from megalith.shards import rank_messages
+from megalith.shards.rank_messages import (
+    GradientMessage,
+    GradientPush,
+    begins_of,
+    join_blocks,
+    push_head,
+    read_head,
+)
 from megalith.shards.wire import make_wire
 from tests.fixed_examples import fixed_examples
 from tests.table.support import assert_same_bits
@@ -87,7 +93,7 @@ def test_blocks_are_joined_alike_with_and_without_native_code(data: Any) -> None
     found = []
     for native in (library.native_module, lambda: None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(block_order, "native_module", native)
+            patch.setattr(rank_messages, "native_module", native)
             found.append(new_buffer(int((counts * widths).sum())))
             join_blocks(source, begins, counts, widths, found[-1])
     assert torch.equal(*found)

@@ -21,14 +21,8 @@ from megalith.errors import InputError, RankFailedError, UsageError
 from megalith.library import span
 from megalith.nn.batch_lookup import BatchLookup, StartedBatch
 from megalith.nn.batch_preparer import BatchPreparer
-from megalith.nn.checkpoint_state import CheckpointState
-from megalith.nn.device_copies import to_device, to_host
-from megalith.nn.eviction_schedule import EvictionSchedule
-from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
-from megalith.nn.features import Feature, Layout
-from megalith.nn.micro_steps import MicroStepGuard
-from megalith.nn.shards_choice import ShardsChoice
-from megalith.nn.table_state import (
+from megalith.nn.collection_state import (
+    CheckpointState,
     StatePath,
     collect_state,
     is_state_key,
@@ -36,6 +30,12 @@ from megalith.nn.table_state import (
     restore_state,
     state_key,
 )
+from megalith.nn.device_copies import to_device, to_host
+from megalith.nn.eviction_schedule import EvictionSchedule
+from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
+from megalith.nn.features import Feature, Layout
+from megalith.nn.micro_steps import MicroStepGuard
+from megalith.nn.shards_choice import ShardsChoice
 from megalith.ops.checks import as_number, flag, integer
 from megalith.ops.pooling import Pooling
 from megalith.shards import Lookup, Shards

@@ -36,7 +36,7 @@ from megalith.nn.collection import EmbeddingCollection
 from megalith.nn.feature_plan import CompiledBatch
 from megalith.ops import checks
 from megalith.shards import Lookup, Shards
-from megalith.shards.lookup_series import LookupSeries
+from megalith.shards.lookup import LookupSeries
 
 MODES = ("ids", "rows")
 _END = object()

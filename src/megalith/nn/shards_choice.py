@@ -24,7 +24,7 @@ from torch.utils.data import get_worker_info
 
 from megalith.distributed.ranks import has_process_group, world_size
 from megalith.errors import InputError, UsageError
-from megalith.nn.state_savers import check_trainer
+from megalith.nn.collection_state import check_trainer
 from megalith.shards import LocalShards, Shards, SyncShards
 from megalith.shards.contract import check_configs
 from megalith.table import TableConfig

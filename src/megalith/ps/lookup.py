@@ -18,8 +18,7 @@ from megalith.ps.messages import ServerWrite, array_of
 from megalith.shards.contract import Shards
 from megalith.shards.owner_rows import blocks_by_table
 from megalith.shards.preparer import RoutedIds
-from megalith.shards.routed_gradients import RoutedGradients
-from megalith.shards.routed_lookup import RoutedLookup
+from megalith.shards.routed_lookup import RoutedGradients, RoutedLookup
 from megalith.shards.wire import Wire
 from megalith.table.table_data import Step
 

@@ -55,11 +55,10 @@ from megalith.shards.contract import (
     described,
     row_shares,
 )
-from megalith.shards.lookup import Lookup, PreparedIds, check_lookup_step
-from megalith.shards.lookup_series import LookupSeries
+from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds, check_lookup_step
 from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import RoutingPreparer, make_routers
-from megalith.shards.routed_gradients import checked_update
+from megalith.shards.routed_lookup import checked_update
 from megalith.shards.wire import check_wire, make_wire
 from megalith.table import Chunk, MemoryUse, RowCounters, Table, TableConfig, TableStats
 from megalith.table.engines.registry import engine_class

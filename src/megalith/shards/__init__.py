@@ -5,8 +5,7 @@ from megalith.shards.contract import Shards
 from megalith.shards.local import LocalLookup, LocalShards
 from megalith.shards.lookup import Lookup, PreparedIds
 from megalith.shards.part import ShardsPart
-from megalith.shards.sync import SyncShards
-from megalith.shards.sync_lookup import SyncLookup
+from megalith.shards.sync import SyncLookup, SyncShards
 
 __all__ = [
     "CommMetrics",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UsageError
-from megalith.shards.recorder import EXCHANGES, Recorder
+from megalith.shards.contract import EXCHANGES, Recorder
 from megalith.shards.sync import SyncShards
 
 COUNTS = (

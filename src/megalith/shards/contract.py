@@ -1,7 +1,7 @@
 """The Shards contract: all tables of a model by name, one call for all of them, wherever they are stored.
 
 `LocalShards` keeps them in this process; other placements spread them over ranks or servers and offer the
-same calls. `lookup.py` holds the contract of a `Lookup`.
+same calls. `lookup.py` holds the contract of a `Lookup`. A `Recorder` observes the exchanges between ranks.
 
 Features, combiners and modules are not handled here: shards receive ids per table and, at most, a Pooling.
 
@@ -19,7 +19,7 @@ import time as clock
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from inspect import isfunction
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,12 +29,37 @@ from megalith.errors import InputError, UsageError
 from megalith.ops.checks import as_number
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
-from megalith.shards.lookup import Lookup, PreparedIds
-from megalith.shards.lookup_series import LookupSeries
-from megalith.shards.recorder import Recorder
+from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.table_data import MAX_TIME
 from megalith.table.validation import InputChecks, check_by_table, check_flag, check_table_name
+
+EXCHANGES = ("sizes", "ids", "rows", "gradients")
+"""The exchanges of a training step, in order."""
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """Receives numbers in the thread of the exchange, so its methods must be fast.
+
+    Counts are int64 [ranks, tables], with the tables in the order of the configs, and include this rank.
+    """
+
+    def requested(self, call: str, occurrences: Mapping[str, int], out: Tensor, into: Tensor) -> None:
+        """Record that ids were exchanged."""
+
+    def sent(self, exchange: str, out: Tensor, into: Tensor, row_bytes: Sequence[int]) -> None:
+        """Record what was sent and received."""
+
+    def waited(self, exchange: str, seconds: float) -> None:
+        """Record the time of an exchange."""
+
+    def read(self, misses: Mapping[str, int]) -> None:
+        """Record that rows were read."""
+
+    def created(self, table: str, rows: int) -> None:
+        """Record that an update created rows."""
+
 
 Ids = Mapping[str, Tensor]
 Rows = Mapping[str, tuple[Tensor, Tensor]]

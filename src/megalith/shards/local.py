@@ -25,8 +25,7 @@ from megalith.shards.contract import (
     missing_status,
     row_shares,
 )
-from megalith.shards.lookup import Lookup, PreparedIds, check_lookup_step
-from megalith.shards.lookup_series import LookupSeries
+from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds, check_lookup_step
 from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats

@@ -1,6 +1,7 @@
 """ShardsPart: one part of the tables of a model, in the process that holds it.
 
-`Shards.each_part` runs functions where the rows are; they receive the part.
+`Shards.each_part` runs functions where the rows are; they receive the part. `PartRecovery` is what a save
+or load reports to if the part is on a server that can start again from it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from megalith.table.table_data import RowCounters
 
 
-class Kept(Protocol):
+class PartOperation(Protocol):
     """What a function keeps at a part between calls."""
 
     def abandon(self) -> None:
@@ -39,7 +40,7 @@ class ShardsPart:
     shards: LocalShards
     index: int = 0
     count: int = 1
-    kept: dict[str, Kept] = field(default_factory=dict)
+    kept: dict[str, PartOperation] = field(default_factory=dict)
     loads: dict[str, object] = field(default_factory=dict)
     recovery: PartRecovery | None = None
     saved_at: float | None = None

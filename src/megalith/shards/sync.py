@@ -8,8 +8,9 @@ A training step takes four exchanges, whatever the number of tables:
     rows         owner -> asker    the rows of those ids
     gradients    asker -> owner    one summed gradient per distinct id
 
-The owner of a row sums the gradients of all ranks and makes one optimizer step. All ranks make the same calls
-in the same order; a rank without data makes them with empty tensors. `rank_messages.py` holds the messages.
+The owner of a row sums the gradients of all ranks and makes one optimizer step. All ranks make the same
+calls in the same order; a rank without data makes them with empty tensors. `rank_messages.py` holds the
+messages.
 """
 
 from __future__ import annotations
@@ -28,20 +29,91 @@ from megalith.library import span
 from megalith.ops.checks import as_integer
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
-from megalith.shards.contract import Ids, Result, Rows, Shards, check_function, described, row_shares
-from megalith.shards.gradient_message import GradientPush
+from megalith.shards.contract import (
+    Ids,
+    Recorder,
+    Result,
+    Rows,
+    Shards,
+    check_function,
+    described,
+    row_shares,
+)
 from megalith.shards.local import LocalShards
-from megalith.shards.lookup import Lookup, PreparedIds, check_lookup_step
-from megalith.shards.lookup_series import LookupSeries
+from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds, check_lookup_step
 from megalith.shards.part import ShardsPart
-from megalith.shards.preparer import RoutingPreparer, make_routers
-from megalith.shards.rank_messages import RankMessages
-from megalith.shards.recorder import Recorder
-from megalith.shards.routed_gradients import checked_update
-from megalith.shards.sync_lookup import SyncLookup
+from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
+from megalith.shards.rank_messages import GradientPush, RankMessages, RequestedIds
+from megalith.shards.routed_lookup import RoutedLookup, checked_update
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.validation import check_flag, check_step
+
+
+class SyncLookup(RoutedLookup):
+    """A lookup over ranks: ids are sent at once, rows are fetched by the first use or by `fetch`.
+
+    Args:
+        shards: The shards that make it.
+        messages: The exchanges of the shards.
+        routed: See `RoutedLookup`.
+        call: "lookup", or "apply_gradients" for an update without a lookup.
+        series: The series of the lookup, if it has one.
+        step: See `Lookup`.
+        out_of_data: Whether this rank has no more data.
+
+    Attributes:
+        requested: The ids that other ranks request from this one, when they have arrived.
+        failed: Whether this rank has reported that it has no gradients.
+    """
+
+    def __init__(
+        self,
+        shards: SyncShards,
+        messages: RankMessages,
+        routed: RoutedIds,
+        call: str,
+        series: LookupSeries | None,
+        step: int | None,
+        out_of_data: bool,
+    ) -> None:
+        super().__init__(shards.configs, routed, step)
+        shards.exchange.lend(routed.deduped.ids)
+        self.shards = shards
+        self.failed = False
+        self._messages = messages
+        self.requested: Future[RequestedIds] = shards.exchange.submit(
+            lambda: messages.request(call, routed, out_of_data=out_of_data, series=series)
+        )
+        self._rows: Future[Tensor] | None = None
+
+    def wait_ids(self) -> None:
+        self.requested.result()
+
+    def fail(self, error: Exception, *, leave: bool = False) -> NoReturn:
+        if not (self.used or self.failed or self.requested.exception()):
+            self.shards.fail_update(self, error, leave=leave)
+        raise error
+
+    def fetch(self) -> None:
+        if self._rows is None:
+            requested, routed, messages, step = self.requested, self.routed, self._messages, self.step
+            self._rows = self.shards.exchange.submit(
+                lambda: messages.send_rows(requested.result(), routed, step)
+            )
+
+    @property
+    def source(self) -> Tensor:
+        """The received rows, float32 [size], in the order of the distinct ids."""
+        self.requested.result()
+        self.fetch()
+        assert self._rows is not None
+        return self.shards.exchange.take(self._rows.result())
+
+    @property
+    def out_of_data(self) -> list[int]:
+        """The ranks that made this lookup with out_of_data=True; the same on all ranks."""
+        return self.requested.result().out_of_data
 
 
 class SyncShards(Shards):

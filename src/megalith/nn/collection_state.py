@@ -1,4 +1,6 @@
-"""The rows of a collection in a state_dict: tensors only, under keys with their rank.
+"""The state of a collection: its rows in a state_dict, and what it remembers about its checkpoints.
+
+A state_dict holds tensors only, under keys with their rank:
 
     key (after the collection's prefix)          tensor
     rank R of W (at another world size: ...)     int64 [3]: global step, number of shards, this shard
@@ -12,12 +14,36 @@
 torch.distributed.checkpoint (DCP) writes each key once for all ranks, hence the rank in the keys. It prints
 the first key that is missing, which is the one with the remedy. R and W are those of the default process
 group; those of the shards are in the first tensor.
+
+DCP loads a tensor into the one that the state_dict of the model holds, and only if both have the same size.
+Tables grow, and a model that is about to load usually has no rows. A `StateTensor` has any number of rows:
+it is a plain tensor for everything except DCP, which it answers through DCP's own protocol for tensor
+subclasses:
+
+    DCP, on save        __create_write_items__    the items of a plain tensor
+                        __get_tensor_shard__      the plain tensor
+    DCP, on load        size()                    equal to a size with any number of rows
+                        __create_chunk_list__     all rows that there are; this tensor is empty from now on
+                        __get_tensor_shard__      a target that takes the number of rows that are read
+
+The number of columns must be the same. A table without rows has nothing to read, so its tensors stay empty.
+
+Tools that save the state_dict of one rank alone would lose the rows of other ranks, so they raise. Such a
+tool is recognised by its functions on the call stack:
+
+    function              called when                          looks for
+    check_state_caller    state_dict() is called               a function of `_SAVERS`, or a full_state_dict
+    check_trainer         tables are spread over the ranks,    Lightning's ModelCheckpoint and its strategies
+                          usually at the first batch           that fork, which would raise after training
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,11 +51,205 @@ from torch import Tensor
 
 from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, UsageError
-from megalith.nn.state_savers import check_state_caller
-from megalith.nn.state_tensor import StateTensor
 from megalith.shards import Shards
 from megalith.table import Chunk, MinCount, Table, TableConfig
 from megalith.table.table_data import MAX_TIME
+
+
+@dataclass
+class CheckpointState:
+    """Where the rows of a collection come from, and whether a save of them is in progress.
+
+    A copy of a collection starts without saves: those of the original are not its own.
+    """
+
+    # The address of the checkpoint and the id of the save that the rows were saved to or loaded from; None if
+    # there is none. A delta can only be added there.
+    last_save: tuple[str, str] | None = None
+    save_in_progress: object | None = None
+    # The routing mode and block size that each table was saved with, as the last load found them. With one
+    # shard nothing else records them; the next save carries them over.
+    routing: dict[str, tuple[str, int | None]] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy without saves."""
+        return CheckpointState, (None, None, dict(self.routing))
+
+
+LONGEST = 1 << 62
+"""More rows than any tensor has."""
+
+_DCP = "torch.distributed.checkpoint."
+
+
+class AnyLength(int):
+    """A number of rows that equals every other number, and otherwise is an int."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, int)
+
+    def __ne__(self, other: object) -> bool:
+        return not isinstance(other, int)
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)
+
+
+class StateTensor(Tensor):
+    """A tensor of a state_dict, [rows] or [rows, columns]; copies in files are plain tensors."""
+
+    # Results of operations are plain tensors, as for nn.Parameter.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    loading = False
+
+    @staticmethod
+    def of(tensor: Tensor) -> StateTensor:
+        """Make a StateTensor of a tensor."""
+        # tensor: [rows] or [rows, columns].
+        return tensor.as_subclass(StateTensor)
+
+    def plain(self) -> Tensor:
+        """Return a plain tensor that shares the memory of this one."""
+        return self.detach().as_subclass(Tensor)
+
+    def size(self, dim: Any = None) -> Any:
+        """Return the size, as `torch.Tensor.size`."""
+        if dim is not None:
+            return self.shape[dim]
+        caller = sys._getframe().f_back
+        if caller is None or not caller.f_globals.get("__name__", "").startswith(_DCP):
+            return self.shape
+        return torch.Size((AnyLength(self.shape[0]), *self.shape[1:]))
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.planner_helpers import _create_write_items  # imported by the caller
+
+        return _create_write_items(fqn, self.plain())
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        self.loading = True
+        self.resize_rows(0)
+        offsets, sizes = [0] * self.dim(), (LONGEST, *self.shape[1:])
+        return [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        if not self.loading:
+            return self.plain()
+        target = self.plain().as_subclass(_LoadTarget)
+        target.owner = self
+        return target
+
+    def resize_rows(self, rows: int) -> Tensor:
+        """Replace the content by rows that are not initialised."""
+        self.data = torch.empty((rows, *self.shape[1:]), dtype=self.dtype, device=self.device)
+        return self.plain()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateTensor:
+        if id(self) not in memo:
+            memo[id(self)] = StateTensor.of(self.plain().clone())
+        copied: StateTensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+
+class _LoadTarget(Tensor):
+    """What DCP reads into: it narrows this tensor to the rows that it reads, which the owner then has."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    owner: StateTensor
+
+    def size(self, dim: Any = None) -> Any:
+        size = (LONGEST, *self.shape[1:])
+        return torch.Size(size) if dim is None else size[dim]
+
+    def narrow(self, dim: Any, start: Any, length: Any) -> Tensor:
+        if dim != 0 or start != 0:
+            raise NotImplementedError("a table's rows are saved in one piece")
+        return self.owner.resize_rows(length)
+
+
+_SAVE = "call megalith.checkpoint.save(model, path) on all ranks instead, and checkpoint.load to resume"
+_NO_CALLBACK = (
+    "pass enable_checkpointing=False to the Trainer, and call megalith.checkpoint.save(model, path) on all "
+    "ranks instead, for example in on_train_epoch_end"
+)
+_NO_FORK = (
+    'use strategy="ddp": the strategies "ddp_fork", "ddp_spawn" and "ddp_notebook" return the state_dict of '
+    "rank 0 to the first process and end the ranks, with their rows"
+)
+_STRATEGY = ("lightning.pytorch.strategies.strategy", "lightning_module_state_dict")
+_LAUNCHER = "lightning.pytorch.strategies.launchers.multiprocessing"
+_SAVERS = {
+    _STRATEGY: ("Lightning", _SAVE),
+    ("lightning.pytorch.callbacks.model_checkpoint", "_save_checkpoint"): ("Lightning", _NO_CALLBACK),
+    (_LAUNCHER, "_collect_rank_zero_results"): ("Lightning", _NO_FORK),
+    ("lightning.fabric.strategies.strategy", "get_module_state_dict"): ("Lightning Fabric", _SAVE),
+    ("accelerate.accelerator", "get_state_dict"): ("accelerate", _SAVE),
+}
+"""Functions that call state_dict() on all ranks and keep the result of rank 0 alone, with the remedy."""
+
+_FULL = ("torch.distributed.checkpoint.state_dict", "_get_model_state_dict")
+_OTHER_NAMES = (("pytorch_lightning.", "lightning.pytorch."), ("lightning_fabric.", "lightning.fabric."))
+
+
+def check_state_caller(size: int) -> None:
+    """Raise if the caller of state_dict() keeps the rows of one rank alone."""
+    found: tuple[str, str] | None = None
+    for where, frame in _callers():
+        if where == _FULL and getattr(frame.f_locals.get("info"), "full_state_dict", False):
+            found = "StateDictOptions(full_state_dict=True)", f"{_SAVE}; full_state_dict=False works too"
+        found = _SAVERS.get(where, found)  # the outermost one has the best remedy
+    if found is not None:
+        tool, remedy = found
+        raise UsageError(
+            f"{tool} saves the state_dict of rank 0 alone, but the rows are spread over {size} ranks and "
+            f"those of the other ranks would be lost: {remedy}"
+        )
+
+
+def check_trainer(size: int) -> None:
+    """Raise if Lightning's Trainer is about to train what it cannot save."""
+    for (module, function), frame in _callers():
+        if (module, function) == (_LAUNCHER, "_wrapping_function"):
+            raise UsageError(f"the tables are spread over {size} ranks of Lightning: {_NO_FORK}")
+        trainer = frame.f_locals.get("self") if module == "lightning.pytorch.trainer.trainer" else None
+        if trainer is not None and _saves_rank_0(trainer):
+            raise UsageError(
+                "Lightning's ModelCheckpoint saves the state_dict of rank 0 alone, but the rows are spread "
+                f"over {size} ranks: {_NO_CALLBACK}"
+            )
+
+
+def _callers() -> Iterator[tuple[tuple[str, str], FrameType]]:
+    """Yield module and function name of each caller, from the inside out, and its frame."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        for other, name in _OTHER_NAMES:
+            if module.startswith(other):
+                module = name + module.removeprefix(other)
+        yield (module, frame.f_code.co_name), frame
+        frame = frame.f_back
+
+
+def _saves_rank_0(trainer: Any) -> bool:
+    """Return whether a Trainer that fits has Lightning's own ModelCheckpoint and saves the usual way."""
+    method = getattr(getattr(trainer, "strategy", None), _STRATEGY[1], None)
+    usual = getattr(method, "__module__", "").endswith(".strategies.strategy")  # not sharded, as by FSDP
+    if not usual or getattr(getattr(trainer, "state", None), "fn", None) != "fit":
+        return False
+    return any(
+        type(callback).__name__ == "ModelCheckpoint" and (callback.save_top_k != 0 or callback.save_last)
+        for callback in getattr(trainer, "checkpoint_callbacks", ())
+    )
+
 
 _REMEDY = " (at another world size: checkpoint.save and checkpoint.load)"
 _NAMES = r"ids|rows|time|count|step|pending_ids|pending_counts|state/[0-9]+/[^/]+"
