@@ -41,7 +41,7 @@ from harness import (
 from torch import Tensor
 
 from megalith.compat.templar import write_payload
-from megalith.distributed.surviving_launch import launch
+from megalith.distributed.elastic_ranks import launch_ranks
 from megalith.gather import GatherPlan, Label, OuterUpdate, PayloadSchema, Record, Status, compress, merge
 from megalith.gather.result import make_partial
 from megalith.gather.simulation import Simulation, write_job
@@ -59,7 +59,9 @@ def seconds(simulation: Simulation, ranks: int) -> tuple[float, str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = write_job(folder, simulation)
-        ended = launch([sys.executable, "-m", "megalith.gather.simulation", str(job)], ranks, timeout=300.0)
+        ended = launch_ranks(
+            [sys.executable, "-m", "megalith.gather.simulation", str(job)], ranks, timeout=300.0
+        )
         assert all(each.code == 0 for each in ended), ended
         counts = Counter()
         for path in folder.glob("downloads-*.json"):

@@ -28,8 +28,7 @@ from megalith import (
     checkpoint,
 )
 from megalith.data import Batch, pad_to_equal_batches
-from megalith.distributed.launcher_environment import LaunchWarning, RankSetup, configure
-from megalith.distributed.process_group import init_process_group
+from megalith.distributed.launcher_environment import LaunchWarning, RankSetup, configure, init_process_group
 from megalith.metrics import auc
 from megalith.routing import MODES
 from megalith.shards import CommMetrics, CommReport, LocalShards, Shards

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megalith import Adagrad, EmbeddingCollection, Feature, LocalShards, TableConfig
-from megalith.distributed.ranks import RankGroup
+from megalith.distributed.ranks import Ranks
 from megalith.routing import Router
 from megalith.table import Table
 
@@ -34,7 +34,7 @@ class Exchange:
         return values
 
 
-class LogicalRanks(RankGroup):
+class LogicalRanks(Ranks):
     def __init__(self, rank: int, exchange: Exchange) -> None:
         self.rank, self.size, self._exchange = rank, exchange.size, exchange
 
@@ -48,7 +48,7 @@ class LogicalRanks(RankGroup):
 class LogicalShards(LocalShards):
     """The tables of one of several ranks."""
 
-    def __init__(self, configs: Sequence[TableConfig], ranks: RankGroup, router: Router) -> None:
+    def __init__(self, configs: Sequence[TableConfig], ranks: Ranks, router: Router) -> None:
         super().__init__(configs)
         self.ranks = ranks
         self._router = router
@@ -61,7 +61,7 @@ class LogicalShards(LocalShards):
 class RankModel(nn.Module):
     """The model of one rank: its part of a table, and a weight that all ranks have."""
 
-    def __init__(self, ranks: RankGroup, router: Router) -> None:
+    def __init__(self, ranks: Ranks, router: Router) -> None:
         super().__init__()
         config = TableConfig("t", dim=2, optimizer=Adagrad(0.1))
         self.ranks, self.router = ranks, router

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 from megalith.cli.main import app
-from megalith.distributed.comm_bench import PATTERNS, TRANSPORTS, CommSettings, RankLink
-from megalith.distributed.comm_bench_ranks import measure_local
+from megalith.distributed.comm_bench import PATTERNS, TRANSPORTS, CommSettings, RankLink, measure_local
 from megalith.distributed.exchange import Exchange
 from megalith.errors import InputError, RankFailedError, UnknownNameError
 from tests.distributed.ranks import run_ranks

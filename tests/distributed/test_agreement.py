@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megalith.distributed.agreement import agree
-from megalith.distributed.ranks import RankGroup, current_rank, has_process_group, world_size
+from megalith.distributed.ranks import Ranks, agree, current_rank, has_process_group, world_size
 from megalith.errors import CheckpointError, InputError, RankFailedError, UsageError
 
 
-class TwoRanks(RankGroup):
+class TwoRanks(Ranks):
     """Rank 0 of two ranks; the other rank's outcome is given."""
 
     size = 2
@@ -26,9 +25,9 @@ def fail() -> None:
 
 
 def test_one_process_runs_the_work_and_keeps_its_error() -> None:
-    assert agree(RankGroup(), lambda: 5) == 5
+    assert agree(Ranks(), lambda: 5) == 5
     with pytest.raises(InputError, match=r"^bad ids$"):
-        agree(RankGroup(), fail)
+        agree(Ranks(), fail)
 
 
 def test_the_result_of_this_rank_is_returned_when_all_succeed() -> None:

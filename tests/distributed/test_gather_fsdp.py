@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megalith.distributed import fingerprint as leaves
 from megalith.errors import InputError, MegalithError
 from megalith.gather import (
+    ElasticRanks,
     ErrorFeedback,
     GatherPlan,
     Label,
     OuterUpdate,
     PayloadSchema,
-    Ranks,
     UpdateConfig,
     catch_up,
     compress,
@@ -71,7 +71,9 @@ def full(parameters: dict[str, Tensor]) -> dict[str, list[float]]:
     }
 
 
-def two_windows(folder: Path, parameters: dict[str, Tensor], optimizer: str, ranks: Ranks | None) -> Any:
+def two_windows(
+    folder: Path, parameters: dict[str, Tensor], optimizer: str, ranks: ElasticRanks | None
+) -> Any:
     """Weights and hash after two windows, with the update saved and loaded in between."""
     stores = {"default": open_object_store(folder / "peers")}
     artifacts = open_object_store(folder / f"artifacts-{optimizer}-{0 if ranks is None else ranks.size}")
@@ -89,7 +91,7 @@ def two_windows(folder: Path, parameters: dict[str, Tensor], optimizer: str, ran
 def work(folder: str) -> dict[str, Any]:
     """Everything that ranks do with sharded weights."""
     leaves.LEAF_ELEMENTS = LEAF
-    path, ranks, found = Path(folder), Ranks.of_group(timeout=60.0), {}
+    path, ranks, found = Path(folder), ElasticRanks.of_group(timeout=60.0), {}
     parameters = sharded()
     assert any(isinstance(t, DTensor) and t.to_local().shape != t.shape for t in parameters.values())
     found["fingerprint"] = fingerprint(parameters, ranks=ranks)
@@ -112,7 +114,7 @@ def work(folder: str) -> dict[str, Any]:
     return found
 
 
-def given_back(ranks: Ranks | None) -> dict[str, list[float]]:
+def given_back(ranks: ElasticRanks | None) -> dict[str, list[float]]:
     """What is left after an update was compressed and not published."""
     feedback = ErrorFeedback(0.9)
     for seed in (1, 2):
@@ -121,7 +123,7 @@ def given_back(ranks: Ranks | None) -> dict[str, list[float]]:
     return full(feedback.left)
 
 
-def disagree(path: Path, ranks: Ranks) -> str:
+def disagree(path: Path, ranks: ElasticRanks) -> str:
     """What each rank raises if one of them finds no artifact."""
     store = open_object_store("memory://" if ranks.rank == 1 else path / "artifacts-nesterov-0")
     with pytest.raises(MegalithError) as caught:
@@ -134,7 +136,7 @@ def updates(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(tensor.shape, generator=make) for name, tensor in whole().items()}
 
 
-def divided(tensors: dict[str, Tensor], ranks: Ranks | None) -> dict[str, Tensor]:
+def divided(tensors: dict[str, Tensor], ranks: ElasticRanks | None) -> dict[str, Tensor]:
     """Tensors that are sharded like the parameters."""
     if ranks is None:
         return tensors
@@ -147,7 +149,7 @@ def divided(tensors: dict[str, Tensor], ranks: Ranks | None) -> dict[str, Tensor
     }
 
 
-def compressed(ranks: Ranks | None) -> list[bytes]:
+def compressed(ranks: ElasticRanks | None) -> list[bytes]:
     """The payloads of two updates with feedback, of which the second is sent after the state was loaded."""
     feedback, found = ErrorFeedback(0.9), []
     for seed in (1, 2):
@@ -167,9 +169,9 @@ def refused(path: Path) -> bool:
     parameters = sharded()
     before = full(parameters)
     stores = {"default": open_object_store(path / "peers")}
-    with pytest.raises(InputError, match=r"pass ranks=Ranks\.of_group"):
+    with pytest.raises(InputError, match=r"pass ranks=ElasticRanks\.of_group"):
         run_window(plan(1, "sgd"), parameters, OuterUpdate(schema()), stores)
-    with pytest.raises(InputError, match=r"pass ranks=Ranks\.of_group"):
+    with pytest.raises(InputError, match=r"pass ranks=ElasticRanks\.of_group"):
         compress(parameters, schema())
     return full(parameters) == before
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from megalith.errors import MegalithError
 from megalith.gather import (
+    ElasticRanks,
     FetchOptions,
     Gatherer,
     GatherPlan,
     OuterUpdate,
-    Ranks,
     open_object_store,
     partition,
     run_window,
@@ -44,7 +44,7 @@ class Remote:
         self.endpoint = endpoint
 
 
-class Doomed(Ranks):
+class Doomed(ElasticRanks):
     """Ranks of which one kills itself when it comes to an exchange for the n-th time."""
 
     def __init__(self, victim: int, what: str, turn: int, **options: Any) -> None:
@@ -182,7 +182,7 @@ def test_with_too_few_left_the_missing_are_named() -> None:
         assert each["error"].startswith(f"RankTimeoutError: partials: rank {rank} waited for rank 2")
 
 
-class Hanging(Ranks):
+class Hanging(ElasticRanks):
     """Ranks of which one stops, without ending, before an exchange."""
 
     def _exchanging(self, what: str) -> Any:
@@ -228,7 +228,7 @@ class Failing(Gatherer):
 
 def fail(endpoint: str, monkey: str) -> dict[str, Any]:
     """One thing goes wrong on rank 1, and the next window works."""
-    ranks = Ranks.of_group(timeout=60.0)
+    ranks = ElasticRanks.of_group(timeout=60.0)
     here, parameters, bad = world(endpoint), weights(), ranks.rank == 1
     update, stores = OuterUpdate(here.schema), here.stores
     plan: GatherPlan | None = plan_of(here) if ranks.rank == 0 else None

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from megalith.gather import (
+    ElasticRanks,
     FetchOptions,
     GatherPlan,
     Label,
     OuterUpdate,
     PayloadSchema,
-    Ranks,
     compress,
     open_object_store,
     payload_key,
@@ -80,7 +80,7 @@ def grown(
     """For each window (number, peers): growth, and what was in use before; and the ledger's peak."""
     # Heaps of several threads settle only after some ten windows; growth is within the budget from the first.
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    ranks = Ranks.of_group(timeout=60.0)
+    ranks = ElasticRanks.of_group(timeout=60.0)
     stores = {"default": open_object_store(folder)}
     options = FetchOptions(spool_from=1)
     found, used, peak = [], [], 0

@@ -14,13 +14,13 @@ from torch import Tensor
 from megalith import SGD, LocalShards, Shards, SyncShards, TableConfig
 from megalith.errors import MegalithError, UsageError
 from megalith.gather import (
+    ElasticRanks,
     ErrorFeedback,
     GatherPlan,
     Label,
     OuterUpdate,
     PayloadSchema,
     PeerTables,
-    Ranks,
     UpdateConfig,
     compress,
     open_object_store,
@@ -56,7 +56,7 @@ def lists(found: dict[str, Tensor]) -> dict[str, list[Any]]:
     return {name: each.tolist() for name, each in found.items()}
 
 
-def peer(folder: str, make: Callable[[], Shards], ranks: Ranks | None) -> list[Peer]:
+def peer(folder: str, make: Callable[[], Shards], ranks: ElasticRanks | None) -> list[Peer]:
     """The payload of each of two windows, and the rows of the peer after each."""
     place, size = (0, 1) if ranks is None else (ranks.place, ranks.size)
     local, shared = make(), make()
@@ -100,7 +100,7 @@ def alone() -> Shards:
 def work(folder: str, block_bytes: int | None) -> list[Peer]:
     if block_bytes is not None:
         sys.modules["megalith.gather.compress"].BLOCK_BYTES = block_bytes  # type: ignore[attr-defined]
-    return peer(folder, sync, Ranks.of_group(timeout=60.0))
+    return peer(folder, sync, ElasticRanks.of_group(timeout=60.0))
 
 
 @pytest.mark.parametrize(("size", "block_bytes"), [(2, None), (2, 1), (4, 40)])
@@ -123,7 +123,7 @@ def raised(call: Callable[[], object]) -> tuple[str, str]:
 
 def refused() -> dict[str, Any]:
     """What each rank raises, and what compress does with copies of tables."""
-    ranks, found = Ranks.of_group(timeout=60.0), {}
+    ranks, found = ElasticRanks.of_group(timeout=60.0), {}
     ids, ones = torch.tensor([9, 3]), torch.ones(2, 2)
 
     def made(rows: Any, **more: Any) -> Any:
@@ -173,7 +173,7 @@ def test_an_error_of_one_rank_and_rows_that_differ_raise_on_all() -> None:
 
 def interrupted() -> tuple[str, bool, bool]:
     """An adopt that fails on the last rank, and the next one."""
-    ranks = Ranks.of_group(timeout=60.0)
+    ranks = ElasticRanks.of_group(timeout=60.0)
     local, shared = sync(), sync()
     tables = PeerTables(local, shared)
     train(local, 1.0, slice(ranks.place, None, ranks.size))

@@ -12,12 +12,12 @@ from torch import Tensor
 from megalith import SGD, LocalShards, SyncShards, TableConfig
 from megalith.errors import InputError
 from megalith.gather import (
+    ElasticRanks,
     GatherPlan,
     Label,
     OuterUpdate,
     PayloadSchema,
     PeerTables,
-    Ranks,
     UpdateConfig,
     compress,
     open_object_store,
@@ -42,7 +42,7 @@ def rows(shards: Any) -> Tensor:
 
 def work(folder: str) -> dict[str, Any]:
     """How far each row moves with tables that are divided over ranks, and with a copy on each rank."""
-    ranks, found = Ranks.of_group(timeout=60.0), {}
+    ranks, found = ElasticRanks.of_group(timeout=60.0), {}
     for name, shards in (("sync", SyncShards(CONFIGS, seed=1)), ("local", LocalShards(CONFIGS, seed=1))):
         before = rows(shards)
         stores = {"default": open_object_store(folder)}

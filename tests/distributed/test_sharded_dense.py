@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megalith import SGD, EmbeddingCollection, Feature, LocalShards, TableConfig, checkpoint
-from megalith.distributed.dense_broadcast import broadcast_dense
+from megalith.distributed.dense_parameters import broadcast_dense
 from megalith.errors import MegalithError
 from tests.distributed.ranks import run_ranks
 

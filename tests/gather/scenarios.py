@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.gather import (
+    ElasticRanks,
     FetchOptions,
     OuterUpdate,
     OverlapConfig,
     PayloadSchema,
-    Ranks,
     UpdateConfig,
     WindowReport,
     lines,
@@ -103,7 +103,7 @@ def world_of(scenario: Scenario, server: Any) -> World:
     return World(server, schema=scenario.schema, prefix=f"{SCENARIOS.index(scenario)}/")
 
 
-def play(scenario: Scenario, endpoint: str, artifacts: Path, ranks: Ranks | None) -> dict[str, Any]:
+def play(scenario: Scenario, endpoint: str, artifacts: Path, ranks: ElasticRanks | None) -> dict[str, Any]:
     """One rank's part of a scenario; what it came to, without clocks."""
     world = world_of(scenario, SimpleNamespace(bucket="gather", endpoint=endpoint))
     plan = world.plan(scenario.primary, scenario.reserve, **scenario.more)
@@ -152,7 +152,7 @@ def facts(report: WindowReport, update: OuterUpdate, parameters: dict[str, Tenso
 def play_all(endpoint: str, folder: str) -> tuple[list[dict[str, Any]], list[str]]:
     """All scenarios, one after another, as one rank; and the exchanges it took part in."""
     torch.set_num_threads(1)
-    ranks = Ranks.of_group(timeout=60.0) if dist.get_world_size() > 1 else None
+    ranks = ElasticRanks.of_group(timeout=60.0) if dist.get_world_size() > 1 else None
     found = [
         play(scenario, endpoint, Path(folder) / str(number), ranks)
         for number, scenario in enumerate(SCENARIOS)

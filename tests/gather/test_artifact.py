@@ -25,11 +25,11 @@ from megalith.gather.artifact import (
 )
 from megalith.gather.compress import ErrorFeedback, compress, decompress, peek, publish
 from megalith.gather.fetch import FetchOptions
-from megalith.gather.overlap import SkipReason, decide, find_overlap
+from megalith.gather.overlap import find_overlap
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import Fault, GatherPlan, OverlapConfig, Status, UpdateConfig, payload_key
-from megalith.gather.result import merge
+from megalith.gather.result import SkipReason, decide, merge
 from megalith.gather.update import OuterUpdate
 from megalith.gather.window import run_window
 from megalith.storage.object_store import ObjectStore, RequestFailure, StoreRequestError, open_object_store

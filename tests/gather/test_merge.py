@@ -16,27 +16,24 @@ from hypothesis import strategies as st
 from megalith.distributed.fingerprint import fingerprint
 from megalith.errors import InputError
 from megalith.gather.fetch import FetchOptions
-from megalith.gather.overlap import (
-    Decision,
-    SkipReason,
-    decide,
-    excluded_uids,
-    find_overlap,
-    lines,
-    metrics,
-    norm_medians,
-    to_penalise,
-)
+from megalith.gather.overlap import excluded_uids, find_overlap
 from megalith.gather.plan import GatherPlan, OverlapConfig, Status, UpdateConfig, payload_key
 from megalith.gather.result import (
+    Decision,
     GatherResult,
     Partial,
     Record,
+    SkipReason,
     as_result,
+    decide,
+    lines,
     make_partial,
     merge,
+    norm_medians,
+    to_penalise,
 )
 from megalith.gather.update import OuterUpdate
+from megalith.gather.window import metrics
 from tests.gather.fault_server import FaultServer
 from tests.gather.support import RUN, WINDOW, agreed, checked, peer_bytes, small_schema, weights
 from tests.gather.world import EXPECTED, World

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megalith import SGD, LocalShards, OneBit, TableConfig
+from megalith.distributed.elastic_ranks import ElasticRanks
 from megalith.distributed.fingerprint import fingerprint
-from megalith.distributed.surviving_ranks import Ranks
 from megalith.errors import BudgetError, InputError, UsageError
 from megalith.gather.columns import Columns
 from megalith.gather.payload import Payload
@@ -367,7 +367,7 @@ def test_peak_is_set_by_the_budget_not_by_peers(rule: Any) -> None:
         result = gathered(schema, data, update=config, memory_budget=budget)
         report = OuterUpdate(schema).apply({"w": torch.zeros(256, 64)}, result)
         assert report.peak_bytes <= budget
-        blocks[peers] = len(Columns(result, Ranks.alone())._blocks[0])
+        blocks[peers] = len(Columns(result, ElasticRanks.alone())._blocks[0])
     assert blocks[8] <= blocks[32] <= blocks[128]
 
 

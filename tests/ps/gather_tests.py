@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megalith import SGD, FixedPoint, LocalShards, Segment, Shards, TableConfig
 from megalith.gather import (
+    ElasticRanks,
     GatherPlan,
     Label,
     ObjectStore,
     OuterUpdate,
     PayloadSchema,
     PeerTables,
-    Ranks,
     UpdateConfig,
     compress,
     open_object_store,
@@ -95,7 +95,7 @@ def test_ranks_of_a_window_add_each_row_of_servers_once(make: Make, tmp_path: Pa
     meeting = torch.distributed.HashStore()
 
     def work(rank: int) -> dict[str, list[Any]]:
-        ranks, weights = Ranks(meeting, rank, 2, timeout=60.0), {"w": torch.zeros(4, 4)}
+        ranks, weights = ElasticRanks(meeting, rank, 2, timeout=60.0), {"w": torch.zeros(4, 4)}
         stores: dict[str, ObjectStore] = {"default": open_object_store(tmp_path)}
         run_window(plan(1), weights, OuterUpdate(SCHEMA), stores, ranks=ranks, tables=shared[rank])
         return stored(shared[rank])

@@ -12,6 +12,7 @@ from torch import Tensor
 from megalith import SGD, LocalShards, TableConfig, gather
 from megalith.compat import templar
 from megalith.gather import (
+    ElasticRanks,
     ErrorFeedback,
     FetchOptions,
     GatherPlan,
@@ -22,7 +23,6 @@ from megalith.gather import (
     OverlapConfig,
     ParameterSpec,
     PayloadSchema,
-    Ranks,
     Status,
     TableSpec,
     UpdateConfig,
@@ -142,7 +142,7 @@ def window_calls() -> Iterator[Call]:
             "fetch": {"uids": UIDS},
             "fetch_async": {"uids": UIDS},
             "use_plan": {"plan": plan()},
-            "merge_with": {"ranks": Ranks.alone()},
+            "merge_with": {"ranks": ElasticRanks.alone()},
         },
     )
     found = result()
@@ -171,17 +171,17 @@ def window_calls() -> Iterator[Call]:
         lambda: OuterUpdate(SCHEMA),
         {
             "apply": {"parameters": weights(), "gathered": found},
-            "parts": {"parameters": weights(), "ranks": Ranks.alone()},
+            "parts": {"parameters": weights(), "ranks": ElasticRanks.alone()},
             "check_window": {"plan": plan()},
             "fingerprint": {"parameters": weights()},
             "load_state_dict": {"state": OuterUpdate(SCHEMA).state_dict()},
         },
     )
     one = {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1, "timeout": 0.1}
-    yield Ranks, one
-    yield Ranks.alone, {}
-    yield Ranks.of_group, {}
-    yield from methods(Ranks.alone, {"or_alone": {"ranks": None}})
+    yield ElasticRanks, one
+    yield ElasticRanks.alone, {}
+    yield ElasticRanks.of_group, {}
+    yield from methods(ElasticRanks.alone, {"or_alone": {"ranks": None}})
 
 
 def run_calls() -> Iterator[Call]:

@@ -170,7 +170,7 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
         "a protocol, satisfied by Shards",
     ),
     "FetchOptions.now": "a field, whose value is a function",
-    "Ranks.join": "waits for the processes that a launcher has started",
+    "ElasticRanks.join": "waits for the processes that a launcher has started",
     "LocalLookup": "made by LocalShards.lookup",
     "SyncLookup": "made by SyncShards.lookup",
     "SaveHandle": "made by async_save",

@@ -59,8 +59,7 @@ from megalith.checkpoint.parts import (
 from megalith.checkpoint.ps_recovery import loaded_on_server, place_of
 from megalith.checkpoint.saved_rows import check_piece, check_removed, read_tensors
 from megalith.checkpoint.sharded_weights import check_weights, distribute_state
-from megalith.distributed.agreement import agree
-from megalith.distributed.ranks import RankGroup
+from megalith.distributed.ranks import Ranks, agree
 from megalith.errors import CheckpointError, InputError, RankFailedError, RankTimeoutError
 from megalith.nn import EmbeddingCollection
 from megalith.ops import checks
@@ -384,7 +383,7 @@ def load(
     return _load(model, store, ranks, options)
 
 
-def _manifest_bytes(store: Store, ranks: RankGroup) -> bytes:
+def _manifest_bytes(store: Store, ranks: Ranks) -> bytes:
     """Return the manifest as rank 0 reads it; empty if it cannot be read."""
     found = b""
     if ranks.rank == 0:
@@ -393,7 +392,7 @@ def _manifest_bytes(store: Store, ranks: RankGroup) -> bytes:
     return bytes(ranks.broadcast(found))
 
 
-def _load(model: nn.Module, store: Store, ranks: RankGroup, options: _LoadOptions) -> LoadReport:
+def _load(model: nn.Module, store: Store, ranks: Ranks, options: _LoadOptions) -> LoadReport:
     collections = collections_of(model)
     _agree(ranks, lambda: check_idle(collections))
     check_weights(_agree(ranks, lambda: dense_state(model)), ranks)
@@ -463,7 +462,7 @@ def _needed(manifest: Manifest, found: TableMatches, store: Store) -> dict[Store
 
 
 @contextmanager
-def _verified(store: Store, ranks: RankGroup, needed: dict[StoredFile, _Check]) -> Iterator[Store]:
+def _verified(store: Store, ranks: Ranks, needed: dict[StoredFile, _Check]) -> Iterator[Store]:
     """Verify the files and yield a store to read them from; of local files each rank verifies a share."""
     files = list(needed)
     share = files[ranks.rank :: ranks.size] if store.is_local else files
@@ -482,7 +481,7 @@ def _load_tables(
     store: Store,
     local: Store,
     found: TableMatches,
-    ranks: RankGroup,
+    ranks: Ranks,
     on_rows: Callable[[int], None] | None,
 ) -> dict[str, int]:
     """Load the rows of all tables; return the number of rows of each, of this rank or of all servers."""
@@ -509,7 +508,7 @@ def _report_rows(on_rows: Callable[[int], None], before: int, rows: int) -> None
     on_rows(before + rows)
 
 
-def _part_of(match: TableMatch, ranks: RankGroup) -> TableLoad:
+def _part_of(match: TableMatch, ranks: Ranks) -> TableLoad:
     return TableLoad(
         match.local,
         match.entries,
@@ -583,7 +582,7 @@ def _keep_routing(found: TableMatches, collections: Mapping[str, EmbeddingCollec
             keep_routing(collections[path], local, match.entries[-1].routing)
 
 
-def _all_ranks(ranks: RankGroup, found: TableMatches, kept: dict[str, int]) -> dict[str, TableReport]:
+def _all_ranks(ranks: Ranks, found: TableMatches, kept: dict[str, int]) -> dict[str, TableReport]:
     everywhere = ranks.gather(kept)
     reports = {}
     for match in found.matches:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from megalith.checkpoint.manifest import Manifest, Routing
 from megalith.checkpoint.sharded_weights import copy_into, ranks_of_weights, reshard_fsdp
-from megalith.distributed.dense_broadcast import fsdp1_module
-from megalith.distributed.ranks import RankGroup
+from megalith.distributed.dense_parameters import fsdp1_module
+from megalith.distributed.ranks import Ranks
 from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.nn import EmbeddingCollection
 from megalith.shards import Shards
@@ -159,11 +159,11 @@ def track_changes(shards: Shards) -> None:
     shards.drain_touched(CONSUMER)
 
 
-def ranks_of(model: nn.Module) -> RankGroup:
+def ranks_of(model: nn.Module) -> Ranks:
     """Return the ranks that the tables of a model are spread over, or without tables its sharded weights."""
     collections = collections_of(model)
     groups = [c.shards.ranks for c in collections.values()]
-    ranks = max(groups, key=lambda ranks: ranks.size, default=RankGroup())
+    ranks = max(groups, key=lambda ranks: ranks.size, default=Ranks())
     if ranks.size > 1:
         return ranks
     sharing = ranks_of_weights(dense_state(model))
@@ -175,7 +175,7 @@ def ranks_of(model: nn.Module) -> RankGroup:
     return sharing
 
 
-def check_equal_options(ranks: RankGroup, call: str, options: Mapping[str, Any]) -> None:
+def check_equal_options(ranks: Ranks, call: str, options: Mapping[str, Any]) -> None:
     """Raise on every rank unless all ranks pass equal options. A collective call."""
     everywhere = ranks.gather(dict(options))
     for rank, other in enumerate(everywhere):

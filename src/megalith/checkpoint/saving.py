@@ -69,7 +69,7 @@ from megalith.checkpoint.parts import PartSave, SavedTable, close_on_server, fre
 from megalith.checkpoint.ps_recovery import place_of
 from megalith.checkpoint.saved_rows import write_tensors
 from megalith.checkpoint.sharded_weights import check_weights, whole_copies
-from megalith.distributed.agreement import agree
+from megalith.distributed.ranks import agree
 from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.ops import checks
 from megalith.shards import Shards

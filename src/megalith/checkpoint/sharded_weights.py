@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megalith.distributed.ranks import RankGroup, current_rank, world_size
+from megalith.distributed.ranks import Ranks, current_rank, world_size
 from megalith.errors import CheckpointError, UsageError
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
-class _ProcessGroupRanks(RankGroup):
+class _ProcessGroupRanks(Ranks):
     """The ranks of a process group: those that share a model without collections."""
 
     def __init__(self, group: Any) -> None:
@@ -64,12 +64,12 @@ def reshard_fsdp(model: nn.Module) -> None:
             module.reshard()
 
 
-def ranks_of_weights(weights: Mapping[str, Tensor]) -> RankGroup:
+def ranks_of_weights(weights: Mapping[str, Tensor]) -> Ranks:
     """Return the ranks over which the weights of a model without collections are sharded."""
     meshes: list[Any] = [weight.device_mesh for weight in weights.values() if is_sharded(weight)]  # type: ignore[attr-defined]
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     if mesh is None or mesh.size() == 1:
-        return RankGroup()
+        return Ranks()
     if mesh.size() == world_size():
         return _ProcessGroupRanks(None)
     if mesh.ndim == 1:
@@ -80,7 +80,7 @@ def ranks_of_weights(weights: Mapping[str, Tensor]) -> RankGroup:
     )
 
 
-def check_weights(tensors: Mapping[str, Tensor], ranks: RankGroup) -> None:
+def check_weights(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Raise unless a checkpoint can hold these tensors. A collective call; it raises on every rank."""
     members = ranks.gather(current_rank())
     problem = next(filter(None, (_problem(name, tensors[name], members) for name in tensors)), "")
@@ -129,7 +129,7 @@ def _problem(name: str, tensor: Tensor, members: list[int]) -> str:
     return ""
 
 
-def whole_copies(tensors: Mapping[str, Tensor], ranks: RankGroup) -> dict[str, Tensor]:
+def whole_copies(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """Return whole copies of tensors on rank 0, and nothing on other ranks. A collective call."""
     # Sharded tensors are gathered one at a time; tied ones once. Gathered copies are in CPU memory.
     copies: dict[str, Tensor] = {}

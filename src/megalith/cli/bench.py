@@ -17,8 +17,14 @@ from rich.text import Text
 
 from megalith.cli.config_options import config_options
 from megalith.cli.output import console, exit_on_error, progress
-from megalith.distributed.comm_bench import PATTERNS, TRANSPORTS, CommSettings, Measurement
-from megalith.distributed.comm_bench_ranks import measure_launched, measure_local
+from megalith.distributed.comm_bench import (
+    PATTERNS,
+    TRANSPORTS,
+    CommSettings,
+    Measurement,
+    measure_launched,
+    measure_local,
+)
 from megalith.distributed.launcher_environment import Launch, LaunchWarning, read_launch
 from megalith.errors import InputError
 from megalith.reporting.comm_page import HEAD, PATTERN_NAMES, cells, comm_page, machine, title

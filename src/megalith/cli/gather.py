@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith.cli.output import console, error_console, exit_on_error, print_json
-from megalith.distributed.surviving_launch import EndedRank, launch
+from megalith.distributed.elastic_ranks import EndedRank, launch_ranks
 from megalith.errors import InputError, StoreError
 from megalith.gather.artifact import (
     FORMAT,
@@ -58,8 +58,8 @@ def run(
 ) -> None:
     """Run a script as several ranks, and let the others continue when one dies.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as under torchrun; `Ranks.join()` connects the
-    ranks. The command fails if fewer than --least ranks succeeded. SIGTERM ends all ranks.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as under torchrun; `ElasticRanks.join()` connects
+    the ranks. The command fails if fewer than --least ranks succeeded. SIGTERM ends all ranks.
 
     \b
     Example:
@@ -79,7 +79,7 @@ def run(
     before = signal.signal(signal.SIGTERM, end)
     try:
         with exit_on_error():
-            ended = launch([sys.executable, script, *context.args], ranks, on_end=report)
+            ended = launch_ranks([sys.executable, script, *context.args], ranks, on_end=report)
     finally:
         signal.signal(signal.SIGTERM, before)
     good = sum(each.code == 0 for each in ended)
@@ -208,10 +208,10 @@ def _simulate(simulation: Simulation, ranks: int, folder: Path, *, quiet: bool) 
     command = [sys.executable, "-m", "megalith.gather.simulation", str(write_job(folder, simulation))]
     screen = console(stderr=True)
     if quiet or not screen.is_terminal:
-        ended = launch(command, ranks)
+        ended = launch_ranks(command, ranks)
     else:
         with Live(_statuses(folder, simulation), console=screen, refresh_per_second=8) as live:
-            ended = launch(command, ranks, on_wait=lambda: live.update(_statuses(folder, simulation)))
+            ended = launch_ranks(command, ranks, on_wait=lambda: live.update(_statuses(folder, simulation)))
             live.update(_statuses(folder, simulation), refresh=True)
     bad = [each for each in ended if each.code]
     if bad:

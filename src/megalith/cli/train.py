@@ -35,8 +35,7 @@ from megalith.cli import output
 from megalith.cli.config_options import config_options
 from megalith.cli.output import console, exit_on_error, plural, progress, skipped_lines
 from megalith.data import DataUnavailableError
-from megalith.distributed.launcher_environment import LaunchWarning, RankSetup, configure
-from megalith.distributed.process_group import init_process_group
+from megalith.distributed.launcher_environment import LaunchWarning, RankSetup, configure, init_process_group
 from megalith.errors import CheckpointError
 from megalith.reporting.report import write_report
 from megalith.table import HostTierUse

@@ -30,8 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.data.batch import Batch, Position
-from megalith.distributed.absent_ranks import naming_absent_ranks, wait_for_all_ranks
-from megalith.distributed.ranks import has_process_group
+from megalith.distributed.ranks import has_process_group, naming_absent_ranks, wait_for_all_ranks
 from megalith.errors import InputError, MegalithError, RankFailedError, UsageError
 from megalith.ops import checks
 from megalith.ragged import Ragged

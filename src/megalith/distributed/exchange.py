@@ -33,8 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.distributed.absent_ranks import naming_absent_ranks, timeout_message
-from megalith.distributed.ranks import RankGroup, has_process_group
+from megalith.distributed.ranks import Ranks, has_process_group, naming_absent_ranks, timeout_message
 from megalith.errors import InputError, MegalithError, RankFailedError, RankTimeoutError, UsageError
 from megalith.library import MessageBuffers, native_module, span
 
@@ -45,7 +44,7 @@ MAX_SECONDS = 1e7
 TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl")
 
 
-class Exchange(RankGroup):
+class Exchange(Ranks):
     """All-to-all exchange between the ranks of a group. Construction is a collective call."""
 
     def __init__(self, group: Any = None, *, timeout: float = 600.0, transport: str = "auto") -> None:

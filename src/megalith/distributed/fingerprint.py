@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalith.distributed.surviving_ranks import Ranks
-from megalith.distributed.tensor_parts import Part, part_of, shard_spans
+from megalith.distributed.elastic_ranks import ElasticRanks
+from megalith.distributed.tensor_parts import TensorPart, part_of, shard_spans
 from megalith.errors import InputError
 from megalith.ops import checks
 
@@ -62,7 +62,7 @@ class Fingerprint:
         }
 
 
-def fingerprint(parameters: Mapping[str, Tensor], *, ranks: Ranks | None = None) -> Fingerprint:
+def fingerprint(parameters: Mapping[str, Tensor], *, ranks: ElasticRanks | None = None) -> Fingerprint:
     """Compute the fingerprint of tensors. A collective call if some are sharded.
 
     Args:
@@ -72,7 +72,7 @@ def fingerprint(parameters: Mapping[str, Tensor], *, ranks: Ranks | None = None)
     Returns:
         The fingerprint, equal for any number of ranks.
     """
-    together = Ranks.or_alone(ranks)
+    together = ElasticRanks.or_alone(ranks)
     checks.mapping(parameters, "fingerprint: parameters", "{'weight': tensor}")
     root, prints = hashlib.sha256(), {}
     for name in sorted(parameters):
@@ -96,7 +96,7 @@ def fingerprint(parameters: Mapping[str, Tensor], *, ranks: Ranks | None = None)
     return Fingerprint(prints, root.hexdigest())
 
 
-def _leaves(part: Part, shape: tuple[int, ...], ranks: Ranks) -> bytes:
+def _leaves(part: TensorPart, shape: tuple[int, ...], ranks: ElasticRanks) -> bytes:
     """The leaves whose first line this process holds."""
     lines = shape[0] if shape else 1
     width = math.prod(shape[1:])

@@ -1,7 +1,8 @@
-"""Launcher environment: the rank, device and run directory of this process.
+"""Launcher environment: the rank, device, run directory and process group of this process.
 
 `read_launch` reads the variables that a launcher set; `configure` adds a device and a run directory. They
 only read: no variable, device, seed or process group is set, and importing this module reads nothing.
+`init_process_group` is the one call that changes something: it connects the ranks of a launch.
 
 If the variables of several launchers are set, torchrun takes precedence, then OpenMPI, then SLURM: torchrun
 and mpirun are often started inside a SLURM job, never the other way round.
@@ -9,23 +10,27 @@ and mpirun are often started inside a SLURM job, never the other way round.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import uuid as uuids
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.optim import Optimizer
 
-from megalith.distributed.dense_broadcast import broadcast_dense
+from megalith.distributed.dense_parameters import broadcast_dense
 from megalith.distributed.ranks import has_process_group
-from megalith.errors import InputError
+from megalith.errors import InputError, RankTimeoutError
 
 __all__ = ["LAUNCHERS", "Launch", "LaunchWarning", "RankSetup", "broadcast_dense", "configure", "read_launch"]
 
@@ -305,3 +310,37 @@ def _device(launch: Launch) -> torch.device:
         f"local rank {launch.local_rank} has no GPU: this process sees {count} (CUDA_VISIBLE_DEVICES); "
         f"start at most {count} ranks on this machine, or pass device="
     )
+
+
+logger = logging.getLogger(__name__)
+
+
+def check_address(launch: Launch) -> None:
+    """Check that the address at which the ranks of a launch connect is set."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise InputError(
+                f"{launch.launcher} started {launch.size} ranks, but {name} is not set: set it to the same "
+                "value on all ranks, as torchrun does, so that they can connect"
+            )
+
+
+def init_process_group(launch: Launch, *, timeout: float = 600.0) -> None:
+    """Create the default process group of all ranks of a launch, with gloo. One rank needs no group."""
+    # The ranks connect at MASTER_ADDR and MASTER_PORT.
+    if launch.size == 1:
+        return
+    check_address(launch)
+    limit = timedelta(seconds=timeout)
+    # torchrun's store survives a restart, but the addresses that earlier ranks left in it are invalid.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        store, rank, size = next(rendezvous("env://", launch.rank, launch.size, timeout=limit))
+        own = PrefixStore(f"megalith/attempt-{attempt}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=limit)
+        logger.info("rank %d of %d connected (%s)", rank, size, launch.launcher)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0][:300]
+        raise RankTimeoutError(
+            f"rank {launch.rank} of {launch.size} could not connect to the other ranks: {reason}"
+        ) from error

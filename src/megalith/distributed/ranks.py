@@ -1,14 +1,26 @@
-"""Ranks: which process this is, and how many there are.
+"""Ranks: which process this is, how many there are, and how they learn of each other's failures.
 
-The functions describe torch.distributed's process groups, and for a single process where there is none.
-`RankGroup` is the same for the ranks that share the tables of a model; it also exchanges small values.
+The functions at the top describe torch.distributed's process groups, and a single process where there is
+none. `Ranks` is the same for the ranks that share the tables of a model; it also exchanges small values.
+
+A rank that fails alone would leave the others waiting in their next collective call. `agree` exchanges the
+outcomes first, so that every rank knows of every failure.
+
+A failed collective reports "timed out" or "connection closed", but not which rank is missing. With
+`naming_absent_ranks` every rank that fails writes a key to the store of the process group; the ranks
+without a key are absent. It costs nothing until a collective fails.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from megalith.errors import MegalithError, RankFailedError, RankTimeoutError
 
 
 def has_process_group() -> bool:
@@ -26,7 +38,7 @@ def world_size(group: Any = None) -> int:
     return dist.get_world_size(group) if has_process_group() else 1
 
 
-class RankGroup:
+class Ranks:
     """A single process. Placements over several processes bring their own subclass."""
 
     rank: int = 0  # The rank of this process in the group
@@ -39,3 +51,85 @@ class RankGroup:
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks on every rank. A collective call."""
         return [value]
+
+
+T = TypeVar("T")
+
+
+def agree(
+    ranks: Ranks,
+    work: Callable[[], T],
+    *,
+    error: type[MegalithError] = RankFailedError,
+    keep: tuple[type[MegalithError], ...] = (),
+) -> T:
+    """Run a function on every rank; if it fails on one, raise on all. A collective call."""
+    if ranks.size == 1:
+        return work()
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as raised:
+        failure = raised
+    outcomes = ranks.gather(failure and (type(failure).__name__, str(failure)))
+    if failure is not None:
+        raise failure
+    for rank, outcome in enumerate(outcomes):
+        if outcome is not None:
+            name, text = outcome
+            kept = next((kind for kind in keep if kind.__name__ == name), None)
+            raise (kept or error)(f"rank {rank}: {text if kept else f'{name}: {text}'}")
+    return result
+
+
+ABSENCE_SECONDS = 5.0
+"""Seconds that a rank whose collective failed waits for the keys of others; at most the group's timeout."""
+
+
+def absent_ranks(group: dist.ProcessGroup, key: str, timeout: float) -> list[int]:
+    """Register this rank as present under a key, and wait for the others to do the same."""
+    store = group.get_group_store()
+    keys = {rank: f"present/{key}/{rank}" for rank in dist.get_process_group_ranks(group)}
+    store.set(keys[dist.get_rank()], "present")
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=timeout))
+        return []
+    except RuntimeError:
+        return [rank for rank in keys if not store.check([keys[rank]])]
+
+
+def wait_for_all_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: float) -> None:
+    """Wait until all ranks of the group have called this function with the same key."""
+    if absent := absent_ranks(group, key, timeout):
+        raise RankTimeoutError(timeout_message(what, absent, timeout))
+
+
+@contextmanager
+def naming_absent_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: float) -> Iterator[None]:
+    """Turn a failed collective of the group into a RankTimeoutError that names the absent ranks."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankTimeoutError(_explain_failure(group, what, key, timeout, error)) from error
+
+
+def timeout_message(what: str, absent: Sequence[int], seconds: float) -> str:
+    """Return the message for ranks that did not take part."""
+    missing = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+    return (
+        f"{what}: rank {dist.get_rank()} waited for {missing}, which did not arrive within {seconds:g} s; "
+        "check the log of that rank for an error, or increase the timeout"
+    )
+
+
+def _explain_failure(
+    group: dist.ProcessGroup, what: str, key: str, timeout: float, error: RuntimeError
+) -> str:
+    reason = str(error).partition("\n")[0][:300]
+    try:
+        absent = absent_ranks(group, key, min(ABSENCE_SECONDS, timeout))
+    except RuntimeError:
+        return f"{what}: rank {dist.get_rank()} can reach neither the other ranks nor the store: {reason}"
+    if absent:
+        return timeout_message(what, absent, timeout)
+    return f"{what}: rank {dist.get_rank()} arrived after other ranks had timed out, or one failed: {reason}"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalith.distributed.surviving_ranks import Ranks
+from megalith.distributed.elastic_ranks import ElasticRanks
 from megalith.errors import InputError
 
 Span = tuple[int, int]
@@ -21,7 +21,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """What this process holds of a parameter."""
 
     tensor: Tensor  # A plain tensor
@@ -45,31 +45,31 @@ class Part:
         )
 
 
-def part_of(name: str, tensor: Tensor, ranks: Ranks) -> Part:
+def part_of(name: str, tensor: Tensor, ranks: ElasticRanks) -> TensorPart:
     """Return what this rank holds of a parameter."""
     if type(tensor) in (Tensor, nn.Parameter):
-        return Part(tensor, None, tensor)
+        return TensorPart(tensor, None, tensor)
     # Importing it takes about as long as torch itself: only for those that shard.
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if not isinstance(tensor, DTensor):
-        return Part(tensor, None, tensor)
+        return TensorPart(tensor, None, tensor)
     mesh, placements = tensor.device_mesh, tensor.placements
     local = tensor.to_local()
     if mesh.ndim != 1 or mesh.size() != ranks.size:
         raise InputError(
             f"parameter {name!r} is sharded over a mesh of {tuple(mesh.shape)}, but {ranks.size} ranks "
-            "gather: pass ranks=Ranks.of_group() with all ranks of a one-dimensional mesh"
+            "gather: pass ranks=ElasticRanks.of_group() with all ranks of a one-dimensional mesh"
         )
     if placements == (Replicate(),):
-        return Part(local, None, tensor)
+        return TensorPart(local, None, tensor)
     if placements != (Shard(0),):
         raise InputError(f"parameter {name!r} is placed as {placements}: only Shard(0) or Replicate() works")
     place = mesh.get_local_rank()
     span = shard_spans(tensor.shape[0], mesh.size())[place]
     if place != ranks.place or local.shape[0] != span[1] - span[0] or not local.is_contiguous():
         raise InputError(f"parameter {name!r} is not sharded evenly and in the order of ranks")
-    return Part(local, span, tensor)
+    return TensorPart(local, span, tensor)
 
 
 def shard_spans(length: int, size: int) -> list[Span]:
@@ -84,7 +84,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return found
 
 
-def move_lines(tensor: Tensor, have: Sequence[Span], need: Sequence[Span], ranks: Ranks) -> Tensor:
+def move_lines(tensor: Tensor, have: Sequence[Span], need: Sequence[Span], ranks: ElasticRanks) -> Tensor:
     """Return the lines that this rank needs of a tensor that is divided over ranks. A collective call."""
     start, (first, last), place = have[ranks.place][0], need[ranks.place], ranks.place
     size = math.prod(tensor.shape[1:])

@@ -6,8 +6,8 @@ Its parts can be called one by one: `gather` (or a `Gatherer` per rank and `merg
 `OuterUpdate`. Stores need obstore, the extra `remote`.
 """
 
+from megalith.distributed.elastic_ranks import ElasticRanks
 from megalith.distributed.fingerprint import Fingerprint, fingerprint
-from megalith.distributed.surviving_ranks import Ranks
 from megalith.gather.artifact import (
     ArtifactManifest,
     CatchUp,
@@ -18,18 +18,7 @@ from megalith.gather.artifact import (
 )
 from megalith.gather.compress import Compressed, ErrorFeedback, Published, compress, decompress, peek, publish
 from megalith.gather.fetch import FetchOptions, Gatherer, gather
-from megalith.gather.overlap import (
-    Decision,
-    Overlap,
-    SkipReason,
-    decide,
-    excluded_uids,
-    find_overlap,
-    lines,
-    metrics,
-    norm_medians,
-    to_penalise,
-)
+from megalith.gather.overlap import Overlap, excluded_uids, find_overlap
 from megalith.gather.payload import Header, Label, Payload
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema, TableSpec
 from megalith.gather.plan import (
@@ -46,10 +35,21 @@ from megalith.gather.plan import (
     partition,
     payload_key,
 )
-from megalith.gather.result import GatherResult, Partial, Record, merge
+from megalith.gather.result import (
+    Decision,
+    GatherResult,
+    Partial,
+    Record,
+    SkipReason,
+    decide,
+    lines,
+    merge,
+    norm_medians,
+    to_penalise,
+)
 from megalith.gather.table_rows import PeerTables, TableShards
 from megalith.gather.update import OuterUpdate, UpdateReport
-from megalith.gather.window import WindowReport, run_window
+from megalith.gather.window import WindowReport, metrics, run_window
 from megalith.storage.object_store import ObjectStore, open_object_store
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "CatchUp",
     "Compressed",
     "Decision",
+    "ElasticRanks",
     "ErrorFeedback",
     "Fault",
     "FetchOptions",
@@ -79,7 +80,6 @@ __all__ = [
     "PayloadSchema",
     "PeerTables",
     "Published",
-    "Ranks",
     "Record",
     "SkipReason",
     "Status",

@@ -22,15 +22,14 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from megalith.distributed.elastic_ranks import BrokenExchange, ElasticRanks
 from megalith.distributed.fingerprint import Fingerprint
-from megalith.distributed.surviving_ranks import BrokenExchange, Ranks
 from megalith.errors import ArtifactError, InputError, RankTimeoutError
 from megalith.gather.fetch import FetchOptions, Gatherer
-from megalith.gather.overlap import Decision, SkipReason
 from megalith.gather.payload_schema import PayloadSchema, Weights
 from megalith.gather.plan import GatherPlan, Location, Status, deal
 from megalith.gather.reduce import clip_factors
-from megalith.gather.result import Gathered, GatherResult, as_result
+from megalith.gather.result import Decision, Gathered, GatherResult, SkipReason, as_result
 from megalith.gather.table_rows import ApplyRows, TableShards
 from megalith.gather.update import OuterUpdate
 from megalith.ops import checks
@@ -304,7 +303,7 @@ def catch_up(
     *,
     run: str,
     windows: Iterable[int],
-    ranks: Ranks | None = None,
+    ranks: ElasticRanks | None = None,
     tables: TableShards | None = None,
     apply_rows: ApplyRows | None = None,
     missing_ok: bool = False,
@@ -338,7 +337,7 @@ def catch_up(
         RankTimeoutError: A rank was lost.
     """
     checks.instance(update, OuterUpdate, "update")
-    together = Ranks.or_alone(ranks)
+    together = ElasticRanks.or_alone(ranks)
     if memory_budget is not None:
         checks.integer(memory_budget, "memory_budget")
     applied, skipped, missing = [], [], []
@@ -379,7 +378,7 @@ def load_artifact(
     store: ObjectStore,
     manifest: ArtifactManifest,
     *,
-    ranks: Ranks | None = None,
+    ranks: ElasticRanks | None = None,
     options: FetchOptions | None = None,
 ) -> GatherResult:
     """Load the payloads of an artifact, validated again. A collective call with ranks.
@@ -397,7 +396,7 @@ def load_artifact(
         ArtifactError: A payload is missing, damaged, or different from what the manifest names.
     """
     plan = checks.instance(manifest, ArtifactManifest, "manifest").plan
-    together = Ranks.or_alone(ranks)
+    together = ElasticRanks.or_alone(ranks)
     places = {uid: Location(artifact_key(plan.run, plan.window, uid)) for uid in manifest.uids}
     replay = replace(
         plan,

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.distributed.surviving_ranks import Ranks
-from megalith.distributed.tensor_parts import Part, Span, shard_spans
+from megalith.distributed.elastic_ranks import ElasticRanks
+from megalith.distributed.tensor_parts import Span, TensorPart, shard_spans
 from megalith.errors import BudgetError
 from megalith.gather.payload import PackedRows
 from megalith.gather.payload_schema import ParameterSpec
@@ -60,9 +60,9 @@ class Columns:
     def __init__(
         self,
         result: GatherResult,
-        ranks: Ranks,
+        ranks: ElasticRanks,
         *,
-        parts: Mapping[str, Part] | None = None,
+        parts: Mapping[str, TensorPart] | None = None,
         spool_directory: Path | None = None,
     ) -> None:
         self.result = result

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from megalith.distributed.dense_parameters import is_anchor
-from megalith.distributed.surviving_ranks import Ranks
-from megalith.distributed.tensor_parts import Part, Span, local_tensor, move_lines, part_of, shard_spans
+from megalith.distributed.elastic_ranks import ElasticRanks
+from megalith.distributed.tensor_parts import Span, TensorPart, local_tensor, move_lines, part_of, shard_spans
 from megalith.errors import InputError, StoreError, UsageError
 from megalith.gather.payload import Header, Label, PackedRows, Payload, read_header, write_payload_file
 from megalith.gather.payload_schema import ParameterSpec, PayloadSchema
@@ -119,7 +119,7 @@ class ErrorFeedback:
         self.decay = value
         self.left: dict[str, Tensor] = {}
 
-    def give_back(self, compressed: Compressed, *, ranks: Ranks | None = None) -> None:
+    def give_back(self, compressed: Compressed, *, ranks: ElasticRanks | None = None) -> None:
         """Take back an update that was compressed but never reached the store. A collective call with ranks.
 
         Args:
@@ -129,10 +129,10 @@ class ErrorFeedback:
         Raises:
             InputError: It is of another model; nothing has changed.
         """
-        together = Ranks.or_alone(ranks)
+        together = ElasticRanks.or_alone(ranks)
         specs = checks.instance(compressed, Compressed, "compressed").schema.parameters
 
-        def parts() -> list[Part]:
+        def parts() -> list[TensorPart]:
             for spec in specs:
                 if spec.name not in self.left or tuple(self.left[spec.name].shape) != spec.shape:
                     raise InputError(f"the feedback has no parameter {spec.name!r} of shape {spec.shape}")
@@ -169,7 +169,7 @@ class ErrorFeedback:
                 )
         self.left = {name: tensor.detach().to(torch.float32).clone() for name, tensor in given.items()}
 
-    def _add(self, name: str, part: Part) -> Tensor:
+    def _add(self, name: str, part: TensorPart) -> Tensor:
         """Add an update to what is left; return what there is to send, the feedback's own memory."""
         if name not in self.left:
             self.left[name] = part.like(torch.zeros_like(part.tensor, dtype=torch.float32))
@@ -182,7 +182,7 @@ def compress(
     *,
     tables: TableRows | None = None,
     feedback: ErrorFeedback | None = None,
-    ranks: Ranks | None = None,
+    ranks: ElasticRanks | None = None,
 ) -> Compressed:
     """Compress a pseudo-gradient. A collective call with ranks.
 
@@ -202,9 +202,9 @@ def compress(
         InputError: Names, shapes or values do not match; the feedback has not changed.
         RankFailedError: Another rank raised an error; the feedback has not changed.
     """
-    together = Ranks.or_alone(ranks)
+    together = ElasticRanks.or_alone(ranks)
 
-    def check() -> tuple[dict[str, Part], dict[str, tuple[Tensor, Tensor]]]:
+    def check() -> tuple[dict[str, TensorPart], dict[str, tuple[Tensor, Tensor]]]:
         checks.instance(schema, PayloadSchema, "schema")
         if feedback is not None:
             checks.instance(feedback, ErrorFeedback, "feedback")
@@ -216,7 +216,7 @@ def compress(
         if isinstance(tables, RowChanges) and tables.num_ranks not in (1, together.size):
             raise InputError(
                 f"tables are the rows of one of {tables.num_ranks} ranks, but {together.size} "
-                "ranks compress: call it on all of them, with ranks=Ranks.of_group()"
+                "ranks compress: call it on all of them, with ranks=ElasticRanks.of_group()"
             )
         return parts, {name: _sorted_rows(schema, name, rows) for name, rows in given.items()}
 
@@ -355,7 +355,7 @@ def peek(store: ObjectStore, key: str, *, deadline: float = 60.0) -> Header:
 # ---- parameters
 
 
-def _pack(pending: Tensor, spec: ParameterSpec, ranks: Ranks | None, *, subtract: bool) -> PackedRows:
+def _pack(pending: Tensor, spec: ParameterSpec, ranks: ElasticRanks | None, *, subtract: bool) -> PackedRows:
     """Pack a parameter; `subtract`: take what is sent from `pending`."""
     # With ranks, over which it is sharded, each rank works on the chunks that begin in its lines.
     block, own = pending, spec
@@ -436,7 +436,9 @@ def _unpack_lines(packed: PackedRows, spec: ParameterSpec, span: Span | None) ->
     return dense[span[0] - first * unit : span[1] - first * unit]
 
 
-def _check_update(update: Mapping[str, Tensor], schema: PayloadSchema, ranks: Ranks) -> dict[str, Part]:
+def _check_update(
+    update: Mapping[str, Tensor], schema: PayloadSchema, ranks: ElasticRanks
+) -> dict[str, TensorPart]:
     given = checks.mapping(update, "update", "{'weight': tensor}")
     # A dict of all parameters of a model has the anchors of its collections, which do not travel.
     given = {
@@ -482,7 +484,7 @@ def _sorted_rows(schema: PayloadSchema, name: str, rows: object) -> tuple[Tensor
 
 
 def _rows_of_all(
-    schema: PayloadSchema, tables: Mapping[str, tuple[Tensor, Tensor]], ranks: Ranks
+    schema: PayloadSchema, tables: Mapping[str, tuple[Tensor, Tensor]], ranks: ElasticRanks
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """On the first rank, the rows of all ranks, sorted by id; nothing on the others. A collective call."""
     counts = ranks.messages("row counts", {name: ids.numel() for name, (ids, _) in tables.items()})
@@ -526,7 +528,7 @@ def _rows_of_all(
 
 
 def _blocks_of_all(
-    what: str, data: Tensor, sizes: Sequence[int], ranks: Ranks
+    what: str, data: Tensor, sizes: Sequence[int], ranks: ElasticRanks
 ) -> Iterator[tuple[int, Tensor]]:
     """On the first rank, lines of all ranks: place and block, rank by rank. A collective call."""
     width = data.shape[1]

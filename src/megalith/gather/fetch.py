@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megalith.distributed.surviving_ranks import Ranks
+from megalith.distributed.elastic_ranks import ElasticRanks
 from megalith.errors import BudgetError, InputError
 from megalith.gather.payload import Payload, header_limit, least_size
 from megalith.gather.payload_schema import PayloadSchema
@@ -230,7 +230,7 @@ class Gatherer:
             error=error,
         )
 
-    def merge_with(self, ranks: Ranks, *, error: str | None = None) -> GatherResult:
+    def merge_with(self, ranks: ElasticRanks, *, error: str | None = None) -> GatherResult:
         """Exchange the partials of all ranks and merge them. A collective call.
 
         Args:
@@ -240,7 +240,7 @@ class Gatherer:
         Returns:
             The result, equal on all ranks except for the payloads that they hold.
         """
-        checks.instance(ranks, Ranks, "ranks")
+        checks.instance(ranks, ElasticRanks, "ranks")
         own = self.partial(error)
         return merge(
             own if place == ranks.place else Partial.from_bytes(each, self._plan, self._schema)

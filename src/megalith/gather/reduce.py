@@ -67,7 +67,7 @@ def reduce_rows(
     """Return the decoded pseudo-gradient of a block."""
     # returns: float32 [num_rows, size], zero where no peer sent a value.
     if config.rule != "mean":
-        tile = _middle(list(_entries(spec, peers)), num_rows * spec.size, num_peers, config)
+        tile = _trimmed_mean(list(_entries(spec, peers)), num_rows * spec.size, num_peers, config)
     else:
         tile, counts = torch.zeros(num_rows, spec.size, device=device), None
         if config.mean == "contributors":
@@ -164,7 +164,7 @@ def _reduce_table_rows(
     if config.rule != "mean":
         columns = torch.arange(dim, device="cpu")
         entries = [((places[:, None] * dim + columns).flatten(), rows.flatten()) for places, rows in sent]
-        return _middle(entries, count * dim, num_peers, config).view(count, dim)
+        return _trimmed_mean(entries, count * dim, num_peers, config).view(count, dim)
     total, contributors = torch.zeros(count, dim, device="cpu"), torch.zeros(count, 1, device="cpu")
     for places, rows in sent:
         total.index_add_(0, places, rows)
@@ -172,6 +172,8 @@ def _reduce_table_rows(
     return total.div_(contributors if config.mean == "contributors" else float(num_peers))
 
 
-def _middle(sent: list[tuple[Tensor, Tensor]], size: int, num_peers: int, config: UpdateConfig) -> Tensor:
+def _trimmed_mean(
+    sent: list[tuple[Tensor, Tensor]], size: int, num_peers: int, config: UpdateConfig
+) -> Tensor:
     total = num_peers if config.mean == "peers" else None
     return trimmed_mean(sent, size, trim=None if config.rule == "median" else config.trim, senders=total)

@@ -1,9 +1,11 @@
-"""Results: the partial of each rank, and the merged result of a window.
+"""Results: the partial of each rank, the merged result of a window, and whether to update with it.
 
-Every rank makes a partial, also if nothing was assigned to it or nothing was valid. Its control part travels
-as bytes to all ranks; payloads stay where they are. `merge` makes one result of all partials, equal for any
-number of ranks. `uids` is the canonical order: accepted primaries ascending, then accepted reserves.
-Everything that adds over peers adds in this order.
+Every rank makes a partial, also if nothing was assigned to it or nothing was valid. Its control part
+travels as bytes to all ranks; payloads stay where they are. `merge` makes one result of all partials, equal
+for any number of ranks. `uids` is the canonical order: accepted primaries ascending, then accepted
+reserves. Everything that adds over peers adds in this order.
+
+`decide` and what else follows from a merged result is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from enum import IntEnum
 from functools import cached_property, partial
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
@@ -22,7 +25,7 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import GatherPlan, Status
+from megalith.gather.plan import PEER_FAULTS, GatherPlan, Status
 from megalith.ops import checks
 from megalith.storage.json_codec import (
     NOT_SAVED,
@@ -405,3 +408,108 @@ def _order(uid: int, part: Partial) -> tuple[bool, bool, bool, int, int]:
     record = part.records[uid]
     failed, lost = record.status is not Status.OK, record.status is Status.RANK_LOST
     return failed, lost, record.tier == "reserve", part.plan.attempt, part.rank
+
+
+class SkipReason(IntEnum):
+    """Why the update of a window is skipped; GO if it is not."""
+
+    GO = 0
+    NO_PEERS = 1
+    BELOW_MIN_PEERS = 2
+    PLAN_MISMATCH = 3
+    RANK_LOST = 4
+    BUDGET_TOO_SMALL = 5
+    DIGEST_CONFLICT = 6
+    OPERATOR = 7
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the update of a window happens. A skip leaves weights and counters as they are on every rank.
+
+    Attributes:
+        reason: GO, or why not.
+        detail: For PLAN_MISMATCH, the ranks and fields that differ.
+    """
+
+    reason: SkipReason
+    detail: str = ""
+
+    @property
+    def go(self) -> bool:
+        """Whether the update happens."""
+        return self.reason is SkipReason.GO
+
+
+def decide(
+    gathered: Gathered, *, excluded: Sequence[int] = (), refuse: SkipReason = SkipReason.GO
+) -> Decision:
+    """Decide whether to update with a result.
+
+    Args:
+        gathered: The result.
+        excluded: Accepted uids that are left out.
+        refuse: A reason that is known already.
+
+    Returns:
+        The decision.
+    """
+    result = as_result(gathered)
+    left_out = checks.sizes(excluded, "excluded", 0)
+    count = sum(uid not in left_out for uid in result.uids)
+    reason = checks.instance(refuse, SkipReason, "refuse")
+    if reason is SkipReason.GO and count < result.plan.min_peers:
+        reason = SkipReason.NO_PEERS if count == 0 else SkipReason.BELOW_MIN_PEERS
+        lost = sum(record.status is Status.RANK_LOST for record in result.records.values())
+        if lost and count + lost >= result.plan.min_peers:
+            reason = SkipReason.RANK_LOST
+        if result.conflicts and count + len(result.conflicts) >= result.plan.min_peers:
+            reason = SkipReason.DIGEST_CONFLICT
+    return Decision(reason)
+
+
+def norm_medians(gathered: Gathered) -> dict[str, float]:
+    """Return the median norm of each parameter and table, the lower of two.
+
+    Args:
+        gathered: The result.
+
+    Returns:
+        By name; empty without peers.
+    """
+    result = as_result(gathered)
+    if not result.uids:
+        return {}
+    middles = result.norm_table().median(dim=0).values
+    return dict(zip(result.schema.names, middles.tolist(), strict=True))
+
+
+def to_penalise(gathered: Gathered) -> tuple[int, ...]:
+    """Return the skipped peers whose own fault it was.
+
+    Args:
+        gathered: The result.
+
+    Returns:
+        Their uids, ascending.
+    """
+    result = as_result(gathered)
+    return tuple(uid for uid in result.skipped_uids if result.records[uid].status in PEER_FAULTS)
+
+
+def lines(gathered: Gathered) -> list[str]:
+    """Return one line per attempted uid for a log.
+
+    Args:
+        gathered: The result.
+
+    Returns:
+        The lines, which begin with the digest of the plan.
+    """
+    result = as_result(gathered)
+    plan = result.plan
+    return [
+        f"plan={plan.digest[:12]} window={plan.window} uid={uid} tier={record.tier} status={record.status} "
+        f"bytes={record.bytes} tries={record.tries}" + (f" detail={record.detail!r}" if record.detail else "")
+        for uid, record in sorted(result.records.items())
+    ]

@@ -24,16 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.distributed.surviving_ranks import Ranks
+from megalith.distributed.elastic_ranks import ElasticRanks
 from megalith.errors import InputError
 from megalith.gather.compress import compress
 from megalith.gather.fetch import FetchOptions
-from megalith.gather.overlap import metrics
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import GatherPlan, OverlapConfig, UpdateConfig, payload_key
 from megalith.gather.update import OuterUpdate
-from megalith.gather.window import WindowReport, run_window
+from megalith.gather.window import WindowReport, metrics, run_window
 from megalith.ops import checks
 from megalith.storage.object_store import ObjectInfo, ObjectStore, RequestFailure, StoreRequestError
 
@@ -204,7 +203,7 @@ def _weights() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=make, device="cpu") for name, shape in SHAPES.items()}
 
 
-def run_rank(simulation: Simulation, directory: Path, ranks: Ranks | None, report: Path | None) -> str:
+def run_rank(simulation: Simulation, directory: Path, ranks: ElasticRanks | None, report: Path | None) -> str:
     """Do one rank's part of all windows."""
     weights, update, store = _weights(), OuterUpdate(_schema()), _store(simulation, directory)
     options = FetchOptions(in_flight=simulation.in_flight)
@@ -257,7 +256,7 @@ def main(path: Path) -> None:
     torch.set_num_threads(1)
     simulation = Simulation(**json.loads(path.read_text()))
     folder = path.parent
-    ranks = Ranks.join(timeout=simulation.timeout)
+    ranks = ElasticRanks.join(timeout=simulation.timeout)
     log = logging.getLogger("megalith.gather")
     log.setLevel(logging.INFO)
     log.addHandler(_StatusFile(folder / f"statuses-{ranks.rank}"))

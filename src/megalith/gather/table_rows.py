@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megalith.distributed.surviving_ranks import Ranks
+from megalith.distributed.elastic_ranks import ElasticRanks
 from megalith.errors import InputError
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.ops import checks
@@ -92,7 +92,7 @@ class TableShards(Protocol):
 
 
 def row_taker(
-    schema: PayloadSchema, ranks: Ranks, tables: TableShards | None, apply_rows: ApplyRows | None
+    schema: PayloadSchema, ranks: ElasticRanks, tables: TableShards | None, apply_rows: ApplyRows | None
 ) -> ApplyRows | None:
     """Return what takes the changes of table rows."""
     checks.callback(apply_rows, "apply_rows")
@@ -112,7 +112,7 @@ def row_taker(
         if shards not in (1, ranks.size):
             raise InputError(
                 f"table {table.name!r} is divided over {shards} ranks, but {ranks.size} ranks gather: "
-                "pass ranks=Ranks.of_group() of the same ranks"
+                "pass ranks=ElasticRanks.of_group() of the same ranks"
             )
 
     def add(table: str, ids: Tensor, change: Tensor) -> None:

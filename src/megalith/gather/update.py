@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megalith.distributed.elastic_ranks import ElasticRanks
 from megalith.distributed.fingerprint import Fingerprint, fingerprint
-from megalith.distributed.surviving_ranks import Ranks
-from megalith.distributed.tensor_parts import Part, local_tensor, part_of
+from megalith.distributed.tensor_parts import TensorPart, local_tensor, part_of
 from megalith.errors import InputError, UsageError
 from megalith.gather.columns import Columns
 from megalith.gather.payload_schema import PayloadSchema, Weights, named_weights
@@ -132,7 +132,7 @@ class OuterUpdate:
         parameters: Weights,
         gathered: Gathered,
         *,
-        ranks: Ranks | None = None,
+        ranks: ElasticRanks | None = None,
         exclude: Sequence[int] = (),
         tables: TableShards | None = None,
         apply_rows: ApplyRows | None = None,
@@ -161,11 +161,11 @@ class OuterUpdate:
             UsageError: The window was applied already (nothing has changed), or the step failed half-way and
                 could not be undone.
         """
-        result, together = as_result(gathered), Ranks.or_alone(ranks)
+        result, together = as_result(gathered), ElasticRanks.or_alone(ranks)
         left_out = set(checks.sizes(exclude, "exclude", 0))
         uids = tuple(uid for uid in result.uids if uid not in left_out)
 
-        def prepare() -> tuple[dict[str, Part], ApplyRows | None, TensorSnapshot, Columns]:
+        def prepare() -> tuple[dict[str, TensorPart], ApplyRows | None, TensorSnapshot, Columns]:
             parts = self.parts(parameters, together)
             take = row_taker(self.schema, together, tables, apply_rows)
             self.prepare(result, uids, parts, take)
@@ -185,7 +185,7 @@ class OuterUpdate:
             saved.close()
             columns.close()
 
-    def parts(self, parameters: Weights, ranks: Ranks) -> dict[str, Part]:
+    def parts(self, parameters: Weights, ranks: ElasticRanks) -> dict[str, TensorPart]:
         """Return what this rank holds of each parameter.
 
         Args:
@@ -217,7 +217,11 @@ class OuterUpdate:
             )
 
     def prepare(
-        self, result: GatherResult, uids: Sequence[int], parts: Mapping[str, Part], take: ApplyRows | None
+        self,
+        result: GatherResult,
+        uids: Sequence[int],
+        parts: Mapping[str, TensorPart],
+        take: ApplyRows | None,
     ) -> None:
         """Check that a result can be applied, and create the state of the optimizer where it is missing.
 
@@ -253,7 +257,7 @@ class OuterUpdate:
                     "load a state_dict with whole tensors (DTensor.full_tensor())"
                 )
 
-    def local_tensors(self, parts: Mapping[str, Part]) -> dict[str, Tensor]:
+    def local_tensors(self, parts: Mapping[str, TensorPart]) -> dict[str, Tensor]:
         """Return the tensors of this process that a step changes.
 
         Args:
@@ -270,7 +274,7 @@ class OuterUpdate:
         self,
         columns: Columns,
         uids: Sequence[int],
-        parts: Mapping[str, Part],
+        parts: Mapping[str, TensorPart],
         take: ApplyRows | None,
         on_change: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
@@ -325,7 +329,7 @@ class OuterUpdate:
             peak_bytes=columns.ledger.peak,
         )
 
-    def fingerprint(self, parameters: Weights, *, ranks: Ranks | None = None) -> Fingerprint:
+    def fingerprint(self, parameters: Weights, *, ranks: ElasticRanks | None = None) -> Fingerprint:
         """Compute the fingerprint of weights and momentum. A collective call if weights are sharded.
 
         Args:

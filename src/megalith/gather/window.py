@@ -19,6 +19,7 @@ can refuse does so before "pre-update". The weights of a rank are in one of thes
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -29,17 +30,25 @@ from typing import Literal
 
 from torch import Tensor
 
+from megalith.distributed.elastic_ranks import BrokenExchange, ElasticRanks
 from megalith.distributed.fingerprint import Fingerprint
-from megalith.distributed.surviving_ranks import BrokenExchange, Ranks
-from megalith.distributed.tensor_parts import Part
+from megalith.distributed.tensor_parts import TensorPart
 from megalith.errors import ArtifactError, BudgetError, InputError, RankTimeoutError, UsageError
 from megalith.gather.artifact import make_manifest, prune_artifacts, upload_payloads, write_manifest
 from megalith.gather.columns import Columns
 from megalith.gather.fetch import FetchOptions, Gatherer, Stores
-from megalith.gather.overlap import Decision, Overlap, SkipReason, decide, excluded_uids, find_overlap
+from megalith.gather.overlap import Overlap, excluded_uids, find_overlap
 from megalith.gather.payload_schema import Weights
 from megalith.gather.plan import GatherPlan, Status, backfill, deal
-from megalith.gather.result import GatherResult
+from megalith.gather.result import (
+    Decision,
+    Gathered,
+    GatherResult,
+    SkipReason,
+    as_result,
+    decide,
+    norm_medians,
+)
 from megalith.gather.table_rows import ApplyRows, TableShards, row_taker
 from megalith.gather.update import TORN, OuterUpdate, SnapshotPolicy, TensorSnapshot, UpdateReport
 from megalith.ops import checks
@@ -76,7 +85,7 @@ def run_window(
     update: OuterUpdate,
     stores: Stores,
     *,
-    ranks: Ranks | None = None,
+    ranks: ElasticRanks | None = None,
     artifacts: ObjectStore | None = None,
     tables: TableShards | None = None,
     apply_rows: ApplyRows | None = None,
@@ -124,7 +133,7 @@ def run_window(
         checks.instance(artifacts, ObjectStore, "artifacts")
     if keep_artifacts is not None:
         checks.integer(keep_artifacts, "keep_artifacts")
-    together = Ranks.or_alone(ranks)
+    together = ElasticRanks.or_alone(ranks)
     return _GatherWindow(
         given=plan,
         parameters=parameters,
@@ -149,7 +158,7 @@ class _GatherWindow:
     parameters: Weights
     update: OuterUpdate
     stores: Stores
-    ranks: Ranks
+    ranks: ElasticRanks
     artifacts: ObjectStore | None
     row_taker: Callable[[], ApplyRows | None]
     options: FetchOptions
@@ -163,7 +172,7 @@ class _GatherWindow:
     saved: TensorSnapshot | None = None
     gatherer: Gatherer | None = None
     upload: Future[None] | None = None
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, TensorPart] = field(default_factory=dict)
     wanted: list[int] = field(default_factory=list)
     rounds: int = 0
     error: str | None = None
@@ -434,3 +443,52 @@ def _problem_of(work: Callable[[], None]) -> str | None:
 
 def _left_out(overlap: Overlap | None, plan: GatherPlan) -> tuple[int, ...]:
     return () if overlap is None else excluded_uids(overlap, plan.overlap)
+
+
+def metrics(
+    gathered: Gathered, *, scores: Mapping[int, float] | None = None, overlap: Overlap | None = None
+) -> dict[str, float]:
+    """Return all numbers of a window.
+
+    Args:
+        gathered: The result.
+        scores: The score of each uid; None: without mean scores.
+        overlap: The overlap; None: without its numbers.
+
+    Returns:
+        By name.
+    """
+    result = as_result(gathered)
+    found: dict[str, float] = {
+        "gather/window": result.plan.window,
+        "gather/success_rate": 100.0 * result.success_rate,
+        "gather/primary_success_rate": 100.0 * result.primary_success_rate,
+        "gather/accepted": len(result.uids),
+        "gather/skipped": len(result.skipped_uids),
+        "gather/reserve_used": result.reserve_used,
+        "gather/duplicates": len(result.duplicate_uids),
+        "gather/exact_copies": sum(len(group) - 1 for group in result.copies),
+        "gather/download_bytes": result.download_bytes,
+        "gather/seconds": result.time,
+    }
+    statuses = Counter(str(record.status) for record in result.records.values())
+    found |= {f"gather/status/{name}": count for name, count in sorted(statuses.items())}
+    middles = norm_medians(result).values()
+    if middles:
+        found |= {"gather/min_median_norm": min(middles), "gather/max_median_norm": max(middles)}
+    if scores is not None:
+        if not isinstance(scores, Mapping) or None in map(checks.as_number, scores.values()):
+            raise InputError(f"scores must be numbers by uid, got {checks.kind(scores)}")
+        for name, uids in (("intended", result.intended), ("actual", result.actual)):
+            found[f"gather/{name}_mean"] = sum(scores.get(uid, 0.0) for uid in uids) / max(1, len(uids))
+    if overlap is not None:
+        checks.instance(overlap, Overlap, "overlap")
+        found |= {
+            "overlap/pairs_checked": overlap.pairs_checked,
+            "overlap/pairs_high": len(overlap.pairs),
+            "overlap/ratio_high": overlap.ratio_high,
+            "overlap/mean": overlap.mean,
+            "overlap/min": overlap.minimum,
+            "overlap/max": overlap.maximum,
+        }
+    return found

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.distributed.absent_ranks import naming_absent_ranks
 from megalith.distributed.dense_parameters import dense_parameters
-from megalith.distributed.ranks import current_rank, world_size
+from megalith.distributed.ranks import current_rank, naming_absent_ranks, world_size
 from megalith.errors import InputError, UsageError
 from megalith.nn.collection import EmbeddingCollection
 from megalith.ops import checks

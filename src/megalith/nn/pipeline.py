@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megalith.distributed.absent_ranks import GRACE
+from megalith.distributed.ranks import ABSENCE_SECONDS
 from megalith.errors import InputError, MegalithError, UsageError
 from megalith.nn.batch_lookup import BatchLookup, StartedBatch
 from megalith.nn.collection import EmbeddingCollection
@@ -209,7 +209,7 @@ class _PipelineEpoch:
             target=self._fail_all, args=(current, trains), name="megalith pipeline", daemon=True
         )
         thread.start()
-        thread.join(GRACE)
+        thread.join(ABSENCE_SECONDS)
 
     def _fail_all(self, current: list[Lookup], trains: list[bool]) -> None:
         """Fail the first call of the ranks that continue which can fail."""

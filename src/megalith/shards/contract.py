@@ -24,7 +24,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from megalith.distributed.ranks import RankGroup
+from megalith.distributed.ranks import Ranks
 from megalith.errors import InputError, UsageError
 from megalith.ops.checks import as_number
 from megalith.ops.pooling import Pooling
@@ -82,7 +82,7 @@ class Shards(ABC):
     configs: Mapping[str, TableConfig]
     local: Mapping[str, Table]
     checks: Mapping[str, InputChecks]
-    ranks: RankGroup = RankGroup()
+    ranks: Ranks = Ranks()
     preparer: Callable[..., PreparedIds]
     device: torch.device = torch.device("cpu")
 

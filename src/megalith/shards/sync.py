@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from megalith.distributed.agreement import agree
 from megalith.distributed.exchange import Exchange
+from megalith.distributed.ranks import agree
 from megalith.errors import InputError
 from megalith.library import span
 from megalith.ops.checks import as_integer

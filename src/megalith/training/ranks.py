@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.data import Batch, DataUnavailableError
-from megalith.distributed.agreement import agree
 from megalith.distributed.exchange import Exchange
-from megalith.distributed.ranks import RankGroup, world_size
+from megalith.distributed.ranks import Ranks, agree, world_size
 
 T = TypeVar("T")
 
@@ -32,7 +31,7 @@ class RunRanks:
         self.timeout = timeout
         self.group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if many else None
         self._exchange = Exchange(self.group, timeout=timeout) if many else None
-        self._ranks: RankGroup = self._exchange or RankGroup()
+        self._ranks: Ranks = self._exchange or Ranks()
         self.rank, self.size = self._ranks.rank, self._ranks.size
 
     @property

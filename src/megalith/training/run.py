@@ -25,8 +25,7 @@ import torch
 
 from megalith import checkpoint
 from megalith.data.reader_registry import FILE_READERS
-from megalith.distributed.dense_broadcast import broadcast_dense
-from megalith.distributed.dense_parameters import dense_parameters
+from megalith.distributed.dense_parameters import broadcast_dense, dense_parameters
 from megalith.errors import InputError, UsageError
 from megalith.models import Model
 from megalith.nn import MicroBatches

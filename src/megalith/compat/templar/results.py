@@ -15,11 +15,12 @@ import torch
 
 from megalith.compat.templar.payloads import parameter_parts, read_payload
 from megalith.errors import ArtifactError, InputError
-from megalith.gather.overlap import Overlap, metrics, norm_medians
+from megalith.gather.overlap import Overlap
 from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import Fault
-from megalith.gather.result import Gathered, as_result
+from megalith.gather.result import Gathered, as_result, norm_medians
+from megalith.gather.window import metrics
 from megalith.ops import checks
 from megalith.storage.bodies import MemoryBody
 from megalith.storage.torch_files import PickledName, StoredTensor, TorchFile, TorchFileError

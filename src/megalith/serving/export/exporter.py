@@ -32,9 +32,8 @@ from torch import Tensor, nn
 from megalith.checkpoint.manifest import Routing, megalith_version
 from megalith.checkpoint.model_state import routing_of
 from megalith.checkpoint.sharded_weights import is_sharded, reshard_fsdp
-from megalith.distributed.agreement import agree
-from megalith.distributed.dense_broadcast import fsdp1_module
-from megalith.distributed.ranks import RankGroup
+from megalith.distributed.dense_parameters import fsdp1_module
+from megalith.distributed.ranks import Ranks, agree
 from megalith.errors import ExportError, InputError, MegalithError, UsageError
 from megalith.nn.feature_plan import FeaturePlan
 from megalith.ops import checks
@@ -238,7 +237,7 @@ def export_model(
     """
     parts = None if isinstance(model, Shards) else ModelParts(model)
     tables = dict.fromkeys(model.configs, model) if isinstance(model, Shards) else _tables_of(parts)
-    ranks = next(iter(tables.values())).ranks if rows is None else RankGroup()
+    ranks = next(iter(tables.values())).ranks if rows is None else Ranks()
 
     def check() -> Signature:
         check_name(name)

@@ -1,13 +1,16 @@
-"""Ranks that survive each other: exchanges with timeouts, and a new group of the survivors when a rank dies.
+"""ElasticRanks: an elastic group of ranks, which continues without a rank that dies; and its launcher.
 
-They use their own gloo group, in addition to that of the training. A failed exchange raises `BrokenExchange`;
-`reform` then finds out which ranks are still there:
+The ranks use their own gloo group, in addition to that of the training. A failed exchange raises
+`BrokenExchange`; `reform` then finds out which ranks are still there:
 
-    broken exchange -> every survivor leaves the group and registers in the store for the next generation
+    broken exchange -> every rank that is left leaves the group and registers in the store for the next
+                       generation
                     -> the first to register waits for the others, then writes the list of members
-                    -> all read this one list, so that survivors cannot split into two groups -> new group
+                    -> all read this one list, so that they cannot split into two groups -> new group
 
-What is exchanged is not known here.
+`launch_ranks` starts ranks on this machine. It hosts the store at which they connect, so that the store
+outlives every rank, and records there which ranks have exited, so that no rank waits for them. Other
+launchers end all ranks when one fails. What is exchanged is not handled here.
 """
 
 from __future__ import annotations
@@ -15,10 +18,13 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
+import subprocess
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -33,7 +39,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     PrefixStore,
     Store,
 )
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from megalith.errors import InputError, MegalithError, RankFailedError, RankTimeoutError
 from megalith.ops import checks
@@ -52,7 +58,7 @@ def lost_key(rank: int) -> str:
     return f"megalith/lost/{rank}"
 
 
-class Ranks:
+class ElasticRanks:
     """Ranks that work together and survive each other.
 
     Args:
@@ -95,15 +101,15 @@ class Ranks:
         self._connect("joining", timeout)
         if world_size > 1:
             # A group that still exists when the interpreter ends sometimes aborts the process.
-            atexit.register(_leave, weakref.ref(self))
+            atexit.register(_leave_at_exit, weakref.ref(self))
 
     @classmethod
-    def alone(cls) -> Ranks:
+    def alone(cls) -> ElasticRanks:
         """Return the ranks of a process that works alone: itself."""
         return cls(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
 
     @classmethod
-    def or_alone(cls, ranks: Ranks | None) -> Ranks:
+    def or_alone(cls, ranks: ElasticRanks | None) -> ElasticRanks:
         """Return given ranks, or those of a process that works alone.
 
         Args:
@@ -112,12 +118,12 @@ class Ranks:
         Returns:
             The ranks.
         """
-        return cls.alone() if ranks is None else checks.instance(ranks, Ranks, "ranks")
+        return cls.alone() if ranks is None else checks.instance(ranks, ElasticRanks, "ranks")
 
     @classmethod
     def of_group(
         cls, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0, least: int = 1
-    ) -> Ranks:
+    ) -> ElasticRanks:
         """Return the ranks of a process group. A collective call.
 
         They survive a lost rank if the group's store does: the stores of torchrun and of
@@ -141,7 +147,7 @@ class Ranks:
         return cls(given.get_group_store(), dist.get_rank(given), given.size(), timeout=timeout, least=least)
 
     @classmethod
-    def join(cls, *, timeout: float = 60.0, least: int = 1) -> Ranks:
+    def join(cls, *, timeout: float = 60.0, least: int = 1) -> ElasticRanks:
         """Return the ranks that a launcher started, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
         Args:
@@ -420,7 +426,7 @@ class Ranks:
             raise BrokenExchange(f"{what}: rank {self.rank} did not reach all others: {reason}") from error
 
 
-def _leave(ranks: weakref.ref[Ranks]) -> None:
+def _leave_at_exit(ranks: weakref.ref[ElasticRanks]) -> None:
     there = ranks()
     if there is not None:
         there._leave()
@@ -428,3 +434,86 @@ def _leave(ranks: weakref.ref[Ranks]) -> None:
 
 def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+_END_SECONDS = 5.0
+_STORE_PREFIXES = ("", "/worker/attempt_0")
+"""The prefixes under which ranks see the store that a launcher hosts; they depend on torch's version."""
+
+
+@dataclass(frozen=True)
+class EndedRank:
+    """How a rank ended."""
+
+    rank: int
+    code: int  # Its exit code: 0 is success, a negative one is a signal
+    running: int  # The number of ranks that are still running
+
+
+def launch_ranks(
+    command: Sequence[str],
+    ranks: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    on_end: Callable[[EndedRank], None] = lambda ended: None,
+    on_wait: Callable[[], None] = lambda: None,
+) -> list[EndedRank]:
+    """Run a command as several ranks and wait until all have ended."""
+    # Ranks that still run when this call is left by an exception are ended too.
+    checks.integer(ranks, "launch: ranks")
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    rooms = [PrefixStore(room, server) if room else server for room in _STORE_PREFIXES]
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    done: dict[int, EndedRank] = {}
+    end = None if timeout is None else time.monotonic() + timeout
+    try:
+        for rank in range(ranks):
+            own = _rank_environment(rank, ranks, server.port)
+            running[rank] = subprocess.Popen(command, env={**os.environ, **own, **(environment or {})})
+        while running:
+            for rank, process in list(running.items()):
+                code = process.poll()
+                if code is not None:
+                    del running[rank]
+                    done[rank] = EndedRank(rank, code, len(running))
+                    for room in rooms:
+                        room.set(lost_key(rank), str(code))
+                    on_end(done[rank])
+            on_wait()
+            if end is not None and time.monotonic() > end:
+                _end_processes(running.values())
+                end = None
+            time.sleep(_POLL)
+    finally:
+        _end_processes(running.values())
+    return [done[rank] for rank in sorted(done)]
+
+
+def _rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables by which ranks connect, as torchrun sets them."""
+    size = str(ranks)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+
+
+def _end_processes(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    listed = list(processes)
+    for process in listed:
+        process.terminate()
+    for process in listed:
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
