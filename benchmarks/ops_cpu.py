@@ -222,7 +222,7 @@ def route(scale: int) -> list[Workload]:
                 Workload(
                     f"route by {kind}, {shards} shards",
                     lambda router=router: router.owner(ids),
-                    {"torch": lambda router=router: router.owner_twin(ids)},
+                    {"torch": lambda router=router: router.owner_reference(ids)},
                     same=torch.equal,
                 )
             )

@@ -1,4 +1,4 @@
-// crc32c, the checksum of TFRecord files: the twin of records.py.
+// crc32c, the checksum of TFRecord files: the reference of records.py.
 #pragma once
 
 #include <cstddef>

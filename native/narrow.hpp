@@ -2,7 +2,7 @@
 //
 // Rounding is to the nearest value, ties to even. Numbers beyond the largest finite value become that value; NaN
 // becomes one fixed NaN. Stochastic rounding takes one of the two neighbours: the upper one in magnitude with a
-// probability equal to the distance from the lower one. `rounding.py` is the torch twin.
+// probability equal to the distance from the lower one. `rounding.py` is the torch reference.
 //
 // Everything is `static inline`: see hash.hpp.
 #pragma once

@@ -1,4 +1,4 @@
-// Which shard owns an id; the twin of routing.py.
+// Which shard owns an id; the reference of routing.py.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Decompression of raw Snappy: the twin of snappy.py. The input is untrusted: nothing outside `in` and `out` is read
+// Decompression of raw Snappy: the reference of snappy.py. The input is untrusted: nothing outside `in` and `out` is read
 // or written, whatever it contains.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Strings to ids: xxHash64, the twin of ops/ids.py.
+// Strings to ids: xxHash64, the reference of ops/ids.py.
 //
 // Words are read in native byte order, so the hash is the published one on little-endian machines
 // only; torch supports no others.

@@ -1,4 +1,4 @@
-"""The fixture `implementation`: each op in native code, as its torch twin, and on a GPU if there is one."""
+"""The fixture `implementation`: each op in native code, in torch, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -29,25 +29,27 @@ OPS = [
 ]
 
 
-def use_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the torch twin of each op, also for tensors on the CPU."""
-    twins = {op: getattr(m, f"_{op}_twin") for m in MODULES for op in OPS if hasattr(m, f"_{op}_twin")}
-    assert sorted(twins) == OPS
+def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the torch reference of each op, also for tensors on the CPU."""
+    references = {
+        op: getattr(m, f"_{op}_reference") for m in MODULES for op in OPS if hasattr(m, f"_{op}_reference")
+    }
+    assert sorted(references) == OPS
     for module in MODULES:
         for op in OPS:
             if hasattr(module, f"_{op}"):
-                monkeypatch.setattr(module, f"_{op}", twins[op])
+                monkeypatch.setattr(module, f"_{op}", references[op])
 
 
-@pytest.fixture(params=["native", "twin", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.fixture(params=["native", "reference", *(["cuda"] if torch.cuda.is_available() else [])])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Each implementation in turn: the native kernels, and the plain torch that other devices run.
 
     With "cuda", tensors that a test makes are on the GPU.
     """
     name: str = request.param
-    if name == "twin":
-        use_twins(monkeypatch)
+    if name == "reference":
+        use_references(monkeypatch)
     if name == "cuda":
         torch.set_default_device("cuda")
     yield name

@@ -51,7 +51,7 @@ def test_golden_hashes() -> None:
 
 
 @given(ids=IDS, shards=SHARDS, mode=st.sampled_from(MODES), skip=st.booleans(), block=st.integers(1, 2**31))
-def test_native_and_twin_follow_the_formula(
+def test_native_and_reference_follow_the_formula(
     ids: list[int], shards: int, mode: str, skip: bool, block: int
 ) -> None:
     shards += skip
@@ -68,7 +68,7 @@ def test_native_and_twin_follow_the_formula(
 
     wanted = [expected(unsigned(i)) for i in ids]
     assert router.owner(tensor).tolist() == wanted
-    assert router.owner_twin(tensor).tolist() == wanted
+    assert router.owner_reference(tensor).tolist() == wanted
     assert router.owner(tensor).dtype == torch.int32
 
 
@@ -216,13 +216,13 @@ def test_blocks_are_exact(block: int) -> None:
     ids = [x for x in ids if x < 2**63]
     wanted = [u // block if u < 7 * block else u % 7 for u in map(unsigned, ids)]
     assert router.owner(torch.tensor(ids)).tolist() == wanted
-    assert router.owner_twin(torch.tensor(ids)).tolist() == wanted
+    assert router.owner_reference(torch.tensor(ids)).tolist() == wanted
 
 
 def test_threads_do_not_show(restore_threads: None) -> None:
     ids = torch.randint(-(2**63), 2**63 - 1, (200_000,), generator=torch.Generator().manual_seed(0))
     router = Router("hash_roundrobin", 7)
-    expected = router.owner_twin(ids)
+    expected = router.owner_reference(ids)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         assert torch.equal(router.owner(ids), expected)

@@ -24,7 +24,7 @@ def unsigned_divmod(x: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
 
 
 def mix64(x: Tensor) -> Tensor:
-    """Mix the 64 bits of each number. It is a bijection and the twin of mix64 in native/hash.hpp."""
+    """Mix the 64 bits of each number. It is a bijection and the reference of mix64 in native/hash.hpp."""
     x = (x ^ shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
     x = (x ^ shift_right(x, 27)) * signed(0x94D049BB133111EB)
     return x ^ shift_right(x, 31)

@@ -1,8 +1,8 @@
 """The native module and the registration of ops under `torch.ops.megalith`, which torch.compile can trace.
 
-An op has a native implementation for CPU tensors, a twin in plain torch for all other devices (and for the
-CPU if the native module is not built), and a fake that returns shapes. Callers define gradients: an
-autograd.Function around an op costs a fraction of a registered formula.
+An op has a native implementation for CPU tensors, a reference implementation in plain torch for all other
+devices (and for the CPU if the native module is not built), and a fake that returns shapes. Callers define
+gradients: an autograd.Function around an op costs a fraction of a registered formula.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ class MessageBuffers:
 
 
 def define_op(
-    schema: str, *, native: Callable[..., Any], twin: Callable[..., Any], fake: Callable[..., Any]
+    schema: str, *, native: Callable[..., Any], reference: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Register an op."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, twin, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     if native_module() is not None:
         _LIBRARY.impl(name, native, "CPU")
     torch.library.register_fake(f"megalith::{name}", fake, lib=_LIBRARY)

@@ -97,7 +97,7 @@ class Router:
             raise InputError(f"Router: there is no mode {mode}")
         return cls(MODES[mode], owners + first, block_size=block or None, skip_first=bool(first))
 
-    def owner_twin(self, ids: Tensor) -> Tensor:
+    def owner_reference(self, ids: Tensor) -> Tensor:
         """Return `owner` computed in plain torch, on any device; it is the definition.
 
         Args:
@@ -171,6 +171,6 @@ def _route_native(ids: Tensor, rule: Sequence[int]) -> Tensor:
 _route = define_op(
     "route(Tensor ids, int[] rule) -> Tensor",
     native=_route_native,
-    twin=lambda ids, rule: Router.from_rule(rule).owner_twin(ids),
+    reference=lambda ids, rule: Router.from_rule(rule).owner_reference(ids),
     fake=lambda ids, rule: torch.empty_like(ids, dtype=torch.int32),
 )

@@ -121,7 +121,7 @@ def test_history_is_what_was_rated_in_earlier_seconds(tmp_path: Path) -> None:
     assert seen[False, 400] == [10]
 
 
-def test_history_against_a_slow_twin(tmp_path: Path) -> None:
+def test_history_against_a_slow_reference(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     directory = grouplens(tmp_path / "ml")
     lines = []

@@ -1,4 +1,4 @@
-"""Snappy: elements by hand, blocks of other implementations, damage; native code and twin alike."""
+"""Snappy: elements by hand, blocks of other implementations, damage; native code and reference alike."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.data.compression import max_packed, snappy_blocks, unsnap, unsnap_twin
+from megalith.data.compression import max_packed, snappy_blocks, unsnap, unsnap_reference
 from megalith.errors import InputError
 
 Unsnap = Callable[[bytes, int], bytes]
-BOTH = pytest.mark.parametrize("unpack", [unsnap, unsnap_twin], ids=["native", "twin"])
+BOTH = pytest.mark.parametrize("unpack", [unsnap, unsnap_reference], ids=["native", "reference"])
 
 # Three records of 51 bytes, as TensorFlow 2.21's record writer packs them: a block's length, then the block.
 TENSORFLOW = bytes.fromhex(
@@ -125,7 +125,7 @@ def test_what_another_implementation_packed(unpack: Unsnap, parts: list[tuple[by
         max_size=8,
     ).map(b"".join),
 )
-def test_native_code_and_twin_agree_on_any_bytes(length: int, body: bytes) -> None:
+def test_native_code_and_reference_agree_on_any_bytes(length: int, body: bytes) -> None:
     def outcome(unpack: Unsnap) -> object:
         try:
             return unpack(varint(length) + body, 90)
@@ -134,7 +134,7 @@ def test_native_code_and_twin_agree_on_any_bytes(length: int, body: bytes) -> No
 
     block = varint(length) + body
     bound = min(90, 22 * len(block))
-    assert outcome(unsnap) == outcome(lambda data, _: unsnap_twin(data, bound))
+    assert outcome(unsnap) == outcome(lambda data, _: unsnap_reference(data, bound))
 
 
 # ---- files of blocks

@@ -96,13 +96,13 @@ def test_sign_and_nesterov() -> None:
 
     result, _ = window(update=UpdateConfig(optimizer="nesterov", lr=0.7, momentum=0.9))
     tensors, update = weights(), OuterUpdate(SCHEMA)
-    twin = nn.Parameter(weights()[name].clone())
-    optimizer = torch.optim.SGD([twin], lr=0.7, momentum=0.9, nesterov=True)
+    reference = nn.Parameter(weights()[name].clone())
+    optimizer = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
     for number in range(3):
         update.apply(tensors, later(result, number))
-        twin.grad = torch.from_numpy(gradient.copy())
+        reference.grad = torch.from_numpy(gradient.copy())
         optimizer.step()
-    torch.testing.assert_close(tensors[name], twin.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(tensors[name], reference.detach(), rtol=1e-6, atol=1e-6)
     assert update.outer_step == 3
 
 

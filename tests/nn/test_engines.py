@@ -138,9 +138,9 @@ def test_engines_agree(world: World) -> None:
 
     for batch in world.batches:
         with torch.no_grad():
-            ours, twins = cpu(batch), reference(batch)
-        assert list(ours) == list(twins)
-        for mine, other in zip(tensors(ours), tensors(twins), strict=True):
+            ours, references = cpu(batch), reference(batch)
+        assert list(ours) == list(references)
+        for mine, other in zip(tensors(ours), tensors(references), strict=True):
             assert_same_bits(mine, other)
 
     for made in (cpu, reference):
@@ -152,9 +152,9 @@ def test_engines_agree(world: World) -> None:
             made.step()
     assert cpu.global_step == reference.global_step
     for name in cpu.shards.configs:
-        mine, twin = whole(cpu.shards.local[name]), whole(reference.shards.local[name])
-        assert mine.ids.tolist() == twin.ids.tolist()
-        assert_close(mine.rows, twin.rows, rtol=1e-6, atol=1e-6)
+        mine, reference = whole(cpu.shards.local[name]), whole(reference.shards.local[name])
+        assert mine.ids.tolist() == reference.ids.tolist()
+        assert_close(mine.rows, reference.rows, rtol=1e-6, atol=1e-6)
 
 
 @fixed_examples(20, 40)

@@ -49,7 +49,7 @@ FEATURES = [
 
 
 class OnTorch(nn.Module):
-    """The twin: nn.EmbeddingBag over remapped ids."""
+    """The reference: nn.EmbeddingBag over remapped ids."""
 
     def __init__(self, rows: dict[str, Tensor]) -> None:
         super().__init__()

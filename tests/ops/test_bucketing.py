@@ -1,4 +1,4 @@
-"""Dedup, match, bucketize and split equal a plain model and their twins, for any ids and any router."""
+"""Dedup, match, bucketize and split equal a plain model and their references, for any ids and any router."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from megalith import Ragged, Router
 from megalith.ops import bucketize, dedup, match, place_rows, split_rows
-from megalith.ops.bucketing import _bucketize_twin, _dedup_twin, _match_twin, _place_twin, _split_any
+from megalith.ops.bucketing import (
+    _bucketize_reference,
+    _dedup_reference,
+    _match_reference,
+    _place_reference,
+    _split_any,
+)
 from megalith.routing import MODES
 from tests.fixed_examples import fixed_examples
 from tests.ops.support import (
@@ -89,7 +95,7 @@ def test_dedup_of_nothing(lists: int) -> None:
 
 @fixed_examples(50)
 @given(data=st.data(), ids=id_tensors(), distinct=st.booleans())
-def test_dedup_is_its_twin_and_leads_back(data: st.DataObject, ids: Tensor, distinct: bool) -> None:
+def test_dedup_is_its_reference_and_leads_back(data: st.DataObject, ids: Tensor, distinct: bool) -> None:
     cuts = data.draw(splits(ids.numel()))
     widths = [data.draw(st.integers(0, 5)) for _ in cuts[1:]]
     by = data.draw(st.one_of(routers(), st.integers(1, 5)))
@@ -103,9 +109,9 @@ def test_dedup_is_its_twin_and_leads_back(data: st.DataObject, ids: Tensor, dist
         rule = list(by.rule)
         found = dedup(ids, cuts, by, distinct=distinct, widths=widths)
 
-    twin = _dedup_twin(ids.long(), cuts, owners, rule, shards, distinct, widths, "owners")
+    reference = _dedup_reference(ids.long(), cuts, owners, rule, shards, distinct, widths, "owners")
 
-    assert_same([found.ids, found.first, found.counts.flatten(), found.inverse, found.offsets], twin)
+    assert_same([found.ids, found.first, found.counts.flatten(), found.inverse, found.offsets], reference)
     assert torch.equal(found.ids[found.inverse], ids.long())
     assert torch.equal(ids.long()[found.first], found.ids)
     assert int(found.counts.sum()) == found.ids.numel()
@@ -131,9 +137,9 @@ def test_match_finds_first_occurrences() -> None:
 
 @fixed_examples(50)
 @given(keys=id_tensors(), queries=id_tensors())
-def test_match_is_its_twin(keys: Tensor, queries: Tensor) -> None:
+def test_match_is_its_reference(keys: Tensor, queries: Tensor) -> None:
     found = match(keys, queries, missing_ok=True)
-    assert_same(found, _match_twin(keys.long(), queries.long(), "queries", True))
+    assert_same(found, _match_reference(keys.long(), queries.long(), "queries", True))
     listed = keys.tolist()
     assert found.tolist() == [listed.index(q) if q in listed else -1 for q in queries.tolist()]
 
@@ -162,7 +168,7 @@ def test_bucketize_is_a_plain_model_in_every_mode(
 
     found = bucketize(column, router, weights)
 
-    values, owners = ids.tolist(), router.owner_twin(ids).tolist()
+    values, owners = ids.tolist(), router.owner_reference(ids).tolist()
     lengths, indices, order = [], [], []
     for shard in range(router.num_shards):
         for begin, end in pairwise(cuts.tolist()):
@@ -179,8 +185,8 @@ def test_bucketize_is_a_plain_model_in_every_mode(
         assert found.weights is None
     else:
         assert_same(found.weights, weights[order])
-    twin = _bucketize_twin(ids.long(), cuts, None, list(router.rule), router.num_shards, "owners")
-    assert_same([found.lengths, found.permute], twin)
+    reference = _bucketize_reference(ids.long(), cuts, None, list(router.rule), router.num_shards, "owners")
+    assert_same([found.lengths, found.permute], reference)
 
 
 def test_weights_of_a_bucketized_column_take_gradients() -> None:
@@ -195,7 +201,7 @@ def test_weights_of_a_bucketized_column_take_gradients() -> None:
 
 @fixed_examples(50)
 @given(data=st.data(), seed=st.integers(0, 2**16))
-def test_split_and_place_are_their_twins(data: st.DataObject, seed: int) -> None:
+def test_split_and_place_are_their_references(data: st.DataObject, seed: int) -> None:
     n, parts = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 5))
     shape = data.draw(st.sampled_from([(n,), (n, 3), (n, 2, 4), (n, 0)]))
     rows = randn(seed, *shape, dtype=data.draw(st.sampled_from(FLOATS)))
@@ -205,9 +211,9 @@ def test_split_and_place_are_their_twins(data: st.DataObject, seed: int) -> None
 
     assert_same(pieces, [rows[indices == k] for k in range(parts)])
     assert_same(split_rows(strided(rows), strided(indices).int(), parts), pieces)
-    lengths, place = _bucketize_twin(None, ints(0, n), indices, [], parts, "indices")
+    lengths, place = _bucketize_reference(None, ints(0, n), indices, [], parts, "indices")
     assert_same(_split_any(rows, place, lengths), pieces)
-    assert_same(place_rows(rows, place), _place_twin(rows, place))
+    assert_same(place_rows(rows, place), _place_reference(rows, place))
     assert_same(place_rows(strided(rows), strided(place)), torch.cat(pieces))
 
 
@@ -247,9 +253,9 @@ def test_threads_do_not_show(dtype: torch.dtype, restore_threads: None) -> None:
 
     torch.set_num_threads(2)
     long = ids.long()
-    twin = _dedup_twin(long, lists, None, list(router.rule), 7, True, list(range(1, 11)), "owners")
+    reference = _dedup_reference(long, lists, None, list(router.rule), 7, True, list(range(1, 11)), "owners")
     found = dedup(ids, lists, router, widths=list(range(1, 11)))
-    assert_same([found.ids, found.first, found.counts.flatten(), found.inverse, found.offsets], twin)
+    assert_same([found.ids, found.first, found.counts.flatten(), found.inverse, found.offsets], reference)
     buckets = bucketize(column, router)
-    twins = _bucketize_twin(long, column.row_splits, None, list(router.rule), 7, "owners")
-    assert_same([buckets.lengths, buckets.permute], twins)
+    references = _bucketize_reference(long, column.row_splits, None, list(router.rule), 7, "owners")
+    assert_same([buckets.lengths, buckets.permute], references)

@@ -227,7 +227,7 @@ INSIDE_OTHERS = {
     "monolith_aligned_flat_split",
     "unique_key_with_value_and_offset",
 }
-# Strings are not tensors; `pool` and `unpool` are twins of `pool_rows`, for tables.
+# Strings are not tensors; `pool` and `unpool` are references of `pool_rows`, for tables.
 NOT_COMPILED = {"hash_bytes", "hash_strings", "pool", "unpool"}
 
 SLOW = {

@@ -1,4 +1,4 @@
-"""Gather and scatter: each is the gradient of the other and equals its twin, for any type and any threads."""
+"""Gather and scatter: each is the gradient of the other, for any type and any threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from megalith.ops import gather, gather_pieces, scatter_pieces, scatter_sum
-from megalith.ops.gather_rows import _gather_twin, _scatter_twin
+from megalith.ops.gather_rows import _gather_reference, _scatter_reference
 from tests.ops.support import FLOATS, INTEGERS, assert_same, assert_threads_do_not_show, randn, strided
 
 ROWS = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
@@ -69,17 +69,17 @@ def test_nothing_to_gather_or_scatter(shape: tuple[int, int]) -> None:
     assert rows.grad.shape == shape
 
 
-# ---- against the twins
+# ---- against the references
 
 
 @given(data=st.data(), seed=st.integers(0, 2**16))
-def test_gather_is_its_twin(data: st.DataObject, seed: int) -> None:
+def test_gather_is_its_reference(data: st.DataObject, seed: int) -> None:
     m, dim = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([1, 2, 3, 4, 8, 13, 16, 32, 64]))
     index = torch.tensor(
         data.draw(st.lists(st.integers(0, m - 1), max_size=50)), dtype=data.draw(st.sampled_from(INTEGERS))
     )
     rows = randn(seed, m, dim, dtype=data.draw(st.sampled_from(FLOATS)))
-    expected = _gather_twin(rows.reshape(-1), [index.long()], [dim], [dim], "index")[0]
+    expected = _gather_reference(rows.reshape(-1), [index.long()], [dim], [dim], "index")[0]
 
     assert_same(gather(rows, index), expected)
     assert_same(gather(strided(rows), strided(index)), expected)
@@ -88,18 +88,18 @@ def test_gather_is_its_twin(data: st.DataObject, seed: int) -> None:
 
 
 @given(data=st.data(), seed=st.integers(0, 2**16))
-def test_scatter_is_its_twin(data: st.DataObject, seed: int) -> None:
+def test_scatter_is_its_reference(data: st.DataObject, seed: int) -> None:
     m, dim = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 20))
     index = torch.tensor(data.draw(st.lists(st.integers(0, m - 1), max_size=50)), dtype=torch.int64)
     rows = randn(seed, index.numel(), dim, dtype=data.draw(st.sampled_from(FLOATS)))
-    expected = _scatter_twin([rows], [index], [dim], m * dim, "index").view(m, dim)
+    expected = _scatter_reference([rows], [index], [dim], m * dim, "index").view(m, dim)
 
     assert_same(scatter_sum(rows, index, m), expected)
     assert_same(scatter_sum(strided(rows), strided(index).int(), m), expected)
 
 
 @given(data=st.data(), seed=st.integers(0, 2**16))
-def test_pieces_are_their_twins(data: st.DataObject, seed: int) -> None:
+def test_pieces_are_their_references(data: st.DataObject, seed: int) -> None:
     size = data.draw(st.integers(0, 60))
     widths = data.draw(st.lists(st.integers(0, min(size, 18)), max_size=4))
     strides = [data.draw(st.integers(0, 5)) for _ in widths]
@@ -114,9 +114,9 @@ def test_pieces_are_their_twins(data: st.DataObject, seed: int) -> None:
 
     pieces = gather_pieces(source, indices, widths, strides=strides)
 
-    assert_same(pieces, _gather_twin(source, indices, strides, widths, "index"))
+    assert_same(pieces, _gather_reference(source, indices, strides, widths, "index"))
     if pieces:
-        expected = _scatter_twin(pieces, indices, strides, size, "index")
+        expected = _scatter_reference(pieces, indices, strides, size, "index")
         assert_same(scatter_pieces(pieces, indices, size, strides=strides), expected)
         apart = [strided(p) for p in pieces], [strided(i) for i in indices]
         assert_same(scatter_pieces(*apart, size, strides=strides), expected)
@@ -176,5 +176,5 @@ def test_threads_do_not_show(dim: int, restore_threads: None) -> None:
     assert_threads_do_not_show(lambda: [gather(rows, index), scatter_sum(many, index, m)])
     torch.set_num_threads(2)
     assert_same(
-        scatter_sum(many, index, m), _scatter_twin([many], [index], [dim], m * dim, "index").view(m, dim)
+        scatter_sum(many, index, m), _scatter_reference([many], [index], [dim], m * dim, "index").view(m, dim)
     )

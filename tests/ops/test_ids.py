@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.ops import ids as ids_module
-from megalith.ops.ids import fid, fid_v1_to_v2, hash_bytes, hash_strings, hash_strings_twin, slot_of
+from megalith.ops.ids import fid, fid_v1_to_v2, hash_bytes, hash_strings, hash_strings_reference, slot_of
 from megalith.routing import mix
 from tests.fixed_examples import fixed_examples
 
@@ -48,7 +48,7 @@ SEEDS = st.one_of(st.just(0), st.integers(0, 2**64 - 1))
 Hash = Callable[..., Tensor]
 
 
-@pytest.fixture(params=[hash_strings, hash_strings_twin], ids=["fast", "twin"])
+@pytest.fixture(params=[hash_strings, hash_strings_reference], ids=["fast", "reference"])
 def hashing(request: pytest.FixtureRequest) -> Hash:
     function: Hash = request.param
     return function
@@ -79,11 +79,11 @@ def test_words(hashing: Hash) -> None:
 
 @fixed_examples(40)
 @given(strings=STRINGS, seed=SEEDS)
-def test_fast_and_twin_agree(strings: list[str | bytes], seed: int) -> None:
-    assert torch.equal(hash_strings(strings, seed=seed), hash_strings_twin(strings, seed=seed))
+def test_fast_and_reference_agree(strings: list[str | bytes], seed: int) -> None:
+    assert torch.equal(hash_strings(strings, seed=seed), hash_strings_reference(strings, seed=seed))
 
 
-def test_without_native_code_the_twins_hash_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_native_code_the_references_hash_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ids_module, "native_module", lambda: None)
     assert unsigned(hash_strings(list(WORDS))) == list(WORDS.values())
     assert hash_strings([]).shape == (0,)

@@ -1,4 +1,4 @@
-"""Rows of a column, chunks of a buffer, packed offsets: moved as their twins move them."""
+"""Rows of a column, chunks of a buffer, packed offsets: moved as their references move them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from torch.utils._pytree import tree_leaves
 from megalith import Ragged
 from megalith.errors import InputError
 from megalith.ops import move_runs, pad_rows, take
-from megalith.ops.move_runs import _locate_twin, _move_twin, _pad_twin, _take_twin, _unpad_twin, locate
+from megalith.ops.move_runs import (
+    _locate_reference,
+    _move_reference,
+    _pad_reference,
+    _take_reference,
+    _unpad_reference,
+    locate,
+)
 from tests.ops.support import FLOATS, assert_same, id_tensors, randn, splits, strided
 
 
@@ -39,7 +46,7 @@ def test_take_chooses_rows_with_their_weights() -> None:
 
 
 @given(data=st.data(), values=id_tensors())
-def test_take_is_its_twin(data: st.DataObject, values: Tensor) -> None:
+def test_take_is_its_reference(data: st.DataObject, values: Tensor) -> None:
     cuts = data.draw(splits(values.numel()))
     count = cuts.numel() - 1
     rows = torch.tensor(data.draw(st.lists(st.integers(0, count - 1), max_size=9)), dtype=torch.int64)
@@ -49,7 +56,7 @@ def test_take_is_its_twin(data: st.DataObject, values: Tensor) -> None:
 
     assert taken.to_lists() == [lists[r] for r in rows.tolist()]
     assert taken.values.dtype == values.dtype
-    assert_same([taken.values, taken.row_splits], _take_twin(values, cuts, rows))
+    assert_same([taken.values, taken.row_splits], _take_reference(values, cuts, rows))
 
 
 def test_a_few_rows_of_a_long_column_cost_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +107,7 @@ def test_runs_are_added_where_they_go() -> None:
 
 
 @given(data=st.data(), seed=st.integers(0, 2**16))
-def test_runs_are_their_twin(data: st.DataObject, seed: int) -> None:
+def test_runs_are_their_reference(data: st.DataObject, seed: int) -> None:
     m, size = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 30))
     dtype = data.draw(st.sampled_from(FLOATS))
     runs = []
@@ -114,7 +121,7 @@ def test_runs_are_their_twin(data: st.DataObject, seed: int) -> None:
 
     out = move_runs(values, source, target, widths, size)
 
-    assert_same(out, _move_twin(values, source, target, widths, size, "source"))
+    assert_same(out, _move_reference(values, source, target, widths, size, "source"))
     apart = [strided(t) for t in (values, source.int(), target.int(), widths.int())]
     assert_same(move_runs(*apart, size), out)  # type: ignore[arg-type]
 
@@ -137,14 +144,14 @@ BASES = ints(0, 10, 10, 16)  # lists of 10, 0 and 6 elements
 ENDS, WIDTHS = ints(2, 4), ints(4, 6)
 
 
-@pytest.mark.parametrize("find", [locate, _locate_twin])
+@pytest.mark.parametrize("find", [locate, _locate_reference])
 def test_packed_offsets_become_elements_of_all_lists(find) -> None:  # type: ignore[no-untyped-def]
     offsets = packed((0, 0), (2, 2), (0, 4), (2, 0))
     assert find(offsets, BASES, ENDS, WIDTHS, "fid_offset").tolist() == [0, 12, 4, 10]
     assert find(ints(), BASES, ints(0, 0), WIDTHS, "fid_offset").tolist() == []
 
 
-@pytest.mark.parametrize("find", [locate, _locate_twin])
+@pytest.mark.parametrize("find", [locate, _locate_reference])
 @pytest.mark.parametrize(
     ("pairs", "position"),
     [
@@ -162,7 +169,7 @@ def test_packed_offsets_outside_their_list(find, pairs, position: int) -> None: 
         find(packed(*pairs), BASES, ENDS, WIDTHS, "fid_offset")
 
 
-@pytest.mark.parametrize("find", [locate, _locate_twin])
+@pytest.mark.parametrize("find", [locate, _locate_reference])
 @pytest.mark.parametrize("ends", [(2, 5), (3, 2), (-1, 4)])
 def test_occurrences_beyond_the_offsets(find, ends: tuple[int, int]) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(InputError, match="feature_offset"):
@@ -182,15 +189,15 @@ def test_pad_rows_keeps_the_first_and_fills_with_zeros() -> None:
 
 
 @given(data=st.data(), length=st.integers(0, 5), dtype=st.sampled_from(FLOATS))
-def test_pad_rows_is_its_twin(data: st.DataObject, length: int, dtype: torch.dtype) -> None:
+def test_pad_rows_is_its_reference(data: st.DataObject, length: int, dtype: torch.dtype) -> None:
     n = data.draw(st.integers(0, 12))
     cuts = data.draw(splits(n))
     width = data.draw(st.sampled_from([0, 1, 3]))
     values = torch.arange(float(n * width)).view(n, width).to(dtype)
     padded = pad_rows(values, cuts, length)
-    assert_same([padded], [_pad_twin(values, cuts, length)])
+    assert_same([padded], [_pad_reference(values, cuts, length)])
     back = torch.ops.megalith.unpad(padded, cuts, n)
-    assert_same([back], [_unpad_twin(padded, cuts, n)])
+    assert_same([back], [_unpad_reference(padded, cuts, n)])
 
 
 def test_pad_rows_passes_gradients_both_ways() -> None:

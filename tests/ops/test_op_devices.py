@@ -1,4 +1,4 @@
-"""The ops on the device that is there, a GPU or the CPU, give the results of their torch twins on the CPU."""
+"""The ops on the device that is there, a GPU or the CPU, give the results of the references on the CPU."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megalith.ops import (
     gather_pieces,
     match,
     place_rows,
-    pooling,
+    pool_rows,
     scatter_pieces,
     scatter_sum,
     segment_sum,
     split_rows,
 )
 from megalith.routing import MODES
-from tests.op_implementations import use_twins
+from tests.op_implementations import use_references
 from tests.ops.support import HIGHEST, LOWEST, assert_same
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,7 +89,7 @@ def pooled(inputs: Inputs, weighted: bool) -> list[Tensor]:
         Bags(cuts[rows:], (OutputSlice(0, 0, 0, 8, accumulate=True),)),
     ]
     index = inputs.index(301) - 1  # -1 is a row of zeros
-    return with_gradients(pooling(source, index, bags, [(rows, 8), (rows, 3)]), source)
+    return with_gradients(pool_rows(source, index, bags, [(rows, 8), (rows, 3)]), source)
 
 
 def split(inputs: Inputs) -> list[Tensor]:
@@ -151,10 +151,10 @@ for _type in (torch.int64, torch.int32):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_op_on_the_device_equals_its_twin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_op_on_the_device_equals_its_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actual: list[Any] = CASES[name](Inputs(DEVICE))
     assert {tensor.device.type for tensor in actual} == {DEVICE}
-    use_twins(monkeypatch)
-    monkeypatch.setattr(Router, "owner", Router.owner_twin)
+    use_references(monkeypatch)
+    monkeypatch.setattr(Router, "owner", Router.owner_reference)
     expected = CASES[name](Inputs("cpu"))
     assert_same([tensor.cpu() for tensor in actual], expected)

@@ -178,7 +178,7 @@ def check(call: Callable[[], Any], message: str, implementation: str) -> None:
     with pytest.raises(MegalithError) as caught:
         call()
     assert isinstance(caught.value, InputError)
-    if implementation == "native":  # the twins' words may differ
+    if implementation == "native":  # the references' words may differ
         assert re.search(message, str(caught.value)), str(caught.value)
 
 

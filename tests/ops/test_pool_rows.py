@@ -1,4 +1,4 @@
-"""Pooling rows of any memory: the twin's bits, gradients, every kind of bag and part, any thread count."""
+"""Pooling rows of any memory: the reference's bits, gradients, every kind of bag, any thread count."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from megalith.errors import UsageError
-from megalith.ops import Bags, OutputSlice, pooling, segment_sum
-from megalith.ops.pooling import _pool_twin, _unpool_twin, op_arguments
+from megalith.ops import Bags, OutputSlice, pool_rows, segment_sum
+from megalith.ops.pooling import _pool_reference, _unpool_reference, op_arguments
 from tests.fixed_examples import fixed_examples
 from tests.ops.support import FLOATS, assert_same, assert_threads_do_not_show, randn, strided
 
@@ -29,16 +29,16 @@ def ints(*values: int) -> Tensor:
 
 def test_rows_are_summed_by_index_and_minus_one_is_a_row_of_zeros() -> None:
     bags = [Bags(ints(0, 3, 3, 5), (OutputSlice(0, 0, 0, 2),))]
-    (out,) = pooling(ROWS, ints(2, 0, -1, -1, 1), bags, [(3, 2)])
+    (out,) = pool_rows(ROWS, ints(2, 0, -1, -1, 1), bags, [(3, 2)])
     assert out.tolist() == [[4, 40], [0, 0], [2, 20]]
-    (out,) = pooling(ROWS, None, [Bags(ints(0, 2, 3), (OutputSlice(0, 0, 1, 2),))], [(2, 1)])
+    (out,) = pool_rows(ROWS, None, [Bags(ints(0, 2, 3), (OutputSlice(0, 0, 1, 2),))], [(2, 1)])
     assert out.tolist() == [[30], [30]]
 
 
 def test_an_index_into_a_flat_buffer_counts_elements() -> None:
     buffer = torch.arange(7.0)
     bags = [Bags(ints(0, 2), (OutputSlice(0, 0, 0, 4),)), Bags(ints(2, 3), (OutputSlice(1, 0, 0, 2),))]
-    wide, narrow = pooling(buffer, ints(0, 3, 5), bags, [(1, 4), (1, 2)], dim=4)
+    wide, narrow = pool_rows(buffer, ints(0, 3, 5), bags, [(1, 4), (1, 2)], dim=4)
     assert wide.tolist() == [[3, 5, 7, 9]]
     assert narrow.tolist() == [[5, 6]]  # at the end of the buffer: fewer than four elements remain
 
@@ -50,14 +50,14 @@ def test_weights_divisors_and_columns_left_alone() -> None:
         weights=torch.tensor([2, 0.5, 4], dtype=torch.float64),
         divisor=torch.tensor([4.0, 0.5]),
     )
-    one, two = pooling(ROWS, ints(0, 1, 2), [bags], [(2, 3), (2, 2)])
+    one, two = pool_rows(ROWS, ints(0, 1, 2), [bags], [(2, 3), (2, 2)])
     assert one.tolist() == [[0, 7.5, 0], [0, 240, 0]]
     assert two.tolist() == [[0.75, 7.5], [24, 240]]
 
 
 def test_first_rows_side_by_side_with_a_step() -> None:
     parts = (OutputSlice(0, 0, 0, 1, inner=2, step=3),)
-    (out,) = pooling(ROWS, ints(0, 1, 2, -1), [Bags(ints(0, 1, 2, 3, 4), parts)], [(2, 6)])
+    (out,) = pool_rows(ROWS, ints(0, 1, 2, -1), [Bags(ints(0, 1, 2, 3, 4), parts)], [(2, 6)])
     assert out.tolist() == [[1, 0, 0, 2, 0, 0], [3, 0, 0, 0, 0, 0]]
 
 
@@ -68,7 +68,7 @@ def test_a_shared_feature_repeats_its_rows_and_sums_their_gradients() -> None:
         Bags(ints(4, 6), (OutputSlice(0, 0, 0, 2, accumulate=True),), shared=True),
     ]
     bags[0] = Bags(ints(0, 1, 2, 3, 4), bags[0].parts)
-    (out,) = pooling(source, ints(0, 0, 0, 1, 1, 2), bags, [(4, 2)])
+    (out,) = pool_rows(source, ints(0, 0, 0, 1, 1, 2), bags, [(4, 2)])
     assert out.tolist() == [[6, 60], [6, 60], [6, 60], [7, 70]]
     out.backward(torch.arange(1.0, 9.0).view(4, 2))
     assert source.grad is not None
@@ -77,7 +77,7 @@ def test_a_shared_feature_repeats_its_rows_and_sums_their_gradients() -> None:
 
 def test_a_shared_feature_may_have_a_period_of_several_rows() -> None:
     bags = [Bags(ints(0, 1, 2), (OutputSlice(0, 0, 0, 2),), shared=True)]
-    (out,) = pooling(ROWS, ints(0, 2), bags, [(6, 2)])
+    (out,) = pool_rows(ROWS, ints(0, 2), bags, [(6, 2)])
     assert out.tolist() == [[1, 10], [3, 30]] * 3
 
 
@@ -99,10 +99,10 @@ def test_segment_sum() -> None:
 def test_weights_refuse_a_gradient_rather_than_lose_it() -> None:
     weights = torch.ones(3, requires_grad=True)
     with pytest.raises(UsageError, match="weights take no gradient"):
-        pooling(ROWS, None, [Bags(ints(0, 3), (OutputSlice(0, 0, 0, 2),), weights=weights)], [(1, 2)])
+        pool_rows(ROWS, None, [Bags(ints(0, 3), (OutputSlice(0, 0, 0, 2),), weights=weights)], [(1, 2)])
 
 
-# ---- against the twins
+# ---- against the references
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Case:
 
     def __call__(self, source: Tensor | None = None) -> list[Tensor]:
         chosen = self.source if source is None else source
-        return pooling(chosen, self.index, self.bags, self.outputs, dim=self.dim)
+        return pool_rows(chosen, self.index, self.bags, self.outputs, dim=self.dim)
 
     @property
     def plan(self) -> tuple[object, ...]:
@@ -123,14 +123,14 @@ class Case:
         dtype = torch.promote_types(self.source.dtype, torch.float32)
         return self.index, width if self.dim is None else 1, width, *op_arguments(self.bags, dtype)
 
-    def twin(self) -> list[Tensor]:
+    def reference(self) -> list[Tensor]:
         wide = self.source.reshape(-1).to(torch.promote_types(self.source.dtype, torch.float32))
         sizes = [r for r, _ in self.outputs], [c for _, c in self.outputs]
-        return [o.to(self.source.dtype) for o in _pool_twin(wide, *self.plan, *sizes, "index")]
+        return [o.to(self.source.dtype) for o in _pool_reference(wide, *self.plan, *sizes, "index")]
 
-    def twin_gradient(self, grads: list[Tensor]) -> Tensor:
+    def reference_gradient(self, grads: list[Tensor]) -> Tensor:
         wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-        flat = _unpool_twin(wide, *self.plan, self.source.numel(), "index")
+        flat = _unpool_reference(wide, *self.plan, self.source.numel(), "index")
         return flat.view(self.source.shape).to(self.source.dtype)
 
 
@@ -175,16 +175,16 @@ def cases(draw: st.DrawFn, dtypes: list[torch.dtype] = FLOATS) -> Case:
 
 @fixed_examples(80, 150)
 @given(case=cases())
-def test_pooling_and_its_gradient_are_their_twins(case: Case) -> None:
+def test_pooling_and_its_gradient_are_their_references(case: Case) -> None:
     outputs = case()
-    assert_same(outputs, case.twin())
+    assert_same(outputs, case.reference())
     assert_same(case(strided(case.source)), outputs)
 
     source = case.source.clone().requires_grad_()
     outputs = case(source)
     grads = [randn(k, *o.shape, dtype=o.dtype) for k, o in enumerate(outputs)]
     (actual,) = torch.autograd.grad(outputs, source, grads)
-    assert_same(actual, case.twin_gradient(grads))
+    assert_same(actual, case.reference_gradient(grads))
 
 
 @fixed_examples(12, 30)
@@ -233,7 +233,7 @@ def test_threads_do_not_show(dim: int, dtype: torch.dtype, restore_threads: None
 
     assert_threads_do_not_show(both)
     torch.set_num_threads(2)
-    assert_same(case(), case.twin())
+    assert_same(case(), case.reference())
 
 
 def test_threads_do_not_show_where_bags_of_one_row_are_added_to_it(restore_threads: None) -> None:
@@ -247,4 +247,4 @@ def test_threads_do_not_show_where_bags_of_one_row_are_added_to_it(restore_threa
 
     assert_threads_do_not_show(case)
 
-    assert_same(case(), case.twin())
+    assert_same(case(), case.reference())

@@ -1,4 +1,4 @@
-"""Pooling: pure data, its checks, and the torch twins that define what engines compute."""
+"""Pooling: pure data, its checks, and the torch references that define what engines compute."""
 
 from __future__ import annotations
 

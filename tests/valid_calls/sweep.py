@@ -160,7 +160,7 @@ CANNOT_BE_CALLED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         [
-            f"Ranks.{name}"
+            f"ElasticRanks.{name}"
             for name in ("agree", "all_to_all", "exchange", "from_one", "messages", "reform", "total")
         ],
         "exchanges of `gather`, which has validated what it sends",

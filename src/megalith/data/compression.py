@@ -30,10 +30,10 @@ def unsnap(data: bytes, max_bytes: int) -> bytes:
     """Unpacks a raw Snappy block."""
     bound = min(max_bytes, _MAX_GAIN * len(data))
     native = native_module()
-    return unsnap_twin(data, bound) if native is None else native.unsnap(data, bound)
+    return unsnap_reference(data, bound) if native is None else native.unsnap(data, bound)
 
 
-def unsnap_twin(data: bytes, max_bytes: int) -> bytes:
+def unsnap_reference(data: bytes, max_bytes: int) -> bytes:
     """`unsnap` in pure Python."""
     length, at = _length(data)
     if length > max_bytes:

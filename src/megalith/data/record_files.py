@@ -170,10 +170,10 @@ def masked_crc32c(data: bytes) -> int:
 def crc32c(data: bytes) -> int:
     """Return the Castagnoli CRC of some bytes."""
     native = native_module()
-    return crc32c_twin(data) if native is None else native.crc32c(data)
+    return crc32c_reference(data) if native is None else native.crc32c(data)
 
 
-def crc32c_twin(data: bytes) -> int:
+def crc32c_reference(data: bytes) -> int:
     """`crc32c` in numpy."""
     effect, places = _crc_tables()
     values = np.frombuffer(data, np.uint8)

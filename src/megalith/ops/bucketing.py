@@ -243,7 +243,7 @@ def _dedup_native(
     return unique[:u], first[:u], counts, index, offsets
 
 
-def _dedup_twin(
+def _dedup_reference(
     ids: Tensor,
     splits: Tensor,
     owners: Tensor | None,
@@ -253,7 +253,7 @@ def _dedup_twin(
     widths: list[int],
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    owners = _owners_twin(ids, owners, rule, shards, name)
+    owners = _owners_reference(ids, owners, rule, shards, name)
     n, lists = ids.shape[0], splits.shape[0] - 1
     splits = checks.splits(splits, "splits", n)
     list_of = torch.repeat_interleave(torch.arange(lists, device=ids.device), torch.diff(splits))
@@ -285,10 +285,12 @@ def _narrow(owners: Tensor, shards: int, name: str) -> Tensor:
     return owners.to(torch.int32).contiguous()
 
 
-def _owners_twin(ids: Tensor | None, owners: Tensor | None, rule: Rule, shards: int, name: str) -> Tensor:
+def _owners_reference(
+    ids: Tensor | None, owners: Tensor | None, rule: Rule, shards: int, name: str
+) -> Tensor:
     if owners is None:
         assert ids is not None
-        return Router.from_rule(rule).owner_twin(ids)
+        return Router.from_rule(rule).owner_reference(ids)
     checks.index_range(owners, 0, shards, name)
     return owners
 
@@ -305,7 +307,7 @@ _dedup = define_op(
     "dedup(Tensor ids, Tensor splits, Tensor? owners, int[] rule, int shards, bool distinct, int[] widths,"
     " str name) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     native=_dedup_native,
-    twin=_dedup_twin,
+    reference=_dedup_reference,
     fake=_dedup_fake,
 )
 
@@ -319,7 +321,7 @@ def _match_native(keys: Tensor, queries: Tensor, name: str, missing_ok: bool) ->
     return _all_found(found, queries, name, missing_ok)
 
 
-def _match_twin(keys: Tensor, queries: Tensor, name: str, missing_ok: bool) -> Tensor:
+def _match_reference(keys: Tensor, queries: Tensor, name: str, missing_ok: bool) -> Tensor:
     if keys.numel() == 0:
         return _all_found(torch.full_like(queries, -1), queries, name, missing_ok)
     ordered, order = torch.sort(keys, stable=True)  # equal keys stay in order
@@ -338,7 +340,7 @@ def _all_found(found: Tensor, queries: Tensor, name: str, missing_ok: bool) -> T
 _match = define_op(
     "match(Tensor keys, Tensor queries, str name, bool missing_ok) -> Tensor",
     native=_match_native,
-    twin=_match_twin,
+    reference=_match_reference,
     fake=lambda keys, queries, name, missing_ok: torch.empty_like(queries),
 )
 
@@ -359,10 +361,10 @@ def _bucketize_native(
     return lengths, place
 
 
-def _bucketize_twin(
+def _bucketize_reference(
     ids: Tensor | None, splits: Tensor, owners: Tensor | None, rule: Rule, shards: int, name: str
 ) -> tuple[Tensor, Tensor]:
-    owners = _owners_twin(ids, owners, rule, shards, name).to(torch.int64)
+    owners = _owners_reference(ids, owners, rule, shards, name).to(torch.int64)
     rows = splits.shape[0] - 1
     splits = checks.splits(splits, "row_splits", owners.shape[0])
     row_of = torch.repeat_interleave(torch.arange(rows, device=owners.device), torch.diff(splits))
@@ -388,7 +390,7 @@ _bucketize = define_op(
     "bucketize(Tensor? ids, Tensor splits, Tensor? owners, int[] rule, int shards, str name)"
     " -> (Tensor, Tensor)",
     native=_bucketize_native,
-    twin=_bucketize_twin,
+    reference=_bucketize_reference,
     fake=_bucketize_fake,
 )
 
@@ -408,7 +410,7 @@ def _place_native(rows: Tensor, place: Tensor) -> Tensor:
     return out.view(rows.shape)
 
 
-def _place_twin(rows: Tensor, place: Tensor) -> Tensor:
+def _place_reference(rows: Tensor, place: Tensor) -> Tensor:
     out = torch.empty_like(rows)
     out[place] = rows
     return out
@@ -417,7 +419,7 @@ def _place_twin(rows: Tensor, place: Tensor) -> Tensor:
 _place = define_op(
     "place(Tensor rows, Tensor place) -> Tensor",
     native=_place_native,
-    twin=_place_twin,
+    reference=_place_reference,
     fake=lambda rows, place: torch.empty_like(rows, memory_format=torch.contiguous_format),
 )
 
@@ -436,7 +438,7 @@ def _split_any(rows: Tensor, place: Tensor, lengths: Tensor) -> list[Tensor]:
 _split = define_op(
     "split(Tensor rows, Tensor place, Tensor lengths) -> Tensor[]",
     native=_split_any,
-    twin=_split_any,
+    reference=_split_any,
     fake=lambda rows, place, lengths: [
         rows.new_empty(new_size(), *rows.shape[1:]) for _ in range(lengths.shape[0])
     ],

@@ -173,7 +173,7 @@ def _gather_native(
     return outputs
 
 
-def _gather_twin(
+def _gather_reference(
     source: Tensor, indices: list[Tensor], strides: list[int], widths: list[int], name: str
 ) -> list[Tensor]:
     return [
@@ -195,7 +195,7 @@ def _scatter_native(
     return out.to(dtype)
 
 
-def _scatter_twin(
+def _scatter_reference(
     pieces: list[Tensor], indices: list[Tensor], strides: list[int], size: int, name: str
 ) -> Tensor:
     dtype = pieces[0].dtype
@@ -232,7 +232,7 @@ def index_limit(size: int, stride: int, width: int) -> int:
 _gather = define_op(
     "gather(Tensor source, Tensor[] indices, SymInt[] strides, SymInt[] widths, str name) -> Tensor[]",
     native=_gather_native,
-    twin=_gather_twin,
+    reference=_gather_reference,
     fake=lambda source, indices, strides, widths, name: [
         source.new_empty(i.shape[0], w) for i, w in zip(indices, widths, strict=True)
     ],
@@ -240,7 +240,7 @@ _gather = define_op(
 _scatter = define_op(
     "scatter(Tensor[] pieces, Tensor[] indices, SymInt[] strides, SymInt size, str name) -> Tensor",
     native=_scatter_native,
-    twin=_scatter_twin,
+    reference=_scatter_reference,
     fake=lambda pieces, indices, strides, size, name: pieces[0].new_empty(size),
 )
 

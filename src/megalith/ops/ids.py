@@ -68,7 +68,7 @@ def hash_strings(strings: Strings, *, seed: int = 0) -> Tensor:
     return _hash(data, offsets, _check_seed(seed)).view(shape)
 
 
-def hash_strings_twin(strings: Strings, *, seed: int = 0) -> Tensor:
+def hash_strings_reference(strings: Strings, *, seed: int = 0) -> Tensor:
     """Compute `hash_strings` in plain Python: the reference that tests compare with."""
     items, shape = _items(strings)
     seed = _check_seed(seed)

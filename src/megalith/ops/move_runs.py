@@ -120,7 +120,7 @@ _NATIVE_SHARE = 4
 
 def _take_native(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     if rows.shape[0] < splits.shape[0] // _NATIVE_SHARE:
-        return _take_twin(values, splits, rows)
+        return _take_reference(values, splits, rows)
     splits, rows = splits.contiguous(), rows.contiguous()
     new_splits = splits.new_empty(rows.shape[0] + 1)
     native: Any = native_module()
@@ -138,7 +138,7 @@ def _take_native(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, 
     return out.view(total, *values.shape[1:]), new_splits
 
 
-def _take_twin(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _take_reference(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Check only the rows that it reads: a reader takes every batch from the same column."""
     checks.index_range(rows, 0, splits.shape[0] - 1, "rows")
     begin, end = splits.index_select(0, rows), splits.index_select(0, rows + 1)
@@ -156,7 +156,7 @@ def _take_twin(values: Tensor, splits: Tensor, rows: Tensor) -> tuple[Tensor, Te
 _take = define_op(
     "take(Tensor values, Tensor splits, Tensor rows) -> (Tensor, Tensor)",
     native=_take_native,
-    twin=_take_twin,
+    reference=_take_reference,
     fake=lambda values, splits, rows: (
         values.new_empty(new_size(), *values.shape[1:]),
         splits.new_empty(rows.shape[0] + 1),
@@ -175,7 +175,7 @@ def _pad_native(values: Tensor, splits: Tensor, length: int) -> Tensor:
     return out.view(rows, length, *values.shape[1:])
 
 
-def _pad_twin(values: Tensor, splits: Tensor, length: int) -> Tensor:
+def _pad_reference(values: Tensor, splits: Tensor, length: int) -> Tensor:
     at, filled = _places(splits, length)
     out = values.new_zeros(splits.shape[0] - 1, length, *values.shape[1:])
     out[filled] = values[at[filled]]
@@ -191,7 +191,7 @@ def _unpad_native(padded: Tensor, splits: Tensor, size: int) -> Tensor:
     return out.view(size, *padded.shape[2:])
 
 
-def _unpad_twin(padded: Tensor, splits: Tensor, size: int) -> Tensor:
+def _unpad_reference(padded: Tensor, splits: Tensor, size: int) -> Tensor:
     at, filled = _places(splits, padded.shape[1])
     out = padded.new_zeros(size, *padded.shape[2:])
     out[at[filled]] = padded[filled]
@@ -207,13 +207,13 @@ def _places(splits: Tensor, length: int) -> tuple[Tensor, Tensor]:
 _pad = define_op(
     "pad(Tensor values, Tensor splits, SymInt length) -> Tensor",
     native=_pad_native,
-    twin=_pad_twin,
+    reference=_pad_reference,
     fake=lambda values, splits, length: values.new_empty(splits.shape[0] - 1, length, *values.shape[1:]),
 )
 _unpad = define_op(
     "unpad(Tensor padded, Tensor splits, SymInt size) -> Tensor",
     native=_unpad_native,
-    twin=_unpad_twin,
+    reference=_unpad_reference,
     fake=lambda padded, splits, size: padded.new_empty(size, *padded.shape[2:]),
 )
 
@@ -260,7 +260,7 @@ def _move_native(
     return out.to(values.dtype)
 
 
-def _move_twin(
+def _move_reference(
     values: Tensor, source: Tensor, target: Tensor, widths: Tensor, size: int, name: str
 ) -> Tensor:
     wide = torch.promote_types(values.dtype, torch.float32)
@@ -279,7 +279,7 @@ def _move_twin(
 _move = define_op(
     "move(Tensor values, Tensor source, Tensor target, Tensor widths, SymInt size, str name) -> Tensor",
     native=_move_native,
-    twin=_move_twin,
+    reference=_move_reference,
     fake=lambda values, source, target, widths, size, name: values.new_empty(size),
 )
 
@@ -310,7 +310,7 @@ def _locate_native(packed: Tensor, bases: Tensor, ends: Tensor, widths: Tensor, 
     return out
 
 
-def _locate_twin(packed: Tensor, bases: Tensor, ends: Tensor, widths: Tensor, name: str) -> Tensor:
+def _locate_reference(packed: Tensor, bases: Tensor, ends: Tensor, widths: Tensor, name: str) -> Tensor:
     lists, element = packed >> 32, packed & 0xFFFFFFFF
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     if bool((counts < 0).any()) or (ends.numel() and int(ends[-1]) > packed.shape[0]):
@@ -335,6 +335,6 @@ def _raise_packed(packed: Tensor, position: int, name: str) -> None:
 _locate = define_op(
     "locate(Tensor packed, Tensor bases, Tensor ends, Tensor widths, str name) -> Tensor",
     native=_locate_native,
-    twin=_locate_twin,
+    reference=_locate_reference,
     fake=lambda packed, bases, ends, widths, name: torch.empty_like(packed),
 )

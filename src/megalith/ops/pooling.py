@@ -390,7 +390,7 @@ def _check_matrix(name: str, tensor: Any) -> Tensor:
 
 
 def _check_bags(bags: Any, num_occurrences: int, dim: int, outputs: Sequence[Tensor]) -> tuple[Bags, ...]:
-    """Check the bags of a twin, which accepts weights and divisors of any float type, on any device."""
+    """Check the bags of a reference, which accepts weights and divisors of any float type, on any device."""
     if not isinstance(bags, list | tuple) or not all(isinstance(each, Bags) for each in bags):
         raise InputError("bags must be a list of Bags")
     pooling = Pooling(tuple((tensor.shape[0], tensor.shape[1]) for tensor in outputs), {})
@@ -480,7 +480,7 @@ def _fills(intervals: list[tuple[int, int]], width: int) -> bool:
 
 
 def pool(source: Tensor, bags: Sequence[Bags], outputs: Sequence[Tensor]) -> None:
-    """Reduce rows into outputs: the torch twin of the native kernel.
+    """Reduce rows into outputs: the torch reference of the native kernel.
 
     Args:
         source: float [occurrences, dim], a row for each occurrence of the table.
@@ -758,12 +758,12 @@ def _pool_into(
     return outputs
 
 
-def _pool_twin(source: Tensor, index: Any, stride: int, dim: int, *plan: Any) -> list[Tensor]:
+def _pool_reference(source: Tensor, index: Any, stride: int, dim: int, *plan: Any) -> list[Tensor]:
     *described, rows, columns, name = plan
     outputs = [source.new_zeros(r, c) for r, c in zip(rows, columns, strict=True)]
     bags = _bags(*described)
-    index = _index_twin(source, index, stride, dim, name)
-    _check_twin(bags, list(zip(rows, columns, strict=True)), index, source.shape[0], stride, dim, name)
+    index = _index_reference(source, index, stride, dim, name)
+    _check_reference(bags, list(zip(rows, columns, strict=True)), index, source.shape[0], stride, dim, name)
     padded = torch.nn.functional.pad(source, (0, dim))  # the last rows of a flat buffer may be narrower
     pool(torch.where(index[:, None] >= 0, padded[_elements(index, stride, dim)], 0), bags, outputs)
     return outputs
@@ -792,12 +792,12 @@ def _unpool_into(
     return out
 
 
-def _unpool_twin(grads: list[Tensor], index: Any, stride: int, dim: int, *plan: Any) -> Tensor:
+def _unpool_reference(grads: list[Tensor], index: Any, stride: int, dim: int, *plan: Any) -> Tensor:
     *described, size, name = plan
     bags = _bags(*described)
     out = grads[0].new_zeros(size + dim)
-    index = _index_twin(out[:size], index, stride, dim, name)
-    _check_twin(bags, [tuple(g.shape) for g in grads], index, size, stride, dim, name)
+    index = _index_reference(out[:size], index, stride, dim, name)
+    _check_reference(bags, [tuple(g.shape) for g in grads], index, size, stride, dim, name)
     result, reached = unpool(grads, bags, index.shape[0], dim)
     keep = (index >= 0) & reached
     if stride == dim and size % dim == 0:
@@ -807,7 +807,7 @@ def _unpool_twin(grads: list[Tensor], index: Any, stride: int, dim: int, *plan: 
     return out[:size].clone()
 
 
-def _index_twin(source: Tensor, index: Tensor | None, stride: int, dim: int, name: str) -> Tensor:
+def _index_reference(source: Tensor, index: Tensor | None, stride: int, dim: int, name: str) -> Tensor:
     """Check the index; without one, return the number of every row."""
     if index is None:
         return torch.arange(index_limit(source.shape[0], stride, dim), device=source.device)
@@ -820,7 +820,7 @@ def _elements(index: Tensor, stride: int, dim: int) -> Tensor:
     return (index.clamp(min=0) * stride)[:, None] + torch.arange(dim, device=index.device)
 
 
-def _check_twin(
+def _check_reference(
     bags: list[Bags], shapes: Any, index: Tensor, size: int, stride: int, dim: int, name: str
 ) -> None:
     """Raise InputError unless the bags match the occurrences and every row has the columns of its parts."""
@@ -845,13 +845,13 @@ _PLAN = (
 _pool = define_op(
     f"pool(Tensor source, {_PLAN}, SymInt[] rows, SymInt[] columns, str name) -> Tensor[]",
     native=_pool_native,
-    twin=_pool_twin,
+    reference=_pool_reference,
     fake=lambda source, *plan: [source.new_empty(r, c) for r, c in zip(plan[-3], plan[-2], strict=True)],
 )
 _unpool = define_op(
     f"unpool(Tensor[] grads, {_PLAN}, SymInt size, str name) -> Tensor",
     native=_unpool_native,
-    twin=_unpool_twin,
+    reference=_unpool_reference,
     fake=lambda grads, *plan: grads[0].new_empty(plan[-2]),
 )
 

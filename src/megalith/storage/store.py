@@ -315,7 +315,7 @@ class LocalStore(Store):
         size, crc = write_atomically(self.root / name, parts, flush=flush)
         return StoredFile(path=name, bytes=size, checksum=checksum(crc))
 
-    def flush(self, names: Sequence[str]) -> None:  # noqa: B027
+    def flush(self, names: Sequence[str]) -> None:
         paths = [self.root / name for name in names]
         for_each(sync_path, paths)
         for folder in sorted({path.parent for path in paths}):

@@ -2,7 +2,7 @@
 
 The generator is a counter-based integer mixer. The normal distribution uses the polynomials of this file
 instead of a library's logarithm, so every step is one IEEE operation that CPUs and GPUs round in the same
-way. `initial_rows` is the torch twin of native/initialize.inl.
+way. `initial_rows` is the torch reference of native/initialize.inl.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def initial_rows(key: int, ids: Tensor, segments: list[tuple[int, Initializer]])
 
 
 def draw_bits(keys: Tensor, columns: Tensor) -> Tensor:
-    """Draw random bits. It is the twin of draw24 in native/hash.hpp."""
+    """Draw random bits. It is the reference of draw24 in native/hash.hpp."""
     # keys: one per row, int64 [n, 1]; columns: numbers of the columns, int64 [k]; returns: 24 bits per row
     # and column, int64 [n, k].
     bits = mix64(keys + (columns // 2 + 1) * signed(_GOLDEN))

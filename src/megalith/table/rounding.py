@@ -1,4 +1,4 @@
-"""Rounding of weights to the precision of their segment. It is the torch twin of native/narrow.hpp.
+"""Rounding of weights to the precision of their segment. It is the torch reference of native/narrow.hpp.
 
 Initial rows, assignments and restored rows round to the nearest value, ties to even; an optimizer step rounds
 as `Segment.rounding` says. Numbers beyond the largest finite value become that value. Stochastic rounding

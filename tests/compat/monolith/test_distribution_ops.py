@@ -145,7 +145,9 @@ def reorder_model(inputs: list[list[int]], router: Router, dims: list[int]) -> t
     """Reference 2.1 in plain Python."""
     buckets: dict[tuple[int, int], dict[int, int]] = {}
     for m, ids in enumerate(inputs):
-        for v, n in zip(ids, router.owner_twin(torch.tensor(ids, dtype=torch.int64)).tolist(), strict=True):
+        for v, n in zip(
+            ids, router.owner_reference(torch.tensor(ids, dtype=torch.int64)).tolist(), strict=True
+        ):
             bucket = buckets.setdefault((n, m), {})
             bucket.setdefault(v, len(bucket))
     output, slot_sizes, where, base = [], [], {}, 0

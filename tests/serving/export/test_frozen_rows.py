@@ -1,4 +1,4 @@
-"""Frozen rows: native code, its twin and a dict agree; files that are not what they should be are refused."""
+"""Frozen rows: native code, its reference and a dict agree; damaged files are refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def table(tmp_path: Path) -> FrozenRows:
     st.sampled_from(list(PRECISIONS)),
     st.randoms(use_true_random=False),
 )
-def test_native_twin_and_a_dict_agree(
+def test_native_reference_and_a_dict_agree(
     known: list[int], asked: list[int], dim: int, precision: str, random: Any
 ) -> None:
     asked += random.sample(known, len(known) // 2)
@@ -78,7 +78,7 @@ def test_native_twin_and_a_dict_agree(
                 if chosen is None or not chosen[number]:
                     expected[number] = stored.get(id, torch.zeros(dim))
                     missing += id not in stored
-            for read in (frozen.read, frozen.read_twin):
+            for read in (frozen.read, frozen.read_reference):
                 out = torch.full((len(asked), dim), 7.5)
                 assert read(queries, out, chosen) == missing
                 assert torch.equal(out, expected)
@@ -111,7 +111,9 @@ def test_the_order_is_that_of_the_hash_as_an_unsigned_number(table: FrozenRows) 
     assert hashes == sorted(hashes)
 
 
-def test_without_native_code_the_twin_answers(table: FrozenRows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_native_code_the_reference_answers(
+    table: FrozenRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "native_module", lambda: None)
     again = FrozenRows(table._path, RowFormat((RowPart("float32", 2),)))
     out = torch.empty(2, 2)

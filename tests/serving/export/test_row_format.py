@@ -106,12 +106,12 @@ def test_native_and_torch_decode_the_same_bits(
     writer.close()
     frozen = FrozenRows(path, format)
     queries = torch.arange(40)
-    native, twin = torch.full((40, format.dim), 7.0), torch.full((40, format.dim), 7.0)
+    native, reference = torch.full((40, format.dim), 7.0), torch.full((40, format.dim), 7.0)
     skip = (torch.rand(40, generator=generator) < 0.3).to(torch.uint8)
 
-    assert frozen.read(queries, native, skip) == frozen.read_twin(queries, twin, skip)
+    assert frozen.read(queries, native, skip) == frozen.read_reference(queries, reference, skip)
 
-    assert_same_bits(native, twin)
+    assert_same_bits(native, reference)
     found = (skip == 0) & torch.isin(queries, ids)
     wanted = format.decode(format.encode(rows))[queries[found] // 7]
     assert_same_bits(native[found], wanted)
@@ -157,9 +157,9 @@ def test_an_export_serves_what_a_lookup_without_a_step_returns(tmp_path: Path) -
     assert table.format("float32").row_bytes == 4 + 9 + 3
     assert table.file is not None
     assert table.file.bytes < 100 * (16 + 8) + 33 * 8 + 512  # rows, ids, buckets, header
-    twin = torch.empty(ids.numel(), table.dim)
-    FrozenRows(tmp_path / "1" / table.file.path, table.format("float32")).read_twin(ids, twin)
-    assert_same_bits(twin, shards.local["t"].lookup(ids))
+    reference = torch.empty(ids.numel(), table.dim)
+    FrozenRows(tmp_path / "1" / table.file.path, table.format("float32")).read_reference(ids, reference)
+    assert_same_bits(reference, shards.local["t"].lookup(ids))
 
 
 def test_the_precision_of_an_export_is_that_of_other_segments(tmp_path: Path) -> None:

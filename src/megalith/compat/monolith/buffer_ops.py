@@ -240,7 +240,7 @@ def _visible_runs_fake(source: Tensor, target: Tensor, widths: Tensor) -> tuple[
 _visible_runs = define_op(
     "visible_runs(Tensor source, Tensor target, Tensor widths) -> (Tensor, Tensor, Tensor)",
     native=_visible_runs_any,
-    twin=_visible_runs_any,
+    reference=_visible_runs_any,
     fake=_visible_runs_fake,
 )
 """Return runs that do not overlap and copy the same as all given runs, one after the other."""

@@ -326,6 +326,6 @@ _shard = define_op(
     "shard_fids(Tensor[] values, Tensor[] splits, int[] shared, int[] rule, int servers, bool unique,"
     " str encoded) -> Tensor[]",
     native=_shard_any,
-    twin=_shard_any,
+    reference=_shard_any,
     fake=_shard_fake,
 )

@@ -1,7 +1,7 @@
 """Monolith's layout ops: rows of all features assembled into layouts, and the gradient.
 
 The input is the encoding of `sharding_sparse_fids` (see fid_sharding). Native code reads it directly; the
-torch twin compiles it to a Pooling and runs `pool_rows`.
+torch reference compiles it to a Pooling and runs `pool_rows`.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def _layout_native(lists: list[Tensor], *arguments: Any) -> list[Tensor]:
     return [o.view(batch, *shape[1:]) for o, shape in zip(outputs, plan.shapes, strict=True)]
 
 
-def _layout_twin(lists: list[Tensor], *arguments: Any) -> list[Tensor]:
+def _layout_reference(lists: list[Tensor], *arguments: Any) -> list[Tensor]:
     encoding = _Encoding(*arguments)
     shapes, batch = encoding.plan.shapes, encoding.batch
     pooling = encoding.pooling([rows.shape[0] for rows in lists], lists[0].dtype)
@@ -324,7 +324,7 @@ def _layout_grad_native(grads: list[Tensor], sizes: list[int], *arguments: Any) 
     return out
 
 
-def _layout_grad_twin(grads: list[Tensor], sizes: list[int], *arguments: Any) -> Tensor:
+def _layout_grad_reference(grads: list[Tensor], sizes: list[int], *arguments: Any) -> Tensor:
     encoding = _Encoding(*arguments)
     flat = _flat_grads(grads, encoding)
     if not grads:
@@ -348,7 +348,7 @@ _ENCODING = "Tensor fid_offset, Tensor feature_offset, Tensor nfl_offset, SymInt
 _layout = define_op(
     f"layout(Tensor[] lists, {_ENCODING}) -> Tensor[]",
     native=_layout_native,
-    twin=_layout_twin,
+    reference=_layout_reference,
     fake=lambda lists, *encoding: [
         lists[0].new_empty(encoding[3], *shape[1:]) for shape in layout_plan(encoding[4]).shapes
     ],
@@ -356,7 +356,7 @@ _layout = define_op(
 _layout_grad = define_op(
     f"layout_grad(Tensor[] grads, SymInt[] sizes, {_ENCODING}) -> Tensor",
     native=_layout_grad_native,
-    twin=_layout_grad_twin,
+    reference=_layout_grad_reference,
     fake=lambda grads, sizes, *encoding: (
         grads[0].new_empty(sum(sizes)) if grads else torch.empty(sum(sizes), device="cpu")
     ),

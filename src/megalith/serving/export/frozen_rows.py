@@ -82,11 +82,11 @@ class FrozenRows:
         """Read rows; an id without a row reads as zeros. All tensors are contiguous."""
         # ids: int64 [n]; out: where the rows go, float32 [n, dim]; skip: uint8 [n].
         if self.native is None:
-            return self.read_twin(ids, out, skip)
+            return self.read_reference(ids, out, skip)
         missing: int = self.native.read(ids, skip, out)
         return missing
 
-    def read_twin(self, ids: Tensor, out: Tensor, skip: Tensor | None = None) -> int:
+    def read_reference(self, ids: Tensor, out: Tensor, skip: Tensor | None = None) -> int:
         """Read rows in torch; the reference implementation of `read`."""
         # ids: int64 [n]; out: where the rows go, float32 [n, dim]; skip: uint8 [n].
         found = self.find(ids)

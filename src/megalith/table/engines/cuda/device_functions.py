@@ -1,7 +1,7 @@
 """Functions that several kernels use: hashing, random draws, initial weights, addresses and precisions.
 
-They are the Triton twins of megalith/bits.py, table/initializers.py and table/rounding.py and give the same
-bits: every operation is one IEEE operation, and kernels are launched without fused multiply-add.
+They give the bits of megalith/bits.py, table/initializers.py and table/rounding.py: every operation is one
+IEEE operation, and kernels are launched without fused multiply-add.
 """
 
 # mypy: ignore-errors

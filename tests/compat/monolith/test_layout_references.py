@@ -1,4 +1,4 @@
-"""Random layouts: the native kernels are bit-identical to their twins, for any number of threads."""
+"""Random layouts: the native kernels are bit-identical to their references, for any number of threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from megalith.compat.monolith import FeatureConfig, FeatureConfigs, OutConfig, OutType, SliceConfig
 from megalith.compat.monolith import fused_embedding_to_layout as to_layout
 from megalith.compat.monolith import sharding_sparse_fids as shard
-from megalith.compat.monolith.layout_ops import _layout, _layout_grad, _layout_grad_twin, _layout_twin
+from megalith.compat.monolith.layout_ops import (
+    _layout,
+    _layout_grad,
+    _layout_grad_reference,
+    _layout_reference,
+)
 from tests.compat.monolith.test_layout_ops import (
     FIRSTN,
     MEAN,
@@ -50,7 +55,7 @@ def any_configs(draw: st.DrawFn) -> FeatureConfigs:
 
 @settings(max_examples=40)
 @given(cfgs=any_configs(), data=st.data(), seed=st.integers(0, 2**16))
-def test_layouts_are_their_twins(cfgs: FeatureConfigs, data: st.DataObject, seed: int) -> None:
+def test_layouts_are_their_references(cfgs: FeatureConfigs, data: st.DataObject, seed: int) -> None:
     batch, ps = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 3))
     ids = st.lists(st.integers(-2, 9), max_size=5)
     shared = [n for n in cfgs.feature_names if data.draw(st.booleans())]
@@ -68,10 +73,10 @@ def test_layouts_are_their_twins(cfgs: FeatureConfigs, data: st.DataObject, seed
 
     outputs = _layout(lists, *offsets)
 
-    assert_same(outputs, _layout_twin(lists, *offsets))
+    assert_same(outputs, _layout_reference(lists, *offsets))
     grads = [randn(k, *o.shape, dtype=dtype) for k, o in enumerate(outputs)]
     if grads:
-        assert_same(_layout_grad(grads, sizes, *offsets), _layout_grad_twin(grads, sizes, *offsets))
+        assert_same(_layout_grad(grads, sizes, *offsets), _layout_grad_reference(grads, sizes, *offsets))
 
 
 def test_threads_do_not_show(restore_threads: None) -> None:
