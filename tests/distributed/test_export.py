@@ -24,7 +24,7 @@ from megalith import (
 )
 from megalith.models import Model
 from megalith.serving import Servable, export_model
-from megalith.serving.export import rank_rows
+from megalith.serving.export import exporter
 from megalith.shards import Shards
 from megalith.table import Chunk
 from tests.distributed.ranks import run_ranks
@@ -63,7 +63,7 @@ def spread(**options: Any) -> SyncShards:
 
 
 def export_shards(folder: Path) -> list[int]:
-    rank_rows.ROWS_PER_ROUND = 8  # several rounds, of which the last have no rows of rank 1
+    exporter.ROWS_PER_ROUND = 8  # several rounds, of which the last have no rows of rank 1
     shards = filled(spread(wire="float16", push=True))
     shards.apply_gradients({"three": torch.tensor([2])}, {"three": torch.ones(1, 3)}, step=0)
     written: list[int] = []

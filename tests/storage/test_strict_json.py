@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 from megalith.errors import CheckpointError, InputError
-from megalith.storage.json_codec import JsonFields, parse_json, parse_json_object
+from megalith.storage.json_codec import (
+    OPTIONAL,
+    JsonFields,
+    Limits,
+    Pattern,
+    from_json,
+    parse_json,
+    parse_json_object,
+    to_json,
+)
 
 
 def nested(depth: int) -> str:
@@ -107,3 +117,49 @@ def test_fields_by_type() -> None:
 def test_a_wrong_field_is_named(read: Callable[[JsonFields], object], message: str) -> None:
     with pytest.raises(CheckpointError, match=f"^here: {message}"):
         read(JsonFields(DATA, lambda problem: CheckpointError(f"here: {problem}")))
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: Annotated[str, Pattern(r"[a-z]+", "lower-case letters")]
+    share: Annotated[float, Limits(0, 1)] = field(default=1.0, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class Outer:
+    sizes: Annotated[tuple[Annotated[int, Limits(1, 9)], ...], Limits(1, 2)]
+    inner: Mapping[Annotated[str, Limits(1, 3)], Inner]
+    note: Annotated[str, Limits(1, 5)] | None = field(default=None, metadata=OPTIONAL)
+
+
+def read_outer(data: Any, *, ignore_unknown: bool = False) -> Outer:
+    return from_json(Outer, JsonFields(data, InputError, ignore_unknown=ignore_unknown))
+
+
+def test_limits_and_fields_that_may_be_absent() -> None:
+    outer = Outer((1, 9), {"abc": Inner("x", 0.5)}, "note")
+    assert read_outer(to_json(outer)) == outer
+    assert read_outer({"sizes": [1], "inner": {"a": {"name": "x"}}}) == Outer((1,), {"a": Inner("x", 1.0)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sizes": [0]}, r"field sizes\[0\] must be from 1 to 9, got 0"),
+        ({"sizes": []}, "field sizes must have a length from 1 to 2, got 0"),
+        ({"inner": {"abcd": {"name": "x"}}}, "field inner.abcd must have a length from 1 to 3, got 4"),
+        ({"inner": {"a": {"name": "X"}}}, "field inner.a.name must be lower-case letters, got 'X'"),
+        ({"inner": {"a": {"name": "x", "share": 2}}}, "field inner.a.share must be from 0 to 1, got 2"),
+        ({"note": ""}, "field note must have a length from 1 to 5, got 0"),
+        ({"note": 3}, "field note must be a string, got 3"),
+        ({"more": 1}, "field more is not known"),
+    ],
+)
+def test_a_record_beyond_its_limits_is_rejected(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        read_outer({"sizes": [1], "inner": {}, **changes})
+
+
+def test_fields_that_are_not_known_may_be_ignored() -> None:
+    data = {"sizes": [1], "inner": {"a": {"name": "x", "more": 1}}, "more": 1}
+    assert read_outer(data, ignore_unknown=True) == Outer((1,), {"a": Inner("x")})

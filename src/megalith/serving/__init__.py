@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from megalith.serving.client.predict_client import ClientCache as ClientCache
     from megalith.serving.client.predict_client import PredictClient as PredictClient
     from megalith.serving.export.exporter import export_model as export_model
-    from megalith.serving.export.model_parts import ServingModule as ServingModule
+    from megalith.serving.export.program_export import ServingModule as ServingModule
     from megalith.serving.export.servable import Servable as Servable
     from megalith.serving.server.model_server import ModelServer as ModelServer
     from megalith.serving.server.security import Security as Security
     from megalith.serving.server.server_config import Batching as Batching
     from megalith.serving.server.server_config import ServerConfig as ServerConfig
     from megalith.serving.server.versions import VersionRules as VersionRules
-    from megalith.serving.sync.ps_publisher import ServerPublisher as ServerPublisher
     from megalith.serving.sync.publisher import Publisher as Publisher
+    from megalith.serving.sync.publisher import ServerPublisher as ServerPublisher
     from megalith.serving.sync.subscriber import Subscriber as Subscriber
 
 __getattr__, __dir__, __all__ = lazy_names(
@@ -39,14 +39,13 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".client.credentials": "Credentials",
         ".client.predict_client": "ClientCache PredictClient",
         ".export.exporter": "export_model",
-        ".export.model_parts": "ServingModule",
+        ".export.program_export": "ServingModule",
         ".export.servable": "Servable",
         ".server.model_server": "ModelServer",
         ".server.security": "Security",
         ".server.server_config": "Batching ServerConfig",
         ".server.versions": "VersionRules",
-        ".sync.ps_publisher": "ServerPublisher",
-        ".sync.publisher": "Publisher",
+        ".sync.publisher": "Publisher ServerPublisher",
         ".sync.subscriber": "Subscriber",
     },
 )

@@ -7,8 +7,14 @@ keys. `JsonFields` reads the fields of an object by name and type. The caller pa
 other field may be there, and what a class itself refuses (InputError) is reported with the place in the
 document. Supported hints are bool, int, float, str, `Sha256`, datetime, Literal, enums (by name or, for str
 enums, by value), unions of these with None and each other, tuples, Mappings by str or int, and such
-dataclasses. `field(metadata=INLINE)` writes the fields of a nested dataclass next to those of its owner,
-`field(metadata=NOT_SAVED)` leaves a field out, and `field(metadata=saved_as(name))` gives it another name.
+dataclasses. `Annotated[hint, Limits(least, most)]` limits a number, or the length of a string, a tuple or a
+Mapping; `Annotated[str, Pattern(regex, meaning)]` requires a form.
+
+    field(metadata=...)   effect
+    INLINE                the fields of a nested dataclass are written next to those of its owner
+    NOT_SAVED             the field is not written
+    OPTIONAL              the field may be absent; its default is then used
+    saved_as(name)        the field has another name
 """
 
 from __future__ import annotations
@@ -16,9 +22,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import reprlib
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum, StrEnum
 from functools import cache
@@ -29,7 +36,6 @@ from megalith.errors import InputError
 MAX_BYTES = 1 << 28
 MAX_DEPTH = 100
 MAX_INT = (1 << 63) - 1
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 ErrorFactory = Callable[[str], Exception]
 """Makes the exception to raise from a message. An exception class is one."""
@@ -61,25 +67,30 @@ def is_nested_deeper(data: Any, levels: int) -> bool:
     return bool(level)
 
 
-def parse_json_object(text: str | bytes, error: ErrorFactory, *, max_bytes: int = MAX_BYTES) -> JsonFields:
+def parse_json_object(
+    text: str | bytes, error: ErrorFactory, *, max_bytes: int = MAX_BYTES, ignore_unknown: bool = False
+) -> JsonFields:
     """Parse JSON text that must be an object, see `parse_json`."""
     data = parse_json(text, error, max_bytes=max_bytes)
     if not isinstance(data, dict):
         raise error("is not a JSON object")
-    return JsonFields(data, error)
+    return JsonFields(data, error, ignore_unknown=ignore_unknown)
 
 
 class JsonFields:
     """The fields of a JSON object, read by name and type.
 
     Every method raises what `error` makes of a message that names the field, such as
-    "field tables[2].dim must be an integer".
+    "field tables[2].dim must be an integer, got '3'". With `ignore_unknown`, records may have further fields.
     """
 
-    def __init__(self, data: dict[str, Any], error: ErrorFactory, path: str = "") -> None:
+    def __init__(
+        self, data: dict[str, Any], error: ErrorFactory, path: str = "", *, ignore_unknown: bool = False
+    ) -> None:
         self.data = data
         self._error = error
         self._path = path
+        self._ignore_unknown = ignore_unknown
 
     def __contains__(self, key: str) -> bool:
         """Return whether the field is present and not null."""
@@ -94,9 +105,9 @@ class JsonFields:
         raise self._error(f"{self._path.rstrip('.')}: {problem}" if self._path else problem)
 
     def allow_only(self, *names: str) -> None:
-        """Raise if there are other fields."""
+        """Raise if there are other fields, unless they are ignored."""
         extra = sorted(set(self.data) - set(names))
-        if extra:
+        if extra and not self._ignore_unknown:
             self.fail(extra[0][:64], "is not known")
 
     def string(self, key: str, max_length: int = 4096) -> str:
@@ -110,16 +121,20 @@ class JsonFields:
 
     def sha256(self, key: str) -> str:
         """Read a SHA-256 in hexadecimal."""
+        return self.matching(key, _SHA256)
+
+    def matching(self, key: str, pattern: Pattern) -> str:
+        """Read a string of a form."""
         value = str(self._typed(key, str, "a string"))
-        if not _SHA256.fullmatch(value):
-            self.fail(key, "must be 64 hexadecimal digits")
+        if not re.fullmatch(pattern.regex, value):
+            self.fail(key, f"must be {pattern.meaning}, got {_shown(value)}")
         return value
 
     def integer(self, key: str, least: int = 0, most: int = MAX_INT) -> int:
         """Read an integer."""
         value = int(self._typed(key, int, "an integer"))
         if not least <= value <= most:
-            self.fail(key, f"must be from {least} to {most}")
+            self.fail(key, f"must be from {least} to {most}, got {_shown(value)}")
         return value
 
     def number(self, key: str) -> float:
@@ -133,7 +148,7 @@ class JsonFields:
         """Read true or false."""
         value = self.data.get(key)
         if not isinstance(value, bool):
-            self.fail(key, "must be true or false" if key in self.data else "is missing")
+            self._fail_type(key, "true or false")
         return value
 
     def time(self, key: str) -> datetime | None:
@@ -153,7 +168,7 @@ class JsonFields:
     def elements(self, key: str) -> JsonFields:
         """Read a list whose items are read like fields."""
         items = {f"{key}[{i}]": item for i, item in enumerate(self.array(key))}
-        return JsonFields(items, self._error, self._path)
+        return self._fields(items, self._path)
 
     def integers(self, key: str, least: int = 0, most: int = MAX_INT) -> list[int]:
         """Read a list of integers."""
@@ -165,7 +180,7 @@ class JsonFields:
 
     def object(self, key: str) -> JsonFields:
         """Read a nested object."""
-        return JsonFields(self._typed(key, dict, "an object"), self._error, f"{self._path}{key}.")
+        return self._fields(self._typed(key, dict, "an object"), f"{self._path}{key}.")
 
     def objects(self, key: str) -> list[JsonFields]:
         """Read a list of objects."""
@@ -181,13 +196,20 @@ class JsonFields:
     def _nested(self, key: str, value: Any) -> JsonFields:
         if not isinstance(value, dict):
             self.fail(key, "must be an object")
-        return JsonFields(value, self._error, f"{self._path}{key}.")
+        return self._fields(value, f"{self._path}{key}.")
+
+    def _fields(self, data: dict[str, Any], path: str) -> JsonFields:
+        return JsonFields(data, self._error, path, ignore_unknown=self._ignore_unknown)
 
     def _typed(self, key: str, kind: Any, name: str) -> Any:
         value = self.data.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
-            self.fail(key, f"must be {name}" if key in self.data else "is missing")
+            self._fail_type(key, name)
         return value
+
+    def _fail_type(self, key: str, name: str) -> NoReturn:
+        known = key in self.data
+        self.fail(key, f"must be {name}, got {_shown(self.data[key])}" if known else "is missing")
 
 
 def as_utc(time: datetime) -> datetime:
@@ -218,11 +240,33 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)[:100]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The range of a number, or of the length of a string, a tuple or a Mapping."""
+
+    least: int
+    most: int = MAX_INT
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The form of a string, as a regular expression and in words."""
+
+    regex: str
+    meaning: str
+
+
 T = TypeVar("T")
-Sha256 = Annotated[str, "sha256"]
+_SHA256 = Pattern("[0-9a-f]{64}", "64 hexadecimal digits")
+Sha256 = Annotated[str, _SHA256]
 """A SHA-256 in hexadecimal."""
 INLINE = {"json": "inline"}
 NOT_SAVED = {"json": "not saved"}
+OPTIONAL = {"json": "optional"}
 MAX_TEXT = 1 << 16
 
 
@@ -268,9 +312,11 @@ def _record(kind: type[T], source: JsonFields, given: Mapping[str, Any]) -> T:
     hints = _hints(kind)  # type: ignore[arg-type]
     values = dict(given)
     for each in _saved(kind):
-        hint = hints[each.name]
-        inline = each.metadata.get("json") == "inline"
-        values[each.name] = _record(hint, source, {}) if inline else _read(hint, source, _name(each))
+        hint, key, form = hints[each.name], _name(each), each.metadata.get("json")
+        if form == "inline":
+            values[each.name] = _record(hint, source, {})
+        elif form != "optional" or key in source.data:
+            values[each.name] = _read(hint, source, key)
     try:
         return kind(**values)
     except InputError as error:
@@ -279,9 +325,9 @@ def _record(kind: type[T], source: JsonFields, given: Mapping[str, Any]) -> T:
 
 def _read(hint: Any, source: JsonFields, key: str) -> Any:
     """The value of a field, by its hint."""
-    if hint == Sha256:
-        return source.sha256(key)
     plain, arguments = get_origin(hint) or hint, get_args(hint)
+    if plain is Annotated:
+        return _restricted(*arguments, source, key)
     if plain in (Union, types.UnionType):
         value = source.data.get(key)
         if value is None and key in source.data and type(None) in arguments:
@@ -311,6 +357,25 @@ def _read(hint: Any, source: JsonFields, key: str) -> Any:
     return source.boolean(key) if plain is bool else source.number(key)
 
 
+def _restricted(hint: Any, rule: Limits | Pattern, source: JsonFields, key: str) -> Any:
+    if isinstance(rule, Pattern):
+        return source.matching(key, rule)
+    if hint is int:
+        return source.integer(key, rule.least, rule.most)
+    value = _read(hint, source, key)
+    _check_size(value, rule, source, key)
+    return value
+
+
+def _check_size(value: Any, limits: Limits, source: JsonFields, key: str) -> None:
+    if isinstance(value, float):
+        what, size = "be", value
+    else:
+        what, size = "have a length", len(value)
+    if not limits.least <= size <= limits.most:
+        source.fail(key[:64], f"must {what} from {limits.least} to {limits.most}, got {size}")
+
+
 def _tuple(arguments: tuple[Any, ...], source: JsonFields, key: str) -> tuple[Any, ...]:
     nested = source.elements(key)
     hints = [arguments[0]] * len(nested.data) if arguments[1:] == (...,) else list(arguments)
@@ -320,6 +385,9 @@ def _tuple(arguments: tuple[Any, ...], source: JsonFields, key: str) -> tuple[An
 
 
 def _key(hint: Any, source: JsonFields, name: str) -> Any:
+    if get_origin(hint) is Annotated:
+        hint, limits = get_args(hint)
+        _check_size(name, limits, source, name)
     if hint is str:
         return name
     if not name.isascii() or not name.isdecimal() or str(int(name[:20])) != name or int(name) > MAX_INT:

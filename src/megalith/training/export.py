@@ -25,8 +25,7 @@ from megalith.checkpoint import read_manifest
 from megalith.checkpoint.saved_rows import latest_rows
 from megalith.errors import CheckpointError, ExportError, InputError
 from megalith.serving.discovery.contract import check_name
-from megalith.serving.export.exporter import Provenance, export_model
-from megalith.serving.export.rank_rows import RowSource
+from megalith.serving.export.exporter import Provenance, RowSource, export_model
 from megalith.serving.export.signature import Signature
 from megalith.serving.server.versions import VersionRules, is_named, versions_of
 from megalith.storage.local_files import take_lock

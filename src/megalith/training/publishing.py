@@ -60,8 +60,7 @@ class Publishing:
     ) -> None:
         # Not at the top: other runs do not need the packages of serving.
         from megalith.serving.client.credentials import Credentials
-        from megalith.serving.sync.ps_publisher import ServerPublisher
-        from megalith.serving.sync.publisher import Publisher
+        from megalith.serving.sync.publisher import Publisher, ServerPublisher
 
         train = config.train
         assert train.publish

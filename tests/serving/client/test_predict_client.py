@@ -1,4 +1,4 @@
-"""PredictClient: requests, responses, and failover."""
+"""PredictClient: requests, responses, and channels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megalith import Ragged
 from megalith.errors import InputError, MegalithError, RemoteError, UsageError
-from megalith.serving.client import failover
+from megalith.serving.client import channels
 from megalith.serving.client.channels import Channels
 from megalith.serving.client.predict_client import PredictClient
 from megalith.serving.discovery import Replica, StaticDiscovery
@@ -207,7 +207,7 @@ def test_two_hanging_servers_share_one_deadline() -> None:
 
 
 def test_a_slow_server_is_hedged_and_then_tried_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "REST_SECONDS", 1000.0)
+    monkeypatch.setattr(channels, "REST_SECONDS", 1000.0)
     monkeypatch.setattr(random, "randrange", lambda stop: 0)
 
     def slow(seen: Seen) -> dict[str, Tensor]:
@@ -249,17 +249,17 @@ def test_a_refused_request_is_not_tried_elsewhere(code: str) -> None:
 def when_a_failure_was_heard(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set as soon as a client has made of a failure what it makes of it."""
     heard = threading.Event()
-    original = failover.Attempt._take_failure
+    original = channels.Attempt._take_failure
 
-    def noted(attempt: failover.Attempt, error: RemoteError) -> None:
+    def noted(attempt: channels.Attempt, error: RemoteError) -> None:
         original(attempt, error)
         heard.set()
 
-    monkeypatch.setattr(failover.Attempt, "_take_failure", noted)
+    monkeypatch.setattr(channels.Attempt, "_take_failure", noted)
     return heard
 
 
-@pytest.mark.parametrize("code", sorted(failover.FINAL | {"INTERNAL", "UNAVAILABLE", "NOT_FOUND"}))
+@pytest.mark.parametrize("code", sorted(channels.FINAL | {"INTERNAL", "UNAVAILABLE", "NOT_FOUND"}))
 def test_a_failure_of_the_second_costs_no_answer_of_the_first(
     monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
@@ -295,7 +295,7 @@ def test_what_the_second_said_is_told_if_the_first_fails_too(monkeypatch: pytest
 
 
 def test_a_replica_whose_insides_fail_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "REST_SECONDS", 1000.0)
+    monkeypatch.setattr(channels, "REST_SECONDS", 1000.0)
     with plain_server(refuse("INTERNAL")) as bad, plain_server(doubled) as good, client(bad, good) as c:
         for _ in range(6):
             c.predict({"x": X})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalith.serving.export import exporter as module
-from megalith.serving.export.model_parts import ModelParts
+from megalith.serving.export.program_export import ModelParts
 from tests.serving.export.test_dense_program import Wide
 
 

@@ -21,8 +21,7 @@ from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import ExportError, InputError
 from megalith.models import Model
 from megalith.serving.export.dense_program import DenseProgram
-from megalith.serving.export.model_parts import ModelParts
-from megalith.serving.export.program_export import export_program
+from megalith.serving.export.program_export import ModelParts, export_program
 from tests.serving.exported import trained
 
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving.export import compaction
-from megalith.serving.export.compaction import Compactor
+from megalith.serving.export import overlay as overlay_module
 from megalith.serving.export.frozen_rows import FrozenRows
-from megalith.serving.export.overlay import PRESENT, REMOVED, Overlay
+from megalith.serving.export.overlay import PRESENT, REMOVED, Compactor, Overlay
 from megalith.serving.export.row_format import RowFormat, RowPart
 from megalith.serving.export.servable import Servable
 from tests.serving.export.test_frozen_rows import write
@@ -148,7 +147,7 @@ def test_a_fold_that_fails_leaves_the_rows(
     folder.join()
     assert (folder.folds, overlay.folded_rows) == (1, IDS.numel())
     assert torch.equal(overlay.read("t", IDS)[0], some(IDS, 1)[1])
-    assert compaction.COMPACTION_ROWS > 1
+    assert overlay_module.COMPACTION_ROWS > 1
 
 
 def test_folds_that_fail_add_one_layer_at_most(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -170,7 +169,7 @@ def test_a_closed_servable_ends_its_fold(tmp_path: Path, monkeypatch: pytest.Mon
     folder = Compactor(folds, rows=1)
     servable = Servable(tmp_path / "model" / "1", folder=folder)
     table = next(iter(servable.signature.tables))
-    writer = compaction.FrozenWriter
+    writer = overlay_module.FrozenWriter
     files: list[int] = []
 
     def close_then_write(path: Path, *rest: Any) -> Any:
@@ -179,7 +178,7 @@ def test_a_closed_servable_ends_its_fold(tmp_path: Path, monkeypatch: pytest.Mon
         servable.close()  # between the beginning of a file and its rows
         return made
 
-    monkeypatch.setattr(compaction, "FrozenWriter", close_then_write)
+    monkeypatch.setattr(overlay_module, "FrozenWriter", close_then_write)
     ids, values = some(torch.arange(5), 4, servable.signature.dims[table])
     overlay = servable.overlay
     servable.apply({table: (ids, values)})

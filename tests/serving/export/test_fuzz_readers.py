@@ -23,8 +23,7 @@ from megalith.errors import ExportError, InputError, MegalithError
 from megalith.routing import Router
 from megalith.serving.export.row_format import RowFormat, RowPart
 from megalith.serving.export.servable import Servable
-from megalith.serving.export.signature import Signature
-from megalith.serving.export.warmup_examples import read_examples
+from megalith.serving.export.signature import Signature, read_examples
 from megalith.serving.server.inputs import InputReader
 from megalith.serving.sync.protocol import (
     COMPLETE,

@@ -17,8 +17,7 @@ from megalith import SGD, EmbeddingCollection, Feature, FirstN, Layout, Mean, Ra
 from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import ExportError, InputError, RemoteError
 from megalith.serving.export.exporter import export_model
-from megalith.serving.export.model_parts import ModelParts, ServingModule
-from megalith.serving.export.program_export import export_program
+from megalith.serving.export.program_export import ModelParts, ServingModule, export_program
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import OutputSpec, Signature
 from megalith.serving.proto import GetModelMetadataRequest, SignatureDefMap

@@ -19,7 +19,7 @@ from megalith.models import Model
 from megalith.serving.export.dense_program import DenseProgram
 from megalith.serving.export.exporter import export_model
 from megalith.serving.export.servable import Servable
-from megalith.serving.export.warmup_examples import read_examples
+from megalith.serving.export.signature import read_examples
 from tests.models.support import make
 from tests.serving.export.test_dense_program import Wide
 from tests.serving.exported import MODELS, NUM_IDS, logits_of, request, rows_of, served, trained

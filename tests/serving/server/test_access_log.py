@@ -13,9 +13,9 @@ import grpc
 import pytest
 
 from megalith.errors import InputError
-from megalith.serving.server import concurrency_limits
+from megalith.serving.server import grpc_calls
 from megalith.serving.server.access_log import AccessLog, trace_of
-from megalith.serving.server.concurrency_limits import MAX_CONTROLS, MAX_REFLECTIONS
+from megalith.serving.server.grpc_calls import MAX_CONTROLS, MAX_REFLECTIONS
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Security
 from megalith.serving.server.server_config import ServerConfig
@@ -131,7 +131,7 @@ def test_calls_that_are_refused_before_their_message_is_read(
         wait_until(lambda: any(wait.context is not None for wait in [*server._guard._deadlines._waiting]))  # type: ignore[union-attr]
         call.cancel()
     refused(path, method=STATUS)
-    monkeypatch.setattr(concurrency_limits, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(grpc_calls, "PATIENCE_SECONDS", 0.0)
     control = server._guard._control.places
     wait_until(lambda: control._value == MAX_CONTROLS)
     with silent(server, STATUS, MAX_CONTROLS) as calls:

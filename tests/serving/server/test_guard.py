@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from megalith.errors import InputError, RemoteError
 from megalith.serving.proto import GetModelStatusRequest
-from megalith.serving.server import concurrency_limits
-from megalith.serving.server.concurrency_limits import MAX_CONTROLS, MAX_REFLECTIONS, REQUESTS
+from megalith.serving.server import grpc_calls
+from megalith.serving.server.grpc_calls import MAX_CONTROLS, MAX_REFLECTIONS, REQUESTS
 from megalith.serving.server.model_server import SPARE_REQUESTS, ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import ServerClient, export_version, request_of, rows
@@ -97,7 +97,7 @@ def test_half_open_calls_give_way_to_others(
     guard = server._guard
     assert guard is not None
     monkeypatch.setattr(guard._deadlines, "_seconds", 3600.0)
-    monkeypatch.setattr(concurrency_limits, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(grpc_calls, "PATIENCE_SECONDS", 0.0)
     groups = {REQUESTS[0]: guard._requests, STATUS: guard._control}
     places = groups.get(method, guard._checks).places
     every = MAX_CONCURRENT + SPARE_REQUESTS if method == REQUESTS[0] else MAX_CONTROLS

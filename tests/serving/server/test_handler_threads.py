@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megalith.serving.server.concurrency_limits import HandlerThreads
+from megalith.serving.server.grpc_calls import HandlerThreads
 
 SECONDS = 60.0
 

@@ -32,7 +32,7 @@ from megalith.serving.proto import (
     to_infer_request,
 )
 from megalith.serving.proto.message_types import ModelInferResponse
-from megalith.serving.server.grpc_services import remaining
+from megalith.serving.server.grpc_calls import remaining
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import (

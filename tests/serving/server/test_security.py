@@ -23,7 +23,7 @@ from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery.contract import is_loopback
 from megalith.serving.proto import GetModelStatusRequest
-from megalith.serving.server.concurrency_limits import MAX_STREAMS
+from megalith.serving.server.grpc_calls import MAX_STREAMS
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Permission, Security, read_token
 from megalith.serving.server.served_model import MAX_WRITERS

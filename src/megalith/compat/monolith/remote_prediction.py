@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megalith.errors import DiscoveryError, InputError, RemoteError, UsageError
 from megalith.ops import checks
+from megalith.serving.client.channels import FINAL
 from megalith.serving.client.credentials import Credentials
-from megalith.serving.client.failover import FINAL
 from megalith.serving.client.predict_client import ClientCache, Input, check_timeout
 from megalith.serving.discovery.contract import Discovery
 from megalith.serving.wire_names import PREDICT

@@ -20,11 +20,10 @@ from torch import Tensor
 from megalith.errors import DiscoveryError, InputError, RemoteError, UsageError
 from megalith.ops.checks import kind, text
 from megalith.ragged import Ragged
-from megalith.serving.client.channels import Channels
+from megalith.serving.client.channels import INVALID_ARGUMENT, Attempt, Channels, Route, Targets, run
 from megalith.serving.client.credentials import Credentials
-from megalith.serving.client.failover import INVALID_ARGUMENT, Attempt, Route, Targets, run
+from megalith.serving.discovery import open_discovery
 from megalith.serving.discovery.contract import Discovery, ServiceName
-from megalith.serving.discovery.urls import open_discovery
 from megalith.serving.proto.limits import MAX_BYTES
 from megalith.serving.proto.message_types import DataType, Message, PredictRequest
 from megalith.serving.proto.tf_tensors import (

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from megalith.errors import DiscoveryError, InputError, RemoteError, UnknownNameError
 from megalith.ops.bucketing import dedup
-from megalith.serving.client.channels import Channels
+from megalith.serving.client.channels import Attempt, Channels, Route, Targets, run
 from megalith.serving.client.credentials import Credentials
-from megalith.serving.client.failover import Attempt, Route, Targets, run
 from megalith.serving.client.predict_client import (
     DEFAULT_TIMEOUT,
     check_timeout,

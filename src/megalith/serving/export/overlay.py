@@ -1,4 +1,4 @@
-"""Overlay: rows written since an export, which take precedence over its frozen rows.
+"""Overlay: rows written since an export, which take precedence over its frozen rows, and their compaction.
 
 The rows of each table are in a Table with one more column, a flag: PRESENT or REMOVED. A row and its removal
 are thus one write each, and a concurrent reader sees the state before or after it. A table with codes
@@ -9,26 +9,51 @@ The rows of a table are in layers, the newest first; the first layer that has an
 
     Table           rows written since the last compaction began
     Table           rows that are being compacted; read only
-    CompactedRows   rows of all compactions before, in a mapped file; read only (compaction.py)
+    CompactedRows   rows of all compactions before, in a mapped file; read only
 
-Invariant: the layers of all tables are one tuple, which is replaced as a whole, so that a reader never misses
-a row that moves from one layer to the next.
+A `Compactor` moves rows from memory into mapped files, in the background. A row takes 138 to 155 bytes of
+memory in a Table. In a mapped file it takes its floats and 10 bytes, and the system may drop its page from
+memory.
+
+    step      thread                effect
+    seal      the one that writes   the rows so far are sealed; further pushes go to new tables
+    write     compaction            sealed rows and those of earlier compactions are merged into new files
+    replace   compaction            the files replace the sealed rows and the earlier files, in one assignment
+
+Invariants:
+- The layers of all tables are one tuple, which is replaced as a whole, so that a reader never misses a row
+  that moves from one layer to the next. Requests never wait for a compaction. The bits of a row do not
+  change.
+- At most one compaction runs. While the rows of a failed one are in memory nothing else is sealed; the next
+  compaction writes them.
+- A file has no name once it is mapped, and a compaction ends when its servable is closed. So only a crash
+  during a compaction leaves a file (megalith-fold-*). A server that crashed starts from its export, and
+  parameter sync sends the rows again. If a compaction fails, for example because the disk is full, the rows
+  stay in memory.
 """
 
 from __future__ import annotations
 
-import time as clock
+import logging
+import os
+import tempfile
+import threading
+import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megalith.errors import MegalithError
 from megalith.library import native_module
-from megalith.serving.export.frozen_rows import FrozenRows
-from megalith.serving.export.row_format import Formats
-from megalith.table import SGD, Table, TableConfig, Zeros
+from megalith.serving.export.frozen_rows import FrozenRows, FrozenWriter
+from megalith.serving.export.row_format import Formats, RowFormat
+from megalith.table import SGD, Chunk, Table, TableConfig, Zeros
+
+logger = logging.getLogger(__name__)
 
 PRESENT, REMOVED = 1.0, -1.0
 MAX_RESERVED = 1 << 24
@@ -100,7 +125,7 @@ class Overlay:
             # The engine itself: rows were validated when they arrived.
             engine: Any = self._layers[name][0].engine_impl
             engine.assign_filled(
-                ids.contiguous(), stored.to(torch.float32).contiguous(), PRESENT, int(clock.time())
+                ids.contiguous(), stored.to(torch.float32).contiguous(), PRESENT, int(time.time())
             )
         for name, ids in removed.items():
             newest, *below = self._layers[name]
@@ -250,3 +275,121 @@ def inherit_rows(own: Overlay, overlay: Overlay, frozen: Mapping[str, FrozenRows
             own.apply({table: (ids[new], rows[new])}, {table: ids[~there & known]})
         for ids in exported.ids.split(_PIECE) if overlay.hides_base else ():
             own.apply({}, {table: ids[overlay.read(table, ids)[1] != PRESENT]})
+
+
+# ---- compaction
+
+COMPACTION_ROWS = 1 << 18
+"""Pushed rows in memory from which a fold is worth its files."""
+_SHARE = 4
+"""A fold waits until the rows in memory are this share of the folded ones, because it writes all of them."""
+_CHUNK = 1 << 16
+
+
+class _CompactorClosedError(Exception):
+    """Ends a fold whose rows nobody needs any more."""
+
+
+class CompactedRows:
+    """Flagged rows of one table in a mapped file that has no name any more."""
+
+    def __init__(self, rows: FrozenRows, width: int) -> None:
+        self._rows, self._width = rows, width
+
+    @property
+    def native(self) -> Any:
+        """The native reader."""
+        return self._rows.native
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return flagged rows."""
+        # ids: int64 [n]; returns: float32 [n, width].
+        out = torch.empty(ids.numel(), self._width, device="cpu")
+        self._rows.read(ids.contiguous(), out)
+        return out
+
+    def scan(self) -> Iterator[Chunk]:
+        for ids in self._rows.ids.split(_CHUNK):
+            nothing = torch.zeros(ids.numel(), dtype=torch.int64, device="cpu")
+            yield Chunk(ids, self.lookup(ids), {}, nothing)
+
+
+class Compactor:
+    """Folds the pushed rows of a servable, one fold at a time."""
+
+    def __init__(
+        self, directory: Path | None = None, *, rows: int = COMPACTION_ROWS, seconds: float = 0.0
+    ) -> None:
+        self._directory = directory
+        self._least = rows
+        self._seconds = seconds
+        self._earliest = time.monotonic() + seconds
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.folds = 0
+        """Folds that ended."""
+
+    def consider(self, overlay: Overlay) -> None:
+        """Begin a fold if there are enough rows. Called by the thread that writes, after a write."""
+        if self._closed or (self._thread is not None and self._thread.is_alive()):
+            return
+        enough = max(self._least, overlay.folded_rows // _SHARE)
+        if time.monotonic() < self._earliest or overlay.unfolded_rows < enough:
+            return
+        sealed = overlay.seal()
+        # Not a daemon: it removes its file before the process ends.
+        self._thread = threading.Thread(target=self._fold, args=(overlay, sealed), name="megalith-folding")
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the fold in progress."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        """End the fold in progress, without waiting for it; no other one begins."""
+        self._closed = True
+
+    def _fold(self, overlay: Overlay, sealed: Layers) -> None:
+        try:
+            folded = {}
+            for name, layers in sealed.items():
+                folded[name] = self._fold_table(layers, overlay.width_of(name), drops=overlay.hides_base)
+            overlay.replace_sealed(folded)
+            self.folds += 1
+        except _CompactorClosedError:
+            logger.debug("a fold ended with its servable")
+        except (MegalithError, OSError, RuntimeError, MemoryError) as error:  # torch: RuntimeError
+            logger.warning("pushed rows stay in memory: %s", error)
+        finally:
+            self._earliest = time.monotonic() + self._seconds
+
+    def _fold_table(self, layers: tuple[Any, ...], width: int, *, drops: bool) -> CompactedRows:
+        """Write the rows of some layers into one file, without removed ids if nothing is below them."""
+
+        def rows() -> Iterator[tuple[Tensor, Tensor]]:
+            for ids, flagged in scan_layers(layers):
+                if self._closed:
+                    raise _CompactorClosedError
+                wanted = (
+                    flagged[:, -1] == PRESENT
+                    if drops
+                    else torch.ones(ids.numel(), dtype=torch.bool, device="cpu")
+                )
+                yield ids[wanted], flagged[wanted]
+
+        format = RowFormat.uniform("float32", [width], [1.0])
+        every = [ids for ids, _ in rows()]  # sealed rows do not change, so both scans find the same ones
+        with tempfile.TemporaryDirectory(prefix="megalith-fold-", dir=self._directory) as name:
+            path = Path(name) / "rows"
+            whole = torch.cat(every) if every else torch.zeros(0, dtype=torch.int64, device="cpu")
+            writer = FrozenWriter(path, whole, format)
+            for ids, flagged in rows():
+                writer.add(ids, flagged)
+            writer.finish()
+            found = FrozenRows(path, format)  # keeps its file after the name is gone
+            os.unlink(path)
+        return CompactedRows(found, width)

@@ -25,13 +25,11 @@ from megalith.library import span
 from megalith.nn.feature_plan import FeaturePlan
 from megalith.ops.checks import all_finite, callback, flag, instance, integer, kind, mapping
 from megalith.ops.checks import path as check_path
-from megalith.serving.export.compaction import Compactor
 from megalith.serving.export.dense_program import DenseProgram, ProgramCopy
 from megalith.serving.export.frozen_rows import FrozenRows
-from megalith.serving.export.overlay import Overlay, RowsByTable, find_rows, inherit_rows
+from megalith.serving.export.overlay import Compactor, Overlay, RowsByTable, find_rows, inherit_rows
 from megalith.serving.export.request_plans import Gathered, RequestPlan, RequestPlans, count_missing
-from megalith.serving.export.signature import ENTRY, OUTPUT_DTYPES, Signature
-from megalith.serving.export.warmup_examples import read_examples
+from megalith.serving.export.signature import ENTRY, OUTPUT_DTYPES, Signature, read_examples
 from megalith.storage.store import LocalStore
 
 

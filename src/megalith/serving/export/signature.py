@@ -1,13 +1,14 @@
 """Signature of an exported model: its inputs, its outputs, and the files of its rows and weights.
 
-It is a JSON file, written last; docs/formats/export.md describes its fields. Reading validates every field.
-program_export.py names the outputs of a model and applies their activations.
+The signature is a JSON file, which is written last. The warm-up requests that a server computes before a
+version answers are a second JSON file. docs/formats/export.md describes both. Reading validates every field.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -15,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalith.checkpoint.manifest import Routing
 from megalith.errors import ExportError, InputError
 from megalith.nn import Combiner, Feature, FirstN, Layout, Mean, Slice, Sqrtn, Sum
 from megalith.nn.feature_plan import FeaturePlan
+from megalith.ragged import Ragged
 from megalith.routing import MODES, Router
 from megalith.serving.export.row_format import PRECISIONS, Formats, RowFormat, RowPart
 from megalith.storage.json_codec import parse_json
-from megalith.storage.store import LocalStore, StoredFile
+from megalith.storage.store import LocalStore, StoredFile, checksum
 from megalith.table import SGD, Segment, TableConfig
 
 LOGITS, PROBABILITIES = "logits", "probabilities"
@@ -449,3 +452,44 @@ def _flag(value: Any, name: str) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {repr(value)[:100]}")
     return value
+
+
+_MAX_BYTES = 1 << 24
+
+Example = tuple[dict[str, Ragged], Tensor | None]
+"""Features by name, and dense values float32 [B, num_dense]."""
+
+
+def read_examples(path: Path) -> list[Example]:
+    """Read the warm-up requests of an export."""
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError("too long")
+        examples = []
+        for each in parse_json(path.read_text())["examples"]:
+            features = {name: Ragged.from_lists(lists) for name, lists in each["features"].items()}
+            dense = (
+                None
+                if each["dense"] is None
+                else torch.tensor(each["dense"], dtype=torch.float32, device="cpu")
+            )
+            examples.append((features, dense))
+        return examples
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ExportError(f"{path} holds no valid examples: {error}") from None
+
+
+def write_examples(path: Path, examples: list[Example]) -> StoredFile:
+    """Write the warm-up requests of an export."""
+    data = {
+        "examples": [
+            {
+                "features": {name: column.to_lists() for name, column in features.items()},
+                "dense": None if dense is None else dense.tolist(),
+            }
+            for features, dense in examples
+        ]
+    }
+    text = json.dumps(data, allow_nan=False).encode()
+    path.write_bytes(text)
+    return StoredFile(path.name, len(text), checksum(zlib.crc32(text)))

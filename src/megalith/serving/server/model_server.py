@@ -30,14 +30,13 @@ from megalith.serving.client.credentials import grpc_module
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.discovery import Discovery, Replica, open_discovery
 from megalith.serving.discovery.contract import is_loopback, is_wildcard
-from megalith.serving.export.compaction import Compactor
 from megalith.serving.export.compiled_program import compile_servable, default_cache
+from megalith.serving.export.overlay import Compactor
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, Signature
 from megalith.serving.proto import MAX_BYTES
-from megalith.serving.server.concurrency_limits import ConcurrencyLimits
 from megalith.serving.server.dispatcher import Dispatcher
-from megalith.serving.server.grpc_services import Health, add_reflection, grpc_handler
+from megalith.serving.server.grpc_calls import ConcurrencyLimits, Health, add_reflection, grpc_handler
 from megalith.serving.server.open_inference import OIP_SERVICE, OIPService, TritonExtensions
 from megalith.serving.server.repository import Repository
 from megalith.serving.server.rest import RestServer

@@ -50,7 +50,7 @@ from megalith.serving.proto.infer_tensors import BYTES, DATATYPES
 from megalith.serving.proto.message_bytes import encode_infer_response, read_infer_message
 from megalith.serving.proto.message_types import POOL
 from megalith.serving.server.dispatcher import Dispatcher
-from megalith.serving.server.grpc_services import (
+from megalith.serving.server.grpc_calls import (
     GrpcScoreRequest,
     parse,
     remaining,

@@ -23,7 +23,7 @@ from megalith import __version__
 from megalith.errors import InputError
 from megalith.serving.server.access_log import TRACEPARENT
 from megalith.serving.server.dispatcher import Dispatcher
-from megalith.serving.server.grpc_services import MISSING_IDS, REQUEST_KEY
+from megalith.serving.server.grpc_calls import MISSING_IDS, REQUEST_KEY
 from megalith.serving.server.http import Handler, HttpServer, compress_body, read_body
 from megalith.serving.server.infer_json import HEADER_LENGTH, InferRequest
 from megalith.serving.server.open_inference import (

@@ -48,7 +48,7 @@ from megalith.serving.proto.message_bytes import (
     read_predict_message,
 )
 from megalith.serving.server.dispatcher import FLAT_ROWS, Dispatcher, unknown_signature
-from megalith.serving.server.grpc_services import (
+from megalith.serving.server.grpc_calls import (
     GrpcScoreRequest,
     grpc_handler,
     parse,
