@@ -140,9 +140,10 @@ $(VENV)/installed: $(VENV)/build-tools pyproject.toml $(NATIVE)
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e .
 	@touch $@
 
-# The report is looked at in a real browser, discovery tried with a real ZooKeeper.
+# The report is rendered in a real browser; discovery is tested with a real ZooKeeper.
 $(VENV)/dev: $(VENV)/installed
-	$(BIN)/pip install -q -c constraints.txt pytest pytest-xdist pytest-timeout hypothesis ruff mypy pyarrow tensorboard obstore \
+	$(BIN)/pip install -q -c constraints.txt pytest pytest-xdist pytest-timeout hypothesis safetensors ruff mypy \
+	  pyarrow tensorboard obstore \
 	  'moto[s3]' flask flask-cors protobuf kazoo ray \
 	  grpcio grpcio-health-checking grpcio-reflection prometheus-client
 	$(BIN)/pip install -q --no-deps triton==3.6.0  # its interpreter runs the kernels of the cuda engine

@@ -1,5 +1,4 @@
-// The Python side of files: checksums, writing in the background; of other systems' files: Snappy, Monolith's entries and
-// records.
+// The Python side of files: checksums, writing in the background; of other systems' files: Monolith's entries and records.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -22,7 +21,6 @@
 #include "crc32c.hpp"
 #include "entries.hpp"
 #include "examples.hpp"
-#include "snappy.hpp"
 
 namespace megalith {
 namespace {
@@ -30,45 +28,6 @@ namespace {
 using PieceTuple = std::tuple<uint64_t, int64_t, int64_t>;
 using SegmentTuple = std::tuple<uint64_t, bool, std::vector<PieceTuple>>;
 using LayoutTuple = std::tuple<int64_t, int64_t, bool, bool, std::vector<SegmentTuple>>;
-
-const char* problem_of(snappy::Result result) {
-  switch (result) {
-    case snappy::Result::no_length:
-      return "it does not begin with a length of 32 bits";
-    case snappy::Result::cut_off:
-      return "truncated element";
-    case snappy::Result::too_long:
-      return "there is more than the stated length";
-    case snappy::Result::bad_copy:
-      return "a copy reaches back before the beginning";
-    default:
-      return "output is shorter than the stated length";
-  }
-}
-
-[[noreturn]] void refuse(snappy::Result result, size_t at) {
-  throw std::invalid_argument("snappy: " + std::string(problem_of(result)) + ", at byte " + std::to_string(at));
-}
-
-nb::object unsnap(nb::bytes data, uint64_t max_bytes) {
-  const uint8_t* in = reinterpret_cast<const uint8_t*>(data.c_str());
-  uint64_t length;
-  size_t at = 0;
-  snappy::Result result = snappy::read_length(in, data.size(), length, at);
-  if (result != snappy::Result::good) refuse(result, 0);
-  if (length > max_bytes)
-    throw std::invalid_argument("snappy: it states " + std::to_string(length) + " bytes, more than the limit of " +
-                                std::to_string(max_bytes));
-  nb::object out = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(length)));
-  if (!out.is_valid()) throw nb::python_error();
-  uint8_t* to = reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(out.ptr()));
-  {
-    nb::gil_scoped_release release;
-    result = snappy::unpack(in, data.size(), at, to, length);
-  }
-  if (result != snappy::Result::good) refuse(result, at);
-  return out;
-}
 
 EntryLayout make_layout(const LayoutTuple& tuple) {
   EntryLayout layout;
@@ -178,7 +137,6 @@ void bind_files(nb::module_& m) {
         nb::call_guard<nb::gil_scoped_release>());
 #endif
   m.def("crc32c", [](nb::bytes data) { return crc32c(data.c_str(), data.size()); });
-  m.def("unsnap", unsnap);
   m.def("entries", entries);
   m.def("skip_entries", skip_entries);
   m.def("decode_records", decode_records);

@@ -162,6 +162,7 @@ def test_tests_mirror_the_sources() -> None:
         "benchmarks": "benchmarks as scripts",
         "checkpoint/malformed": "damaged checkpoints",
         "golden": "files of an earlier version",
+        "table/policies": "admission and eviction on every engine",
         "integrations": "frameworks that are not installed for `make test`; `make test-integrations` runs it",
     }
     folders = {str(path.parent.relative_to(TESTS)) for path in TESTS.rglob("test_*.py")} - {"."}

@@ -1,4 +1,4 @@
-// Other systems' files: crc32c, Snappy and EntryDumps, against known values and against damage. Every buffer
+// Other systems' files: crc32c and EntryDumps, against known values and against damage. Every buffer
 // has exactly the size of its bytes, so that the sanitizer detects a read or a write beyond it.
 
 #include <cstdint>
@@ -12,7 +12,6 @@
 #include "crc32.hpp"
 #include "crc32c.hpp"
 #include "entries.hpp"
-#include "snappy.hpp"
 
 using namespace megalith;
 
@@ -64,65 +63,6 @@ void folded_checksums() {
       CHECK(crc32(value, data.get(), n) == crc32_by_bits(value, data.get(), n));
     const size_t cut = n / 3;  // a checksum continues
     CHECK(crc32(crc32(0, data.get(), cut), data.get() + cut, n - cut) == crc32(0, data.get(), n));
-  }
-}
-
-// ---- Snappy
-
-struct Unpacked {
-  snappy::Result result;
-  std::string bytes;
-};
-
-Unpacked unpack(const Bytes& packed) {
-  const auto in = exact(packed);
-  uint64_t length = 0;
-  size_t at = 0;
-  snappy::Result result = snappy::read_length(in.get(), packed.size(), length, at);
-  if (result != snappy::Result::good || length > 1 << 20) return {result, ""};
-  const std::unique_ptr<uint8_t[]> out(new uint8_t[length]);
-  result = snappy::unpack(in.get(), packed.size(), at, out.get(), length);
-  const bool good = result == snappy::Result::good;
-  return {result, good ? std::string(reinterpret_cast<char*>(out.get()), length) : ""};
-}
-
-Bytes bytes_of(const std::string& text) { return Bytes(text.begin(), text.end()); }
-
-void snappy_elements() {
-  CHECK(unpack({0}).bytes.empty() && unpack({0}).result == snappy::Result::good);
-  Bytes literal = {3, 2 << 2};
-  append(literal, bytes_of("abc"));
-  CHECK(unpack(literal).bytes == "abc");
-  Bytes repeated = {10, 2 << 2};  // abc, then seven bytes from three back: a copy over itself
-  append(repeated, bytes_of("abc"));
-  append(repeated, {(7 - 4) << 2 | 1, 3});
-  CHECK(unpack(repeated).bytes == "abcabcabca");
-  Bytes far = {6, 2 << 2};
-  append(far, bytes_of("abc"));
-  append(far, {(3 - 1) << 2 | 2, 3, 0});
-  CHECK(unpack(far).bytes == "abcabc");
-  far.back() = 1;
-  CHECK(unpack(far).result == snappy::Result::bad_copy);
-  Bytes wide = {6, 60 << 2, 2};  // the literal's length in a byte of its own
-  append(wide, bytes_of("abc"));
-  append(wide, {(3 - 1) << 2 | 3, 3, 0, 0, 0});
-  CHECK(unpack(wide).bytes == "abcabc");
-}
-
-void snappy_damage() {
-  CHECK(unpack({}).result == snappy::Result::no_length);
-  CHECK(unpack({0xff, 0xff, 0xff, 0xff, 0xff, 0}).result == snappy::Result::no_length);
-  CHECK(unpack({1}).result == snappy::Result::too_short);
-  CHECK(unpack({1, 0}).result == snappy::Result::cut_off);
-  CHECK(unpack({0, 0, 'a'}).result == snappy::Result::too_long);
-  CHECK(unpack({4, 1, 0}).result == snappy::Result::bad_copy);
-  CHECK(unpack({4, 63 << 2, 0xff, 0xff, 0xff, 0xff}).result == snappy::Result::cut_off);
-  Random random{1};
-  for (int round = 0; round < 20000; ++round) {
-    Bytes noise(static_cast<size_t>(random.below(40)));
-    for (uint8_t& byte : noise) byte = static_cast<uint8_t>(random.next());
-    if (!noise.empty()) noise[0] = static_cast<uint8_t>(random.below(64));
-    unpack(noise);
   }
 }
 
@@ -244,8 +184,6 @@ void entries_cut_off_and_damaged() {
 int main() {
   known_checksums();
   folded_checksums();
-  snappy_elements();
-  snappy_damage();
   entries_into_rows();
   other_shapes_are_refused();
   entries_cut_off_and_damaged();

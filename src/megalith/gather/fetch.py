@@ -31,7 +31,7 @@ from megalith.gather.validate import least_work_bytes, validate
 from megalith.ops import checks
 from megalith.storage.bodies import RANGE_BYTES, Body, Ledger, MemoryWriter, SpoolWriter, download_body
 from megalith.storage.object_store import DOWNLOAD_PIECE_BYTES, ObjectInfo, ObjectStore, StoreRequestError
-from megalith.storage.retries import backoff, run_async
+from megalith.storage.retries import backoff, repeat, run_async
 from megalith.units import show_bytes
 
 Stores = Mapping[str, ObjectStore]
@@ -271,27 +271,27 @@ class Gatherer:
 
     async def _download(self, uid: int, seen: dict[str, Any], phase: _Phase) -> Body:
         """The bytes of the object, tried again as statuses and time allow."""
-        loop = asyncio.get_running_loop()
         pauses = backoff(random.Random(f"{self._plan.digest}/{uid}"))
         replaced, last = False, False
-        while True:
+
+        async def attempt() -> Body:
             try:
                 async with phase.places:
                     with self._ledger.hold(_STREAM_BYTES, "a download"):
                         return await self._attempt(uid, seen, phase)
             except StoreRequestError as error:
-                fault = Fault(Status(error.failure), str(error))
-            except Fault as raised:
-                fault = raised
+                raise Fault(Status(error.failure), str(error)) from None
+
+        def pause_after(fault: Fault) -> float | None:
+            nonlocal replaced, last
             changed = fault.status is Status.CHANGED
             if fault.status not in RETRIED or last or (changed and replaced):
-                raise fault
+                return None
             replaced = replaced or changed
             last = self._window_is_over()
-            pause = 0.0 if changed else next(pauses)
-            if loop.time() + pause >= phase.end:
-                raise fault
-            await asyncio.sleep(pause)
+            return 0.0 if changed else next(pauses)
+
+        return await repeat(attempt, Fault, pause_after, phase.end)
 
     async def _attempt(self, uid: int, seen: dict[str, Any], phase: _Phase) -> Body:
         """One HEAD, and a download of the version that HEAD saw."""

@@ -28,7 +28,7 @@ from megalith.nn.collection_state import check_trainer
 from megalith.shards import LocalShards, Shards, SyncShards
 from megalith.shards.contract import check_configs
 from megalith.table import TableConfig
-from megalith.table.engines.registry import engine_class
+from megalith.table.engines import engine_class
 
 logger = logging.getLogger(__name__)
 

@@ -61,7 +61,7 @@ from megalith.shards.preparer import RoutingPreparer, make_routers
 from megalith.shards.routed_lookup import checked_update
 from megalith.shards.wire import check_wire, make_wire
 from megalith.table import Chunk, MemoryUse, RowCounters, Table, TableConfig, TableStats
-from megalith.table.engines.registry import engine_class
+from megalith.table.engines import engine_class
 from megalith.table.serving_precision import ServingView
 from megalith.table.validation import InputChecks, check_flag, check_start, check_step
 

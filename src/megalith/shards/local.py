@@ -29,8 +29,8 @@ from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds, check_look
 from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
+from megalith.table.engines import engine_group
 from megalith.table.engines.group import EngineGroup
-from megalith.table.engines.registry import engine_group
 from megalith.table.table_data import FoundRows, Step
 from megalith.table.validation import are_plain_ids, check_by_table, check_flag, check_pooling, check_step
 

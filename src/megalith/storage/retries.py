@@ -1,7 +1,9 @@
 """Retries: requests of an ObjectStore repeated until they succeed or a deadline passes.
 
-The asynchronous methods of `ObjectStore` make one request each; what is repeated, and how often, is decided
-here, on one clock. `run_async` makes the way from ordinary code into them.
+The asynchronous methods of `ObjectStore` make one request each. All code that repeats them does so with
+`repeat`: `persist` for a single request, the gather for all requests of one peer. The blocking methods are
+repeated by obstore itself, which resumes an upload at the part that failed. `run_async` calls asynchronous
+code from ordinary code.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from megalith.storage.object_store import RequestFailure as Failure
 from megalith.storage.object_store import StoreRequestError
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Exception)
 
 
 async def persist(
@@ -29,14 +32,33 @@ async def persist(
     loop = asyncio.get_running_loop()
     end = loop.time() + deadline
     pauses = backoff(rng or random.Random())
+
+    def pause_after(error: StoreRequestError) -> float | None:
+        return next(pauses) if error.failure in (Failure.TIMEOUT, Failure.STORE_ERROR) else None
+
+    def attempt() -> Awaitable[T]:
+        return call(max(0.001, min(request_timeout, end - loop.time())))
+
+    return await repeat(attempt, StoreRequestError, pause_after, end)
+
+
+async def repeat(
+    attempt: Callable[[], Awaitable[T]],
+    failure: type[F],
+    pause_after: Callable[[F], float | None],
+    end: float,
+) -> T:
+    """Repeat an attempt after `failure`, until `pause_after` returns None or the pause would reach `end`."""
+    # end: on the clock of the event loop.
+    loop = asyncio.get_running_loop()
     while True:
         try:
-            return await call(max(0.001, min(request_timeout, end - loop.time())))
-        except StoreRequestError as error:
-            pause = next(pauses)
-            if error.failure not in (Failure.TIMEOUT, Failure.STORE_ERROR) or loop.time() + pause >= end:
+            return await attempt()
+        except failure as error:
+            pause = pause_after(error)
+            if pause is None or loop.time() + pause >= end:
                 raise
-            await asyncio.sleep(pause)
+        await asyncio.sleep(pause)
 
 
 def backoff(rng: random.Random, first: float = 0.1, most: float = 5.0) -> Iterator[float]:

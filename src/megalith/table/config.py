@@ -14,8 +14,7 @@ from megalith.errors import InputError
 from megalith.routing import MODES
 from megalith.table.initializers import Initializer, Uniform
 from megalith.table.optimizers import Optimizer, State
-from megalith.table.policies import ADMISSIONS, Admission, Capacity, Eviction, MinCount
-from megalith.table.policies.policy import check_integer
+from megalith.table.policies import ADMISSIONS, Admission, Capacity, Eviction, MinCount, check_integer
 from megalith.table.serving_precision import FixedPoint, OneBit, ServingPrecision
 
 PRECISIONS = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -21,7 +21,7 @@ from torch import Tensor
 from megalith.errors import InputError, TableFullError, UnknownNameError, UsageError
 from megalith.ops.pooling import Pooling
 from megalith.table.config import TableConfig
-from megalith.table.engines.registry import engine_class
+from megalith.table.engines import engine_class
 from megalith.table.eviction_pass import EvictionPass
 from megalith.table.snapshot import Snapshot
 from megalith.table.table_data import MAX_CONSUMERS, Chunk, FoundRows, MemoryUse, TableStats

@@ -23,8 +23,8 @@ from triton.compiler import ASTSource
 
 from megalith import SGD, Capacity, TableConfig
 from megalith.ops import Bags, OutputSlice, Pooling
-from megalith.table.engines.cuda import device_table, triton_runtime
-from megalith.table.engines.cuda import engine as streamed_rows
+from megalith.table.engines.cuda import engine as cuda_engine
+from megalith.table.engines.cuda import launch_group, triton_runtime
 from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
 from megalith.table.table_data import Step
@@ -94,7 +94,7 @@ def call_everything(config: TableConfig, *, all_calls: bool) -> None:
     single = Pooling(((100, config.dim),), {"t": (Bags(torch.arange(101), parts, first=0),)})
     engine.pool(ids, None, single, [torch.zeros(100, config.dim)])
     rows = torch.arange(100, dtype=torch.int32)
-    device_table.assign_in_order(engine.group, rows, torch.ones(100, config.dim), add=True, time=0)
+    launch_group.assign_in_order(engine.group, rows, torch.ones(100, config.dim), add=True, time=0)
     engine.table.write_weights(rows, torch.ones(100, config.dim))
     engine.table.copy_states(rows, torch.ones(100, engine.layout.state_floats), write=True)
     engine.table.copy_states(rows, torch.ones(100, engine.layout.state_floats), write=False)
@@ -142,7 +142,7 @@ def main(names: list[str]) -> int:
     """Compile the kernels of optimizers, by name, or of all other calls: "calls"."""
     compiled = CompiledKernels()
     triton_runtime._BoundKernel.__call__ = lambda bound, *a: compiled.launch(bound, *a)  # type: ignore[method-assign,assign]
-    streamed_rows.find_device = lambda: torch.device("cpu")
+    cuda_engine.find_device = lambda: torch.device("cpu")
     for name in [name for name in names if name != "calls"]:
         dim = 1 if name == "batch_softmax" else 8
         call_everything(TableConfig("t", dim=dim, optimizer=OPTIMIZERS[name]), all_calls=False)

@@ -38,7 +38,7 @@ from megalith.table.engines import shard_capacity
 from megalith.table.engines.cuda import triton_runtime
 from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
-from megalith.table.engines.cuda.step_settings import find_rule
+from megalith.table.engines.cuda.step_rules import find_rule
 from megalith.table.optimizers import OPTIMIZERS as LIBRARY
 from tests.table.engines.cuda_configs import CONFIGS, ON_GPU, OPTIMIZERS, Halving, cases, gpu_or_soak
 from tests.table.engines.programs import Program, everything

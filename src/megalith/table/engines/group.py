@@ -2,7 +2,7 @@
 
 All engines of a group are of one kind. Input is validated before it reaches the group. This class calls one
 engine after another; an engine that runs all tables in one native call or one set of launches has a subclass
-(`registry.GROUPS`).
+(`GROUPS` of the package).
 
 The contract forces no data-dependent host synchronisation: row numbers and epochs (`FoundRows`) are opaque to
 callers, no call returns a size that depends on the data, and outputs have the shapes that the input

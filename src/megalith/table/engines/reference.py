@@ -24,7 +24,7 @@ from megalith.table.engines.shard_capacity import check_capacity, make_room
 from megalith.table.engines.torch_step import update_chunk, update_in_torch
 from megalith.table.initializers import initial_rows, table_key
 from megalith.table.optimizers import Optimizer, native_rule
-from megalith.table.policies.admission import MAX_COUNT
+from megalith.table.policies import MAX_COUNT
 from megalith.table.rounding import round_rows, round_step
 from megalith.table.table_data import Chunk, FoundRows, MemoryUse, RowCounters, SnapshotStart, Step
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megalith.bits import mix64, signed
 from megalith.table.initializers import draw_bits
-from megalith.table.policies import Admission, MinCount, Probability
-from megalith.table.policies.admission import MAX_COUNT
+from megalith.table.policies import MAX_COUNT, Admission, MinCount, Probability
 
 SAMPLE = 2048
 WALK = 64

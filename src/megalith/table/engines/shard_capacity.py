@@ -43,8 +43,7 @@ from megalith.errors import InputError, TableFullError
 from megalith.ops.pooling import Pooling
 from megalith.table.config import TableConfig
 from megalith.table.engines.torch_step import distinct_ids
-from megalith.table.policies import Capacity, MinCount
-from megalith.table.policies.eviction import Score
+from megalith.table.policies import Capacity, MinCount, Score
 from megalith.table.table_data import Chunk, Step
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from megalith.table.engines.shard_capacity import make_room
 from megalith.table.table_data import RowCounters
 
 if TYPE_CHECKING:
-    from megalith.table.engines.cuda.engine import StoredRows
+    from megalith.table.engines.cuda.engine import CudaEngine
 
 
 class AdmissionPlan(NamedTuple):
@@ -41,7 +41,7 @@ class AdmissionPlan(NamedTuple):
 class CudaPolicies:
     """The policies of one engine, and its counters and logs."""
 
-    def __init__(self, engine: StoredRows) -> None:
+    def __init__(self, engine: CudaEngine) -> None:
         self._engine = engine
         config = engine.config
         self.active = config.admission is not None or config.capacity is not None

@@ -26,7 +26,7 @@ STATE_VALUES = tl.constexpr(8)
 TRACKED = tl.constexpr(9)
 READS_INITIAL = tl.constexpr(10)  # whether an id without a row reads as its initial row, 0 or 1
 COUNTS_UPDATES = tl.constexpr(11)  # whether the updates of rows are counted, 0 or 1
-# The layout of its rows; see shared_layout.py.
+# The layout of its rows; see row_layout.py.
 ROW_SHIFT = tl.constexpr(12)
 ROW_STRIDE = tl.constexpr(13)
 ROW_HEADER = tl.constexpr(14)
@@ -89,7 +89,7 @@ def pointer_field(tables, table, FIELDS: tl.constexpr, number: tl.constexpr, dty
 def number_at(place, CONSTANT: tl.constexpr):
     """A number of a layout, int32: CONSTANT, or what is at `place` if it differs between tables.
 
-    A negative CONSTANT is minus a divisor of the number; see shared_layout.py.
+    A negative CONSTANT is minus a divisor of the number; see row_layout.py.
     """
     if CONSTANT < 0:
         return tl.multiple_of(tl.load(place).to(tl.int32), -CONSTANT)

@@ -47,7 +47,7 @@ from megalith.table.engines.cuda.updates import Gradients, TableUpdate, stage_up
 from megalith.table.engines.reference_policies import is_sparse
 from megalith.table.engines.shard_capacity import check_capacity
 from megalith.table.initializers import table_key
-from megalith.table.policies.admission import MAX_COUNT
+from megalith.table.policies import MAX_COUNT
 from megalith.table.table_data import (
     Chunk,
     FoundRows,
@@ -63,6 +63,7 @@ LIVE_ROWS = 1 << 20
 """Row numbers whose headers are read at once."""
 FIRST_CONSUMER_BIT = 8
 FIRST_WATCH_BIT = 16
+NUM_WATCHES = 8
 
 
 class ScannedPart:
@@ -75,8 +76,19 @@ class ScannedPart:
         self.writes = writes
 
 
-class StreamedRows(Engine):
-    """Rows in GPU memory. See `Engine`."""
+class FoundBy(NamedTuple):
+    """Who found rows, and when; kept with the tensor of row numbers, which users may hold."""
+
+    owner: object  # The launch group
+    # The number of writes of each engine of the group at that time; while it stays, absent ids stay absent
+    writes: list[int]
+    ids: Tensor  # The ids of the group's tables
+    search: RowSearch  # What the group found
+    sizes: list[int]  # Number of ids of each table
+
+
+class CudaEngine(Engine):
+    """One table in GPU memory."""
 
     engine = "cuda"
 
@@ -103,6 +115,10 @@ class StreamedRows(Engine):
         self.open_snapshot: StreamedSnapshot | None = None
         self._snapshot_consumer = -1
         self._drained: tuple[Tensor, Tensor] | None = None  # for the open snapshot
+        self.policies = CudaPolicies(self)
+        self._watches: set[int] = set()
+        self._plans = PoolingPlans()
+        self._none = torch.empty(0, dtype=torch.int64, device=self.device)
 
     @cached_property
     def copies(self) -> HostCopies:
@@ -309,21 +325,6 @@ class StreamedRows(Engine):
                 for ids in drained:
                     self.mark(self._snapshot_consumer, ids)
         return snapshot.waited
-
-
-NUM_WATCHES = 8
-
-
-class StoredRows(StreamedRows):
-    """The calls that write single rows, policies and touched rows. See `Engine`."""
-
-    def __init__(
-        self, config: TableConfig, *, seed: int = 0, num_shards: int = 1, chunk_bytes: int = CHUNK_BYTES
-    ) -> None:
-        super().__init__(config, seed=seed, num_shards=num_shards, chunk_bytes=chunk_bytes)
-        self.policies = CudaPolicies(self)
-        self._watches: set[int] = set()
-        self._none = torch.empty(0, dtype=torch.int64, device=self.device)
 
     def reseed(self, seed: int) -> None:
         with self.order:
@@ -632,22 +633,7 @@ class StoredRows(StreamedRows):
             index = 8 * table.entries.numel()
             return MemoryUse(index, weights, states, side, self.policies.memory(), slack)
 
-
-class FoundBy(NamedTuple):
-    """Who found rows, and when; kept with the tensor of row numbers, which users may hold."""
-
-    owner: object  # The launch group
-    # The number of writes of each engine of the group at that time; while it stays, absent ids stay absent
-    writes: list[int]
-    ids: Tensor  # The ids of the group's tables
-    search: RowSearch  # What the group found
-    sizes: list[int]  # Number of ids of each table
-
-
-class CudaEngine(StoredRows):
-    """The hot calls of one table. See `Engine`."""
-
-    _plans: PoolingPlans | None = None
+    # ---- the hot calls
 
     def find(self, ids: Tensor) -> FoundRows:
         with self.order:
@@ -702,8 +688,6 @@ class CudaEngine(StoredRows):
             return result if out is None else out
 
     def _plan(self, pooling: Pooling, n: int) -> PoolingPlan:
-        if self._plans is None:
-            self._plans = PoolingPlans()
         return self._plans.find(self.group, [self.name], [n], pooling)
 
     def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:

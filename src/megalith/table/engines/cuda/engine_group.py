@@ -1,6 +1,6 @@
 """CudaEngineGroup: the hot calls over all tables of one LocalShards, one set of launches per kind of table.
 
-Tables with equal optimizers, precisions and padded dims share launches; see shared_layout.py. The ids of such
+Tables with equal optimizers, precisions and padded dims share launches; see row_layout.py. The ids of such
 tables are concatenated once, in `find`, and the result is kept with the row numbers, so that `pool` and
 `update` do not concatenate again.
 """

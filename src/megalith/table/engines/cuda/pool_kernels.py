@@ -2,7 +2,7 @@
 
 A launch covers many parts (axis 1), each an OutputSlice of the bags of one feature, in blocks of bags (axis
 0). `parts` describes them. START, WIDTH and OFFSET are the columns of all parts in their rows; a negative
-number differs between parts, which have it in their fields (see shared_layout.py). Offsets of bags are
+number differs between parts, which have it in their fields (see row_layout.py). Offsets of bags are
 clamped to the occurrences of the table, because the host does not read them.
 """
 

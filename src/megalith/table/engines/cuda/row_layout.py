@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalith.table.config import PRECISIONS, TableConfig
-from megalith.table.engines.cuda.step_settings import StepRule, find_rule
+from megalith.table.engines.cuda.step_rules import StepRule, find_rule
 from megalith.table.engines.cuda.triton_runtime import padded
 from megalith.table.serving_precision import ServingView
 

@@ -1,14 +1,22 @@
-"""The optimizers that have a kernel: their numbers, settings and steps.
+"""The optimizers that have a kernel: the number, settings and step of each rule.
 
 A step reads the weights and states of one row (or segment of a row), and writes them back. Its formula is
 that of `Optimizer.update`, operation by operation; only sums over the columns of a row may add in another
 order. An optimizer without a rule here, such as a user's, runs through `Optimizer.update` in torch on the
-device; see table_updates.py.
+device (updates.py).
 """
 
-# mypy: ignore-errors
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megalith.table import optimizers
 from megalith.table.engines.cuda.triton_runtime import tl, triton
+from megalith.table.optimizers import Optimizer
+from megalith.table.optimizers.adam import AdamSettings
+from megalith.table.schedules import as_float32
 
 SGD = tl.constexpr(1)
 MOMENTUM = tl.constexpr(2)
@@ -37,7 +45,7 @@ def optimizer_step(
     """Return the weights after a step; changes the states at `state`.
 
     `h0` to `h5` are the settings, `lr` and `factor` the rate and the bias correction, and `extra` a number
-    that depends on the rate; `step_settings.py` computes them. DELAY is the strength of `DelayCompensated`,
+    that depends on the rate; `step_numbers` computes them. DELAY is the strength of `DelayCompensated`,
     whose state precedes that of the rule; -1 without it. `width` is the number of weights, a tensor.
     """
     if DELAY >= 0:
@@ -209,3 +217,87 @@ def rule_step(
         tl.store(state + 1, extra)
         result = (1.0 - lr) * weight + lr * interval
     return result
+
+
+NUM_SETTINGS = 6
+
+
+class StepRule(NamedTuple):
+    """The rule of one segment."""
+
+    rule: int  # Number of the rule
+    options: int  # Variants of the rule, as bits
+    settings: tuple[float, ...]  # `NUM_SETTINGS` numbers
+    delay: float = -1.0  # Strength of a `DelayCompensated` around the optimizer; -1 without one
+
+
+def find_rule(optimizer: Optimizer) -> StepRule | None:
+    if type(optimizer) is optimizers.DelayCompensated:
+        base = find_rule(optimizer.base)
+        return None if base is None else base._replace(delay=optimizer.strength)
+    rule, options, settings = _rule(optimizer)
+    if not rule:
+        return None
+    return StepRule(rule, options, (*settings, *[0.0] * (NUM_SETTINGS - len(settings))))
+
+
+def _rule(optimizer: Optimizer) -> tuple[int, int, tuple[float, ...]]:
+    kind, o = type(optimizer), optimizer
+    if kind is optimizers.SGD:
+        return SGD.value, 0, ()
+    if kind is optimizers.Momentum:
+        assert isinstance(o, optimizers.Momentum)
+        settings = (o.momentum, o.weight_decay, 1.0 + o.momentum)
+        return MOMENTUM.value, int(o.nesterov), settings
+    if kind is optimizers.Adagrad:
+        return ADAGRAD.value, 0, o.hyper
+    if kind is optimizers.RowWiseAdagrad:
+        return ROWWISE_ADAGRAD.value, 0, o.hyper
+    if kind in (optimizers.Adam, optimizers.AdamW, optimizers.AMSGrad, optimizers.LAMB):
+        assert isinstance(o, AdamSettings)
+        beta1, beta2, new1, new2, eps, decay, _ = o.hyper
+        numbers = (new1, new2, eps, decay, as_float32(beta1), as_float32(beta2))
+        if not isinstance(o, optimizers.Adam):
+            return LAMB.value, 8 * o.counts_rows, numbers
+        options = o.nesterov + 2 * o.decoupled + 4 * o.keeps_maximum + 8 * o.counts_rows
+        return ADAM.value, options, numbers
+    if kind in (optimizers.FTRL, optimizers.GroupFTRL):
+        assert isinstance(o, optimizers.FTRL)
+        rule = FTRL if kind is optimizers.FTRL else GROUP_FTRL
+        return rule.value, 0, (o.beta, o.l1)
+    if kind is optimizers.GroupAdagrad:
+        return GROUP_ADAGRAD.value, 0, o.hyper
+    if kind is optimizers.BatchSoftmax:
+        return BATCH_SOFTMAX.value, 0, ()
+    if kind is optimizers.Lion:
+        assert isinstance(o, optimizers.Lion)
+        beta1, beta2 = o.betas
+        return LION.value, 0, (beta1, 1 - beta1, beta2, 1 - beta2, o.weight_decay)
+    if kind in (optimizers.RMSProp, optimizers.RMSPropV2):
+        assert isinstance(o, optimizers.RMSProp)
+        return RMSPROP.value, 0, (o.alpha, o.new_square, o.eps, o.weight_decay)
+    if kind is optimizers.Adadelta:
+        assert isinstance(o, optimizers.Adadelta)
+        return ADADELTA.value, 0, (o.rho, 1 - o.rho, o.eps, o.weight_decay)
+    if kind is optimizers.DynamicWdAdagrad:
+        return DYNAMIC_WD.value, 0, o.hyper[:2]
+    if kind is optimizers.MovingAverage:
+        assert isinstance(o, optimizers.MovingAverage)
+        return MOVING_AVERAGE.value, 0, (o.momentum, 1 - o.momentum)
+    return 0, 0, ()
+
+
+def step_numbers(optimizer: Optimizer, lr: float, step: int) -> tuple[float, float, float]:
+    """Return the numbers of a rule that depend on the step: rate, bias correction, and `extra`."""
+    if isinstance(optimizer, optimizers.DelayCompensated):
+        return step_numbers(optimizer.base, lr, step)
+    if isinstance(optimizer, optimizers.BatchSoftmax):
+        return lr, float((step + 1) >> 24), float((step + 1) & (2**24 - 1))
+    extra = 0.0
+    if isinstance(optimizer, optimizers.Adam) and optimizer.decoupled:
+        extra = 1.0 - lr * optimizer.weight_decay
+    elif isinstance(optimizer, optimizers.FTRL):
+        extra = optimizer.l2 * lr
+    elif isinstance(optimizer, optimizers.DynamicWdAdagrad):
+        extra = lr * optimizer.hyper[2]
+    return lr, optimizer.correction(step), extra

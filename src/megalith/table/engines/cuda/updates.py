@@ -32,11 +32,11 @@ from megalith.table.engines.cuda.device_table import (
 )
 from megalith.table.engines.cuda.graphs import RecordedCalls
 from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
-from megalith.table.engines.cuda.step_settings import NUM_SETTINGS, step_numbers
+from megalith.table.engines.cuda.step_rules import NUM_SETTINGS, step_numbers
 from megalith.table.engines.cuda.streams import hold
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, Bound, padded
 from megalith.table.engines.torch_step import update_chunk
-from megalith.table.policies.admission import MAX_COUNT
+from megalith.table.policies import MAX_COUNT
 from megalith.table.rounding import round_step
 from megalith.table.table_data import Chunk, Step
 

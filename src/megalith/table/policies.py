@@ -1,26 +1,133 @@
-"""Eviction policies: which rows are removed.
+"""Policies: which new ids get a row (`Admission`), and which rows are removed (`Eviction`).
 
-`TTL` removes rows by age, `MinNorm` by their norm, and `Capacity` limits the size of a table.
-`Table.evict` asks `TTL` and `MinNorm` in passes over the table (eviction_pass.py). A `Capacity` holds at
-every moment: the write that needs a place removes rows (engines/shard_capacity.py,
-native/table_evict.hpp).
+A policy holds settings only. The rows, counts and logs belong to the engine, so one policy object may serve
+several tables. A new eviction policy is a class and an entry of `EVICTIONS`.
+
+`MinCount` admits an id by its number of occurrences, `Probability` at random. The engines decide, for speed:
+native/table_admit.hpp and engines/reference_policies.py.
+
+`TTL` removes rows by age, `MinNorm` by their norm, and `Capacity` limits the size of a table. `Table.evict`
+asks `TTL` and `MinNorm` in passes over the table (eviction_pass.py). A `Capacity` holds at every moment: the
+write that needs a place removes rows (engines/shard_capacity.py, native/table_evict.hpp).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from numbers import Real
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.ops.ids import NUM_SLOTS, slot_of
-from megalith.table.policies.policy import Eviction, check_integer, check_real
 from megalith.table.schedules import FLOAT32_MAX
 from megalith.table.table_data import MAX_TIME, Chunk
+
+MAX_COUNT = 2**32 - 1
+
+
+class Admission:
+    """Decides which new ids of an update get a row.
+
+    `Table.assign`, `assign_add`, `reinitialize` and `restore` create rows without asking the policy.
+    """
+
+    name: ClassVar[str]
+    """The name of the policy in configs of runs and in errors."""
+
+
+class Eviction(ABC):
+    """Decides which rows `Table.evict` removes."""
+
+    name: ClassVar[str]
+    """The name of the policy in configs of runs and in errors."""
+
+    needs_rows: ClassVar[bool] = False
+    """Whether `expired` reads weights and optimizer state. Without them a pass over a table is cheaper."""
+
+    @abstractmethod
+    def expired(self, chunk: Chunk, now: int) -> Tensor:
+        """Return which rows are to be removed.
+
+        Args:
+            chunk: Rows of the table. Without `needs_rows` it holds ids, times, counts and steps only.
+            now: The time of the call in seconds.
+
+        Returns:
+            bool [n].
+        """
+
+
+def check_integer(where: str, value: Any, low: int) -> int:
+    """Check an integer setting of a policy."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise InputError(f"{where} must be an integer >= {low}, got {value!r}")
+    return value
+
+
+def check_real(where: str, value: Any, *, above: float, most: float) -> float:
+    """Check a real setting of a policy."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not above < float(value) <= most:
+        raise InputError(f"{where} must be a number above {above:g} and at most {most:g}, got {value!r}")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class MinCount(Admission):
+    """Creates the row of an id in the call in which the total of its occurrences reaches `n`.
+
+    That call applies the whole summed gradient of the id; the gradients of earlier calls are dropped. Counts
+    are exact for up to `max_ids` ids without a row. Beyond that the ids that were counted first are dropped;
+    `Table.stats` reports how many.
+
+    Args:
+        n: Number of occurrences that creates a row. 1 admits every id.
+        max_ids: Largest number of ids that are counted, for each shard. A counted id takes about 45 bytes. A
+            `Capacity` with `max_bytes` may lower it.
+
+    Raises:
+        InputError: An argument is not an integer, or it is out of range.
+    """
+
+    n: int
+    max_ids: int = 1 << 24
+    name: ClassVar[str] = "min_count"
+
+    def __post_init__(self) -> None:
+        if check_integer("MinCount: n", self.n, 1) > MAX_COUNT:
+            raise InputError(f"MinCount: n must be at most {MAX_COUNT}, got {self.n}")
+        check_integer("MinCount: max_ids", self.max_ids, 1)
+
+
+@dataclass(frozen=True)
+class Probability(Admission):
+    """Creates a row with probability `p` for each occurrence of the id; needs no memory for counts.
+
+    The draw is a function of the seed, the table, the id, the step and the number of the occurrence, so a run
+    can be repeated. An id occurs 1 / p times on average before it has a row.
+
+    Args:
+        p: Probability, above 0 and at most 1.
+
+    Raises:
+        InputError: `p` is not a number, or it is out of range.
+    """
+
+    p: float
+    name: ClassVar[str] = "probability"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "p", check_real("Probability: p", self.p, above=0, most=1))
+
+    @property
+    def limit(self) -> int:
+        """The limit below which 24 random bits admit an id, 1 to 2^24."""
+        return max(1, round(self.p * 2**24))
 
 
 @dataclass(frozen=True)
@@ -146,3 +253,21 @@ class Capacity(Eviction):
     def expired(self, chunk: Chunk, now: int) -> Tensor:
         # Nothing, since a table never exceeds its capacity.
         return torch.zeros(chunk.ids.shape[0], dtype=torch.bool, device="cpu")
+
+
+ADMISSIONS: dict[str, type[Admission]] = {kind.name: kind for kind in (MinCount, Probability)}
+EVICTIONS: dict[str, type[Eviction]] = {kind.name: kind for kind in (TTL, MinNorm, Capacity)}
+
+
+def describe_policy(policy: Admission | Eviction) -> dict[str, Any]:
+    """Describe a policy as JSON data, for manifests and messages."""
+    names: list[str] = [field.name for field in fields(policy)] if is_dataclass(policy) else []
+    return {"name": policy.name, "settings": {name: _plain(getattr(policy, name)) for name in names}}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return getattr(value, "__qualname__", None) or repr(value)
