@@ -23,7 +23,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from megalith.distributed.elastic_ranks import BrokenExchange, ElasticRanks
-from megalith.distributed.fingerprint import Fingerprint
+from megalith.distributed.tensor_parts import Fingerprint
 from megalith.errors import ArtifactError, InputError, RankTimeoutError
 from megalith.gather.fetch import FetchOptions, Gatherer
 from megalith.gather.payload_schema import PayloadSchema, Weights

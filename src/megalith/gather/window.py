@@ -31,8 +31,7 @@ from typing import Literal
 from torch import Tensor
 
 from megalith.distributed.elastic_ranks import BrokenExchange, ElasticRanks
-from megalith.distributed.fingerprint import Fingerprint
-from megalith.distributed.tensor_parts import TensorPart
+from megalith.distributed.tensor_parts import Fingerprint, TensorPart
 from megalith.errors import ArtifactError, BudgetError, InputError, RankTimeoutError, UsageError
 from megalith.gather.artifact import make_manifest, prune_artifacts, upload_payloads, write_manifest
 from megalith.gather.columns import Columns
