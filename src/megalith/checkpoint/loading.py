@@ -38,8 +38,10 @@ from megalith.checkpoint.model_state import (
     DenseMatch,
     check_equal_options,
     check_idle,
+    check_weights,
     collections_of,
     dense_state,
+    distribute_state,
     forget_last_save,
     keep_routing,
     match_dense,
@@ -54,11 +56,11 @@ from megalith.checkpoint.parts import (
     check_pending,
     load_on_server,
     load_part,
+    loaded_on_server,
+    place_of,
     relevant_pieces,
 )
-from megalith.checkpoint.ps_recovery import loaded_on_server, place_of
 from megalith.checkpoint.saved_rows import check_piece, check_removed, read_tensors
-from megalith.checkpoint.sharded_weights import check_weights, distribute_state
 from megalith.distributed.ranks import Ranks, agree
 from megalith.errors import CheckpointError, InputError, RankFailedError, RankTimeoutError
 from megalith.nn import EmbeddingCollection

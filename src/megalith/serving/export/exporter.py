@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.checkpoint.manifest import Routing, megalith_version
-from megalith.checkpoint.model_state import routing_of
-from megalith.checkpoint.sharded_weights import is_sharded, reshard_fsdp
+from megalith.checkpoint.model_state import is_sharded, reshard_fsdp, routing_of
 from megalith.distributed.dense_parameters import fsdp1_module
 from megalith.distributed.ranks import Ranks, agree
 from megalith.errors import ExportError, InputError, MegalithError, UsageError
