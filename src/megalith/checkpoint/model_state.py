@@ -211,22 +211,6 @@ def routing_of(shards: Shards, table: str, kept: Mapping[str, tuple[str, int | N
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
-class _ProcessGroupRanks(Ranks):
-    """The ranks of a process group: those that share a model without collections."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.rank, self.size = current_rank(group), world_size(group)
-
-    def broadcast(self, value: Any) -> Any:
-        return self.gather(value)[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
-
 def is_sharded(tensor: Any) -> bool:
     """Return whether a value is a DTensor, without importing DTensor for plain tensors."""
     if type(tensor) in _PLAIN or not isinstance(tensor, Tensor):
@@ -261,9 +245,9 @@ def ranks_of_weights(weights: Mapping[str, Tensor]) -> Ranks:
     if mesh is None or mesh.size() == 1:
         return Ranks()
     if mesh.size() == world_size():
-        return _ProcessGroupRanks(None)
+        return Ranks(dist.group.WORLD)
     if mesh.ndim == 1:
-        return _ProcessGroupRanks(mesh.get_group())
+        return Ranks(mesh.get_group())
     raise UsageError(
         f"the dense weights are sharded over {mesh}, which is only a part of the {world_size()} ranks: use a "
         "mesh of one dimension or one of all ranks"

@@ -76,7 +76,6 @@ from megalith.checkpoint.parts import (
     write_on_server,
 )
 from megalith.checkpoint.saved_rows import write_tensors
-from megalith.distributed.ranks import agree
 from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.ops import checks
 from megalith.shards import Shards
@@ -126,7 +125,7 @@ class SaveJob:
         self._options = options
         self._collections = collections_of(model)
         self._ranks = ranks_of(model)
-        self.store: Store = agree(self._ranks, lambda: self._open(path), error=CheckpointError)
+        self.store: Store = self._ranks.agree(lambda: self._open(path), error=CheckpointError)
         check_equal_options(
             self._ranks,
             "a save",
@@ -141,18 +140,17 @@ class SaveJob:
         self._tables: list[SavedTable] = []
         self._part: PartSave | None = None
         self._reports: list[dict[str, Any]] = []
-        weights, state = agree(self._ranks, lambda: self._check(model), error=CheckpointError)
+        weights, state = self._ranks.agree(lambda: self._check(model), error=CheckpointError)
         check_weights(weights | {f"optimizer state {name}": t for name, t in state.items()}, self._ranks)
         # Copies, because training continues. Sharded tensors are gathered here: `run` exchanges nothing.
-        self._dense, self._tensors = agree(
-            self._ranks,
+        self._dense, self._tensors = self._ranks.agree(
             lambda: (whole_copies(weights, self._ranks), whole_copies(state, self._ranks)),
             error=CheckpointError,
         )
         self.id = str(self._ranks.broadcast(uuid.uuid4().hex[:12]))
         self._folder = f"{DATA}{self.id}"
         try:
-            agree(self._ranks, self._freeze, error=CheckpointError)
+            self._ranks.agree(self._freeze, error=CheckpointError)
         except BaseException:
             self._end(give_back=True)
             if self._on_servers() and self._ranks.size == 1:

@@ -107,7 +107,8 @@ def move_lines(tensor: Tensor, have: Sequence[Span], need: Sequence[Span], ranks
     out = [common(have[place], span) for span in need]
     into = [common(span, need[place]) for span in have]
     sent = torch.cat([tensor[a - start : b - start].cpu().to(torch.float32).reshape(-1) for a, b in out])
-    got = ranks.all_to_all("lines", sent, [size * (b - a) for a, b in out], [size * (b - a) for a, b in into])
+    send, receive = ([size * (b - a) for a, b in spans] for spans in (out, into))
+    got = ranks.all_to_all(sent, send, receive, "lines")
     return got.view(last - first, *tensor.shape[1:])
 
 
@@ -206,7 +207,7 @@ def _leaves(part: TensorPart, shape: tuple[int, ...], ranks: ElasticRanks) -> by
             for a, b in spans
         ]
         sent = local[:head].cpu().contiguous().view(-1).view(torch.uint8)
-        got = ranks.all_to_all("lines of leaves", sent, send, receive)
+        got = ranks.all_to_all(sent, send, receive, "lines of leaves")
         tail = got.view(local.dtype).view(-1, width)
         local, start = local[head:], start + head
     found = []

@@ -172,7 +172,7 @@ class OuterUpdate:
             saved = TensorSnapshot(self.local_tensors(parts), snapshot, snapshot_directory)
             return parts, take, saved, columns
 
-        parts, take, saved, columns = together.agree("pre-update", prepare)
+        parts, take, saved, columns = together.agree(prepare, "pre-update")
         try:
             return self.step(columns, uids, parts, take)
         except BaseException as error:
