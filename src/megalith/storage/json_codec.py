@@ -5,10 +5,25 @@ keys. `JsonFields` reads the fields of an object by name and type. The caller pa
 
 `to_json` and `from_json` convert dataclasses by their type hints: every field must be there with its type, no
 other field may be there, and what a class itself refuses (InputError) is reported with the place in the
-document. Supported hints are bool, int, float, str, `Sha256`, datetime, Literal, enums (by name or, for str
-enums, by value), unions of these with None and each other, tuples, Mappings by str or int, and such
-dataclasses. `field(metadata=INLINE)` writes the fields of a nested dataclass next to those of its owner,
-`field(metadata=NOT_SAVED)` leaves a field out, and `field(metadata=saved_as(name))` gives it another name.
+document. With `JsonFields(lenient=True)`, for files that later versions extend, a missing field has its
+default and other fields are ignored.
+
+    hint                                read as
+    bool, int, float, str, datetime     themselves
+    Sha256, Literal, Enum               text: an enum by its name, a str enum by its value
+    tuple, list, Mapping, dict          a list or an object; the keys of an object are str or int
+    a dataclass                         an object
+    X | Y                               the one of its type; None is null
+    Any                                 any JSON data
+    Annotated[int, range(...)]          an integer in the range
+    Annotated[str, n, check]            text of at most n letters, which `check` does not refuse (InputError)
+    Annotated[Mapping, a dataclass]     an object that has at least the fields of the dataclass, as it is
+
+    metadata of a field                 effect
+    INLINE                              the fields of a nested dataclass are next to those of its owner
+    NOT_SAVED                           the field is left out
+    NULL_IS_DEFAULT                     null is read as the default, if lenient
+    saved_as(name)                      the field has another name
 """
 
 from __future__ import annotations
@@ -18,7 +33,7 @@ import json
 import re
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum, StrEnum
 from functools import cache
@@ -76,8 +91,11 @@ class JsonFields:
     "field tables[2].dim must be an integer".
     """
 
-    def __init__(self, data: dict[str, Any], error: ErrorFactory, path: str = "") -> None:
+    def __init__(
+        self, data: dict[str, Any], error: ErrorFactory, path: str = "", *, lenient: bool = False
+    ) -> None:
         self.data = data
+        self.lenient = lenient
         self._error = error
         self._path = path
 
@@ -153,7 +171,7 @@ class JsonFields:
     def elements(self, key: str) -> JsonFields:
         """Read a list whose items are read like fields."""
         items = {f"{key}[{i}]": item for i, item in enumerate(self.array(key))}
-        return JsonFields(items, self._error, self._path)
+        return JsonFields(items, self._error, self._path, lenient=self.lenient)
 
     def integers(self, key: str, least: int = 0, most: int = MAX_INT) -> list[int]:
         """Read a list of integers."""
@@ -165,23 +183,28 @@ class JsonFields:
 
     def object(self, key: str) -> JsonFields:
         """Read a nested object."""
-        return JsonFields(self._typed(key, dict, "an object"), self._error, f"{self._path}{key}.")
+        return self._nested(key, self._typed(key, dict, "an object"))
 
     def objects(self, key: str) -> list[JsonFields]:
         """Read a list of objects."""
         return [self._nested(f"{key}[{i}]", value) for i, value in enumerate(self.array(key))]
 
+    def named(self, key: str) -> JsonFields:
+        """Read an object whose names are chosen by the writer."""
+        found = self.object(key)
+        if not all(map(_is_text, found.data)):
+            self.fail(key, "has a name with an unpaired surrogate")
+        return found
+
     def named_objects(self, key: str) -> dict[str, JsonFields]:
         """Read an object whose values are objects, under names chosen by the writer."""
-        values: dict[str, Any] = self._typed(key, dict, "an object")
-        if not all(map(_is_text, values)):
-            self.fail(key, "has a name with an unpaired surrogate")
-        return {name: self._nested(f"{key}.{name}", value) for name, value in values.items()}
+        found = self.named(key)
+        return {name: found.object(name) for name in found.data}
 
     def _nested(self, key: str, value: Any) -> JsonFields:
         if not isinstance(value, dict):
             self.fail(key, "must be an object")
-        return JsonFields(value, self._error, f"{self._path}{key}.")
+        return JsonFields(value, self._error, f"{self._path}{key}.", lenient=self.lenient)
 
     def _typed(self, key: str, kind: Any, name: str) -> Any:
         value = self.data.get(key)
@@ -223,6 +246,9 @@ Sha256 = Annotated[str, "sha256"]
 """A SHA-256 in hexadecimal."""
 INLINE = {"json": "inline"}
 NOT_SAVED = {"json": "not saved"}
+NULL_IS_DEFAULT = {"json": "null is default"}
+Natural = Annotated[int, range(MAX_INT + 1)]
+Positive = Annotated[int, range(1, MAX_INT + 1)]
 MAX_TEXT = 1 << 16
 
 
@@ -260,7 +286,8 @@ def to_json(value: Any) -> Any:
 
 def from_json(kind: type[T], source: JsonFields, **given: Any) -> T:
     """Read a record."""
-    source.allow_only(*_names(kind))
+    if not source.lenient:
+        source.allow_only(*_names(kind))
     return _record(kind, source, given)
 
 
@@ -268,6 +295,8 @@ def _record(kind: type[T], source: JsonFields, given: Mapping[str, Any]) -> T:
     hints = _hints(kind)  # type: ignore[arg-type]
     values = dict(given)
     for each in _saved(kind):
+        if source.lenient and _has_default(each, source):
+            continue
         hint = hints[each.name]
         inline = each.metadata.get("json") == "inline"
         values[each.name] = _record(hint, source, {}) if inline else _read(hint, source, _name(each))
@@ -277,11 +306,24 @@ def _record(kind: type[T], source: JsonFields, given: Mapping[str, Any]) -> T:
         source.reject(str(error))
 
 
+def _has_default(each: Field[Any], source: JsonFields) -> bool:
+    """Whether a field has its default, because it is missing or null."""
+    if each.default is MISSING and each.default_factory is MISSING:
+        return False
+    name = _name(each)
+    is_null = each.metadata.get("json") == "null is default" and source.data.get(name) is None
+    return is_null or name not in source.data
+
+
 def _read(hint: Any, source: JsonFields, key: str) -> Any:
     """The value of a field, by its hint."""
     if hint == Sha256:
         return source.sha256(key)
     plain, arguments = get_origin(hint) or hint, get_args(hint)
+    if plain is Annotated:
+        return _annotated(arguments[0], arguments[1:], source, key)
+    if plain is Any:
+        return source.data[key] if key in source.data else source.fail(key, "is missing")
     if plain in (Union, types.UnionType):
         value = source.data.get(key)
         if value is None and key in source.data and type(None) in arguments:
@@ -293,8 +335,12 @@ def _read(hint: Any, source: JsonFields, key: str) -> Any:
         return value if value in arguments else source.fail(key, f"must be one of {', '.join(arguments)}")
     if plain is tuple:
         return _tuple(arguments, source, key)
+    if plain is list:
+        return list(_tuple((*arguments, ...), source, key))
     if plain is Mapping or plain is dict:
-        nested = source.object(key)
+        if arguments == (str, Any):
+            return source.object(key).data
+        nested = source.named(key)
         return {_key(arguments[0], nested, name): _read(arguments[1], nested, name) for name in nested.data}
     if is_dataclass(plain):
         return from_json(plain, source.object(key))  # type: ignore[arg-type]
@@ -309,6 +355,23 @@ def _read(hint: Any, source: JsonFields, key: str) -> Any:
     if plain is str:
         return source.string(key, MAX_TEXT)
     return source.boolean(key) if plain is bool else source.number(key)
+
+
+def _annotated(plain: Any, limits: tuple[Any, ...], source: JsonFields, key: str) -> Any:
+    if is_dataclass(limits[0]):
+        described = source.object(key)
+        described.lenient = True
+        from_json(limits[0], described)  # type: ignore[arg-type]
+        return described.data
+    if isinstance(limits[0], range):
+        return source.integer(key, limits[0].start, limits[0].stop - 1)
+    value = source.string(key, limits[0])
+    for check in limits[1:]:
+        try:
+            check(value)
+        except InputError as error:
+            source.fail(key, str(error))
+    return value
 
 
 def _tuple(arguments: tuple[Any, ...], source: JsonFields, key: str) -> tuple[Any, ...]:
