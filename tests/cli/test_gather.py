@@ -82,7 +82,7 @@ def test_faults_that_cannot_be_are_refused(faults: str, said: str) -> None:
 SCRIPT = """
 import os, signal, sys
 from megalith.gather import ElasticRanks
-from megalith.distributed.elastic_ranks import BrokenExchange
+from megalith.distributed.ranks import BrokenExchange
 ranks = ElasticRanks.join(timeout=1000.0)  # longer than the test may take: nobody waits for the dead
 if ranks.rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -12,8 +12,8 @@ import torch
 from megalith import Ragged
 from megalith.data import Batch, MemoryReader, Reader, Samples, SyntheticReader
 from megalith.data.read_ahead import BATCHES, read_ahead
+from megalith.distributed.ranks import Ranks
 from megalith.training.batches import RunBatches
-from megalith.training.ranks import RunRanks
 from tests.data.support import Row, rows_of
 
 
@@ -58,7 +58,7 @@ def test_a_run_continues_after_the_last_batch_it_has_seen(kind: str) -> None:
             reader = MemoryReader(Samples({"item": ids}, torch.zeros(23)), batch_size=3, shuffle=5)
         else:
             reader = SyntheticReader(batch_size=3, num_batches=8)
-        return RunBatches(reader, RunRanks(10.0), ahead=ahead)
+        return RunBatches(reader, Ranks(), ahead=ahead)
 
     def some(run: RunBatches, n: int) -> list[Row]:
         return rows_of(step.batch for step in islice(run, n))

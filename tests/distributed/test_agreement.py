@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalith.distributed.ranks import Ranks, agree, current_rank, has_process_group, world_size
+from megalith.distributed.ranks import Ranks, current_rank, has_process_group, world_size
 from megalith.errors import CheckpointError, InputError, RankFailedError, UsageError
 
 
@@ -25,30 +25,30 @@ def fail() -> None:
 
 
 def test_one_process_runs_the_work_and_keeps_its_error() -> None:
-    assert agree(Ranks(), lambda: 5) == 5
+    assert Ranks().agree(lambda: 5) == 5
     with pytest.raises(InputError, match=r"^bad ids$"):
-        agree(Ranks(), fail)
+        Ranks().agree(fail)
 
 
 def test_the_result_of_this_rank_is_returned_when_all_succeed() -> None:
-    assert agree(TwoRanks(None), lambda: 5) == 5
+    assert TwoRanks(None).agree(lambda: 5) == 5
 
 
 def test_the_rank_that_failed_raises_its_own_error() -> None:
     with pytest.raises(InputError, match=r"^bad ids$"):
-        agree(TwoRanks(("UsageError", "other")), fail, error=CheckpointError)
+        TwoRanks(("UsageError", "other")).agree(fail, error=CheckpointError)
 
 
 def test_the_other_ranks_raise_the_callers_type_and_name_the_rank() -> None:
     with pytest.raises(RankFailedError, match=r"^rank 1: InputError: bad ids$"):
-        agree(TwoRanks(("InputError", "bad ids")), lambda: 5)
+        TwoRanks(("InputError", "bad ids")).agree(lambda: 5)
     with pytest.raises(CheckpointError, match=r"^rank 1: InputError: bad ids$"):
-        agree(TwoRanks(("InputError", "bad ids")), lambda: 5, error=CheckpointError)
+        TwoRanks(("InputError", "bad ids")).agree(lambda: 5, error=CheckpointError)
 
 
 def test_kept_types_are_raised_as_they_are() -> None:
     with pytest.raises(UsageError, match=r"^rank 1: too early$"):
-        agree(TwoRanks(("UsageError", "too early")), lambda: 5, keep=(UsageError,))
+        TwoRanks(("UsageError", "too early")).agree(lambda: 5, keep=(UsageError,))
 
 
 def test_without_a_process_group_this_is_rank_0_of_1() -> None:

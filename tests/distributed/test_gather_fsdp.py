@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megalith.distributed import fingerprint as leaves
+from megalith.distributed import tensor_parts as leaves
 from megalith.errors import InputError, MegalithError
 from megalith.gather import (
     ElasticRanks,

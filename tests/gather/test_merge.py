@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.distributed.fingerprint import fingerprint
+from megalith.distributed.tensor_parts import fingerprint
 from megalith.errors import InputError
 from megalith.gather.fetch import FetchOptions
 from megalith.gather.overlap import excluded_uids, find_overlap

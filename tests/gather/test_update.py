@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megalith import SGD, LocalShards, OneBit, TableConfig
 from megalith.distributed.elastic_ranks import ElasticRanks
-from megalith.distributed.fingerprint import fingerprint
+from megalith.distributed.tensor_parts import fingerprint
 from megalith.errors import BudgetError, InputError, UsageError
 from megalith.gather.columns import Columns
 from megalith.gather.payload import Payload

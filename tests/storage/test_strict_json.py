@@ -132,8 +132,8 @@ class Outer:
     note: Annotated[str, Limits(1, 5)] | None = field(default=None, metadata=OPTIONAL)
 
 
-def read_outer(data: Any, *, ignore_unknown: bool = False) -> Outer:
-    return from_json(Outer, JsonFields(data, InputError, ignore_unknown=ignore_unknown))
+def read_outer(data: Any, *, lenient: bool = False) -> Outer:
+    return from_json(Outer, JsonFields(data, InputError, lenient=lenient))
 
 
 def test_limits_and_fields_that_may_be_absent() -> None:
@@ -162,4 +162,4 @@ def test_a_record_beyond_its_limits_is_rejected(changes: dict[str, Any], message
 
 def test_fields_that_are_not_known_may_be_ignored() -> None:
     data = {"sizes": [1], "inner": {"a": {"name": "x", "more": 1}}, "more": 1}
-    assert read_outer(data, ignore_unknown=True) == Outer((1,), {"a": Inner("x")})
+    assert read_outer(data, lenient=True) == Outer((1,), {"a": Inner("x")})

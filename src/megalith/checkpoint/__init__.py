@@ -5,7 +5,7 @@ from megalith.checkpoint.json_state import rng_state, set_rng_state
 from megalith.checkpoint.loading import LoadReport, TableReport, load
 from megalith.checkpoint.manifest import ListedCheckpoint, Manifest, find_checkpoints, read_manifest
 from megalith.checkpoint.parquet_export import export
-from megalith.checkpoint.ps_recovery import recovery
+from megalith.checkpoint.parts import recovery
 from megalith.checkpoint.rewrite import compact, reshard
 from megalith.checkpoint.rotation import Rotation
 from megalith.checkpoint.saving import SaveHandle, async_save, save, save_delta

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -38,8 +38,10 @@ from megalith.checkpoint.model_state import (
     DenseMatch,
     check_equal_options,
     check_idle,
+    check_weights,
     collections_of,
     dense_state,
+    distribute_state,
     forget_last_save,
     keep_routing,
     match_dense,
@@ -54,12 +56,12 @@ from megalith.checkpoint.parts import (
     check_pending,
     load_on_server,
     load_part,
+    loaded_on_server,
+    place_of,
     relevant_pieces,
 )
-from megalith.checkpoint.ps_recovery import loaded_on_server, place_of
 from megalith.checkpoint.saved_rows import check_piece, check_removed, read_tensors
-from megalith.checkpoint.sharded_weights import check_weights, distribute_state
-from megalith.distributed.ranks import Ranks, agree
+from megalith.distributed.ranks import Ranks
 from megalith.errors import CheckpointError, InputError, RankFailedError, RankTimeoutError
 from megalith.nn import EmbeddingCollection
 from megalith.ops import checks
@@ -220,9 +222,13 @@ def _check_routing(name: str, entry: TableEntry, shards: Shards, local: str, rer
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _TRIES = 5
 _Check = Callable[[Store], None]
-_agree = partial(agree, error=CheckpointError)
+
+
+def _agree(ranks: Ranks, work: Callable[[], T]) -> T:
+    return ranks.agree(work, error=CheckpointError)
 
 
 @dataclass(frozen=True)

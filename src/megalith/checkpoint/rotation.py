@@ -15,7 +15,7 @@ from torch import nn
 from megalith.checkpoint.manifest import NAME, Manifest
 from megalith.checkpoint.model_state import check_equal_options, ranks_of
 from megalith.checkpoint.saving import SaveHandle, async_save, save
-from megalith.distributed.ranks import Ranks, agree
+from megalith.distributed.ranks import Ranks
 from megalith.errors import CheckpointError, InputError
 from megalith.storage.store import Store, open_store
 
@@ -64,7 +64,7 @@ class Rotation:
 
     def _agreed_store(self, step: int, ranks: Ranks) -> Store:
         """Return the store of a step; raise on every rank unless all ranks pass the same valid step."""
-        store = agree(ranks, lambda: self._store_of(step), error=CheckpointError)
+        store = ranks.agree(lambda: self._store_of(step), error=CheckpointError)
         check_equal_options(ranks, "Rotation", {"step": step})
         return store
 

@@ -2,7 +2,7 @@
 
 A `SaveJob` is one save. Its state is frozen when the job is created and written by `run`, in any thread.
 Snapshots freeze the rows and rank 0's copies freeze the dense weights, so training can continue during the
-writing. Sharded dense weights are gathered when the job is created (`sharded_weights`). The data goes to a
+writing. Sharded dense weights are gathered when the job is created (`whole_copies`). The data goes to a
 new folder `data-ID` and is flushed to the disk, then the manifest is replaced in one step. A reader therefore
 always sees the last complete checkpoint, wherever the writer stops, also by a power failure. Folders that the
 manifest does not name are deleted afterwards.
@@ -56,6 +56,7 @@ from megalith.checkpoint.model_state import (
     check_equal_options,
     check_idle,
     check_last_save,
+    check_weights,
     collections_of,
     dense_state,
     ranks_of,
@@ -64,12 +65,17 @@ from megalith.checkpoint.model_state import (
     set_idle,
     set_last_save,
     tables_of,
+    whole_copies,
 )
-from megalith.checkpoint.parts import PartSave, SavedTable, close_on_server, freeze_on_server, write_on_server
-from megalith.checkpoint.ps_recovery import place_of
+from megalith.checkpoint.parts import (
+    PartSave,
+    SavedTable,
+    close_on_server,
+    freeze_on_server,
+    place_of,
+    write_on_server,
+)
 from megalith.checkpoint.saved_rows import write_tensors
-from megalith.checkpoint.sharded_weights import check_weights, whole_copies
-from megalith.distributed.ranks import agree
 from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.ops import checks
 from megalith.shards import Shards
@@ -119,7 +125,7 @@ class SaveJob:
         self._options = options
         self._collections = collections_of(model)
         self._ranks = ranks_of(model)
-        self.store: Store = agree(self._ranks, lambda: self._open(path), error=CheckpointError)
+        self.store: Store = self._ranks.agree(lambda: self._open(path), error=CheckpointError)
         check_equal_options(
             self._ranks,
             "a save",
@@ -134,18 +140,17 @@ class SaveJob:
         self._tables: list[SavedTable] = []
         self._part: PartSave | None = None
         self._reports: list[dict[str, Any]] = []
-        weights, state = agree(self._ranks, lambda: self._check(model), error=CheckpointError)
+        weights, state = self._ranks.agree(lambda: self._check(model), error=CheckpointError)
         check_weights(weights | {f"optimizer state {name}": t for name, t in state.items()}, self._ranks)
         # Copies, because training continues. Sharded tensors are gathered here: `run` exchanges nothing.
-        self._dense, self._tensors = agree(
-            self._ranks,
+        self._dense, self._tensors = self._ranks.agree(
             lambda: (whole_copies(weights, self._ranks), whole_copies(state, self._ranks)),
             error=CheckpointError,
         )
         self.id = str(self._ranks.broadcast(uuid.uuid4().hex[:12]))
         self._folder = f"{DATA}{self.id}"
         try:
-            agree(self._ranks, self._freeze, error=CheckpointError)
+            self._ranks.agree(self._freeze, error=CheckpointError)
         except BaseException:
             self._end(give_back=True)
             if self._on_servers() and self._ranks.size == 1:

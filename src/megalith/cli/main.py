@@ -8,16 +8,14 @@ import typer
 
 from megalith import __version__
 from megalith.cli import bench, checkpoint, gather, servers
-from megalith.cli.evaluate import evaluate
-from megalith.cli.export import export
+from megalith.cli.evaluate import evaluate, predict
+from megalith.cli.export import export, versions
 from megalith.cli.plan import plan
-from megalith.cli.predict import predict
 from megalith.cli.report import report
 from megalith.cli.serve import serve
 from megalith.cli.servers import workers
 from megalith.cli.table import table
 from megalith.cli.train import TrainCommand, train
-from megalith.cli.versions import versions
 
 app = typer.Typer(
     name="megalith",

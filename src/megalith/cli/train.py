@@ -270,7 +270,7 @@ def _train(run: Run, out: Console) -> bool:
         )
     with _stop_on_signal(run):
         try:
-            with TrainingBar(run) if run.ranks.is_first else nullcontext(Watcher()) as watcher:
+            with TrainingBar(run) if run.ranks.rank == 0 else nullcontext(Watcher()) as watcher:
                 run.train(watcher)
         except KeyboardInterrupt:
             _stop_without_saving(run, out)
@@ -288,7 +288,7 @@ def _conclude(run: Run, comparison: Path | None, out: Console) -> None:
     """Evaluates the model and writes the report."""
     result = None
     if run.source.test is not None:
-        first = run.ranks.is_first
+        first = run.ranks.rank == 0
         with progress("evaluating", run.source.test.num_rows) if first else nullcontext() as on_batch:
             result = run.evaluate(on_batch)
         first_skipped = run.source.test.first_skipped
@@ -296,7 +296,7 @@ def _conclude(run: Run, comparison: Path | None, out: Console) -> None:
             out.print(line, markup=False)
     rows = sum(run.rows().values())
     counters, tiers = run.counters(), run.host_tier()
-    if run.ranks.is_first:
+    if run.ranks.rank == 0:
         page = write_report(run.directory, comparison=comparison)
         out.print(_summary(run, rows, counters, tiers, result, page))
 

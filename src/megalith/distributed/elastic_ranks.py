@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +42,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 from torch.distributed.rendezvous import TCPStore, rendezvous  # type: ignore[attr-defined]
 
+from megalith.distributed.ranks import BrokenExchange, Ranks
 from megalith.errors import InputError, MegalithError, RankFailedError, RankTimeoutError
 from megalith.ops import checks
 
@@ -49,16 +51,12 @@ _POLL = 0.05
 _log = logging.getLogger("megalith.gather")
 
 
-class BrokenExchange(MegalithError, RuntimeError):
-    """An exchange that failed: a rank is gone, or did not respond in time."""
-
-
 def lost_key(rank: int) -> str:
     """Return the key under which a launcher records, in the ranks' store, that a rank has ended."""
     return f"megalith/lost/{rank}"
 
 
-class ElasticRanks:
+class ElasticRanks(Ranks):
     """Ranks that work together and survive each other.
 
     Args:
@@ -71,6 +69,7 @@ class ElasticRanks:
 
     Attributes:
         members: The ranks that are left, ascending.
+        size: Their number.
         log: The names of all exchanges so far, equal on all ranks that took part in them.
     """
 
@@ -90,7 +89,7 @@ class ElasticRanks:
             raise InputError(f"rank must be below world_size={world_size}, got {rank}")
         checks.seconds(timeout, "ranks: timeout")
         self.rank = rank
-        self.members: tuple[int, ...] = tuple(range(world_size))
+        self._set_members(range(world_size))
         self.timeout = timeout
         self.log: list[str] = []
         self._store = PrefixStore("megalith/gather", store)
@@ -174,10 +173,9 @@ class ElasticRanks:
             has_ended=lambda other: bool(store.check([lost_key(other)])),
         )
 
-    @property
-    def size(self) -> int:
-        """The number of ranks that are left."""
-        return len(self.members)
+    def _set_members(self, members: Iterable[int]) -> None:
+        self.members: tuple[int, ...] = tuple(members)
+        self.size = len(self.members)
 
     @property
     def place(self) -> int:
@@ -216,26 +214,36 @@ class ElasticRanks:
         self.log.append(what)
         return [each[:count].numpy().tobytes() for each, count in zip(found, counts, strict=True)]
 
-    def messages(self, what: str, message: Any, *, patience: float = 0.0) -> list[Any]:
-        """Return the messages of all members.
+    def gather(self, value: Any, what: str = "values", *, patience: float = 0.0) -> list[Any]:
+        """Return the values of all members.
 
         Args:
+            value: JSON data of this rank.
             what: The name of the exchange.
-            message: JSON data of this rank.
             patience: Seconds of work that other ranks may still have before it.
 
         Returns:
-            The message of each member, by place.
+            The value of each member, by place.
         """
-        data = json.dumps(message, allow_nan=False).encode()
+        data = json.dumps(value, allow_nan=False).encode()
         return [json.loads(each) for each in self.exchange(what, data, patience=patience)]
 
-    def agree(self, what: str, work: Callable[[], T], *, patience: float = 0.0) -> T:
+    def agree(
+        self,
+        work: Callable[[], T],
+        what: str = "agreement",
+        *,
+        error: type[MegalithError] = RankFailedError,
+        keep: tuple[type[MegalithError], ...] = (),
+        patience: float = 0.0,
+    ) -> T:
         """Run a function on every rank; if it fails on one, raise on all.
 
         Args:
-            what: The name of the exchange.
             work: The function. It may do different work on each rank.
+            what: The name of the exchange.
+            error: The error that is raised on the other ranks.
+            keep: Errors of `work` that are raised as they are on the other ranks.
             patience: Seconds that it may take longer on another rank.
 
         Returns:
@@ -245,21 +253,11 @@ class ElasticRanks:
             Exception: The error of `work` itself, on the ranks where it failed.
             RankFailedError: On the other ranks; the message names the first rank that failed, and its error.
         """
-        failure: Exception | None = None
-        try:
-            result = work()
-        except BrokenExchange:
-            raise
-        except Exception as raised:
-            failure = raised
-        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-        problems = self.messages(what, problem, patience=patience)
-        if failure is not None:
-            raise failure
-        for member, problem in zip(self.members, problems, strict=True):
-            if problem is not None:
-                raise RankFailedError(f"{what}: rank {member}: {problem}")
-        return result
+        outcomes = partial(self.gather, what=what, patience=patience)
+        return self._agree(work, outcomes, error, keep, f"{what}: ")
+
+    def _numbers(self) -> Sequence[int]:
+        return self.members
 
     def total(self, what: str, numbers: Tensor) -> Tensor:
         """Add the tensors of all members, in place.
@@ -299,14 +297,14 @@ class ElasticRanks:
         self.log.append(what)
         return data
 
-    def all_to_all(self, what: str, data: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all(self, data: Tensor, send: Sequence[int], receive: Sequence[int], what: str) -> Tensor:
         """Send a different part of a tensor to each member.
 
         Args:
-            what: The name of the exchange.
             data: What is sent, by place, [sum(send)].
             send: The number of elements for each member.
             receive: The number of elements from each member.
+            what: The name of the exchange.
 
         Returns:
             What was received, by place, [sum(receive)]. A process alone gets `data` itself.
@@ -343,7 +341,7 @@ class ElasticRanks:
         for _ in range(len(before) + 1):
             self._leave()
             self._generation += 1
-            self.members = self._who_is_here(what, wait)
+            self._set_members(self._who_is_here(what, wait))
             absent = tuple(rank for rank in before if rank not in self.members)
             if self.rank not in self.members:
                 raise RankTimeoutError(

@@ -175,27 +175,26 @@ class Exchange(Ranks):
             return self._buffers.new(size)
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    # ---- collectives; in the thread
+    # ---- collectives; they run in the thread
 
-    def all_to_all(
-        self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], what: str
-    ) -> Tensor:
-        """Send one part of `send` to each rank; return the parts received, concatenated in rank order."""
-        # send: uint8 [sum of send_sizes], parts in rank order, on the CPU or on `device`; returns: uint8 [sum
-        # of recv_sizes], on the device of `send`.
+    def all_to_all(self, data: Tensor, send: Sequence[int], receive: Sequence[int], what: str) -> Tensor:
+        # data: uint8 [sum(send)], on the CPU or on `device`; returns: uint8 [sum(receive)], on the device of
+        # `data`.
+        return self.run(lambda: self._send_parts(data, list(send), list(receive), what))
+
+    def _send_parts(self, data: Tensor, send: list[int], receive: list[int], what: str) -> Tensor:
         self.calls += 1
-        direct = self._nccl is not None and send.is_cuda
+        direct = self._nccl is not None and data.is_cuda
         if self.size == 1 and not direct:
-            return send
+            return data
         with span("megalith.exchange"):
-            sizes = list(send_sizes), list(recv_sizes)
             if direct:
-                return self._between_gpus(send, *sizes, what)
-            if send.is_cpu:
-                return self._all_to_all(send, self._buffers.new(sum(recv_sizes)), *sizes, what)
-            host = staging_buffer(send.numel()).copy_(send)  # waits for the GPU
-            received = self._all_to_all(host, staging_buffer(sum(recv_sizes)), *sizes, what)
-            return received.to(send.device, non_blocking=True)
+                return self._between_gpus(data, send, receive, what)
+            if data.is_cpu:
+                return self._all_to_all(data, self._buffers.new(sum(receive)), send, receive, what)
+            host = staging_buffer(data.numel()).copy_(data)  # waits for the GPU
+            received = self._all_to_all(host, staging_buffer(sum(receive)), send, receive, what)
+            return received.to(data.device, non_blocking=True)
 
     def _between_gpus(self, send: Tensor, send_sizes: list[int], recv_sizes: list[int], what: str) -> Tensor:
         received = self.new_buffer(sum(recv_sizes))
@@ -234,9 +233,6 @@ class Exchange(Ranks):
             return values
 
         return [value] if self.size == 1 else self.run(work)
-
-    def broadcast(self, value: Any) -> Any:
-        return self.gather(value)[0]
 
     def _naming(self, what: str) -> Any:
         self._number += 1

@@ -1,10 +1,12 @@
 """Ranks: which process this is, how many there are, and how they learn of each other's failures.
 
 The functions at the top describe torch.distributed's process groups, and a single process where there is
-none. `Ranks` is the same for the ranks that share the tables of a model; it also exchanges small values.
+none. `Ranks` is the ranks that a process works with: this process alone, or those of a process group.
+`Exchange` is a faster implementation of it for large exchanges, and `ElasticRanks` one that survives the loss
+of ranks.
 
-A rank that fails alone would leave the others waiting in their next collective call. `agree` exchanges the
-outcomes first, so that every rank knows of every failure.
+A rank that fails alone would leave the others waiting in their next collective call. `Ranks.agree` exchanges
+the outcomes first, so that every rank knows of every failure.
 
 A failed collective reports "timed out" or "connection closed", but not which rank is missing. With
 `naming_absent_ranks` every rank that fails writes a key to the store of the process group; the ranks
@@ -18,7 +20,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megalith.errors import MegalithError, RankFailedError, RankTimeoutError
 
@@ -38,48 +42,84 @@ def world_size(group: Any = None) -> int:
     return dist.get_world_size(group) if has_process_group() else 1
 
 
-class Ranks:
-    """A single process. Placements over several processes bring their own subclass."""
-
-    rank: int = 0  # The rank of this process in the group
-    size: int = 1  # The number of ranks in the group
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank. A collective call."""
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on every rank. A collective call."""
-        return [value]
-
-
 T = TypeVar("T")
 
 
-def agree(
-    ranks: Ranks,
-    work: Callable[[], T],
-    *,
-    error: type[MegalithError] = RankFailedError,
-    keep: tuple[type[MegalithError], ...] = (),
-) -> T:
-    """Run a function on every rank; if it fails on one, raise on all. A collective call."""
-    if ranks.size == 1:
-        return work()
-    failure: Exception | None = None
-    try:
-        result = work()
-    except Exception as raised:
-        failure = raised
-    outcomes = ranks.gather(failure and (type(failure).__name__, str(failure)))
-    if failure is not None:
-        raise failure
-    for rank, outcome in enumerate(outcomes):
-        if outcome is not None:
-            name, text = outcome
-            kept = next((kind for kind in keep if kind.__name__ == name), None)
-            raise (kept or error)(f"rank {rank}: {text if kept else f'{name}: {text}'}")
-    return result
+class BrokenExchange(MegalithError, RuntimeError):
+    """An exchange that failed: a rank is gone, or did not respond in time."""
+
+
+class Ranks:
+    """The ranks of a process group, or a process that works alone. Calls with an exchange are collective."""
+
+    rank: int = 0  # The rank of this process in the group
+    size: int = 1  # The number of ranks in the group
+    timeout: float = 600.0  # Seconds that an exchange waits for the others
+    _group: Any = None
+
+    def __init__(self, group: Any = None) -> None:
+        if group is not None:
+            self._group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks on every rank. For small values."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on every rank."""
+        return self.gather(value)[0]
+
+    def all_to_all(self, data: Tensor, send: Sequence[int], receive: Sequence[int], what: str) -> Tensor:
+        """Send one part of a tensor to each rank; return the parts received, concatenated in rank order."""
+        if self._group is None:
+            return data
+        received = torch.empty(sum(receive), dtype=data.dtype, device=data.device)
+        dist.all_to_all_single(received, data, list(receive), list(send), group=self._group)
+        return received
+
+    def agree(
+        self,
+        work: Callable[[], T],
+        *,
+        error: type[MegalithError] = RankFailedError,
+        keep: tuple[type[MegalithError], ...] = (),
+    ) -> T:
+        """Run a function on every rank; if it fails on one, raise on all."""
+        # Without other ranks the outcome needs no exchange.
+        return self._agree(work, self.gather, error, keep) if self.size > 1 else work()
+
+    def _agree(
+        self,
+        work: Callable[[], T],
+        gather: Callable[[Any], list[Any]],
+        error: type[MegalithError],
+        keep: tuple[type[MegalithError], ...],
+        prefix: str = "",
+    ) -> T:
+        failure: Exception | None = None
+        try:
+            result = work()
+        except BrokenExchange:  # the others have noticed it too: nobody would take part in the next exchange
+            raise
+        except Exception as raised:
+            failure = raised
+        outcomes = gather(failure and (type(failure).__name__, str(failure)))
+        if failure is not None:
+            raise failure
+        for rank, outcome in zip(self._numbers(), outcomes, strict=True):
+            if outcome is not None:
+                name, text = outcome
+                kept = next((kind for kind in keep if kind.__name__ == name), None)
+                raise (kept or error)(f"{prefix}rank {rank}: {text if kept else f'{name}: {text}'}")
+        return result
+
+    def _numbers(self) -> Sequence[int]:
+        """The number of each rank by which errors name it."""
+        return range(self.size)
 
 
 ABSENCE_SECONDS = 5.0

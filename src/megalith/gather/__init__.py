@@ -7,7 +7,7 @@ Its parts can be called one by one: `gather` (or a `Gatherer` per rank and `merg
 """
 
 from megalith.distributed.elastic_ranks import ElasticRanks
-from megalith.distributed.fingerprint import Fingerprint, fingerprint
+from megalith.distributed.tensor_parts import Fingerprint, fingerprint
 from megalith.gather.artifact import (
     ArtifactManifest,
     CatchUp,

@@ -22,8 +22,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from megalith.distributed.elastic_ranks import BrokenExchange, ElasticRanks
-from megalith.distributed.fingerprint import Fingerprint
+from megalith.distributed.elastic_ranks import ElasticRanks
+from megalith.distributed.ranks import BrokenExchange
+from megalith.distributed.tensor_parts import Fingerprint
 from megalith.errors import ArtifactError, InputError, RankTimeoutError
 from megalith.gather.fetch import FetchOptions, Gatherer
 from megalith.gather.payload_schema import PayloadSchema, Weights
@@ -344,7 +345,7 @@ def catch_up(
     try:
         for window in checks.items(windows, "windows", "integers"):
             read = partial(_next_manifest, store, run, window, update, missing_ok)
-            manifest = together.agree("manifest", read)
+            manifest = together.agree(read, "manifest")
             if manifest is None:
                 missing.append(window)
                 continue
@@ -353,7 +354,7 @@ def catch_up(
                 continue
             if memory_budget is not None:
                 manifest = replace(manifest, plan=replace(manifest.plan, memory_budget=memory_budget))
-            together.agree("parameters", partial(update.parts, parameters, together))
+            together.agree(partial(update.parts, parameters, together), "parameters")
             before, after = manifest.weights_before, manifest.weights
             if before is not None and update.fingerprint(parameters, ranks=together).hash != before:
                 raise ArtifactError(f"the weights are not those before window {window}")
@@ -415,7 +416,7 @@ def load_artifact(
         made.fetch(deal(manifest.uids, [0] * together.size)[together.place])
         return made
 
-    result = together.agree("payloads", fetch, patience=replay.deadline).merge_with(together)
+    result = together.agree(fetch, "payloads", patience=replay.deadline).merge_with(together)
     for entry in manifest.entries:
         record = result.records[entry.uid]
         problem = record.detail if record.status is not Status.OK else ""

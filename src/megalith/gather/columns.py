@@ -350,7 +350,7 @@ class Columns:
         senders = [uid for p in range(ranks.size) if p != place for uid in uids if self._holders[uid] == p]
         size = counts[place] * width
         receive = [size * sum(self._holders[uid] == p for uid in senders) for p in range(ranks.size)]
-        got = ranks.all_to_all(what, flat, send, receive).view(len(senders), counts[place], width)
+        got = ranks.all_to_all(flat, send, receive, what).view(len(senders), counts[place], width)
         return dict(zip(senders, got, strict=True))
 
 

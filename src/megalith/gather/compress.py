@@ -138,7 +138,7 @@ class ErrorFeedback:
                     raise InputError(f"the feedback has no parameter {spec.name!r} of shape {spec.shape}")
             return [part_of(spec.name, self.left[spec.name], together) for spec in specs]
 
-        for number, (spec, part) in enumerate(zip(specs, together.agree("feedback", parts), strict=True)):
+        for number, (spec, part) in enumerate(zip(specs, together.agree(parts, "feedback"), strict=True)):
             # Only the first rank has it; packed, it is small.
             given = compressed.parameters[number] if together.leads else ()
             sent = [
@@ -220,7 +220,7 @@ def compress(
             )
         return parts, {name: _sorted_rows(schema, name, rows) for name, rows in given.items()}
 
-    parts, sorted_tables = together.agree("update", check)
+    parts, sorted_tables = together.agree(check, "update")
     if together.size > 1 and schema.tables:
         sorted_tables = _rows_of_all(schema, sorted_tables, together)
     packed = []
@@ -487,7 +487,7 @@ def _rows_of_all(
     schema: PayloadSchema, tables: Mapping[str, tuple[Tensor, Tensor]], ranks: ElasticRanks
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """On the first rank, the rows of all ranks, sorted by id; nothing on the others. A collective call."""
-    counts = ranks.messages("row counts", {name: ids.numel() for name, (ids, _) in tables.items()})
+    counts = ranks.gather({name: ids.numel() for name, (ids, _) in tables.items()}, "row counts")
     found, differences = {}, []
     for table in schema.tables:
         if not any(table.name in each for each in counts):
@@ -523,7 +523,7 @@ def _rows_of_all(
                 "one SyncShards on all ranks, or make each rank a peer with a uid of its own"
             )
 
-    ranks.agree("rows", check)
+    ranks.agree(check, "rows")
     return found
 
 
@@ -544,6 +544,6 @@ def _blocks_of_all(
             send, receive = [0] * ranks.size, [0] * ranks.size
             send[0] = mine.numel()
             receive[place] = (stop - start) * width if ranks.leads else 0
-            got = ranks.all_to_all(what, mine.reshape(-1), send, receive)
+            got = ranks.all_to_all(mine.reshape(-1), send, receive, what)
             if ranks.leads:
                 yield place, got.view(-1, width)

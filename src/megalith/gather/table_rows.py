@@ -119,7 +119,7 @@ def row_taker(
         if on_servers:
             # All wait, so that no rank reads its tables before the others have written.
             part = slice(ranks.place, None, ranks.size)
-            ranks.agree("table rows", lambda: tables.assign_add({table: (ids[part], change[part])}))
+            ranks.agree(lambda: tables.assign_add({table: (ids[part], change[part])}), "table rows")
             return
         router = tables.router(table)
         if router is not None and router.num_shards > 1:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from megalith.distributed.elastic_ranks import ElasticRanks
-from megalith.distributed.fingerprint import Fingerprint, fingerprint
-from megalith.distributed.tensor_parts import TensorPart, local_tensor, part_of
+from megalith.distributed.tensor_parts import Fingerprint, TensorPart, fingerprint, local_tensor, part_of
 from megalith.errors import InputError, UsageError
 from megalith.gather.columns import Columns
 from megalith.gather.payload_schema import PayloadSchema, Weights, named_weights
@@ -173,7 +172,7 @@ class OuterUpdate:
             saved = TensorSnapshot(self.local_tensors(parts), snapshot, snapshot_directory)
             return parts, take, saved, columns
 
-        parts, take, saved, columns = together.agree("pre-update", prepare)
+        parts, take, saved, columns = together.agree(prepare, "pre-update")
         try:
             return self.step(columns, uids, parts, take)
         except BaseException as error:

@@ -30,9 +30,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from megalith.distributed.elastic_ranks import BrokenExchange, ElasticRanks
-from megalith.distributed.fingerprint import Fingerprint
-from megalith.distributed.tensor_parts import TensorPart
+from megalith.distributed.elastic_ranks import ElasticRanks
+from megalith.distributed.ranks import BrokenExchange
+from megalith.distributed.tensor_parts import Fingerprint, TensorPart
 from megalith.errors import ArtifactError, BudgetError, InputError, RankTimeoutError, UsageError
 from megalith.gather.artifact import make_manifest, prune_artifacts, upload_payloads, write_manifest
 from megalith.gather.columns import Columns
@@ -229,13 +229,13 @@ class _GatherWindow:
         if found is None:
             raise InputError("no rank has a plan: the first one must pass it")
         plan = self.plan = GatherPlan.from_bytes(found)
-        self.ranks.agree("ready", lambda: self._prepare(plan))
+        self.ranks.agree(lambda: self._prepare(plan), "ready")
         state = {
             "fields": [] if self.given is None else self.given.differences(plan),
             "outer_step": self.update.outer_step,
             "last_applied": self.update.last_applied,
         }
-        replies = self.ranks.messages("settings", state)
+        replies = self.ranks.gather(state, "settings")
         differences = []
         for rank, each in zip(self.ranks.members, replies, strict=True):
             counters = [name for name in ("outer_step", "last_applied") if each[name] != replies[0][name]]
@@ -271,10 +271,10 @@ class _GatherWindow:
             uids = tuple(uid for uid in result.uids if uid not in left_out)
             refuse = SkipReason.OPERATOR if self.skip else refuse
             reason = decide(result, excluded=left_out, refuse=refuse).reason
-            decision = Decision(SkipReason(self.ranks.messages("decision", int(reason))[0]))
+            decision = Decision(SkipReason(self.ranks.gather(int(reason), "decision")[0]))
             if self.artifacts is not None and plan.is_checked:
                 self.before = self.update.fingerprint(self.parameters, ranks=self.ranks).hash
-            take = self.ranks.agree("pre-update", lambda: self._before_update(result, uids, decision))
+            take = self.ranks.agree(lambda: self._before_update(result, uids, decision), "pre-update")
             report = None
             if decision.go:
                 assert columns is not None
@@ -308,7 +308,7 @@ class _GatherWindow:
             "wanted": self.wanted,
             "rounds": self.rounds,
         }
-        replies = self.ranks.messages("statuses", mine, patience=plan.deadline)
+        replies = self.ranks.gather(mine, "statuses", patience=plan.deadline)
         # After a rank was lost, some may know of a round that others do not know.
         self.wanted = max((each["wanted"] for each in replies), key=len)
         self.rounds = max(each["rounds"] for each in replies)
@@ -343,7 +343,7 @@ class _GatherWindow:
     def _compare_weights(self) -> Fingerprint:
         """The fingerprint of the weights. All ranks raise UsageError if theirs differ."""
         found = self.update.fingerprint(self.parameters, ranks=self.ranks)
-        hashes = self.ranks.messages("fingerprints", found.hash)
+        hashes = self.ranks.gather(found.hash, "fingerprints")
         others = [rank for rank, each in zip(self.ranks.members, hashes, strict=True) if each != found.hash]
         if others:
             raise UsageError(
@@ -356,11 +356,11 @@ class _GatherWindow:
         """Wait for the payloads of all ranks, then write the manifest. Returns the problem."""
         patience = self.ranks.timeout
         own = _problem_of(self.upload.result) if self.upload is not None else None
-        problems = self.ranks.messages("payloads", own, patience=patience)
+        problems = self.ranks.gather(own, "payloads", patience=patience)
         problem: str | None = next((each for each in problems if each), None)
         if problem is None and self.ranks.leads:
             problem = _problem_of(lambda: self._write_manifest(outcome, store))
-        problem = self.ranks.messages("manifest", problem, patience=patience)[0]
+        problem = self.ranks.gather(problem, "manifest", patience=patience)[0]
         if problem is not None and self.on_artifact_error == "raise":
             raise ArtifactError(f"{problem}; the window itself is complete")
         if problem is not None:
@@ -400,7 +400,7 @@ class _GatherWindow:
                 "attempt": -1 if plan is None else plan.attempt,
             }
             try:
-                states = self.ranks.messages("stages", mine)
+                states = self.ranks.gather(mine, "stages")
                 break
             except BrokenExchange:
                 continue

@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from megalith.distributed.exchange import Exchange
-from megalith.distributed.ranks import agree
 from megalith.errors import InputError
 from megalith.library import span
 from megalith.ops.checks import as_integer
@@ -162,7 +161,7 @@ class SyncShards(Shards):
             own = LocalShards(configs, engine=engine, seed=seed, num_shards=self.exchange.size)
             return own, check_wire(wire), make_routers(own.configs, router, self.exchange.size)
 
-        self._own, self.wire, routers = agree(self.exchange, build)
+        self._own, self.wire, routers = self.exchange.agree(build)
         self.configs = self._own.configs
         self.device = self._own.device
         self.exchange.use_device(self.device)
@@ -394,7 +393,7 @@ class SyncShards(Shards):
         return {name: sum(part.get(name, 0) for part in everywhere) for name in ids}
 
     def latest_time(self, time: float | None) -> int:
-        own = agree(self.exchange, lambda: Shards.latest_time(self, time))
+        own = self.exchange.agree(lambda: Shards.latest_time(self, time))
         return max(int(time) for time in self.exchange.gather(own))
 
     def evict_part(self, now: float, *, parts: int, start: float | None = None) -> dict[str, Tensor]:

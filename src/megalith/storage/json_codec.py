@@ -5,16 +5,27 @@ keys. `JsonFields` reads the fields of an object by name and type. The caller pa
 
 `to_json` and `from_json` convert dataclasses by their type hints: every field must be there with its type, no
 other field may be there, and what a class itself refuses (InputError) is reported with the place in the
-document. Supported hints are bool, int, float, str, `Sha256`, datetime, Literal, enums (by name or, for str
-enums, by value), unions of these with None and each other, tuples, Mappings by str or int, and such
-dataclasses. `Annotated[hint, Limits(least, most)]` limits a number, or the length of a string, a tuple or a
-Mapping; `Annotated[str, Pattern(regex, meaning)]` requires a form.
+document. With `JsonFields(lenient=True)`, for files that later versions extend, a missing field has its
+default and other fields are ignored.
 
-    field(metadata=...)   effect
-    INLINE                the fields of a nested dataclass are written next to those of its owner
-    NOT_SAVED             the field is not written
-    OPTIONAL              the field may be absent; its default is then used
-    saved_as(name)        the field has another name
+    hint                                read as
+    bool, int, float, str, datetime     themselves
+    Sha256, Literal, Enum               text: an enum by its name, a str enum by its value
+    tuple, list, Mapping, dict          a list or an object; the keys of an object are str or int
+    a dataclass                         an object
+    X | Y                               the one of its type; None is null
+    Any                                 any JSON data
+    Annotated[hint, Limits(...)]        a number, or a length of a string, list or object, within limits
+    Annotated[str, Pattern(...)]        a string of a form
+    Annotated[hint, ..., check]         a value that the function does not refuse (InputError)
+    Annotated[Mapping, a dataclass]     an object that has at least the fields of the dataclass, as it is
+
+    metadata of a field                 effect
+    INLINE                              the fields of a nested dataclass are next to those of its owner
+    NOT_SAVED                           the field is left out
+    OPTIONAL                            the field may be absent, also if not lenient; it then has its default
+    NULL_IS_DEFAULT                     null is read as the default, if lenient
+    saved_as(name)                      the field has another name
 """
 
 from __future__ import annotations
@@ -25,7 +36,7 @@ import re
 import reprlib
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum, StrEnum
 from functools import cache
@@ -68,29 +79,29 @@ def is_nested_deeper(data: Any, levels: int) -> bool:
 
 
 def parse_json_object(
-    text: str | bytes, error: ErrorFactory, *, max_bytes: int = MAX_BYTES, ignore_unknown: bool = False
+    text: str | bytes, error: ErrorFactory, *, max_bytes: int = MAX_BYTES, lenient: bool = False
 ) -> JsonFields:
     """Parse JSON text that must be an object, see `parse_json`."""
     data = parse_json(text, error, max_bytes=max_bytes)
     if not isinstance(data, dict):
         raise error("is not a JSON object")
-    return JsonFields(data, error, ignore_unknown=ignore_unknown)
+    return JsonFields(data, error, lenient=lenient)
 
 
 class JsonFields:
     """The fields of a JSON object, read by name and type.
 
     Every method raises what `error` makes of a message that names the field, such as
-    "field tables[2].dim must be an integer, got '3'". With `ignore_unknown`, records may have further fields.
+    "field tables[2].dim must be an integer, got '3'".
     """
 
     def __init__(
-        self, data: dict[str, Any], error: ErrorFactory, path: str = "", *, ignore_unknown: bool = False
+        self, data: dict[str, Any], error: ErrorFactory, path: str = "", *, lenient: bool = False
     ) -> None:
         self.data = data
+        self.lenient = lenient
         self._error = error
         self._path = path
-        self._ignore_unknown = ignore_unknown
 
     def __contains__(self, key: str) -> bool:
         """Return whether the field is present and not null."""
@@ -107,7 +118,7 @@ class JsonFields:
     def allow_only(self, *names: str) -> None:
         """Raise if there are other fields, unless they are ignored."""
         extra = sorted(set(self.data) - set(names))
-        if extra and not self._ignore_unknown:
+        if extra and not self.lenient:
             self.fail(extra[0][:64], "is not known")
 
     def string(self, key: str, max_length: int = 4096) -> str:
@@ -186,12 +197,17 @@ class JsonFields:
         """Read a list of objects."""
         return [self._nested(f"{key}[{i}]", value) for i, value in enumerate(self.array(key))]
 
+    def named(self, key: str) -> JsonFields:
+        """Read an object whose names are chosen by the writer."""
+        found = self.object(key)
+        if not all(map(_is_text, found.data)):
+            self.fail(key, "has a name with an unpaired surrogate")
+        return found
+
     def named_objects(self, key: str) -> dict[str, JsonFields]:
         """Read an object whose values are objects, under names chosen by the writer."""
-        values: dict[str, Any] = self._typed(key, dict, "an object")
-        if not all(map(_is_text, values)):
-            self.fail(key, "has a name with an unpaired surrogate")
-        return {name: self._nested(f"{key}.{name}", value) for name, value in values.items()}
+        found = self.named(key)
+        return {name: found.object(name) for name in found.data}
 
     def _nested(self, key: str, value: Any) -> JsonFields:
         if not isinstance(value, dict):
@@ -199,7 +215,7 @@ class JsonFields:
         return self._fields(value, f"{self._path}{key}.")
 
     def _fields(self, data: dict[str, Any], path: str) -> JsonFields:
-        return JsonFields(data, self._error, path, ignore_unknown=self._ignore_unknown)
+        return JsonFields(data, self._error, path, lenient=self.lenient)
 
     def _typed(self, key: str, kind: Any, name: str) -> Any:
         value = self.data.get(key)
@@ -267,6 +283,9 @@ Sha256 = Annotated[str, _SHA256]
 INLINE = {"json": "inline"}
 NOT_SAVED = {"json": "not saved"}
 OPTIONAL = {"json": "optional"}
+NULL_IS_DEFAULT = {"json": "null is default"}
+Natural = Annotated[int, Limits(0)]
+Positive = Annotated[int, Limits(1)]
 MAX_TEXT = 1 << 16
 
 
@@ -312,22 +331,33 @@ def _record(kind: type[T], source: JsonFields, given: Mapping[str, Any]) -> T:
     hints = _hints(kind)  # type: ignore[arg-type]
     values = dict(given)
     for each in _saved(kind):
-        hint, key, form = hints[each.name], _name(each), each.metadata.get("json")
-        if form == "inline":
-            values[each.name] = _record(hint, source, {})
-        elif form != "optional" or key in source.data:
-            values[each.name] = _read(hint, source, key)
+        if _has_default(each, source):
+            continue
+        hint, inline = hints[each.name], each.metadata.get("json") == "inline"
+        values[each.name] = _record(hint, source, {}) if inline else _read(hint, source, _name(each))
     try:
         return kind(**values)
     except InputError as error:
         source.reject(str(error))
 
 
+def _has_default(each: Field[Any], source: JsonFields) -> bool:
+    """Whether a field has its default, because it is missing or null."""
+    form, name = each.metadata.get("json"), _name(each)
+    if not (source.lenient or form == "optional") or (
+        each.default is MISSING and each.default_factory is MISSING
+    ):
+        return False
+    return name not in source.data or (form == "null is default" and source.data[name] is None)
+
+
 def _read(hint: Any, source: JsonFields, key: str) -> Any:
     """The value of a field, by its hint."""
     plain, arguments = get_origin(hint) or hint, get_args(hint)
     if plain is Annotated:
-        return _restricted(*arguments, source, key)
+        return _annotated(arguments[0], arguments[1:], source, key)
+    if plain is Any:
+        return source.data[key] if key in source.data else source.fail(key, "is missing")
     if plain in (Union, types.UnionType):
         value = source.data.get(key)
         if value is None and key in source.data and type(None) in arguments:
@@ -339,8 +369,12 @@ def _read(hint: Any, source: JsonFields, key: str) -> Any:
         return value if value in arguments else source.fail(key, f"must be one of {', '.join(arguments)}")
     if plain is tuple:
         return _tuple(arguments, source, key)
+    if plain is list:
+        return list(_tuple((*arguments, ...), source, key))
     if plain is Mapping or plain is dict:
-        nested = source.object(key)
+        if arguments == (str, Any):
+            return source.object(key).data
+        nested = source.named(key)
         return {_key(arguments[0], nested, name): _read(arguments[1], nested, name) for name in nested.data}
     if is_dataclass(plain):
         return from_json(plain, source.object(key))  # type: ignore[arg-type]
@@ -357,13 +391,27 @@ def _read(hint: Any, source: JsonFields, key: str) -> Any:
     return source.boolean(key) if plain is bool else source.number(key)
 
 
-def _restricted(hint: Any, rule: Limits | Pattern, source: JsonFields, key: str) -> Any:
-    if isinstance(rule, Pattern):
-        return source.matching(key, rule)
-    if hint is int:
-        return source.integer(key, rule.least, rule.most)
-    value = _read(hint, source, key)
-    _check_size(value, rule, source, key)
+def _annotated(plain: Any, rules: tuple[Any, ...], source: JsonFields, key: str) -> Any:
+    if is_dataclass(rules[0]) and isinstance(rules[0], type):
+        described = source.object(key)
+        described.lenient = True
+        from_json(rules[0], described)
+        return described.data
+    if plain is int and isinstance(rules[0], Limits):
+        value: Any = source.integer(key, rules[0].least, rules[0].most)
+        rules = rules[1:]
+    else:
+        value = _read(plain, source, key)
+    for rule in rules:
+        if isinstance(rule, Pattern):
+            source.matching(key, rule)
+        elif isinstance(rule, Limits):
+            _check_size(value, rule, source, key)
+        else:
+            try:
+                rule(value)
+            except InputError as error:
+                source.fail(key, str(error))
     return value
 
 

@@ -24,11 +24,21 @@ from megalith.data import Batch, Reader
 from megalith.data.batch import Position
 from megalith.data.equal_batches import EqualBatchLoader
 from megalith.data.read_ahead import read_ahead
+from megalith.distributed.ranks import Ranks
 from megalith.errors import InputError
-from megalith.training.ranks import RunRanks, bounds, part_of
 
 WATCHED_BATCHES = 100
 """Number of batches in which features with several ids per row are noticed."""
+
+
+def bounds(rows: int, number: int, parts: int) -> tuple[int, int]:
+    """Return start and end of part `number` if `rows` are split into nearly equal `parts`."""
+    return rows * number // parts, rows * (number + 1) // parts
+
+
+def part_of(batch: Batch, number: int, parts: int) -> Batch:
+    """Return the rows of part `number` of a batch."""
+    return batch if parts == 1 else batch.part(*bounds(len(batch), number, parts))
 
 
 class StepBatch(NamedTuple):
@@ -60,7 +70,7 @@ class StepBatch(NamedTuple):
 class RunBatches:
     """The batches of a reader for the ranks of a run. A collective call."""
 
-    def __init__(self, reader: Reader, ranks: RunRanks, *, shards: bool = False, ahead: bool = False) -> None:
+    def __init__(self, reader: Reader, ranks: Ranks, *, shards: bool = False, ahead: bool = False) -> None:
         self.reader = reader
         self._ahead = ahead
         self._at: Position | None = None
@@ -89,7 +99,7 @@ class RunBatches:
 
     @property
     def _in_stream(self) -> bool:
-        """Whether the position is in the midst of an epoch that is read as a stream."""
+        """Whether the position is in an epoch that is read as a stream."""
         return self._at is not None or self.reader.position != self.reader.shard(0, 1).position
 
     def _from_stream(self) -> Iterator[StepBatch]:
@@ -105,7 +115,7 @@ class RunBatches:
 
     def _from_shards(self) -> Iterator[StepBatch]:
         if self._equal is None:
-            self._equal = EqualBatchLoader(self._sharded, self.ranks.group, timeout=self.ranks.timeout)
+            self._equal = EqualBatchLoader(self._sharded, timeout=self.ranks.timeout)
         for batch in self._equal:
             yield StepBatch(batch, self._equal.sizes or [len(batch)])
         self._skipped += self._sharded.end()
@@ -151,7 +161,7 @@ def features_with_lists(batch: Batch) -> frozenset[str]:
 class _RankShards:
     """The shards of this rank in one epoch, one after the other."""
 
-    def __init__(self, reader: Reader, ranks: RunRanks, ahead: bool) -> None:
+    def __init__(self, reader: Reader, ranks: Ranks, ahead: bool) -> None:
         self._reader = reader
         self._ahead = ahead
         self._ranks = ranks
@@ -160,7 +170,7 @@ class _RankShards:
         self._at: dict[int, Position] = {}
         """Index of a shard -> its position. A reader that has ended is at its start again."""
         self.begun = False
-        """Whether the position is in the midst of an epoch, the same on all ranks."""
+        """Whether the position is in an epoch, the same on all ranks."""
 
     def _begin(self, shards: int) -> None:
         self.begun = True

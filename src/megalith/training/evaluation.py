@@ -10,7 +10,7 @@ import csv
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from megalith.data import Batch, Reader
 from megalith.data.arrow import arrow
+from megalith.distributed.ranks import Ranks
 from megalith.errors import InputError
 from megalith.metrics import AUC, Calibration
 from megalith.models import Model
 from megalith.ops import checks
 from megalith.training.batches import RunBatches
 from megalith.training.model import score
-from megalith.training.ranks import RunRanks
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def evaluate(
     reader: Reader,
     on_batch: Callable[[int], None] | None = None,
     *,
-    ranks: RunRanks | None = None,
+    ranks: Ranks | None = None,
     shards: bool = False,
 ) -> Evaluation:
     """Evaluates a model on all samples of a reader. The tables are not changed.
@@ -82,7 +82,7 @@ def evaluate(
         raise InputError(f"evaluate: reader must be a Reader, got {type(reader).__name__}")
     checks.callback(on_batch, "evaluate: on_batch")
     if ranks is not None:
-        checks.instance(ranks, RunRanks, "evaluate: ranks")
+        checks.instance(ranks, Ranks, "evaluate: ranks")
     checks.flag(shards, "evaluate: shards")
     was_training = model.training
     model.eval()
@@ -116,7 +116,7 @@ def evaluate(
 
 
 def _scored(
-    model: nn.Module, batches: Reader | RunBatches, ranks: RunRanks | None
+    model: nn.Module, batches: Reader | RunBatches, ranks: Ranks | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Logits, labels and weights of each batch, with the rows of all ranks."""
     for step in batches:
@@ -126,9 +126,19 @@ def _scored(
         assert ranks is not None
         sizes = step.sizes_of(ranks.size)
         own = step.part(ranks.rank, ranks.size, range(ranks.rank, ranks.rank + 1))
-        logits = ranks.join(score(model, own), sizes)
-        labels = ranks.join(own.labels, sizes)
-        yield logits, labels, None if own.weights is None else ranks.join(own.weights, sizes)
+        logits = _join(ranks, score(model, own), sizes)
+        labels = _join(ranks, own.labels, sizes)
+        yield logits, labels, None if own.weights is None else _join(ranks, own.weights, sizes)
+
+
+def _join(ranks: Ranks, own: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Concatenate the values of all ranks in the order of the ranks."""
+    # own: float32 [rows of this rank]; returns: float32 [sum of sizes].
+    size = [4 * rows for rows in sizes]
+    data = own.detach().contiguous().view(-1).view(torch.uint8)
+    sent = [size[ranks.rank]] * ranks.size
+    joined = ranks.all_to_all(data.repeat(ranks.size), sent, size, "exchange of predictions")
+    return joined.view(torch.float32)
 
 
 def _bins(calibration: Calibration) -> list[dict[str, float]]:

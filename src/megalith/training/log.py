@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from megalith.distributed.ranks import Ranks
 from megalith.metrics import BinnedAUC
 from megalith.shards import CommReport, Shards
 from megalith.table import HostTierUse, MemoryUse
 from megalith.training.publishing import Pushed
-from megalith.training.ranks import RunRanks
 from megalith.training.steps import BatchScores
 
 
@@ -182,7 +182,7 @@ _TOTALS = ("created", "removed", "evicted", "refused")
 class TableNumbers:
     """See the module. All calls are collective."""
 
-    def __init__(self, shards: Shards, ranks: RunRanks) -> None:
+    def __init__(self, shards: Shards, ranks: Ranks) -> None:
         self._shards = shards
         self._ranks = ranks
         self._before: dict[str, dict[str, int]] = {}

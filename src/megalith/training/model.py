@@ -174,7 +174,7 @@ def model_for(
         huge_pages=config.train.huge_pages,
         device_bytes=config.train.device_bytes or None,
         deterministic=config.train.deterministic,
-        evict_every=config.evict_every if place is None else None,  # see `run_servers.py`
+        evict_every=config.evict_every if place is None else None,  # the run evicts
         update="step" if updates_in_step(config, servers=place is not None) else "backward",
         dist_type=config.train.dist_type,
         id_sources=id_sources(config.data),

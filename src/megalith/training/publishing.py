@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from megalith.distributed.ranks import Ranks
 from megalith.errors import ServerLostError
 from megalith.models import Model
 from megalith.training.config import RunConfig
 from megalith.training.ps import RunServers
-from megalith.training.ranks import RunRanks
 
 FINISH_SECONDS = 30.0
 """Seconds that a run waits at its end for the servers to receive everything."""
@@ -51,7 +51,7 @@ class Publishing:
         self,
         model: Model,
         config: RunConfig,
-        ranks: RunRanks,
+        ranks: Ranks,
         *,
         base: str,
         session: tuple[str, int],
@@ -93,7 +93,7 @@ class Publishing:
         cls,
         model: Model,
         config: RunConfig,
-        ranks: RunRanks,
+        ranks: Ranks,
         *,
         base: str,
         next_session: Callable[[], int] | None,
@@ -101,12 +101,16 @@ class Publishing:
     ) -> Publishing:
         """Creates the publisher on every rank, or raises on every rank. A collective call."""
         number = None if next_session is None else next_session()
-        session = ranks.gather((uuid.uuid4().hex, number))[0]
-        return ranks.rank_0_first(
-            lambda: cls(
+        session = ranks.broadcast((uuid.uuid4().hex, number))
+
+        def make() -> Publishing:
+            return cls(
                 model, config, ranks, base=base, session=session, servers=servers, next_session=next_session
             )
-        )
+
+        # Rank 0 first: if it cannot reach the discovery, the others need not try.
+        first = ranks.agree(make if ranks.rank == 0 else lambda: None)
+        return ranks.agree(lambda: make() if first is None else first)
 
     def _repeated(self, call: Callable[[], T], base: str | None = None) -> T:
         """Make a call; if a parameter server has ended, begin a new session and make it again."""

@@ -3,9 +3,10 @@
     config.json  metrics.jsonl  evaluation.json  frequencies.json  report.html
     checkpoint/  checkpoints/  frequencies/  tensorboard/
 
-checkpoint/ is the newest checkpoint; `run_checkpoints.py` keeps earlier ones in checkpoints/. A run that is
+checkpoint/ is the newest checkpoint; `RunCheckpoints` keeps earlier ones in checkpoints/. A run that is
 stopped and resumed computes the same bits as an uninterrupted one: on one rank, and with a fixed number of
-micro-batches on any number of ranks. All ranks make the same calls; see `run_ranks.py`.
+micro-batches on any number of ranks. All ranks make the same calls; only rank 0 writes files, except for
+checkpoints.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ import math
 import random
 import shutil
 import time as clock
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megalith import checkpoint
+from megalith.data import DataUnavailableError
 from megalith.data.reader_registry import FILE_READERS
 from megalith.distributed.dense_parameters import broadcast_dense, dense_parameters
+from megalith.distributed.exchange import Exchange
+from megalith.distributed.ranks import Ranks, world_size
 from megalith.errors import InputError, UsageError
 from megalith.models import Model
 from megalith.nn import MicroBatches
@@ -50,9 +57,10 @@ from megalith.training.model import (
 )
 from megalith.training.ps import RunServers
 from megalith.training.publishing import Publishing, check_publishing
-from megalith.training.ranks import RunRanks
 from megalith.training.steps import PartBatches, Steps, WholeBatches
 from megalith.training.worker_batches import DoneStep, WorkerBatches
+
+T = TypeVar("T")
 
 
 class Run:
@@ -78,6 +86,7 @@ class Run:
     model: Model
     optimizer: torch.optim.Adam
     batches: RunBatches | WorkerBatches
+    ranks: Ranks
     step: int
     epoch: int
     samples: int
@@ -90,11 +99,38 @@ class Run:
         checks.flag(start_over, "run: start_over")
         self.directory = checks.path(directory, "run: directory")
         self.notes: list[str] = []
-        self.ranks = RunRanks(config.train.timeout)
-        self.ranks.on_rank_0(lambda: None if start_over else self._check_free())
+        self._join_ranks(config.train.timeout)
+        self._on_rank_0(lambda: None if start_over else self._check_free())
         with self._closed_on_error():
             self._open(config)
-            self.ranks.on_rank_0(self._begin)
+            self._on_rank_0(self._begin)
+
+    def _join_ranks(self, timeout: float) -> None:
+        """Set the ranks of the default process group, or this process alone. A collective call."""
+        self._group: Any = None  # for dense weights: a group with that timeout
+        self.ranks = Ranks()
+        if world_size() > 1:
+            self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
+            self.ranks = Exchange(self._group, timeout=timeout)
+        self.ranks.timeout = timeout
+
+    def _on_rank_0(self, work: Callable[[], T]) -> T | None:
+        """Run a function on rank 0; other ranks return None. An error raises on every rank."""
+        return self._agreed(work if self.ranks.rank == 0 else lambda: None)
+
+    def _agreed(self, work: Callable[[], T]) -> T:
+        """Run a function on every rank. An error on one rank raises on every rank."""
+        # Callers fall back to other data when the data is unavailable, and must do so on every rank.
+        return self.ranks.agree(work, keep=(DataUnavailableError,))
+
+    def _sum_on_rank_0(self, sums: Tensor) -> None:
+        """Add the tensors of all ranks on rank 0 in place. On other ranks the tensor is unchanged."""
+        size, rest = sums.nbytes, [0] * (self.ranks.size - 1)
+        got = [size * (self.ranks.rank == 0)] * self.ranks.size
+        data = sums.contiguous().view(-1).view(torch.uint8)
+        received = self.ranks.all_to_all(data, [size, *rest], got, "exchange of sums")
+        if self.ranks.rank == 0:
+            sums.copy_(received.view(sums.dtype).view(self.ranks.size, *sums.shape).sum(0))
 
     def _check_free(self) -> None:
         there = (self.directory / CHECKPOINT / "manifest.json", self.directory / KEPT_CHECKPOINTS)
@@ -132,7 +168,7 @@ class Run:
         self.directory = checks.path(directory, "run: directory")
         manifest = checkpoint.read_manifest(self.directory / CHECKPOINT)
         config = config_of(manifest, self.directory).resumed({} if changes is None else changes)
-        self.ranks = RunRanks(config.train.timeout)
+        self._join_ranks(config.train.timeout)
         with self._closed_on_error():
             self._open(config)
             self._load(manifest)
@@ -145,10 +181,10 @@ class Run:
         self.seconds = saved["seconds"]
         self._saved = (manifest.tip, self.step)
         self._numbers.continue_from(saved.get("counters"))
-        self.ranks.agreed(lambda: self.batches.seek(saved["position"]))
+        self._agreed(lambda: self.batches.seek(saved["position"]))
         self.batches.list_features.update(saved.get("list_features", self.source.train.feature_names))
         checkpoint.set_rng_state(saved["rng"])
-        self.ranks.on_rank_0(self._continue_logs)
+        self._on_rank_0(self._continue_logs)
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -196,7 +232,7 @@ class Run:
         )
         self.optimizer = torch.optim.Adam([p for _, p in dense_parameters(self.model)], config.train.lr)
         if self.ranks.size > 1:
-            broadcast_dense(self.model, self.ranks.group, optimizer=self.optimizer)
+            broadcast_dense(self.model, self._group, optimizer=self.optimizer)
         self._steps = self._make_steps()
         self.seconds = 0.0
         self.stop_requested = False
@@ -214,10 +250,10 @@ class Run:
 
     def _open_source(self, config: RunConfig) -> DataSource:
         """Rank 0 downloads the data and fits the schema; the others use both."""
-        first = self.ranks.on_rank_0(lambda: open_source(config))
+        first = self._on_rank_0(lambda: open_source(config))
         schema = self.ranks.gather(None if first is None else first.config.schema)[0]
         fitted = config.changed(data_schema=schema)
-        return self.ranks.agreed(lambda: open_source(fitted) if first is None else first)
+        return self._agreed(lambda: open_source(fitted) if first is None else first)
 
     @property
     def _reads_shards(self) -> bool:
@@ -249,7 +285,7 @@ class Run:
         if not updates_in_step(self.config):
             return WholeBatches(self.model, self.optimizer)
         num, ranks = self.config.train.micro_batches, self.ranks
-        micro = MicroBatches(self.model, num or ranks.size, group=ranks.group, timeout=ranks.timeout)
+        micro = MicroBatches(self.model, num or ranks.size, group=self._group, timeout=ranks.timeout)
         return PartBatches(self.model, self.optimizer, micro)
 
     def set_workers(self, count: int) -> None:
@@ -281,7 +317,7 @@ class Run:
         """
         watcher = _watcher(watcher)
         with ExitStack() as stack:
-            lock = self.ranks.on_rank_0(lambda: stack.enter_context(RunLock(self.directory)))
+            lock = self._on_rank_0(lambda: stack.enter_context(RunLock(self.directory)))
             stack.enter_context(using_threads(self.threads))
             if self._servers is not None:
                 self._servers.begin(self.model, self.optimizer)
@@ -316,7 +352,7 @@ class Run:
     def _train(self, watcher: Watcher) -> None:
         self.model.train()
         window = LogWindow()
-        scalars = ScalarWriter(self.directory / "tensorboard", self.step) if self.ranks.is_first else None
+        scalars = ScalarWriter(self.directory / "tensorboard", self.step) if self.ranks.rank == 0 else None
         started = clock.perf_counter() - self.seconds
         while not self._done():
             for batch in self.batches:
@@ -395,7 +431,7 @@ class Run:
             raise InputError(f"step {self.step}: {error}") from error
         self.step += 1
         self.samples += step.rows
-        if self.ranks.is_first and step.batch is not None:
+        if self.ranks.rank == 0 and step.batch is not None:
             self.frequencies.update(step.batch)
         window.add(scored, loss, step.rows)
         return loss
@@ -440,7 +476,7 @@ class Run:
         return self._numbers.memory()
 
     def _record(self, window: LogWindow) -> dict[str, Any]:
-        self.ranks.sum_on_first(window.auc.sums)
+        self._sum_on_rank_0(window.auc.sums)
         auc = window.auc.compute()
         memory, tiers = self.memory(), self._numbers.host_tier_since()
         return {
@@ -489,13 +525,13 @@ class Run:
         step = self.step
 
         def keep() -> None:
-            if self.ranks.is_first:
+            if self.ranks.rank == 0:
                 keep_only(self.directory / FREQUENCIES, step)
                 if self._kept is not None:
                     self._kept.add(self.directory / CHECKPOINT, step)
             watcher.saved()
 
-        if self.ranks.is_first:
+        if self.ranks.rank == 0:
             self.frequencies.save(self.directory / FREQUENCIES, step)
 
         watcher.saving(sum(stats.rows for stats in self.model.embeddings.shards.stats().values()))
@@ -566,7 +602,7 @@ class Run:
             result = evaluate(
                 self.model, self.source.test, on_batch, ranks=self.ranks, shards=self._reads_shards
             )
-        if self.ranks.is_first:
+        if self.ranks.rank == 0:
             written = {"step": self.step, **result.to_dict()}
             (self.directory / "evaluation.json").write_text(json.dumps(written, indent=1))
         return result

@@ -33,7 +33,7 @@ from megalith.data import Batch, Reader
 from megalith.data.batch import Position
 from megalith.errors import InputError
 from megalith.ps.messages import Failure
-from megalith.training.ranks import bounds
+from megalith.training.batches import bounds
 from megalith.training.steps import BatchScores, Steps
 from megalith.training.workers import (
     Ahead,

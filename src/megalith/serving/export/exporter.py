@@ -42,11 +42,10 @@ import torch
 from torch import Tensor, nn
 
 from megalith.checkpoint.manifest import Routing, megalith_version
-from megalith.checkpoint.model_state import routing_of
-from megalith.checkpoint.sharded_weights import is_sharded, reshard_fsdp
+from megalith.checkpoint.model_state import is_sharded, reshard_fsdp, routing_of
 from megalith.distributed.dense_parameters import fsdp1_module
 from megalith.distributed.exchange import Exchange
-from megalith.distributed.ranks import Ranks, agree
+from megalith.distributed.ranks import Ranks
 from megalith.errors import ExportError, InputError, MegalithError, UsageError
 from megalith.nn.feature_plan import FeaturePlan
 from megalith.ops import checks
@@ -297,7 +296,7 @@ def export_model(
             signature, parts, _checked_kinds(id_kinds, parts), _checked_singles(single_ids, parts)
         )
 
-    signature = agree(ranks, check, error=ExportError)
+    signature = ranks.agree(check, error=ExportError)
 
     def write_program(path: Path) -> WrittenProgram:
         assert parts is not None
