@@ -202,6 +202,7 @@ def unchanged(table: Table) -> Iterator[None]:
 
 def as_sets(drained: tuple[Tensor, Tensor]) -> tuple[set[int], set[int]]:
     """Updated and removed ids of a drain; each id may come once."""
+    assert all(ids.dtype == torch.int64 and ids.dim() == 1 for ids in drained)
     updated, removed = (ids.tolist() for ids in drained)
     assert len(set(updated)) == len(updated)
     assert len(set(removed)) == len(removed)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith import SGD, Adagrad, Adam, LocalShards, MinCount, Normal, Table, TableConfig
-from megalith.errors import InputError
+from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Optimizer
 from tests.fixed_examples import fixed_examples
@@ -111,8 +111,7 @@ def test_all_tables_together_equal_one_at_a_time(configs: list[TableConfig], row
 
 
 def test_an_error_names_its_table_and_writes_nothing() -> None:
-    configs = [TableConfig(name, dim=2, optimizer=SGD(1.0)) for name in "ab"]
-    shards = LocalShards(configs)
+    shards = sgd_shards()
     asked = {"a": ints(1, 2), "b": ints(3)}
     good = Bags(ints(0, 2), (OutputSlice(0, 0, 0, 2),))
     beyond = Bags(ints(0, 2), (OutputSlice(0, 2, 0, 2),))
@@ -127,7 +126,7 @@ def test_an_error_names_its_table_and_writes_nothing() -> None:
 
 
 def test_rows_found_by_a_pool_serve_the_update_and_later_reads() -> None:
-    shards = LocalShards([TableConfig("a", dim=2, optimizer=SGD(1.0))])
+    shards = sgd_shards("a")
     shards.assign({"a": (ints(1, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))})
     lookup = shards.lookup({"a": ints(2, 1, 2)})
     pooling = Pooling.sum("a", ints(0, 3), 2)
@@ -139,3 +138,40 @@ def test_rows_found_by_a_pool_serve_the_update_and_later_reads() -> None:
     assert out.tolist() == [[7.0, 10.0]]
     assert lookup.gather("a").tolist()[0] == [3.0 - 2.0, 4.0 - 2.0]
     assert 1 in shards.local["a"]
+
+
+# ---- lookups and consumers of several tables
+
+
+def sgd_shards(names: str = "ab") -> LocalShards:
+    return LocalShards([TableConfig(name, dim=2, optimizer=SGD(1.0)) for name in names])
+
+
+def test_a_lookup_notices_ids_changed_in_place() -> None:
+    shards, ids = sgd_shards(), ints(1, 2)
+    lookup = shards.lookup({"a": ids})
+    ids.add_(10)
+    with pytest.raises(UsageError, match="table 'a': its ids were changed"):
+        shards.apply_gradients(lookup, {"a": torch.ones(2, 2)}, step=0)
+    assert len(shards.local["a"]) == 0
+    assert "a" in lookup.rows
+    assert "b" not in lookup.rows
+
+
+def test_a_failed_call_leaves_the_lookup_usable() -> None:
+    shards = sgd_shards()
+    lookup = shards.lookup({"a": ints(1)})
+    for wrong in ({"scale": float("nan")}, {"time": -1.0}, {"step": -1}):
+        with pytest.raises(InputError):
+            shards.apply_gradients(lookup, {"a": torch.ones(1, 2)}, **{"step": 0, **wrong})  # type: ignore[arg-type]
+    shards.apply_gradients(lookup, {"a": torch.ones(1, 2)}, step=0)
+    assert len(shards.local["a"]) == 1
+
+
+def test_one_table_without_the_consumer_drains_none() -> None:
+    shards = sgd_shards()
+    shards.local["a"].track("x")
+    shards.assign({"a": (ints(1), torch.zeros(1, 2))})
+    with pytest.raises(UnknownNameError, match="table 'b'"):
+        shards.drain_touched("x")
+    assert shards.local["a"].drain_touched("x")[0].tolist() == [1]

@@ -136,6 +136,8 @@ def test_a_row_without_state_is_its_weights() -> None:
         ({"segments": [Segment(4, optimizer=SGD())], "dim": 4}, "not both"),
         ({"segments": [Segment(4, optimizer=SGD())], "optimizer": SGD()}, "not both"),
         ({"segments": [Segment(4, optimizer=SGD())], "initializer": Zeros()}, "not both"),
+        ({"segments": [Segment(4, optimizer=SGD())], "precision": "bogus"}, "not both"),
+        ({"dim": 2**30, "optimizer": SGD()}, "'t'.*floats"),
         ({"dim": 4, "optimizer": SGD(), "precision": "int8"}, "precision"),
         ({"dim": 4, "optimizer": SGD(), "missing": "random"}, "missing must be one of"),
         ({"dim": 4, "optimizer": SGD(), "admission": object()}, "admission"),
