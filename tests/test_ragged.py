@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megalith import Ragged
 from megalith.errors import InputError
 from tests.fixed_examples import fixed_examples
+from tests.nn.support import Keyed
 
 ROWS = st.lists(st.lists(st.integers(1, 2**40), max_size=5), max_size=8)
 
@@ -93,37 +94,20 @@ def test_from_a_jagged_nested_tensor() -> None:
         Ragged.from_nested(torch.ones(2, 2))
 
 
-class Keyed:
-    """What torchrec's KeyedJaggedTensor looks like from outside."""
-
-    def __init__(self, keys: list[str], values: list[int], lengths: list[int], weights: Any = None) -> None:
-        self._keys, self._weights = keys, weights
-        self._values, self._lengths = torch.tensor(values), torch.tensor(lengths)
-
-    def keys(self) -> list[str]:
-        return self._keys
-
-    def values(self) -> torch.Tensor:
-        return self._values
-
-    def lengths(self) -> torch.Tensor:
-        return self._lengths
-
-    def weights_or_none(self) -> torch.Tensor | None:
-        return self._weights
-
-
 def test_from_something_shaped_like_a_keyed_jagged_tensor() -> None:
-    columns = Ragged.from_keyed(Keyed(["a", "b"], [1, 2, 3, 4], [1, 0, 2, 1], torch.arange(4.0)))
+    def keyed(values: list[int], lengths: list[int], weights: torch.Tensor | None = None) -> Keyed:
+        return Keyed(["a", "b"], torch.tensor(values), torch.tensor(lengths), weights)
+
+    columns = Ragged.from_keyed(keyed([1, 2, 3, 4], [1, 0, 2, 1], torch.arange(4.0)))
     assert {name: column.to_lists() for name, column in columns.items()} == {
         "a": [[1], []],
         "b": [[2, 3], [4]],
     }
     assert columns["b"].weights.tolist() == [1, 2, 3]
     with pytest.raises(InputError, match="do not divide"):
-        Ragged.from_keyed(Keyed(["a", "b"], [1], [1, 0, 0]))
+        Ragged.from_keyed(keyed([1], [1, 0, 0]))
     with pytest.raises(InputError, match="add up to 2"):
-        Ragged.from_keyed(Keyed(["a"], [1], [2]))
+        Ragged.from_keyed(keyed([1], [2, 0]))
 
 
 @pytest.mark.parametrize(

@@ -14,26 +14,9 @@ from megalith.errors import InputError, UnknownNameError
 from megalith.models import MODELS, EmbeddingConfig, Model, build_model, forward_batch
 from megalith.nn import Layout, Slice
 from tests.models.support import embeddings, known_ids, loss_of, make, synthetic_reader, train
+from tests.nn.support import Keyed
 
 every_model = pytest.mark.parametrize("name", MODELS)
-
-
-@every_model
-@pytest.mark.parametrize("num_dense", [0, 3])
-def test_one_logit_for_each_example(name: str, num_dense: int) -> None:
-    model = make(name, num_dense=num_dense)
-    for size in (1, 7):
-        logits = forward_batch(model, synthetic_reader(size, num_dense=num_dense).batch(0))
-        assert logits.shape == (size,)
-        assert logits.dtype == torch.float32
-        assert bool(logits.isfinite().all())
-
-
-@every_model
-def test_an_empty_batch_has_no_logits(name: str) -> None:
-    nothing = Ragged.from_lists([])
-    features = dict.fromkeys(("user", "item", "tags", "context"), nothing)
-    assert make(name)(features).shape == (0,)
 
 
 @every_model
@@ -62,9 +45,13 @@ def test_gradients_reach_both_parts(name: str) -> None:
 def test_features_come_in_any_order_and_form(name: str) -> None:
     model, batch = make(name).eval(), synthetic_reader(9).batch(0)
     expected = forward_batch(model, batch)
+    assert (expected.shape, expected.dtype) == ((9,), torch.float32)
+    assert model(dict.fromkeys(batch.features, Ragged.from_lists([]))).shape == (0,)
     turned = dict(reversed(batch.features.items())) | {"unknown": torch.zeros(2)}
     assert torch.equal(model(turned), expected)
-    assert torch.equal(model(Keyed(batch)), expected)
+    columns = list(batch.features.values())
+    values, lengths = (torch.cat(x) for x in ([c.values for c in columns], [c.lengths() for c in columns]))
+    assert torch.equal(model(Keyed(list(batch.features), values, lengths)), expected)
     plain: dict[str, Tensor] = {
         feature: column.to_padded(pad=-1) if feature == "tags" else column.values
         for feature, column in batch.features.items()
@@ -73,22 +60,6 @@ def test_features_come_in_any_order_and_form(name: str) -> None:
     tags = batch.features["tags"]
     nested = torch.nested.nested_tensor_from_jagged(tags.values, tags.row_splits)
     assert torch.equal(model({**batch.features, "tags": nested}), expected)
-
-
-class Keyed:
-    """Shaped like a KeyedJaggedTensor."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._columns = batch.features
-
-    def keys(self) -> list[str]:
-        return list(self._columns)
-
-    def values(self) -> Tensor:
-        return torch.cat([column.values for column in self._columns.values()])
-
-    def lengths(self) -> Tensor:
-        return torch.cat([column.lengths() for column in self._columns.values()])
 
 
 @every_model
@@ -196,17 +167,6 @@ def test_zero_grad_drops_both_parts(name: str) -> None:
     model.embeddings.step()
     assert not any(known_ids(model).values())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@every_model
-def test_a_state_dict_carries_the_model(name: str) -> None:
-    trained, fresh = make(name), make(name)
-    train(trained, synthetic_reader(32, num_batches=3))
-    batch = synthetic_reader(32).batch(1)
-    expected = forward_batch(trained.eval(), batch)
-    assert not torch.equal(forward_batch(fresh.eval(), batch), expected)
-    fresh.load_state_dict(trained.state_dict())
-    assert torch.equal(forward_batch(fresh, batch), expected)
 
 
 @every_model

@@ -28,28 +28,9 @@ from megalith import (
     TableConfig,
 )
 from megalith.ops import Pooling
-from tests.nn.support import assign, collection, column, contents, floats, ints, zeros
+from tests.nn.support import Keyed, assign, collection, column, contents, floats, ints, zeros
 
 # ---- inputs
-
-
-class Keyed:
-    """What a KeyedJaggedTensor looks like from outside."""
-
-    def __init__(self, keys: list[str], values: Tensor, lengths: Tensor, weights: Tensor | None) -> None:
-        self._parts = (keys, values, lengths, weights)
-
-    def keys(self) -> list[str]:
-        return self._parts[0]
-
-    def values(self) -> Tensor:
-        return self._parts[1]
-
-    def lengths(self) -> Tensor:
-        return self._parts[2]
-
-    def weights_or_none(self) -> Tensor | None:
-        return self._parts[3]
 
 
 def torchrec_keyed(keys: list[str], values: Tensor, lengths: Tensor, weights: Tensor | None) -> Any:
@@ -115,13 +96,6 @@ def test_a_keyed_jagged_tensor(make: Callable[..., Any], weighted: bool) -> None
 def test_other_keys_are_left_alone() -> None:
     batch = {"label": floats(1, 0), "a": ints(1, 2), "text": ["x", "y"]}
     assert filled()(batch)["a"].tolist() == [[1, 10], [2, 20]]
-
-
-def test_all_64_bit_ids_are_legal(engine: str) -> None:
-    made = collection(engine=engine)
-    extreme = ints(-(2**63), 2**63 - 1, -1, 0)
-    made({"a": extreme})["a"].sum().backward()
-    assert contents(made) == {i: [-1] for i in extreme.tolist()}
 
 
 # ---- outputs
@@ -387,12 +361,9 @@ def test_tables_that_are_not_trainable_are_read_only(engine: str, update: str) -
         made.step()
     assert contents(made) == {1: [-2]}
     assert contents(made, "frozen") == {1: [5]}
-
-
-def test_a_collection_of_frozen_tables_alone() -> None:
-    made = EmbeddingCollection([zeros(trainable=False)], [Feature("a", "t")])
-    made({"a": ints(1)})["a"].sum().backward()
-    assert contents(made) == {}
+    alone = EmbeddingCollection([zeros(trainable=False)], [Feature("a", "t")])
+    alone({"a": ints(1)})["a"].sum().backward()
+    assert contents(alone) == {}
 
 
 # ---- freezing
@@ -491,6 +462,8 @@ def test_shards_are_used_as_they_are(engine: str) -> None:
     made({"a": ints(1)})["a"].sum().backward()
     assert len(shards.local["t"]) == 1
     assert len(shards.local["other"]) == 0
+    assert list(made.tables) == ["t", "other"]
+    assert made.tables["t"] is shards.local["t"]
 
 
 # ---- one id per example
@@ -551,13 +524,6 @@ def test_the_example_in_the_docstring_prints_what_it_says() -> None:
     )
     results = doctest.DocTestRunner().run(example)
     assert (results.attempted, results.failed) == (9, 0)
-
-
-def test_tables_are_those_of_this_process_by_name() -> None:
-    item = TableConfig("item", dim=2, optimizer=SGD(0.1))
-    collection = EmbeddingCollection([item], [Feature("a", "item")])
-    assert list(collection.tables) == ["item"]
-    assert collection.tables["item"] is collection.shards.local["item"]
 
 
 def test_the_phases_of_a_step_are_spans_of_the_profiler() -> None:

@@ -15,21 +15,17 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from megalith import Adagrad, Adam, EmbeddingCollection, Feature, Segment, TableConfig
+from megalith import Adagrad, EmbeddingCollection, Feature, TableConfig
 from megalith.nn import collection_state as state
+from tests.nn.support import two_tables
 from tests.table.support import assert_same_tables, whole
 
 
 class Model(nn.Module):
     def __init__(self, engine: str = "cpu") -> None:
         super().__init__()
-        user = TableConfig(
-            "user", segments=[Segment(1, optimizer=Adam(0.1)), Segment(3, optimizer=Adagrad(0.1))]
-        )
-        item = TableConfig("item", dim=4, optimizer=Adam(0.1))
-        features = [Feature("user", "user"), Feature("item", "item")]
-        self.embeddings = EmbeddingCollection([user, item], features, engine=engine)
-        self.head = nn.Linear(8, 1)
+        self.embeddings = two_tables(engine)
+        self.head = nn.Linear(6, 1)
 
 
 def trained(engine: str = "cpu") -> Model:
@@ -58,15 +54,15 @@ def without_process_group() -> Iterator[None]:
         yield
 
 
-def test_a_collection_is_stateful() -> None:
-    assert isinstance(Model().embeddings, Stateful)
-
-
-def test_save_and_load_into_a_fresh_model(tmp_path: Path, engine: str) -> None:
-    model, fresh = trained(engine), Model(engine)
-    dcp.save({"model": model}, checkpoint_id=tmp_path)
+def test_save_and_load_into_a_fresh_model_and_a_collection_alone(tmp_path: Path, engine: str) -> None:
+    model, fresh, alone = trained(engine), Model(engine), Model(engine)
+    assert isinstance(model.embeddings, Stateful)
+    dcp.save({"model": model, "embeddings": model.embeddings}, checkpoint_id=tmp_path)
     dcp.load({"model": fresh}, checkpoint_id=tmp_path)
     assert_same(fresh, model)
+    alone.head = model.head
+    dcp.load({"embeddings": alone.embeddings}, checkpoint_id=tmp_path)
+    assert_same(alone, model)
 
 
 def test_load_into_a_model_that_has_other_rows(tmp_path: Path) -> None:
@@ -76,15 +72,6 @@ def test_load_into_a_model_that_has_other_rows(tmp_path: Path) -> None:
     dcp.save({"model": model}, checkpoint_id=tmp_path)
     dcp.load({"model": other}, checkpoint_id=tmp_path)
     assert_same(other, model)
-
-
-def test_a_collection_alone(tmp_path: Path) -> None:
-    model, fresh = trained(), Model()
-    dcp.save({"embeddings": model.embeddings}, checkpoint_id=tmp_path)
-    dcp.load({"embeddings": fresh.embeddings}, checkpoint_id=tmp_path)
-    assert fresh.embeddings.global_step == 3
-    for name, table in model.embeddings.shards.local.items():
-        assert_same_tables(whole(fresh.embeddings.shards.local[name]), whole(table))
 
 
 def test_tables_without_rows_empty_the_tables_that_load_them(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from megalith import (
 from megalith.errors import InputError, UsageError
 from tests.fixed_examples import fixed_examples
 from tests.nn.support import assign, collection, column, contents, floats, ints, times, zeros
-from tests.table.support import assert_close, assert_same_bits, dyadic, whole
+from tests.table.support import assert_close, whole
 
 # ---- a forgotten step()
 
@@ -63,10 +63,10 @@ def test_several_forwards_of_one_backward_count_once() -> None:
     assert contents(made) == {1: [-10]}
 
 
-@pytest.mark.parametrize("limit", [0, -1, 2.5, True, "many"])
-def test_max_pending_is_a_positive_integer(limit: Any) -> None:
-    with pytest.raises(InputError, match="max_pending"):
-        collection(update="step", max_pending=limit)
+def test_max_pending_is_a_positive_integer() -> None:
+    for limit in (0, -1, 2.5, True, "many"):
+        with pytest.raises(InputError, match="max_pending"):
+            collection(update="step", max_pending=limit)
 
 
 # ---- update="backward"
@@ -121,13 +121,6 @@ def test_the_step_is_that_of_forward_and_then_advances(engine: str) -> None:
     late.sum().backward()
     torch.testing.assert_close(floats(contents(made)[5], contents(made)[6]), floats([-1.2], [-1.2]))
     assert made.global_step == 4
-
-
-def test_learning_rates_follow_a_step_that_was_set() -> None:
-    made = EmbeddingCollection([zeros(lr=float)], [Feature("a", "t")])  # the rate is the step
-    made.global_step = 7
-    made({"a": ints(1)})["a"].sum().backward()
-    assert contents(made) == {1: [-7]}
 
 
 def test_gradients_that_are_not_finite_write_nothing(engine: str) -> None:
@@ -217,22 +210,6 @@ def test_two_forwards_and_one_step_are_one_joined_batch(
         assert_close(actual.state["0/sum"], expected.state["0/sum"])
 
 
-def test_micro_batches_of_several_features_of_one_table(engine: str) -> None:
-    # The order of sums differs (micro-batch before feature); dyadic gradients make any order exact.
-    features = [Feature("a", "t"), Feature("b", "t", Mean()), Feature("user", "t", shared=True)]
-    many, once = (adagrad(update, *features, engine=engine) for update in ("step", "backward"))
-    batch = {"a": column([1, 2], [3], [], [2]), "b": column([2, 2], [1], [4], [5, 1])}
-    user = {"user": column([1, 7])}
-    factor = {name: dyadic(n, 4, 3) for n, name in enumerate(["a", "b", "user"])}
-
-    train(once, [batch | user], [factor])
-    parts = [{name: c[k : k + 1] for name, c in batch.items()} | user for k in range(4)]
-    train(many, parts, [{name: f[k : k + 1] for name, f in factor.items()} for k in range(4)])
-    many.step()
-
-    assert_same_bits(whole(many.shards.local["t"]).rows, whole(once.shards.local["t"]).rows)
-
-
 def test_micro_batches_of_which_some_have_weights(engine: str) -> None:
     made = collection(Feature("a", "t"), Feature("b", "t"), update="step", engine=engine)
     for batch in (
@@ -261,14 +238,12 @@ def test_scale_and_clips_are_any_number(scale: Any) -> None:
     assert contents(made) == {1: [-0.5], 2: [-0.75]}
 
 
-@pytest.mark.parametrize(
-    "scale", [math.nan, math.inf, "1", None, True, torch.ones(2), torch.tensor(math.nan)]
-)
-def test_scale_must_be_a_finite_number(scale: Any) -> None:
+def test_scale_must_be_a_finite_number() -> None:
     made = collection(update="step")
     made({"a": ints(1)})["a"].sum().backward()
-    with pytest.raises(InputError, match="scale must be a finite number"):
-        made.step(scale=scale)
+    for scale in (math.nan, math.inf, "1", None, True, torch.ones(2), torch.tensor(math.nan)):
+        with pytest.raises(InputError, match="scale must be a finite number"):
+            made.step(scale=scale)  # type: ignore[arg-type]
     made.step()
     assert contents(made) == {1: [-1]}
 

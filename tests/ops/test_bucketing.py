@@ -117,13 +117,6 @@ def test_dedup_is_its_reference_and_leads_back(data: st.DataObject, ids: Tensor,
     assert int(found.counts.sum()) == found.ids.numel()
 
 
-@fixed_examples(50)
-@given(ids=id_tensors())
-def test_an_id_is_the_same_in_either_type(ids: Tensor) -> None:
-    router = Router("hash_roundrobin", 3)
-    assert_same(dedup(ids, None, router)[:4], dedup(ids.long(), None, router)[:4])
-
-
 # ---- match
 
 

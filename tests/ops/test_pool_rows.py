@@ -75,12 +75,6 @@ def test_a_shared_feature_repeats_its_rows_and_sums_their_gradients() -> None:
     assert source.grad.tolist() == [[9, 12], [7 + 16, 8 + 20], [16, 20]]
 
 
-def test_a_shared_feature_may_have_a_period_of_several_rows() -> None:
-    bags = [Bags(ints(0, 1, 2), (OutputSlice(0, 0, 0, 2),), shared=True)]
-    (out,) = pool_rows(ROWS, ints(0, 2), bags, [(6, 2)])
-    assert out.tolist() == [[1, 10], [3, 30]] * 3
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_small_types_are_summed_in_float32(dtype: torch.dtype) -> None:
     ones = torch.ones(4096, 1, dtype=dtype)
@@ -191,11 +185,6 @@ def test_pooling_and_its_gradient_are_their_references(case: Case) -> None:
 @given(case=cases([torch.float64]))
 def test_gradcheck(case: Case) -> None:
     assert gradcheck(case, case.source.clone().requires_grad_())
-
-
-def test_gradcheck_of_segment_sum() -> None:
-    values = randn(0, 5, 3, dtype=torch.float64).requires_grad_()
-    assert gradcheck(lambda v: segment_sum(v, ints(0, 2, 2, 5)), values)
 
 
 # ---- threads

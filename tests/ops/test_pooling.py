@@ -33,23 +33,11 @@ def one_feature(offsets: Tensor, part: OutputSlice, shape: tuple[int, int], **ba
 # ---- the data
 
 
-def test_sum_is_one_feature_into_one_output() -> None:
-    pooling = Pooling.sum("t", ints(0, 2, 2, 4), 2)
-
-    assert pooling.outputs == ((3, 2),)
-    assert pooled(pooling, ROWS) == [[[3.0, 30.0], [0.0, 0.0], [7.0, 70.0]]]
-
-
 def test_a_table_that_fills_no_output_has_no_bags() -> None:
     pooling = Pooling.sum("t", ints(0, 1), 2)
 
     assert len(pooling.of("t")) == 1
     assert pooling.of("other") == ()
-
-
-def test_bags_count_themselves() -> None:
-    assert Bags(ints(0, 2, 2, 4), ()).num_bags == 3
-    assert Bags(ints(0), ()).num_bags == 0
 
 
 @pytest.mark.parametrize(
@@ -87,34 +75,6 @@ def test_each_bag_is_summed_in_order() -> None:
     assert pooled(Pooling.sum("t", ints(0, 4), 1), source[[0, 2, 1, 3]]) == [[[2.0]]]
 
 
-def test_occurrences_outside_every_bag_are_left_out() -> None:
-    assert pooled(Pooling.sum("t", ints(1, 2, 3), 2), ROWS) == [[[2.0, 20.0], [3.0, 30.0]]]
-
-
-def test_weights_belong_to_occurrences_and_divisors_to_bags() -> None:
-    pooling = one_feature(
-        ints(1, 3, 4),
-        OutputSlice(0, 0, 0, 2),
-        (2, 2),
-        weights=torch.tensor([100.0, 1.0, 2.0, 0.5]),
-        divisor=torch.tensor([4.0, 0.5]),
-    )
-
-    assert pooled(pooling, ROWS) == [[[2.0, 20.0], [4.0, 40.0]]]
-
-
-def test_a_part_takes_its_columns_to_its_place() -> None:
-    pooling = one_feature(ints(0, 1, 2), OutputSlice(0, 2, 1, 2), (2, 4))
-
-    assert pooled(pooling, ROWS) == [[[0.0, 0.0, 10.0, 0.0], [0.0, 0.0, 20.0, 0.0]]]
-
-
-def test_inner_lays_bags_side_by_side() -> None:
-    pooling = one_feature(ints(0, 1, 2, 3, 3), OutputSlice(0, 1, 0, 2, inner=2), (2, 5))
-
-    assert pooled(pooling, ROWS) == [[[0.0, 1.0, 10.0, 2.0, 20.0], [0.0, 3.0, 30.0, 0.0, 0.0]]]
-
-
 def test_features_write_over_or_add_in_their_order() -> None:
     def twice(accumulate: bool) -> Pooling:
         parts = (OutputSlice(0, 0, 0, 2), OutputSlice(0, 0, 0, 2, accumulate=accumulate))
@@ -122,13 +82,6 @@ def test_features_write_over_or_add_in_their_order() -> None:
 
     assert pooled(twice(accumulate=True), ROWS) == [[[3.0, 30.0]]]
     assert pooled(twice(accumulate=False), ROWS) == [[[2.0, 20.0]]]
-
-
-def test_one_feature_feeds_many_outputs() -> None:
-    parts = (OutputSlice(0, 0, 0, 1), OutputSlice(1, 0, 1, 2), OutputSlice(2, 0, 0, 2))
-    pooling = Pooling(((1, 1), (1, 1), (1, 2)), {"t": (Bags(ints(0, 2), parts),)})
-
-    assert pooled(pooling, ROWS) == [[[3.0]], [[30.0]], [[3.0, 30.0]]]
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -172,16 +125,6 @@ def test_each_occurrence_gets_its_bags_gradient() -> None:
 
     assert result.tolist() == [[1.0, 2.0], [1.0, 2.0], [5.0, 6.0], [0.0, 0.0]]
     assert reached.tolist() == [True, True, True, False]
-
-
-def test_gradients_of_all_parts_add_up() -> None:
-    parts = (OutputSlice(0, 0, 0, 2), OutputSlice(1, 1, 1, 2))
-    pooling = Pooling(((1, 2), (1, 2)), {"t": (Bags(ints(0, 1), parts),)})
-    grads = [torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])]
-
-    result, _ = unpool(grads, pooling.of("t"), 1, 2)
-
-    assert result.tolist() == [[1.0, 22.0]]
 
 
 def test_an_occurrence_of_a_feature_without_outputs_still_takes_part() -> None:

@@ -13,14 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import SGD, Adagrad, Adam, Normal, Segment, Table, TableConfig, Uniform, Zeros
+from megalith import SGD, Adagrad, Adam, Normal, Table, TableConfig, Uniform
 from megalith.errors import InputError, UsageError
 from megalith.ops import Pooling
 from tests.table.support import (
     EXTREME_IDS,
-    HIGHEST,
-    LOWEST,
-    assert_close,
     assert_same_bits,
     assert_same_tables,
     ints,
@@ -39,10 +36,6 @@ def times_of(table: Table) -> dict[int, int]:
 # ---- making tables
 
 
-
-
-
-
 def test_an_unknown_engine_or_a_wrong_config_or_seed_raises(engine: str) -> None:
     config: Any = TableConfig("t", dim=1, optimizer=SGD())
     assert Table(config).engine == "cpu"
@@ -56,11 +49,7 @@ def test_an_unknown_engine_or_a_wrong_config_or_seed_raises(engine: str) -> None
             Table(config, engine=engine, seed=seed)  # type: ignore[arg-type]
 
 
-
-
 # ---- finding and reading
-
-
 
 
 def test_find_gives_each_id_its_own_row(engine: str) -> None:
@@ -74,8 +63,6 @@ def test_find_gives_each_id_its_own_row(engine: str) -> None:
     assert sorted(set(rows.tolist())) == [-1, *range(ids.numel())]
     assert rows[: ids.numel()].tolist() == rows[ids.numel() : -1].flip(0).tolist()
     assert rows[-1].item() == -1
-
-
 
 
 @pytest.mark.parametrize("missing", ["initial", "zeros"])
@@ -105,8 +92,6 @@ def test_missing_ids_read_as_the_config_defines(engine: str) -> None:
     # A row starts from the initializer in both; id 2 is still missing.
     assert_same_bits(initial.lookup(ids), first)
     assert_same_bits(zeros.lookup(ids), torch.stack([first[0], torch.zeros(2)]))
-
-
 
 
 @pytest.mark.parametrize("with_epoch", [True, False])
@@ -198,10 +183,6 @@ def test_gradients_are_summed_in_input_order(engine: str) -> None:
     assert table.lookup(ints(5, 6)).tolist() == [[-1.0], [-2.0]]
 
 
-
-
-
-
 # ---- times
 
 
@@ -223,8 +204,6 @@ def test_every_write_sets_the_time(engine: str, time: float) -> None:
     assert set(times_of(table).values()) == {int(time)}
 
 
-
-
 def test_without_a_time_the_clock_is_asked(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1234.5)
     table = sgd_table(engine, 1)
@@ -244,8 +223,6 @@ def test_of_duplicates_the_last_assignment_stays(engine: str) -> None:
 
     assert table.lookup(ints(1, 2)).tolist() == [[3.0], [2.0]]
     assert len(table) == 2
-
-
 
 
 def test_assign_add_starts_from_the_initial_row_and_adds_in_order(engine: str) -> None:
@@ -305,8 +282,6 @@ def test_whole_numbers_of_any_kind_can_be_asked_for(engine: str) -> None:
     table.assign(ints(5), torch.ones(1, 2))
     assert all(id in table for id in (5, np.int64(5), torch.tensor(5)))
     assert not any(id in table for id in ("5", 5.0, 2**64 + 5))
-
-
 
 
 def test_the_memory_of_removed_rows_is_reused(engine: str) -> None:

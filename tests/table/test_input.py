@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import FTRL, SGD, Adagrad, Normal, Piecewise, Segment, Table, TableConfig
+from megalith import SGD, Adagrad, Normal, Segment, Table, TableConfig
 from megalith.errors import InputError, MegalithError, UnknownNameError, UsageError
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk
@@ -213,16 +213,6 @@ def test_a_schedule_must_give_a_rate_and_one_that_fails_is_named(engine: str) ->
 
     call = lambda t: t.apply_gradients(ints(1), ones(), step=2)  # noqa: E731
     refuses(user_table(engine, second=lost), call, "segment 1", "step 2", "lost", "KeyError: 'rates.json'")
-
-
-def test_ftrl_refuses_a_rate_of_zero(engine: str) -> None:
-    optimizer = FTRL(Piecewise((1,), (0.1, 0.0)))
-    table = sgd_table(engine, DIM, optimizer=optimizer, name="user")
-    table.track("sync")
-    table.apply_gradients(ints(1), ones(), step=0)
-    table.drain_touched("sync")
-
-    refuses(table, lambda t: t.apply_gradients(ints(1, 2), ones(2), step=1), "FTRL", "step 1")
 
 
 def test_a_table_that_is_not_trainable_takes_rows_but_refuses_to_train(engine: str) -> None:

@@ -57,8 +57,6 @@ def test_empty_batches_are_legal_everywhere(engine: str) -> None:
     assert as_sets(table.drain_touched("sync")) == (set(), set())
 
 
-
-
 def test_int32_ids_are_sign_extended(engine: str) -> None:
     narrow, wide = sgd_table(engine, initializer=Normal()), sgd_table(engine, initializer=Normal())
     ids = ints(-1, 0, 1, 2**31 - 1, -(2**31))

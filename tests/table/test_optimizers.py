@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -32,8 +31,6 @@ from megalith import (
     Piecewise,
     PolynomialDecay,
     RMSProp,
-    RMSPropV2,
-    RowWiseAdagrad,
     Segment,
     Table,
     TableConfig,
@@ -61,90 +58,70 @@ DIM = 5
 # ---- torch.optim, 50 steps on the same dense rows
 
 
-def trained_by_torch(
-    make: Callable[[list[Tensor]], torch.optim.Optimizer], weights: Tensor, grads: list[Tensor]
-) -> Tensor:
+IN_TORCH: dict[str, tuple[Optimizer, Any, dict[str, Any]]] = {
+    "sgd": (SGD(0.1), torch.optim.SGD, {"lr": 0.1}),
+    "adagrad": (Adagrad(), torch.optim.Adagrad, {}),
+    "adagrad-all": (
+        Adagrad(0.1, initial_accumulator_value=0.5, eps=1e-3, weight_decay=0.01),
+        torch.optim.Adagrad,
+        {"lr": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-3, "weight_decay": 0.01},
+    ),
+    "momentum": (Momentum(0.01), torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    "nesterov": (
+        Momentum(0.01, momentum=0.8, weight_decay=0.1, nesterov=True),
+        torch.optim.SGD,
+        {"lr": 0.01, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True},
+    ),
+    # torch's dense optimizers add eps to the corrected root: here it is too small to matter
+    "adam": (Adam(0.01, eps=1e-30), torch.optim.Adam, {"lr": 0.01, "eps": 1e-30}),
+    "adam-all": (
+        Adam(0.01, betas=(0.8, 0.99), eps=1e-30, weight_decay=0.1),
+        torch.optim.Adam,
+        {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-30, "weight_decay": 0.1},
+    ),
+    "adamw": (
+        AdamW(0.01, eps=1e-30, weight_decay=0.1),
+        torch.optim.AdamW,
+        {"lr": 0.01, "eps": 1e-30, "weight_decay": 0.1},
+    ),
+    "amsgrad": (
+        AMSGrad(0.01, betas=(0.8, 0.5), eps=1e-30, weight_decay=0.1),
+        torch.optim.Adam,
+        {"lr": 0.01, "betas": (0.8, 0.5), "eps": 1e-30, "weight_decay": 0.1, "amsgrad": True},
+    ),
+    "adadelta": (Adadelta(), torch.optim.Adadelta, {}),
+    "adadelta-all": (
+        Adadelta(0.5, rho=0.8, eps=1e-3, weight_decay=0.1),
+        torch.optim.Adadelta,
+        {"lr": 0.5, "rho": 0.8, "eps": 1e-3, "weight_decay": 0.1},
+    ),
+    "rmsprop": (RMSProp(), torch.optim.RMSprop, {}),
+    "rmsprop-all": (
+        RMSProp(0.01, alpha=0.8, eps=1e-3, weight_decay=0.1),
+        torch.optim.RMSprop,
+        {"lr": 0.01, "alpha": 0.8, "eps": 1e-3, "weight_decay": 0.1},
+    ),
+    "dynamic_wd_adagrad": (
+        DynamicWdAdagrad(0.1, weight_decay=0.01, decoupled=False),
+        torch.optim.Adagrad,
+        {"lr": 0.1, "weight_decay": 0.01},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_dense_rows_train_as_in_torch(engine: str, name: str) -> None:
+    optimizer, kind, settings = IN_TORCH[name]
+    weights, grads = training_example(rows=4, dim=20, steps=50)
     parameter = torch.nn.Parameter(weights.clone())
-    optimizer = make([parameter])
+    oracle = kind([parameter], **settings)
     for grad in grads:
         parameter.grad = grad.clone()
-        optimizer.step()
-    return parameter.detach()
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "make"),
-    [
-        (SGD(0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
-        (Adagrad(), torch.optim.Adagrad),
-        (
-            Adagrad(0.1, initial_accumulator_value=0.5, eps=1e-3, weight_decay=0.01),
-            lambda p: torch.optim.Adagrad(
-                p, lr=0.1, initial_accumulator_value=0.5, eps=1e-3, weight_decay=0.01
-            ),
-        ),
-        (Momentum(0.01), lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)),
-        (
-            Momentum(0.01, momentum=0.8, weight_decay=0.1, nesterov=True),
-            lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.8, weight_decay=0.1, nesterov=True),
-        ),
-        # torch's dense optimizers add eps to the corrected root: here it is too small to matter
-        (Adam(0.01, eps=1e-30), lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-30)),
-        (
-            Adam(0.01, betas=(0.8, 0.99), eps=1e-30, weight_decay=0.1),
-            lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.8, 0.99), eps=1e-30, weight_decay=0.1),
-        ),
-        (
-            AdamW(0.01, eps=1e-30, weight_decay=0.1),
-            lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-30, weight_decay=0.1),
-        ),
-        (
-            AMSGrad(0.01, betas=(0.8, 0.5), eps=1e-30, weight_decay=0.1),
-            lambda p: torch.optim.Adam(
-                p, lr=0.01, betas=(0.8, 0.5), eps=1e-30, weight_decay=0.1, amsgrad=True
-            ),
-        ),
-        (Adadelta(), torch.optim.Adadelta),
-        (
-            Adadelta(0.5, rho=0.8, eps=1e-3, weight_decay=0.1),
-            lambda p: torch.optim.Adadelta(p, lr=0.5, rho=0.8, eps=1e-3, weight_decay=0.1),
-        ),
-        (RMSProp(), torch.optim.RMSprop),
-        (
-            RMSProp(0.01, alpha=0.8, eps=1e-3, weight_decay=0.1),
-            lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.8, eps=1e-3, weight_decay=0.1),
-        ),
-        (
-            DynamicWdAdagrad(0.1, weight_decay=0.01, decoupled=False),
-            lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.01),
-        ),
-    ],
-    ids=[
-        "sgd",
-        "adagrad",
-        "adagrad-all",
-        "momentum",
-        "nesterov",
-        "adam",
-        "adam-all",
-        "adamw",
-        "amsgrad",
-        "adadelta",
-        "adadelta-all",
-        "rmsprop",
-        "rmsprop-all",
-        "dynamic_wd_adagrad",
-    ],
-)
-def test_dense_rows_train_as_in_torch(
-    engine: str, optimizer: Optimizer, make: Callable[[list[Tensor]], torch.optim.Optimizer]
-) -> None:
-    weights, grads = training_example(rows=4, dim=20, steps=50)
-    expected = trained_by_torch(make, weights, grads)
+        oracle.step()
 
     table = train_rows(engine, optimizer, weights, grads)
 
-    assert_close(table.lookup(torch.arange(4)), expected, atol=1e-6)
+    assert_close(table.lookup(torch.arange(4)), parameter.detach(), atol=1e-6)
 
 
 def test_defaults_are_those_of_torch_where_torch_has_the_optimizer() -> None:
@@ -293,27 +270,6 @@ def test_ftrl_shrinks_towards_zero_by_l1_from_both_sides(
         assert_same_bits(table.lookup(ints(1)), torch.zeros(1, dim))
 
 
-def test_ftrl_brings_a_trained_weight_back_to_exactly_zero(engine: str) -> None:
-    table = sgd_table(engine, 1, optimizer=FTRL(1.0, initial_accumulator_value=0.0, l1=1.0))
-    table.apply_gradients(ints(1), torch.tensor([[4.0]]), step=0)
-    assert table.lookup(ints(1)).item() == -0.75
-
-    # z = 4 + (-4.75) - (sqrt(38.5625) - 4) * -0.75 = 0.9074, below l1
-    table.apply_gradients(ints(1), torch.tensor([[-4.75]]), step=1)
-
-    assert table.lookup(ints(1)).item() == 0.0
-
-
-def test_ftrl_starts_from_the_weights_it_finds(engine: str) -> None:
-    table = sgd_table(engine, 1, optimizer=FTRL(1.0, initial_accumulator_value=0.0))
-    table.assign(ints(1), torch.tensor([[3.0]]))
-
-    table.apply_gradients(ints(1), torch.tensor([[2.0]]), step=0)
-
-    # sigma = 2, z = 2 - 2 * 3 = -4, w = 4 / 2
-    assert table.lookup(ints(1)).item() == 2.0
-
-
 # ---- what every optimizer shares
 
 
@@ -330,16 +286,6 @@ def test_duplicates_are_summed_before_one_step(engine: str, name: str) -> None:
 
     assert_same_bits(whole(apart).rows, whole(summed).rows)
     assert state_of(apart, 7) == state_of(summed, 7)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_no_gradients_are_no_step(engine: str, name: str) -> None:
-    for dim in (1, 8, 11):
-        table = sgd_table(engine, dim, optimizer=OPTIMIZERS[name])
-        table.assign(ints(1), torch.ones(1, dim))
-
-        with unchanged(table):
-            table.apply_gradients(ints(), torch.ones(0, dim), step=0)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -416,60 +362,44 @@ def test_a_rate_of_zero_leaves_weights_but_not_state(engine: str) -> None:
 # ---- what is refused
 
 
-@pytest.mark.parametrize(
-    ("make", "field"),
-    [
-        *[(kind, "lr") for kind in REGISTERED.values() if kind is not DelayCompensated],
-        *[(Adagrad, f) for f in ("initial_accumulator_value", "eps", "weight_decay")],
-        *[(RowWiseAdagrad, f) for f in ("initial_accumulator_value", "eps", "weight_decay")],
-        *[(Adam, f) for f in ("eps", "weight_decay")],
-        *[(FTRL, f) for f in ("initial_accumulator_value", "beta", "l1", "l2")],
-        *[(Momentum, f) for f in ("momentum", "weight_decay")],
-        *[(kind, f) for kind in (AdamW, AMSGrad, LAMB) for f in ("eps", "weight_decay")],
-        (Lion, "weight_decay"),
-        *[(Adadelta, f) for f in ("rho", "eps", "weight_decay")],
-        *[(kind, f) for kind in (RMSProp, RMSPropV2) for f in ("alpha", "eps", "weight_decay")],
-        *[(DynamicWdAdagrad, f) for f in ("initial_accumulator_value", "eps", "weight_decay")],
-        *[(GroupAdagrad, f) for f in ("initial_accumulator_value", "beta", "l2", "weight_decay")],
-        *[(GroupFTRL, f) for f in ("initial_accumulator_value", "beta", "l1", "l2")],
-        (MovingAverage, "momentum"),
-    ],
-)
-def test_settings_are_finite_and_not_negative(make: type[Optimizer], field: str) -> None:
+NUMBERS = [
+    (kind, field.name)
+    for kind in REGISTERED.values()
+    for field in fields(kind)
+    if kind is not DelayCompensated and isinstance(field.default, float)
+]
+
+
+@pytest.mark.parametrize(("kind", "field"), NUMBERS)
+def test_settings_are_finite_and_not_negative(kind: type[Optimizer], field: str) -> None:
     for value in (-0.1, math.nan, math.inf, "0.1", None):
-        with pytest.raises(InputError, match=f"{make.__name__}: {field}"):
-            make(**{field: value})
+        with pytest.raises(InputError, match=f"{kind.__name__}: {field}"):
+            kind(**{field: value})
 
 
-@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, math.nan), (0.9,), ()])
-@pytest.mark.parametrize("kind", [Adam, AdamW, AMSGrad, LAMB, Lion])
-def test_betas_are_two_numbers_below_one(kind: type[Adam], betas: Any) -> None:
-    with pytest.raises(InputError, match=f"{kind.__name__}: betas"):
-        kind(betas=betas)
-
-
-@pytest.mark.parametrize(
-    ("make", "field"),
-    [(Momentum, "momentum"), (MovingAverage, "momentum"), (RMSProp, "alpha"), (Adadelta, "rho")],
-)
-def test_averages_forget(make: type[Optimizer], field: str) -> None:
-    with pytest.raises(InputError, match=f"{make.__name__}: {field}"):
-        make(**{field: 1.0})
+def test_settings_that_are_refused_by_their_meaning() -> None:
+    for betas in ((1.0, 0.9), (0.99999999, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, math.nan), (0.9,), ()):
+        for kind in (Adam, AdamW, AMSGrad, LAMB, Lion):
+            with pytest.raises(InputError, match=f"{kind.__name__}: betas"):
+                kind(betas=betas)  # type: ignore[arg-type]
+    averages: list[tuple[Any, str]] = [(Momentum, "momentum"), (MovingAverage, "momentum")]
+    for average, field in (*averages, (RMSProp, "alpha"), (Adadelta, "rho")):
+        with pytest.raises(InputError, match=f"{average.__name__}: {field}"):
+            average(**{field: 1.0})
+    for base in (None, 0.1, SGD, DelayCompensated(SGD())):
+        with pytest.raises(InputError, match="DelayCompensated: base"):
+            DelayCompensated(base)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="DelayCompensated: strength"):
+        DelayCompensated(SGD(), strength=-1.0)
 
 
 @pytest.mark.parametrize("kind", [FTRL, GroupFTRL, GroupAdagrad])
 def test_a_rate_of_zero_is_refused_where_the_formula_divides_by_it(engine: str, kind: type[FTRL]) -> None:
-    table = sgd_table(engine, 1, optimizer=kind(0.0))
-    with unchanged(table), pytest.raises(InputError, match=f"{kind.__name__}: learning rate at step 0 is 0"):
-        table.apply_gradients(ints(1), torch.ones(1, 1), step=0)
-
-
-@pytest.mark.parametrize("base", [None, 0.1, SGD, DelayCompensated(SGD())])
-def test_delay_compensation_wraps_one_other_optimizer(base: Any) -> None:
-    with pytest.raises(InputError, match="DelayCompensated: base"):
-        DelayCompensated(base)
-    with pytest.raises(InputError, match="DelayCompensated: strength"):
-        DelayCompensated(SGD(), strength=-1.0)
+    for zero in (0.0, 1e-50):  # the second is 0 in float32
+        table = sgd_table(engine, 1, optimizer=kind(zero))
+        message = f"table 't'.*{kind.__name__}: learning rate at step 0 is 0"
+        with unchanged(table), pytest.raises(InputError, match=message):
+            table.apply_gradients(ints(1), torch.ones(1, 1), step=0)
 
 
 def test_delay_compensation_takes_the_rate_of_its_base(engine: str) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megalith import Normal
 from megalith.ops import Bags, OutputSlice, Pooling
-from tests.table.support import assert_same_bits, ints, sgd_table, summed, unchanged
+from tests.table.support import ints, sgd_table, summed, unchanged
 
 
 def test_a_pooled_read_sums_the_rows_of_each_bag(engine: str) -> None:
@@ -37,18 +36,6 @@ def test_weights_multiply_and_a_divisor_divides(engine: str) -> None:
     assert out.tolist() == [[1.0, 10.0], [4.0, 40.0]]
     # id 1: [4, 8] / 4 * 3; id 2: [4, 8] / 4 * 0.5 + [1, 1] / 2 * 4
     assert table.lookup(ints(1, 2)).tolist() == [[1.0 - 3.0, 10.0 - 6.0], [2.0 - 2.5, 20.0 - 3.0]]
-
-
-def test_missing_ids_pool_as_they_read(engine: str) -> None:
-    ids = ints(1, 2, 3)
-    pooling = Pooling.sum("t", ints(0, 3), 2)
-    initial = sgd_table(engine, initializer=Normal())
-    zeros = sgd_table(engine, initializer=Normal(), missing="zeros")
-
-    for table in (initial, zeros):
-        (out,) = table.read(table.find(ids), ids, pooling)
-        rows = table.lookup(ids)
-        assert_same_bits(out, (rows[0] + rows[1] + rows[2])[None])
 
 
 def test_parts_place_slices_side_by_side_and_on_top(engine: str) -> None:
@@ -115,24 +102,6 @@ def test_new_outputs_are_zero_before_anything_is_added(engine: str) -> None:
     (out,) = table.read(table.find(ids), ids, pooling)
 
     assert out.tolist() == [[1.0, 2.0]] * 64
-
-
-def test_columns_of_another_table_are_left_at_zero(engine: str) -> None:
-    table = sgd_table(engine, 2)
-    table.assign(ints(1), torch.tensor([[1.0, 2.0]]))
-    pooling = Pooling(
-        ((64, 4),),
-        {
-            "t": (Bags(torch.arange(65), (OutputSlice(0, 0, 0, 2),)),),
-            "other": (Bags(torch.arange(65), (OutputSlice(0, 2, 0, 2),)),),
-        },
-    )
-    ids = torch.ones(64, dtype=torch.int64)
-    torch.full((64, 4), 5.0)  # memory that a new output may be given again
-
-    (out,) = table.read(table.find(ids), ids, pooling)
-
-    assert out.tolist() == [[1.0, 2.0, 0.0, 0.0]] * 64
 
 
 def test_occurrences_outside_every_bag_are_not_created(engine: str) -> None:

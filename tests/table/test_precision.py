@@ -330,12 +330,6 @@ def test_wrong_precisions_are_refused(fields: dict[str, object], message: str) -
         Segment(4, optimizer=SGD(0.1), **fields)  # type: ignore[arg-type]
 
 
-def test_the_settings_are_in_the_text_of_a_config() -> None:
-    text = repr(narrow_config("bfloat16", 4, rounding="stochastic"))
-    assert text.endswith("precision='bfloat16', rounding='stochastic')")
-    assert "precision" not in repr(narrow_config("float32", 4))
-
-
 class NarrowEngines(Engines):
     """The programs of `Engines` on narrow and mixed rows."""
 

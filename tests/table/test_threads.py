@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import FTRL, Adagrad, Adam, Normal, RowWiseAdagrad, Segment, Table, TableConfig, _native
+from megalith import FTRL, SGD, Adagrad, Adam, Normal, RowWiseAdagrad, Segment, Table, TableConfig, _native
 from megalith.errors import UnknownNameError
 from megalith.ops import Bags, OutputSlice, Pooling
-from megalith.table import Chunk
+from megalith.table import Chunk, Optimizer
 from tests.table.support import assert_same_bits, assert_same_tables, ints, sgd_table, whole
+from tests.table.test_custom_optimizer import SignSGD
 
 PATIENCE = 120  # seconds; only a deadlock takes so long
 
@@ -224,8 +225,9 @@ def test_readers_see_rows_whole_while_the_table_grows_and_shrinks() -> None:
 # ---- concurrent writers
 
 
-def test_concurrent_updates_all_count(engine: str) -> None:
-    table = sgd_table(engine, 2)
+@pytest.mark.parametrize("optimizer", [SGD(1.0), SignSGD(1.0)], ids=["native", "torch"])
+def test_concurrent_updates_all_count(engine: str, optimizer: Optimizer) -> None:
+    table = sgd_table(engine, 2, optimizer=optimizer)
     calls = 40 if engine == "cpu" else 5
     ids = torch.arange(200) * 31
 
