@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megalith import Ragged
-from megalith.data import Batch
 from megalith.errors import InputError, UnknownNameError
 from megalith.models import MODELS, EmbeddingConfig, Model, build_model, forward_batch
 from megalith.nn import Layout, Slice
@@ -143,23 +142,6 @@ def test_autocast_trains(name: str, bfloat16_matmul: None) -> None:
 
 
 @every_model
-def test_two_halves_and_one_step_are_one_batch(name: str) -> None:
-    whole, halves = (make(name, config={"update": "step"}) for _ in range(2))
-    batch = synthetic_reader(16).batch(0)
-    loss_of(whole, batch).backward()
-    whole.embeddings.step()
-    for rows in (slice(0, 8), slice(8, 16)):
-        part = Batch({n: c[rows] for n, c in batch.features.items()}, batch.labels[rows])
-        (loss_of(halves, part) / 2).backward()
-    halves.embeddings.step()
-    whole.eval()
-    halves.eval()
-    torch.testing.assert_close(forward_batch(halves, batch), forward_batch(whole, batch))
-    for one, other in zip(whole.parameters(), halves.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-
-
-@every_model
 def test_zero_grad_drops_both_parts(name: str) -> None:
     model = make(name, config={"update": "step"})
     loss_of(model, synthetic_reader(8).batch(0)).backward()
@@ -167,15 +149,6 @@ def test_zero_grad_drops_both_parts(name: str) -> None:
     model.embeddings.step()
     assert not any(known_ids(model).values())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@every_model
-def test_engines_train_alike(name: str) -> None:
-    losses = [
-        train(make(name, config={"engine": engine}), synthetic_reader(16, num_batches=5))
-        for engine in ("reference", "cpu")
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_an_unknown_model_is_named() -> None:

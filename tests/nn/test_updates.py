@@ -277,25 +277,10 @@ def test_collected_gradients_belong_to_the_collection_alone() -> None:
 # ---- scale and clipping
 
 
-def test_scale_multiplies_summed_gradients(engine: str) -> None:
-    made = collection(update="step", engine=engine)
-    made({"a": ints(1, 1)})["a"].sum().backward()
-    made({"a": ints(1, 2)})["a"].sum().backward()
-    made.step(scale=0.5)
-    assert contents(made) == {1: [-1.5], 2: [-0.5]}
-
-
 def test_clip_value_bounds_output_gradients(engine: str) -> None:
     made = collection(Feature("a", "t", Mean()), dim=2, clip_value=1.0, engine=engine)
     (made({"a": column([1, 2], [1])})["a"] * floats([4, -0.5], [-8, 0.25])).sum().backward()
     assert contents(made) == {1: [-0.5 + 1, 0.25 - 0.25], 2: [-0.5, 0.25]}
-
-
-def test_clip_norm_bounds_each_distinct_rows_summed_gradient(engine: str) -> None:
-    made = collection(dim=2, clip_norm=5.0, engine=engine)
-    factor = floats([3, 4], [3, 4], [0.3, 0.4])
-    (made({"a": ints(1, 1, 2)})["a"] * factor).sum().backward()
-    torch.testing.assert_close(floats(*contents(made).values()), floats([-3, -4], [-0.3, -0.4]))
 
 
 @pytest.mark.parametrize("clip", [{"clip_value": 1.0}, {"clip_norm": 1.0}], ids=["value", "norm"])
@@ -330,19 +315,6 @@ def test_norm_and_finiteness_of_collected_gradients() -> None:
     assert not made.grads_finite()
     made.zero_grad()
     assert made.grads_finite()
-
-
-def test_joint_norm_clipping() -> None:
-    made = collection(dim=2, update="step")
-    dense = nn.Parameter(torch.zeros(2))
-    (made({"a": ints(1)})["a"] * floats([2, 4]) + dense * floats(5, 6)).sum().backward()
-    assert dense.grad is not None
-    norm = torch.linalg.vector_norm(torch.stack([made.grad_norm(), dense.grad.norm()]))
-    scale = min(1.0, 1.0 / norm.item())  # to length 1
-    dense.grad *= scale
-    made.step(scale=scale)
-    together = torch.cat([floats(*contents(made).values()).flatten(), dense.grad])
-    assert together.norm().item() == pytest.approx(1)
 
 
 # ---- time

@@ -30,14 +30,11 @@ from tests.ops.support import (
     assert_same,
     assert_threads_do_not_show,
     id_tensors,
+    ints,
     randn,
     splits,
     strided,
 )
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
 
 
 @st.composite

@@ -13,12 +13,9 @@ from torch import Tensor
 from megalith import SGD, Ragged, Router, Table, TableConfig, ops
 from megalith.errors import InputError
 from megalith.ops import Bags, OutputSlice
+from tests.ops.support import ints
 
 Case = tuple[Callable[[], Any], str]
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
 
 
 I3, F32, ROUND = ints(0, 1, 2), torch.ones(3, 2), Router("roundrobin", 2)

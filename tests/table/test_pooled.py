@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
+from megalith import Adagrad, Normal, Segment, Table, TableConfig
+from megalith.errors import InputError
 from megalith.ops import Bags, OutputSlice, Pooling
-from tests.table.support import ints, sgd_table, summed, unchanged
+from tests.fixed_examples import fixed_examples
+from tests.table.support import (
+    assert_close,
+    assert_same_bits,
+    dyadic,
+    ints,
+    sgd_table,
+    summed,
+    unchanged,
+    whole,
+)
 
 
 def test_a_pooled_read_sums_the_rows_of_each_bag(engine: str) -> None:
@@ -134,3 +150,160 @@ def test_the_parts_of_an_occurrence_are_summed_before_they_are_added(engine: str
     table.update(None, ints(1, 1), grads, pooling, step=0)
 
     assert table.lookup(ints(1)).item() == -1.0
+
+
+# ---- shared features: one row of ids for the whole batch, repeated in every output row
+
+
+ROWS = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
+
+
+def filled(engine: str) -> Table:
+    table = sgd_table(engine, 2)
+    table.assign(ints(1, 2, 3), ROWS)
+    return table
+
+
+def test_every_output_row_repeats_the_shared_rows(engine: str) -> None:
+    table, ids = filled(engine), ints(1, 2, 2)
+    bags = (Bags(ints(0, 3), (OutputSlice(0, 1, 0, 2),), shared=True),)
+
+    (out,) = table.read(table.find(ids), ids, Pooling(((4, 3),), {"t": bags}))
+
+    assert out.tolist() == [[0, 5, 50]] * 4
+
+
+def test_shared_rows_may_follow_a_period(engine: str) -> None:
+    table, ids = filled(engine), ints(1, 2, 3)
+    bags = (Bags(ints(0, 1, 3), (OutputSlice(0, 0, 0, 2),), divisor=torch.tensor([1.0, 2.0]), shared=True),)
+
+    (out,) = table.read(table.find(ids), ids, Pooling(((4, 2),), {"t": bags}))
+
+    assert out.tolist() == [[1, 10], [2.5, 25]] * 2
+
+
+def test_a_shared_feature_learns_from_all_rows(engine: str) -> None:
+    table, ids = filled(engine), ints(1, 2, 9)
+    bags = (Bags(ints(0, 3), (OutputSlice(0, 0, 0, 2),), weights=torch.tensor([1.0, 2.0, 4.0]), shared=True),)
+    grads = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])  # adding up to [9, 12]
+
+    table.update(table.find(ids), ids, [grads], Pooling(((3, 2),), {"t": bags}), step=0)
+
+    assert table.lookup(ints(1, 2, 3, 9)).tolist() == [
+        [1 - 9, 10 - 12],
+        [2 - 18, 20 - 24],
+        [3, 30],
+        [-36, -48],
+    ]
+
+
+def test_shared_and_own_rows_add_up_in_one_output(engine: str) -> None:
+    table, ids = filled(engine), ints(1, 2, 3)
+    bags = (
+        Bags(ints(0, 1), (OutputSlice(0, 0, 0, 2),), shared=True),
+        Bags(ints(1, 2, 3), (OutputSlice(0, 0, 0, 2, accumulate=True),)),
+        Bags(ints(3, 3), (OutputSlice(0, 0, 0, 2, accumulate=True),), shared=True),
+    )
+    pooling = Pooling(((2, 2),), {"t": bags})
+
+    (out,) = table.read(table.find(ids), ids, pooling)
+    table.update(table.find(ids), ids, [torch.tensor([[1.0, 1.0], [2.0, 4.0]])], pooling, step=0)
+
+    assert out.tolist() == [[3, 30], [4, 40]]
+    assert table.lookup(ids).tolist() == [[1 - 3, 10 - 5], [2 - 1, 20 - 1], [3 - 2, 30 - 4]]
+
+
+def test_first_rows_of_a_shared_feature_with_a_step(engine: str) -> None:
+    table, ids = filled(engine), ints(1, 3)
+    parts = (OutputSlice(0, 0, 1, 2, inner=3, step=2), OutputSlice(1, 0, 0, 1, inner=3))
+    pooling = Pooling(((2, 5), (2, 3)), {"t": (Bags(ints(0, 1, 2, 2), parts, shared=True),)})
+
+    spaced, tight = table.read(table.find(ids), ids, pooling)
+    grads = [torch.arange(10.0).view(2, 5), torch.arange(6.0).view(2, 3)]
+    table.update(table.find(ids), ids, grads, pooling, step=0)
+
+    assert spaced.tolist() == [[10, 0, 30, 0, 0]] * 2
+    assert tight.tolist() == [[1, 3, 0]] * 2
+    # columns 0 and 2 of the first gradient add up to 5 and 9, columns 0 and 1 of the second to 3 and 5
+    assert table.lookup(ids).tolist() == [[1 - 3, 10 - 5], [3 - 5, 30 - 9]]
+
+
+@pytest.mark.parametrize(("bags", "rows"), [(2, 3), (3, 2), (0, 2)])
+def test_shared_rows_that_do_not_divide_the_batch_raise(engine: str, bags: int, rows: int) -> None:
+    table, ids = filled(engine), ints(1, 2, 3)
+    shared = Bags(torch.arange(bags + 1), (OutputSlice(0, 0, 0, 2),), shared=True)
+    pooling = Pooling(((rows, 2),), {"t": (shared,)})
+    with unchanged(table):
+        with pytest.raises(InputError, match="table 't'"):
+            table.read(table.find(ids), ids, pooling)
+        with pytest.raises(InputError, match="table 't'"):
+            table.update(table.find(ids), ids, [torch.zeros(rows, 2)], pooling, step=0)
+
+
+# ---- engines and threads agree
+
+CONFIG = TableConfig(
+    "t",
+    segments=[Segment(3, optimizer=Adagrad(0.1)), Segment(8, optimizer=Adagrad(0.2), initializer=Normal())],
+)
+
+
+def features(batch: int, lengths: list[list[int]], periods: list[int]) -> tuple[Pooling, int]:
+    """Every second feature shared; all added into output 0, and each alone into an output of its own."""
+    bags, end = [], 0
+    outputs = [(batch, 11)]
+    for number, (own, period) in enumerate(zip(lengths, periods, strict=True)):
+        shared = number % 2 == 0
+        count = period if shared else batch
+        cuts = [end]
+        for bag in range(count):
+            cuts.append(cuts[-1] + own[bag % len(own)])
+        end = cuts[-1]
+        parts = (OutputSlice(0, 0, 0, 11, accumulate=True), OutputSlice(len(outputs), 1, 2, 11))
+        outputs.append((batch, 11))
+        divisor = torch.full((count,), 2.0) if number % 3 == 0 else None
+        bags.append(Bags(ints(*cuts), parts, divisor=divisor, shared=shared))
+    return Pooling(tuple(outputs), {"t": tuple(bags)}), end
+
+
+def train(engine: str, pooling: Pooling, ids: Tensor, seed: int) -> tuple[list[Tensor], Table]:
+    table = Table(CONFIG, engine=engine, seed=1)
+    outputs: list[Tensor] = []
+    for step in range(3):
+        outputs += table.read(table.find(ids), ids, pooling)
+        grads = [dyadic(seed + step, *shape) for shape in pooling.outputs]
+        table.update(table.find(ids), ids, grads, pooling, step=step, time=1.0)
+    return outputs, table
+
+
+@fixed_examples(12, 50)
+@given(
+    batch=st.sampled_from([2, 4, 8]),
+    lengths=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+    data=st.data(),
+)
+def test_engines_agree(batch: int, lengths: list[list[int]], seed: int, data: st.DataObject) -> None:
+    periods = [data.draw(st.sampled_from([1, 2, batch])) for _ in lengths]
+    pooling, n = features(batch, lengths, periods)
+    ids = torch.randint(-4, 5, (n,), generator=torch.Generator().manual_seed(seed))
+
+    reference, expected = train("reference", pooling, ids, seed)
+    outputs, table = train("cpu", pooling, ids, seed)
+
+    for actual, wanted in zip(outputs, reference, strict=True):
+        assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
+    assert whole(table).ids.tolist() == whole(expected).ids.tolist()
+    assert_close(whole(table).rows, whole(expected).rows, rtol=1e-5, atol=1e-6)
+
+
+def test_threads_do_not_show(restore_threads: None) -> None:
+    pooling, n = features(2_000, [[3, 0, 5], [2, 9, 4], [7], [1]], [2, 1, 1000, 1])
+    ids = torch.randint(0, 3_000, (n,), generator=torch.Generator().manual_seed(0))
+    runs = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        runs.append(train("cpu", pooling, ids, 5))
+    for actual, expected in zip(runs[1][0], runs[0][0], strict=True):
+        assert_same_bits(actual, expected)
+    assert_same_bits(whole(runs[1][1]).rows, whole(runs[0][1]).rows)

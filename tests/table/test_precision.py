@@ -30,12 +30,12 @@ from megalith.table.rounding import DTYPES, round_step
 from tests.fixed_examples import fixed_examples
 from tests.table.support import (
     OPTIMIZERS,
+    TorchSGD,
     assert_close,
     assert_same_bits,
     assert_same_tables,
     cpu_table,
     dyadic,
-    ints,
     summed,
     whole,
 )
@@ -236,33 +236,11 @@ def test_stochastic_rounding_does_not_depend_on_order_threads_or_engine() -> Non
     assert not torch.equal(expected.rows, whole(near).rows)
 
 
-def test_small_steps_move_a_bfloat16_row_only_with_stochastic_rounding() -> None:
-    moved = {}
-    for rounding in ("nearest", "stochastic"):
-        table = Table(narrow_config("bfloat16", 64, optimizer=SGD(1.0), rounding=rounding))
-        table.assign(ints(1), torch.ones(1, 64))
-        for step in range(200):
-            table.apply_gradients(ints(1), torch.full((1, 64), 2.0**-12), step=step)
-        moved[rounding] = float(table.lookup(ints(1)).mean())
-
-    assert moved["nearest"] == 1.0
-    assert moved["stochastic"] == pytest.approx(1.0 - 200 * 2.0**-12, abs=0.005)
-
-
-class ScaledSGD(Optimizer):
-    """An optimizer written in torch."""
-
-    name = "scaled_sgd"
-
-    def update(self, rows: Tensor, grads: Tensor, state: object, lr: float, step: int) -> None:
-        rows -= grads * lr
-
-
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_an_optimizer_written_in_torch_rounds_like_a_native_one(rounding: str) -> None:
     ids, grads = torch.arange(30), dyadic(2, 30, 19) * 2.0**-9
     rows = []
-    for optimizer in (SGD(0.5), ScaledSGD(0.5)):
+    for optimizer in (SGD(0.5), TorchSGD(0.5)):
         config = replace_segments(mixed_config(rounding), optimizer=optimizer)  # type: ignore[arg-type]
         for engine in ("reference", "cpu"):
             table = Table(config, engine=engine)

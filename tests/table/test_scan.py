@@ -60,26 +60,6 @@ def test_a_chunk_holds_whole_rows(engine: str) -> None:
     assert_same_bits(chunk.rows, table.lookup(chunk.ids))
 
 
-def test_chunks_of_any_size_make_the_same_table(engine: str) -> None:
-    table = trained(engine)
-    for chunk_size in (1, 7, 60, 61, 10**9):
-        sizes = [chunk.ids.numel() for chunk in table.scan(chunk_size)]
-
-        assert all(0 < size <= chunk_size for size in sizes)
-        assert sum(sizes) == len(table) == 60
-        assert_same_tables(whole(table, chunk_size), whole(table))
-
-
-def test_removed_rows_are_not_walked(engine: str) -> None:
-    table = trained(engine)
-
-    table.remove(torch.arange(100, 150))
-
-    assert set(whole(table, 3).ids.tolist()) == set(EXTREME_IDS)
-    table.remove(ints(*EXTREME_IDS))
-    assert list(table.scan(3)) == []
-
-
 def test_a_chunk_is_a_copy(engine: str) -> None:
     table = trained(engine)
     before = whole(table)

@@ -33,7 +33,16 @@ from megalith.errors import InputError, UsageError
 from megalith.table import Optimizer, ServingPrecision
 from megalith.table.serving_precision import tanh
 from tests.fixed_examples import fixed_examples
-from tests.table.support import assert_close, assert_same_bits, cpu_table, dyadic, ints, summed, whole
+from tests.table.support import (
+    TorchSGD,
+    assert_close,
+    assert_same_bits,
+    cpu_table,
+    dyadic,
+    ints,
+    summed,
+    whole,
+)
 from tests.table.test_engines import Engines
 
 ENGINES = ["reference", "cpu"]
@@ -277,15 +286,9 @@ def test_gradients_of_one_bit_are_those_of_autograd(engine: str, clip_norm: floa
 
 
 def test_an_optimizer_written_in_torch_gets_the_same_gradients() -> None:
-    class PlainSGD(SGD):
-        """A subclass has no native rule."""
-
-        def update(self, rows: Tensor, grads: Tensor, state: object, lr: float, step: int) -> None:
-            rows -= grads * lr
-
     ids, grads = torch.arange(20), dyadic(5, 20, 11)
     seen = []
-    for optimizer in (SGD(0.5), PlainSGD(0.5)):
+    for optimizer in (SGD(0.5), TorchSGD(0.5)):
         for engine in ENGINES:
             table = Table(mixed_config(optimizer=optimizer), engine=engine)
             table.apply_gradients(ids, grads, step=3, time=0)

@@ -45,20 +45,6 @@ def spoil(table: Table) -> None:
 
 
 @pytest.mark.parametrize("engine", ["cpu", "reference"])
-def test_a_snapshot_holds_what_was_there(engine: str) -> None:
-    table = filled(engine)
-    before = contents(list(table.scan()))
-    with table.snapshot() as snapshot:
-        assert snapshot.rows == len(before)
-        first = table.new_chunk(33)
-        count = snapshot.read(first)
-        spoil(table)
-        rest = list(snapshot.chunks(70))
-    assert contents([first.part(0, count), *rest]) == before
-    assert contents(list(table.scan())) != before
-
-
-@pytest.mark.parametrize("engine", ["cpu", "reference"])
 def test_a_snapshot_of_touched_rows_drains_them_and_gives_them_back(engine: str) -> None:
     table = filled(engine)
     table.track("delta")

@@ -18,11 +18,7 @@ from megalith import (
     Capacity,
     EmbeddingCollection,
     Feature,
-    FirstN,
     Layout,
-    Mean,
-    Normal,
-    Ragged,
     Slice,
     Table,
     TableConfig,
@@ -118,40 +114,6 @@ def test_programs_of_calls_against_the_cpu_engine(name: str) -> None:
 
 
 @gpu_or_soak
-def test_tables_of_a_collection_share_launches_and_train_as_on_the_reference_engine() -> None:
-    configs = [
-        TableConfig("a", dim=4, optimizer=Adagrad(0.1)),
-        TableConfig("b", dim=4, optimizer=Adagrad(0.2), initializer=Normal(0.0, 0.1)),
-        TableConfig("c", dim=3, optimizer=Halving(0.1)),
-    ]
-    features = [
-        Feature("x", "a"),
-        Feature("y", "a", combiner=Mean()),
-        Feature("z", "b", combiner=FirstN(2)),
-        Feature("w", "c"),
-    ]
-    columns = {
-        "x": Ragged.from_lists([[1, 2, 1], [], [3]]),
-        "y": Ragged.from_lists([[2], [4, 4], [1, 5]]),
-        "z": Ragged.from_lists([[7, 8, 9], [7], []]),
-        "w": Ragged.from_lists([[1], [1, 2], [3]]),
-    }
-    collections = [EmbeddingCollection(configs, features, engine=name) for name in ("cuda", "reference")]
-    for collection in collections:
-        for _ in range(6):
-            out = collection(columns)
-            sum((value * value).sum() for value in out.values()).backward()
-
-    group = collections[0].shards.engines
-    assert isinstance(group, CudaEngineGroup)
-    assert [shared.names for shared in group._shared] == [["a", "b"], ["c"]]
-    for name in ("a", "b", "c"):
-        got, expected = (everything(collection.tables[name]) for collection in collections)
-        assert got.ids.tolist() == expected.ids.tolist()
-        torch.testing.assert_close(got.rows, expected.rows, rtol=1e-6, atol=1e-7)
-
-
-@gpu_or_soak
 def test_repeated_steps_of_the_same_sizes_use_their_memory_again() -> None:
     configs = [
         TableConfig("a", dim=4, optimizer=Adagrad(0.1)),
@@ -209,20 +171,6 @@ def test_a_table_grows_without_losing_a_row() -> None:
     assert len(table) == len(kept)
     assert torch.equal(table.lookup(ids[kept]), rows[kept])
     assert bool((table.find(ids[[i for i in range(120) if i % 30 < 7]]) < 0).all())
-
-
-@gpu_or_soak
-def test_two_runs_of_an_update_give_the_same_bits() -> None:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 5, (60,), generator=generator)  # rows that cross several chunks
-    grads = torch.randn(60, 3, generator=generator)
-    results = []
-    for _ in range(2):
-        table = Table(TableConfig("t", dim=3, optimizer=Adagrad(0.1)), engine="cuda")
-        table.apply_gradients(ids, grads, step=0, time=0)
-        results.append(everything(table))
-    assert torch.equal(results[0].rows, results[1].rows)
-    assert torch.equal(results[0].state["0/sum"], results[1].state["0/sum"])
 
 
 def test_a_row_with_a_sum_that_is_not_finite_is_skipped_and_reported() -> None:
