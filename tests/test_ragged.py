@@ -39,15 +39,13 @@ def test_slices_are_those_of_a_list(rows: list[list[int]], start: int, stop: int
     assert Ragged.from_lists(rows)[start:stop:step].to_lists() == rows[start:stop:step]
 
 
-def test_a_slice_shares_memory_and_keeps_weights() -> None:
+def test_rows_by_number_and_slices_that_share_memory_and_keep_weights() -> None:
     ragged = Ragged(torch.arange(4), torch.tensor([0, 1, 1, 4]), torch.tensor([0.1, 0.2, 0.3, 0.4]))
     part = ragged[1:]
     assert part.to_lists() == [[], [1, 2, 3]]
     assert part.weights.tolist() == pytest.approx([0.2, 0.3, 0.4])
     assert part.values.data_ptr() == ragged.values[1:].data_ptr()
 
-
-def test_rows_by_number() -> None:
     ragged = lists([1, 2], [], [3])
     assert ragged[0].tolist() == [1, 2]
     assert ragged[-1].tolist() == [3]
@@ -55,7 +53,7 @@ def test_rows_by_number() -> None:
         ragged[3]
 
 
-def test_padding_cuts_and_fills() -> None:
+def test_padding_cuts_and_fills_with_weights_and_gaps() -> None:
     ragged = lists([1, 2, 3], [], [4])
     assert ragged.to_padded(pad=-1).tolist() == [[1, 2, 3], [-1, -1, -1], [4, -1, -1]]
     assert ragged.to_padded(length=2).tolist() == [[1, 2], [0, 0], [4, 0]]
@@ -63,8 +61,6 @@ def test_padding_cuts_and_fills() -> None:
     rows = Ragged(torch.ones(2, 3), torch.tensor([0, 2]))
     assert rows.to_padded(length=3).shape == (1, 3, 3)
 
-
-def test_padded_with_weights_and_gaps() -> None:
     x = torch.tensor([[0, 7, 0], [8, 0, 9]])
     ragged = Ragged.from_padded(x, pad=0, weights=x / 10)
     assert ragged.to_lists() == [[7], [8, 9]]

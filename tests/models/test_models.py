@@ -123,14 +123,6 @@ def test_the_whole_model_compiles_around_the_lookup(name: str) -> None:
     assert known_ids(model)["user"] == set(batch.features["user"].values.tolist())
 
 
-@pytest.mark.soak  # 20 seconds in the C++ compiler
-def test_the_default_compiler_gives_the_same_logits() -> None:
-    model, batch = make("deepfm"), synthetic_reader(16).batch(0)
-    expected = forward_batch(model, batch)
-    model.compile()
-    torch.testing.assert_close(forward_batch(model, batch), expected)
-
-
 @every_model
 def test_autocast_trains(name: str, bfloat16_matmul: None) -> None:
     model, batch = make(name, num_dense=2), synthetic_reader(16, num_dense=2).batch(0)

@@ -146,13 +146,6 @@ def test_weights_of_any_float_type(dtype: torch.dtype) -> None:
     assert out["a"].tolist() == [[4.5, 45]]
 
 
-def test_weights_scale_gradients(engine: str) -> None:
-    made = collection(Feature("a", "t", Mean()), Feature("b", "t"), engine=engine)
-    out = made({"a": column([1, 2], weights=[[3.0, 1.0]]), "b": column([3, 3], weights=[[2.0, 0.0]])})
-    (out["a"] + 10 * out["b"]).sum().backward()
-    assert contents(made) == {1: [-0.75], 2: [-0.25], 3: [-20]}
-
-
 def test_a_shared_feature_stands_for_the_whole_batch(engine: str) -> None:
     user = Feature("user", "t", Mean(), shared=True)
     made = filled(user, Feature("item", "t"), engine=engine)
@@ -211,33 +204,6 @@ def test_layouts(engine: str, kind: str, x: Any, y: Any) -> None:
         n: [n - uses, 10 * n - 2 * uses] if (uses := {3: 1, 4: 2}.get(n, 0)) else [n, 10 * n]
         for n in range(1, 10)
     }
-
-
-def test_layouts_of_first_n_features(engine: str) -> None:
-    features = [Feature("a", "t", FirstN(2)), Feature("b", "t", FirstN(2))]
-    slices = [Slice("a", 0, 2), Slice("b", 0, 2)]
-    layouts = [
-        Layout("concat", [Slice("a", 1, 2), *slices]),
-        Layout("stack", slices, kind="stack"),
-        Layout("none", slices, kind="none"),
-    ]
-    made = filled(*features, layouts=layouts, engine=engine)
-
-    out = made({"a": column([1, 2, 3], [4]), "b": column([5], [6, 7])})
-
-    assert out["concat"].shape == (2, 2, 5)
-    assert out["concat"].tolist() == [
-        [[10, 1, 10, 5, 50], [20, 2, 20, 0, 0]],
-        [[40, 4, 40, 6, 60], [0, 0, 0, 7, 70]],
-    ]
-    assert out["stack"].shape == (2, 2, 2, 2)
-    assert out["stack"][0].tolist() == [[[1, 10], [2, 20]], [[5, 50], [0, 0]]]
-    assert out["none"][0].tolist() == [[[1, 10], [2, 20]], [[4, 40], [0, 0]]]
-    (out["concat"].sum() + out["stack"].sum() + out["none"][1].sum()).backward()
-    rows = contents(made)
-    assert rows[2] == [0, 17]
-    assert rows[7] == [4, 67]
-    assert rows[3] == [3, 30]  # cut
 
 
 def test_an_empty_batch_and_a_batch_without_ids(engine: str) -> None:

@@ -194,21 +194,6 @@ def test_under_compile_the_batch_stays_symbolic(shapes: Shapes, combiner: Combin
     assert all(type(size) is int for size in rest)
 
 
-def test_gradients_under_compile(shapes: Shapes) -> None:
-    combiner = Mean()
-    compiled = torch.compile(combiner.combine, dynamic=True, fullgraph=True, backend="aot_eager")
-    for rows in BATCHES:
-        column = lengths(*rows, weights=torch.rand(sum(rows)))
-        given = torch.randn(sum(rows), DIM)
-        grads = []
-        for combine in (combiner.combine, compiled):
-            leaf = given.clone().requires_grad_()
-            combine(column, leaf).square().sum().backward()
-            assert leaf.grad is not None
-            grads.append(leaf.grad)
-        assert torch.equal(*grads)
-
-
 @each_combiner
 def test_what_is_not_a_column_or_not_rows_is_named(combiner: Any) -> None:
     column = Ragged.from_lists([[1, 2], [3]])

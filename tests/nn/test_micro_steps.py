@@ -149,14 +149,6 @@ def rows_for_many_steps(model: Model) -> None:
         model.embeddings(IDS)["a"].sum().backward()
 
 
-def evaluated(model: Model) -> None:
-    model.backward()
-    model.eval()
-    model.head(model.embeddings(IDS)["a"]).sum().backward()
-    model.train()
-    model.step()
-
-
 def with_a_closure(model: Model) -> None:
     def closure() -> Tensor:
         model.optimizer.zero_grad()
@@ -191,14 +183,6 @@ def another_model(model: Model) -> None:
     model.embeddings(IDS)["a"].sum().backward()
 
 
-def disabled_scaler(model: Model) -> None:
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    scaler.scale(model().mean()).backward()
-    scaler.step(model.optimizer)
-    scaler.update()
-    model.optimizer.zero_grad()
-
-
 def fused_into_backward(model: Model) -> None:
     """Every parameter has an optimizer that makes its step in backward."""
     handles = []
@@ -218,8 +202,8 @@ def fused_into_backward(model: Model) -> None:
 
 
 LOOPS: list[Callable[[Model], None]] = [
-    *(usual, skipped_steps, several_forwards, dense_alone, rows_then_dense, rows_for_many_steps, evaluated),
-    *(with_a_closure, two_optimizers, another_model, disabled_scaler, fused_into_backward),
+    *(usual, skipped_steps, several_forwards, dense_alone, rows_then_dense, rows_for_many_steps),
+    *(with_a_closure, two_optimizers, another_model, fused_into_backward),
 ]
 
 

@@ -302,15 +302,6 @@ def test_save_and_load_into_a_fresh_model_and_a_collection_alone(tmp_path: Path,
     assert_same(alone, model)
 
 
-def test_load_into_a_model_that_has_other_rows(tmp_path: Path) -> None:
-    model, other = trained_model(), trained_model()
-    out = other.embeddings({"user": torch.arange(100, 200), "item": torch.arange(100, 200)})
-    (out["user"].sum() + out["item"].sum()).backward()
-    dcp.save({"model": model}, checkpoint_id=tmp_path)
-    dcp.load({"model": other}, checkpoint_id=tmp_path)
-    assert_same(other, model)
-
-
 def test_tables_without_rows_empty_the_tables_that_load_them(tmp_path: Path) -> None:
     dcp.save({"model": Model()}, checkpoint_id=tmp_path)
     model = trained_model()

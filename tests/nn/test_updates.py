@@ -53,7 +53,7 @@ def test_a_forgotten_step_warns_once_and_raises_at_the_limit() -> None:
     assert contents(made) == {1: [-71]}
 
 
-def test_several_forwards_of_one_backward_count_once() -> None:
+def test_forwards_of_one_backward_count_once_and_max_pending_is_a_positive_integer() -> None:
     made = collection(update="step", max_pending=2)
     for _ in range(2):
         sum(made({"a": ints(1)})["a"].sum() for _ in range(5)).backward()  # type: ignore[union-attr]
@@ -62,22 +62,12 @@ def test_several_forwards_of_one_backward_count_once() -> None:
     made.step()
     assert contents(made) == {1: [-10]}
 
-
-def test_max_pending_is_a_positive_integer() -> None:
     for limit in (0, -1, 2.5, True, "many"):
         with pytest.raises(InputError, match="max_pending"):
             collection(update="step", max_pending=limit)
 
 
 # ---- update="backward"
-
-
-def test_each_backward_is_one_step(engine: str) -> None:
-    made = collection(engine=engine)
-    for expected in (-1, -2, -3):
-        made({"a": ints(1, 1)})["a"].mean().backward()
-        assert contents(made) == {1: [expected]}
-        assert made.global_step == -expected
 
 
 @pytest.mark.parametrize("update", ["backward", "step"])
@@ -134,18 +124,10 @@ def test_gradients_that_are_not_finite_write_nothing(engine: str) -> None:
     assert made.global_step == 0
 
 
-def test_an_unused_forward_leaves_nothing_behind() -> None:
-    made = collection(update="step")
-    made({"a": ints(1)})
-    made.step()
-    assert contents(made) == {}
-    assert made.global_step == 0
-
-
 # ---- update="step"
 
 
-def test_backward_waits_for_step(engine: str) -> None:
+def test_backward_waits_for_step_and_zero_grad_drops_what_was_collected(engine: str) -> None:
     made = collection(update="step", engine=engine)
     made({"a": ints(1)})["a"].sum().backward()
     assert contents(made) == {}
@@ -155,14 +137,15 @@ def test_backward_waits_for_step(engine: str) -> None:
     assert contents(made) == {1: [-1]}
     assert made.global_step == 1
 
-
-def test_zero_grad_drops_what_was_collected() -> None:
     made = collection(update="step")
     made({"a": ints(1)})["a"].sum().backward()
     made.zero_grad()
     made({"a": ints(2)})["a"].sum().backward()
     made.step()
     assert contents(made) == {2: [-1]}
+
+    with pytest.raises(UsageError, match='step\\(\\) is for EmbeddingCollection\\(update="step"\\)'):
+        collection().step()
 
 
 def adagrad(update: str, *features: Feature, engine: str = "cpu") -> EmbeddingCollection:
@@ -222,23 +205,16 @@ def test_micro_batches_of_which_some_have_weights(engine: str) -> None:
     assert contents(made) == {1: [-3], 2: [-4], 3: [-5]}
 
 
-def test_step_is_for_step_mode() -> None:
-    with pytest.raises(UsageError, match='step\\(\\) is for EmbeddingCollection\\(update="step"\\)'):
-        collection().step()
-
-
 @pytest.mark.parametrize(
     "scale", [0.5, np.float32(0.5), torch.tensor(0.5), torch.tensor(0.5, requires_grad=True)]
 )
-def test_scale_and_clips_are_any_number(scale: Any) -> None:
+def test_scale_is_a_finite_number_and_clips_are_any_number(scale: Any) -> None:
     made = collection(update="step", clip_value=torch.tensor(0.75), clip_norm=np.float32(0.75))
     made({"a": ints(1)})["a"].sum().backward()
     (made({"a": ints(2)})["a"].sum() * 10).backward()
     made.step(scale=scale)
     assert contents(made) == {1: [-0.5], 2: [-0.75]}
 
-
-def test_scale_must_be_a_finite_number() -> None:
     made = collection(update="step")
     made({"a": ints(1)})["a"].sum().backward()
     for scale in (math.nan, math.inf, "1", None, True, torch.ones(2), torch.tensor(math.nan)):
@@ -320,14 +296,12 @@ def test_norm_and_finiteness_of_collected_gradients() -> None:
 # ---- time
 
 
-def test_time_reaches_the_rows(engine: str) -> None:
+def test_time_reaches_the_rows_and_the_latest_time_of_a_step_counts(engine: str) -> None:
     made = collection(engine=engine)
     made({"a": ints(1)}, time=1000)["a"].sum().backward()
     made({"a": ints(2)}, time=2000.9)["a"].sum().backward()
     assert times(made) == {1: 1000, 2: 2000}
 
-
-def test_the_latest_time_of_a_step_counts() -> None:
     made = collection(update="step")
     for id, time in ((1, 3000), (2, None), (3, 1000)):
         made({"a": ints(id)}, time=time)["a"].sum().backward()

@@ -18,13 +18,6 @@ ROWS = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
 # ---- by hand
 
 
-def test_gather_takes_rows_by_an_index_of_any_shape() -> None:
-    assert gather(ROWS, ints(2, 0, 2)).tolist() == [[3, 30], [1, 10], [3, 30]]
-    assert gather(ROWS, ints(2, 0, 1, 1).view(2, 2)).tolist() == [[[3, 30], [1, 10]], [[2, 20], [2, 20]]]
-    assert gather(ROWS, torch.tensor(1)).tolist() == [2, 20]
-    assert gather(ROWS.long(), ints(1)).tolist() == [[2, 20]]
-
-
 def test_scatter_sum_adds_rows_of_an_index() -> None:
     assert scatter_sum(ROWS, ints(3, 0, 3), 4).tolist() == [[2, 20], [0, 0], [0, 0], [4, 40]]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import SGD, Ragged, Router, Table, TableConfig, ops
+from megalith import SGD, EmbeddingCollection, Feature, Ragged, Router, Table, TableConfig, ops
 from megalith.errors import InputError
 from megalith.ops import Bags, OutputSlice
 from tests.ops.support import ints
@@ -165,6 +165,9 @@ def test_wrong_input_is_named(name: str, implementation: str) -> None:
         assert re.search(message, str(caught.value)), str(caught.value)
 
 
+UNSIGNED = TableConfig("t", dim=1, optimizer=SGD(0.1))
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -173,9 +176,10 @@ def test_wrong_input_is_named(name: str, implementation: str) -> None:
         lambda ids: ops.fid(1, ids),
         ops.slot_of,
         ROUND.owner,
-        lambda ids: Table(TableConfig("t", dim=1, optimizer=SGD(0.1))).lookup(ids),
+        lambda ids: Table(UNSIGNED).lookup(ids),
+        lambda ids: EmbeddingCollection([UNSIGNED], [Feature("f", "t")])({"f": ids}),
     ],
-    ids=["dedup", "match", "fid", "slot_of", "Router", "Table"],
+    ids=["dedup", "match", "fid", "slot_of", "Router", "Table", "collection"],
 )
 def test_unsigned_ids_are_rejected_with_the_remedy(call: Callable[[Tensor], Any]) -> None:
     with pytest.raises(InputError, match=r"torch.uint64 \(ids.view\(torch.int64\) keeps all 64 bits\)"):

@@ -35,7 +35,6 @@ from tests.checkpoint.memory import MemoryStore
 from tests.fixed_examples import fixed_examples
 from tests.table.support import (
     assert_close,
-    assert_same_bits,
     assert_same_tables,
     dyadic,
     ints,
@@ -195,7 +194,7 @@ def test_an_update_that_is_not_in_place_raises(engine: str, lr: float) -> None:
         table.apply_gradients(ints(1), torch.ones(1, 1), step=0)
 
 
-def test_states_must_be_distinct_states() -> None:
+def test_states_are_distinct_and_an_optimizer_has_an_update() -> None:
     class Wrong(SignSGD):
         returned: ClassVar[Any]
 
@@ -206,6 +205,12 @@ def test_states_must_be_distinct_states() -> None:
         with pytest.raises(InputError, match=r"Wrong: states\(\)"):
             Segment(2, optimizer=Wrong(0.1))
 
+    class Nothing(Optimizer):
+        pass
+
+    with pytest.raises(TypeError, match="update"):
+        Nothing(0.1)  # type: ignore[abstract]
+
 
 @pytest.mark.parametrize(
     "fields", [("a/b", 1), ("", 1), (None, 1), ("v", 0), ("v", True), ("v", 1.0), ("v", 1, float("nan"))]
@@ -215,25 +220,7 @@ def test_a_state_has_a_name_a_size_and_a_finite_value(fields: tuple[Any, ...]) -
         State(*fields)
 
 
-def test_an_optimizer_without_update_cannot_be_made() -> None:
-    class Nothing(Optimizer):
-        pass
-
-    with pytest.raises(TypeError, match="update"):
-        Nothing(0.1)  # type: ignore[abstract]
-
-
 # ---- with other calls
-
-
-def test_a_fresh_row_starts_with_the_initial_state(engine: str) -> None:
-    table = sgd_table(engine, 2, optimizer=Yogi(0.1), initializer=Uniform(1, 2))
-    table.assign(ints(5), torch.zeros(1, 2))
-    assert state_of(table, 5) == {"0/v": [0.25, 0.25], "0/updates": [0.0]}
-    table.apply_gradients(ints(5), torch.ones(1, 2), step=0)
-    assert table.reinitialize(ints(5, 6)).tolist() == [1, 0]
-    assert state_of(table, 5) == state_of(table, 6) == {"0/v": [0.25, 0.25], "0/updates": [0.0]}
-    assert_same_bits(table.lookup(ints(5)), sgd_table(engine, 2, initializer=Uniform(1, 2)).lookup(ints(5)))
 
 
 def test_a_collection_trains_and_saves_it() -> None:

@@ -75,27 +75,6 @@ class Checked:
         assert torch.unique(rows).numel() == rows.numel(), "a row of its own for every id"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_table_grows_through_every_size(family: str) -> None:
-    checked = Checked()
-    ids = FAMILIES[family](30_000)
-    sizes = set()
-
-    at, batch = 0, 1
-    while at < len(ids):
-        checked.assign(ids[at : at + batch])
-        at += batch
-        batch = max(1, at // 8)
-        sizes.add(checked.table.stats().capacity)
-        if at < 300 or len(sizes) % 5 == 0:
-            checked.check(ids[at : at + 50])
-
-    checked.check([])
-    assert len(sizes) > 10
-    checked.remove(ids[::2])
-    checked.check(ids)
-
-
 def test_a_long_life_of_growth_removal_and_reuse() -> None:
     choice = random.Random(17)
     checked = Checked()

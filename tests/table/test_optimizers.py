@@ -221,18 +221,6 @@ def test_adam_by_row_counts_the_updates_of_each_row(engine: str) -> None:
     assert state_of(table, 2)["0/count"] == [1.0]
 
 
-def test_momentum_rests_while_a_row_is_not_trained(engine: str) -> None:
-    table = sgd_table(engine, 1, optimizer=Momentum(1.0, momentum=0.5))
-    table.apply_gradients(ints(1), torch.ones(1, 1), step=0)
-    for step in range(1, 4):
-        table.apply_gradients(ints(2), torch.ones(1, 1), step=step)
-    assert table.lookup(ints(1)).item() == -1.0
-
-    table.apply_gradients(ints(1), torch.ones(1, 1), step=4)
-
-    assert table.lookup(ints(1)).item() == -2.5  # -1 - (1 + 0.5 * 1)
-
-
 def test_momentum_keeps_the_rate_inside_the_velocity(engine: str) -> None:
     table = sgd_table(engine, 1, optimizer=Momentum(Piecewise((1,), (1.0, 0.0)), momentum=0.5))
 
@@ -272,21 +260,6 @@ def test_ftrl_shrinks_towards_zero_by_l1_from_both_sides(
 
 
 # ---- what every optimizer shares
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_duplicates_are_summed_before_one_step(engine: str, name: str) -> None:
-    weights = torch.full((1, DIM), 0.5)
-    apart = sgd_table(engine, DIM, optimizer=OPTIMIZERS[name])
-    summed = sgd_table(engine, DIM, optimizer=OPTIMIZERS[name])
-    for table in (apart, summed):
-        table.assign(ints(7), weights, time=0)
-
-    apart.apply_gradients(ints(7, 7, 7), torch.tensor([[1.0], [2.0], [-0.5]]).expand(3, DIM), step=0)
-    summed.apply_gradients(ints(7), torch.full((1, DIM), 2.5), step=0)
-
-    assert_same_bits(whole(apart).rows, whole(summed).rows)
-    assert state_of(apart, 7) == state_of(summed, 7)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

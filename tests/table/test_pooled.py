@@ -18,84 +18,12 @@ from tests.table.support import (
     dyadic,
     ints,
     sgd_table,
-    summed,
     unchanged,
     whole,
 )
 
 
-def test_a_pooled_read_sums_the_rows_of_each_bag(engine: str) -> None:
-    table = sgd_table(engine, 2)
-    table.assign(ints(1, 2, 3), torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]))
-    ids = ints(1, 2, 3, 3)
-
-    (out,) = table.read(table.find(ids), ids, Pooling.sum("t", ints(0, 2, 2, 4), 2))
-
-    assert out.tolist() == [[3.0, 30.0], [0.0, 0.0], [6.0, 60.0]]
-
-
-def test_weights_multiply_and_a_divisor_divides(engine: str) -> None:
-    table = sgd_table(engine, 2)
-    table.assign(ints(1, 2), torch.tensor([[1.0, 10.0], [2.0, 20.0]]))
-    ids = ints(1, 2, 2)
-    pooling = summed(
-        "t",
-        ints(0, 2, 3),
-        2,
-        weights=torch.tensor([3.0, 0.5, 4.0]),
-        divisor=torch.tensor([4.0, 2.0]),
-    )
-
-    (out,) = table.read(table.find(ids), ids, pooling)
-    table.update(table.find(ids), ids, [torch.tensor([[4.0, 8.0], [1.0, 1.0]])], pooling, step=0)
-
-    assert out.tolist() == [[1.0, 10.0], [4.0, 40.0]]
-    # id 1: [4, 8] / 4 * 3; id 2: [4, 8] / 4 * 0.5 + [1, 1] / 2 * 4
-    assert table.lookup(ints(1, 2)).tolist() == [[1.0 - 3.0, 10.0 - 6.0], [2.0 - 2.5, 20.0 - 3.0]]
-
-
-def test_parts_place_slices_side_by_side_and_on_top(engine: str) -> None:
-    table = sgd_table(engine, 3)
-    table.assign(ints(1, 2), torch.tensor([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]]))
-    ids = ints(1, 2, 2, 1)
-    pooling = Pooling(
-        outputs=((2, 4), (2, 2)),
-        bags={
-            "t": (
-                Bags(
-                    ints(0, 1, 2), (OutputSlice(0, 0, 0, 1), OutputSlice(0, 2, 1, 3), OutputSlice(1, 0, 1, 3))
-                ),
-                Bags(ints(2, 3, 4), (OutputSlice(1, 0, 0, 2, accumulate=True),)),
-            )
-        },
-    )
-
-    first, second = table.read(table.find(ids), ids, pooling)
-    grads = [torch.tensor([[1.0, 9.0, 2.0, 3.0], [4.0, 9.0, 5.0, 6.0]]), torch.ones(2, 2)]
-    table.update(table.find(ids), ids, grads, pooling, step=0)
-
-    assert first.tolist() == [[1.0, 0.0, 2.0, 3.0], [10.0, 0.0, 20.0, 30.0]]
-    assert second.tolist() == [[2.0 + 10.0, 3.0 + 20.0], [20.0 + 1.0, 30.0 + 2.0]]
-    # id 1: [1, 2 + 1, 3 + 1] + [1, 1, 0]; id 2: [4, 5 + 1, 6 + 1] + [1, 1, 0]
-    assert table.lookup(ints(1, 2)).tolist() == [[-1.0, -2.0, -1.0], [5.0, 13.0, 23.0]]
-
-
-def test_inner_puts_the_first_rows_of_a_feature_side_by_side(engine: str) -> None:
-    table = sgd_table(engine, 2)
-    table.assign(ints(1, 2, 3), torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]))
-    ids = ints(1, 2, 3)
-    # two batch rows of two places each; the second row has only one id
-    pooling = Pooling(((2, 4),), {"t": (Bags(ints(0, 1, 2, 3, 3), (OutputSlice(0, 0, 0, 2, inner=2),)),)})
-
-    (out,) = table.read(table.find(ids), ids, pooling)
-    grads = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
-    table.update(table.find(ids), ids, [grads], pooling, step=0)
-
-    assert out.tolist() == [[1.0, 10.0, 2.0, 20.0], [3.0, 30.0, 0.0, 0.0]]
-    assert table.lookup(ids).tolist() == [[0.0, 8.0], [-1.0, 16.0], [-2.0, 24.0]]
-
-
-def test_a_pooled_read_fills_given_outputs(engine: str) -> None:
+def test_outputs_keep_what_no_part_writes_or_are_zero(engine: str) -> None:
     table = sgd_table(engine, 1)
     table.assign(ints(1), torch.tensor([[2.0]]))
     pooling = Pooling(((1, 3),), {"t": (Bags(ints(0, 1), (OutputSlice(0, 1, 0, 1),)),)})
@@ -106,8 +34,6 @@ def test_a_pooled_read_fills_given_outputs(engine: str) -> None:
     assert result[0] is out
     assert out.tolist() == [[7.0, 2.0, 7.0]]
 
-
-def test_new_outputs_are_zero_before_anything_is_added(engine: str) -> None:
     table = sgd_table(engine, 2)
     table.assign(ints(1), torch.tensor([[1.0, 2.0]]))
     parts = (OutputSlice(0, 0, 0, 2, accumulate=True),)
@@ -120,7 +46,7 @@ def test_new_outputs_are_zero_before_anything_is_added(engine: str) -> None:
     assert out.tolist() == [[1.0, 2.0]] * 64
 
 
-def test_occurrences_outside_every_bag_are_not_created(engine: str) -> None:
+def test_occurrences_in_no_bag_and_tables_without_bags_are_not_touched(engine: str) -> None:
     table = sgd_table(engine, 1)
     ids = ints(1, 2, 3, 4)
 
@@ -128,8 +54,6 @@ def test_occurrences_outside_every_bag_are_not_created(engine: str) -> None:
 
     assert [id in table for id in (1, 2, 3, 4)] == [False, True, True, False]
 
-
-def test_a_pooling_without_this_table_touches_nothing(engine: str) -> None:
     table = sgd_table(engine, 1)
     pooling = Pooling.sum("other", ints(0, 1), 1)
 
@@ -162,70 +86,6 @@ def filled(engine: str) -> Table:
     table = sgd_table(engine, 2)
     table.assign(ints(1, 2, 3), ROWS)
     return table
-
-
-def test_every_output_row_repeats_the_shared_rows(engine: str) -> None:
-    table, ids = filled(engine), ints(1, 2, 2)
-    bags = (Bags(ints(0, 3), (OutputSlice(0, 1, 0, 2),), shared=True),)
-
-    (out,) = table.read(table.find(ids), ids, Pooling(((4, 3),), {"t": bags}))
-
-    assert out.tolist() == [[0, 5, 50]] * 4
-
-
-def test_shared_rows_may_follow_a_period(engine: str) -> None:
-    table, ids = filled(engine), ints(1, 2, 3)
-    bags = (Bags(ints(0, 1, 3), (OutputSlice(0, 0, 0, 2),), divisor=torch.tensor([1.0, 2.0]), shared=True),)
-
-    (out,) = table.read(table.find(ids), ids, Pooling(((4, 2),), {"t": bags}))
-
-    assert out.tolist() == [[1, 10], [2.5, 25]] * 2
-
-
-def test_a_shared_feature_learns_from_all_rows(engine: str) -> None:
-    table, ids = filled(engine), ints(1, 2, 9)
-    bags = (Bags(ints(0, 3), (OutputSlice(0, 0, 0, 2),), weights=torch.tensor([1.0, 2.0, 4.0]), shared=True),)
-    grads = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])  # adding up to [9, 12]
-
-    table.update(table.find(ids), ids, [grads], Pooling(((3, 2),), {"t": bags}), step=0)
-
-    assert table.lookup(ints(1, 2, 3, 9)).tolist() == [
-        [1 - 9, 10 - 12],
-        [2 - 18, 20 - 24],
-        [3, 30],
-        [-36, -48],
-    ]
-
-
-def test_shared_and_own_rows_add_up_in_one_output(engine: str) -> None:
-    table, ids = filled(engine), ints(1, 2, 3)
-    bags = (
-        Bags(ints(0, 1), (OutputSlice(0, 0, 0, 2),), shared=True),
-        Bags(ints(1, 2, 3), (OutputSlice(0, 0, 0, 2, accumulate=True),)),
-        Bags(ints(3, 3), (OutputSlice(0, 0, 0, 2, accumulate=True),), shared=True),
-    )
-    pooling = Pooling(((2, 2),), {"t": bags})
-
-    (out,) = table.read(table.find(ids), ids, pooling)
-    table.update(table.find(ids), ids, [torch.tensor([[1.0, 1.0], [2.0, 4.0]])], pooling, step=0)
-
-    assert out.tolist() == [[3, 30], [4, 40]]
-    assert table.lookup(ids).tolist() == [[1 - 3, 10 - 5], [2 - 1, 20 - 1], [3 - 2, 30 - 4]]
-
-
-def test_first_rows_of_a_shared_feature_with_a_step(engine: str) -> None:
-    table, ids = filled(engine), ints(1, 3)
-    parts = (OutputSlice(0, 0, 1, 2, inner=3, step=2), OutputSlice(1, 0, 0, 1, inner=3))
-    pooling = Pooling(((2, 5), (2, 3)), {"t": (Bags(ints(0, 1, 2, 2), parts, shared=True),)})
-
-    spaced, tight = table.read(table.find(ids), ids, pooling)
-    grads = [torch.arange(10.0).view(2, 5), torch.arange(6.0).view(2, 3)]
-    table.update(table.find(ids), ids, grads, pooling, step=0)
-
-    assert spaced.tolist() == [[10, 0, 30, 0, 0]] * 2
-    assert tight.tolist() == [[1, 3, 0]] * 2
-    # columns 0 and 2 of the first gradient add up to 5 and 9, columns 0 and 1 of the second to 3 and 5
-    assert table.lookup(ids).tolist() == [[1 - 3, 10 - 5], [3 - 5, 30 - 9]]
 
 
 @pytest.mark.parametrize(("bags", "rows"), [(2, 3), (3, 2), (0, 2)])

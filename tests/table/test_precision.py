@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize
 from torch import Tensor
 
 from megalith import (
     SGD,
     Adagrad,
     Capacity,
-    Momentum,
     Normal,
     Segment,
     Table,
@@ -39,7 +36,6 @@ from tests.table.support import (
     summed,
     whole,
 )
-from tests.table.test_engines import Engines
 
 NARROW = ["float16", "bfloat16"]
 ULP = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -306,27 +302,3 @@ def test_a_narrow_row_takes_fewer_bytes() -> None:
 def test_wrong_precisions_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Segment(4, optimizer=SGD(0.1), **fields)  # type: ignore[arg-type]
-
-
-class NarrowEngines(Engines):
-    """The programs of `Engines` on narrow and mixed rows."""
-
-    tolerance: ClassVar[dict[str, float]] = {"rtol": 2.0**-6, "atol": 2.0**-6}
-
-    @initialize(
-        config=st.sampled_from(
-            [
-                narrow_config("bfloat16", 16, rounding="stochastic"),
-                narrow_config("float16", 9, missing="zeros"),
-                mixed_config(),
-                mixed_config("stochastic", Momentum(0.5, momentum=0.5)),
-            ]
-        ),
-        seed=st.integers(-5, 5),
-    )
-    def make(self, config: TableConfig, seed: int) -> None:
-        self.start(config, seed)
-
-
-NarrowEngines.TestCase.settings = fixed_examples(12, 25, stateful_step_count=40)
-TestNarrowEngines = NarrowEngines.TestCase

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize
 from torch import Tensor
 
 from megalith import (
@@ -43,7 +42,6 @@ from tests.table.support import (
     summed,
     whole,
 )
-from tests.table.test_engines import Engines
 
 ENGINES = ["reference", "cpu"]
 ANY_ROWS = torch.cat([dyadic(0, 40, 11), torch.randn(40, 11, generator=torch.Generator().manual_seed(1))])
@@ -223,32 +221,6 @@ def test_equal_rows_read_with_equal_bits_on_all_engines(seed: int, step: int | N
     for other in seen[1:]:
         for actual, expected in zip(other, seen[0], strict=True):
             assert_same_bits(actual, expected)
-
-
-class ViewEngines(Engines):
-    """The programs of `Engines` on tables with views; the stored rows are compared after each call."""
-
-    @initialize(
-        config=st.sampled_from(
-            [
-                mixed_config(),
-                mixed_config("zeros"),
-                one_segment(FixedPoint(0.5), 9),
-                one_segment(OneBit(1.0), 8),
-            ]
-        ),
-        seed=st.integers(-5, 5),
-    )
-    def make(self, config: TableConfig, seed: int) -> None:
-        self.start(config, seed)
-
-    def compare(self, ids: Tensor, actual: Tensor, expected: Tensor) -> None:
-        if self.trained.isdisjoint(ids.tolist()):  # otherwise weights next to a boundary may differ by a code
-            assert_same_bits(actual, expected)
-
-
-ViewEngines.TestCase.settings = fixed_examples(8, 25, stateful_step_count=30)
-TestViewEngines = ViewEngines.TestCase
 
 
 # ---- gradients

@@ -69,13 +69,23 @@ def test_reading_marks_nothing(engine: str) -> None:
     assert drained(table) == (set(), set())
 
 
-def test_changes_before_tracking_are_not_reported(engine: str) -> None:
+def test_changes_before_tracking_are_not_reported_and_tracking_again_keeps_what_is_waiting(
+    engine: str,
+) -> None:
     table = tracked(engine)
     table.remove(ints(3))
 
     table.track("a")
 
     assert drained(table) == (set(), set())
+
+    table = tracked(engine, "a")
+    table.assign(ints(1), torch.ones(1, 1))
+
+    table.track("a")
+
+    assert table.stats().consumers == ("a",)
+    assert drained(table) == ({1}, set())
 
 
 def test_consumers_are_independent(engine: str) -> None:
@@ -93,16 +103,6 @@ def test_consumers_are_independent(engine: str) -> None:
     assert drained(table, "b") == (set(), set())
 
 
-def test_tracking_again_keeps_what_is_waiting(engine: str) -> None:
-    table = tracked(engine, "a")
-    table.assign(ints(1), torch.ones(1, 1))
-
-    table.track("a")
-
-    assert table.stats().consumers == ("a",)
-    assert drained(table) == ({1}, set())
-
-
 def test_untracking_forgets_and_a_successor_starts_clean(engine: str) -> None:
     table = tracked(engine, "a", "b")
     table.assign(ints(1), torch.ones(1, 1))
@@ -116,7 +116,7 @@ def test_untracking_forgets_and_a_successor_starts_clean(engine: str) -> None:
     assert drained(table, "b") == ({1}, {2})
 
 
-def test_a_removed_id_is_reported_as_removed_only(engine: str) -> None:
+def test_an_id_that_comes_and_goes_is_reported_once(engine: str) -> None:
     table = tracked(engine, "a")
     table.assign(ints(1, 2, 50), torch.ones(3, 1))
 
@@ -124,8 +124,6 @@ def test_a_removed_id_is_reported_as_removed_only(engine: str) -> None:
 
     assert drained(table) == ({2}, {1, 50})
 
-
-def test_an_id_created_again_is_reported_as_updated_only(engine: str) -> None:
     table = tracked(engine, "a", "b")
 
     table.remove(ints(1))
@@ -135,8 +133,6 @@ def test_an_id_created_again_is_reported_as_updated_only(engine: str) -> None:
     assert drained(table, "a") == ({1}, set())
     assert drained(table, "b") == ({1}, set())
 
-
-def test_a_row_that_changes_hands_is_not_confused(engine: str) -> None:
     table = tracked(engine, "a")
     table.assign(ints(1), torch.ones(1, 1))
     table.remove(ints(1))
@@ -160,7 +156,7 @@ def test_clear_reports_every_row_as_removed_and_tracking_continues(engine: str) 
     assert drained(table, "a") == ({1, 8}, everything - {1})
 
 
-def test_removing_and_creating_again_does_not_pile_up(engine: str) -> None:
+def test_every_row_of_many_is_reported(engine: str) -> None:
     table = sgd_table(engine)
     table.track("slow")
     ids = torch.arange(100)
@@ -170,11 +166,22 @@ def test_removing_and_creating_again_does_not_pile_up(engine: str) -> None:
     assert table.memory().side < 20000
     assert drained(table, "slow") == (set(), set(ids.tolist()))
 
+    table = sgd_table(engine, 1)
+    table.track("a")
+    ids = torch.arange(900) * 7919
+    table.assign(ids, torch.ones(900, 1))
+    drained(table)
+
+    table.assign(ids[::3], torch.ones(300, 1))
+    table.remove(ids[1::3])
+
+    assert drained(table) == (set(ids[::3].tolist()), set(ids[1::3].tolist()))
+
 
 # ---- giving back
 
 
-def test_a_failed_send_is_given_back(engine: str) -> None:
+def test_a_failed_send_is_given_back_and_follows_later_changes(engine: str) -> None:
     table = tracked(engine, "a", "b")
     table.assign(ints(1, 2), torch.ones(2, 1))
     table.remove(ints(3))
@@ -189,8 +196,6 @@ def test_a_failed_send_is_given_back(engine: str) -> None:
     table.mark_touched("b", ints(1))
     assert drained(table, "a") == (set(), set())
 
-
-def test_what_is_given_back_follows_later_changes(engine: str) -> None:
     table = tracked(engine, "a")
     table.assign(ints(1), torch.ones(1, 1))
     table.remove(ints(2))
@@ -216,16 +221,3 @@ def test_a_consumer_takes_a_bit_per_row() -> None:
     assert watched.memory().side - plain.memory().side == (rows + rows // 64) // 8
     plain.track("late")
     assert plain.memory().side == watched.memory().side
-
-
-def test_many_rows_in_many_places(engine: str) -> None:
-    table = sgd_table(engine, 1)
-    table.track("a")
-    ids = torch.arange(900) * 7919
-    table.assign(ids, torch.ones(900, 1))
-    drained(table)
-
-    table.assign(ids[::3], torch.ones(300, 1))
-    table.remove(ids[1::3])
-
-    assert drained(table) == (set(ids[::3].tolist()), set(ids[1::3].tolist()))

@@ -32,7 +32,6 @@ from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk, Optimizer
 from megalith.table.engines import shard_capacity
 from megalith.table.engines.cuda import triton_runtime
-from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
 from megalith.table.engines.cuda.step_settings import find_rule
 from megalith.table.optimizers import OPTIMIZERS as LIBRARY
@@ -141,36 +140,6 @@ def test_repeated_steps_of_the_same_sizes_use_their_memory_again() -> None:
     group = collections[0].shards.engines
     assert isinstance(group, CudaEngineGroup)
     assert sum(len(slots) for slots in group._shared[0].slots._slots.values()) == 2
-
-
-def test_an_occurrence_in_no_bag_has_no_gradient() -> None:
-    ids = torch.tensor([7, 8, 9, 7])
-    bags = Bags(torch.tensor([1, 2, 3]), (OutputSlice(0, 0, 0, 4),))  # occurrences 1 and 2
-    pooling = Pooling(((2, 4),), {"t": (bags,)})
-    config = TableConfig("t", dim=4, optimizer=SGD(1.0), initializer=Zeros())
-    tables = [Table(config, engine=name) for name in ("cuda", "reference")]
-    for table in tables:
-        table.update(None, ids, [torch.arange(8.0).view(2, 4)], pooling, step=0, time=0)
-    got, expected = (everything(table) for table in tables)
-    assert got.ids.tolist() == expected.ids.tolist() == [8, 9]
-    assert torch.equal(got.rows, expected.rows)
-
-
-@gpu_or_soak
-def test_a_table_grows_without_losing_a_row() -> None:
-    config = TableConfig("t", dim=2, optimizer=SGD(1.0))
-    table = Table(config, engine="cuda")
-    table.engine_impl = CudaEngine(config, chunk_bytes=512)  # several chunks, several rehashes
-    ids = torch.arange(120) * 0x9E3779B97F4A7C1
-    rows = torch.arange(240, dtype=torch.float32).view(120, 2)
-    for part in range(0, 120, 30):
-        table.assign(ids[part : part + 30], rows[part : part + 30])
-        table.remove(ids[part : part + 7])
-
-    kept = [i for i in range(120) if i % 30 >= 7]
-    assert len(table) == len(kept)
-    assert torch.equal(table.lookup(ids[kept]), rows[kept])
-    assert bool((table.find(ids[[i for i in range(120) if i % 30 < 7]]) < 0).all())
 
 
 def test_a_row_with_a_sum_that_is_not_finite_is_skipped_and_reported() -> None:

@@ -37,7 +37,7 @@ def test_counts_are_reported_until_the_id_has_a_row(engine: str) -> None:
     assert (chunk.count.tolist(), chunk.step.tolist()) == ([1], [1])
 
 
-def test_ids_counted_first_are_dropped_when_there_are_too_many(engine: str) -> None:
+def test_a_limited_number_of_ids_is_counted(engine: str) -> None:
     table = table_with(engine, MinCount(2, max_ids=2))
 
     table.apply_gradients(ints(1, 2, 3), torch.ones(3, 1), step=0)
@@ -47,8 +47,6 @@ def test_ids_counted_first_are_dropped_when_there_are_too_many(engine: str) -> N
     table.apply_gradients(ints(1), torch.ones(1, 1), step=1)
     assert len(table) == 0
 
-
-def test_an_id_that_gets_its_row_makes_room_for_another_count(engine: str) -> None:
     table = table_with(engine, MinCount(2, max_ids=2))
     table.apply_gradients(ints(1, 2), torch.ones(2, 1), step=0)
 
@@ -58,7 +56,7 @@ def test_an_id_that_gets_its_row_makes_room_for_another_count(engine: str) -> No
     assert table.stats().counters.pending_dropped == 0
 
 
-def test_assigning_a_row_bypasses_admission_and_ends_counting(engine: str) -> None:
+def test_counts_end_with_an_assigned_row_and_move_to_another_table(engine: str) -> None:
     table = table_with(engine, MinCount(9))
     table.apply_gradients(ints(4), torch.ones(1, 1), step=0)
 
@@ -67,8 +65,6 @@ def test_assigning_a_row_bypasses_admission_and_ends_counting(engine: str) -> No
     assert len(table) == 1
     assert table.pending()[0].numel() == 0
 
-
-def test_counts_move_to_another_table(engine: str) -> None:
     table, other = table_with(engine, MinCount(3)), table_with(engine, MinCount(3))
     table.apply_gradients(ints(1, 1, 2), torch.ones(3, 1), step=0)
 
