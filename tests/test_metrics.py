@@ -58,15 +58,6 @@ def test_auc_is_the_share_of_pairs_in_order(rows: list[Any]) -> None:
     same(auc(scores, labels), pairs_auc(scores, labels, torch.ones(len(rows))))
 
 
-@fixed_examples(40)
-@given(ROWS)
-def test_auc_knows_only_the_order(rows: list[Any]) -> None:
-    scores, labels, weights = columns(rows)
-    ranks = torch.unique(scores, return_inverse=True)[1].float()
-    assert auc(ranks, labels, weights) == pytest.approx(auc(scores, labels, weights), nan_ok=True)
-    same(auc(-scores, labels, weights), 1 - auc(scores, labels, weights))
-
-
 @pytest.mark.parametrize(
     ("scores", "labels", "expected"),
     [

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megalith import Ragged
 from megalith.errors import InputError
 from tests.fixed_examples import fixed_examples
+from tests.nn.support import Keyed
 
 ROWS = st.lists(st.lists(st.integers(1, 2**40), max_size=5), max_size=8)
 
@@ -38,15 +39,13 @@ def test_slices_are_those_of_a_list(rows: list[list[int]], start: int, stop: int
     assert Ragged.from_lists(rows)[start:stop:step].to_lists() == rows[start:stop:step]
 
 
-def test_a_slice_shares_memory_and_keeps_weights() -> None:
+def test_rows_by_number_and_slices_that_share_memory_and_keep_weights() -> None:
     ragged = Ragged(torch.arange(4), torch.tensor([0, 1, 1, 4]), torch.tensor([0.1, 0.2, 0.3, 0.4]))
     part = ragged[1:]
     assert part.to_lists() == [[], [1, 2, 3]]
     assert part.weights.tolist() == pytest.approx([0.2, 0.3, 0.4])
     assert part.values.data_ptr() == ragged.values[1:].data_ptr()
 
-
-def test_rows_by_number() -> None:
     ragged = lists([1, 2], [], [3])
     assert ragged[0].tolist() == [1, 2]
     assert ragged[-1].tolist() == [3]
@@ -54,7 +53,7 @@ def test_rows_by_number() -> None:
         ragged[3]
 
 
-def test_padding_cuts_and_fills() -> None:
+def test_padding_cuts_and_fills_with_weights_and_gaps() -> None:
     ragged = lists([1, 2, 3], [], [4])
     assert ragged.to_padded(pad=-1).tolist() == [[1, 2, 3], [-1, -1, -1], [4, -1, -1]]
     assert ragged.to_padded(length=2).tolist() == [[1, 2], [0, 0], [4, 0]]
@@ -62,8 +61,6 @@ def test_padding_cuts_and_fills() -> None:
     rows = Ragged(torch.ones(2, 3), torch.tensor([0, 2]))
     assert rows.to_padded(length=3).shape == (1, 3, 3)
 
-
-def test_padded_with_weights_and_gaps() -> None:
     x = torch.tensor([[0, 7, 0], [8, 0, 9]])
     ragged = Ragged.from_padded(x, pad=0, weights=x / 10)
     assert ragged.to_lists() == [[7], [8, 9]]
@@ -93,37 +90,20 @@ def test_from_a_jagged_nested_tensor() -> None:
         Ragged.from_nested(torch.ones(2, 2))
 
 
-class Keyed:
-    """What torchrec's KeyedJaggedTensor looks like from outside."""
-
-    def __init__(self, keys: list[str], values: list[int], lengths: list[int], weights: Any = None) -> None:
-        self._keys, self._weights = keys, weights
-        self._values, self._lengths = torch.tensor(values), torch.tensor(lengths)
-
-    def keys(self) -> list[str]:
-        return self._keys
-
-    def values(self) -> torch.Tensor:
-        return self._values
-
-    def lengths(self) -> torch.Tensor:
-        return self._lengths
-
-    def weights_or_none(self) -> torch.Tensor | None:
-        return self._weights
-
-
 def test_from_something_shaped_like_a_keyed_jagged_tensor() -> None:
-    columns = Ragged.from_keyed(Keyed(["a", "b"], [1, 2, 3, 4], [1, 0, 2, 1], torch.arange(4.0)))
+    def keyed(values: list[int], lengths: list[int], weights: torch.Tensor | None = None) -> Keyed:
+        return Keyed(["a", "b"], torch.tensor(values), torch.tensor(lengths), weights)
+
+    columns = Ragged.from_keyed(keyed([1, 2, 3, 4], [1, 0, 2, 1], torch.arange(4.0)))
     assert {name: column.to_lists() for name, column in columns.items()} == {
         "a": [[1], []],
         "b": [[2, 3], [4]],
     }
     assert columns["b"].weights.tolist() == [1, 2, 3]
     with pytest.raises(InputError, match="do not divide"):
-        Ragged.from_keyed(Keyed(["a", "b"], [1], [1, 0, 0]))
+        Ragged.from_keyed(keyed([1], [1, 0, 0]))
     with pytest.raises(InputError, match="add up to 2"):
-        Ragged.from_keyed(Keyed(["a"], [1], [2]))
+        Ragged.from_keyed(keyed([1], [2, 0]))
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import Adagrad, Normal, Ragged
+from megalith import Normal, Ragged
 from megalith.errors import InputError, UnknownNameError
-from megalith.metrics import auc
 from megalith.models import DIN, DLRM, DCNv2, DeepFM, EmbeddingConfig, Model
 
 DIM = 3
@@ -111,33 +110,6 @@ def test_din_trains_only_the_places_it_looks_at() -> None:
     model(FEATURES | {"past": Ragged.from_lists([[1, 2, 3], [4], []])}).sum().backward()
     (chunk,) = model.embeddings.shards.scan("item")
     assert sorted(chunk.ids.tolist()) == [1, 2, 4, 7, 8, 9]
-
-
-def test_din_finds_out_that_the_target_was_seen_before() -> None:
-    """A click is likely if the item is in the history: neither column alone tells."""
-    torch.manual_seed(0)
-    model = DIN(
-        EmbeddingConfig(["item"], dim=8, optimizer=Adagrad(0.1), initializer=Normal(std=0.3)),
-        target="item",
-        history="past",
-        max_length=6,
-    )
-    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
-
-    def batch(size: int) -> tuple[dict[str, Any], Tensor]:
-        item, past = torch.randint(0, 20, (size,)), torch.randint(0, 20, (size, 6))
-        past[torch.rand(size, 6) < 0.4] = -1  # no item
-        past[:, 0] = torch.where(torch.rand(size) < 0.4, item, past[:, 0])
-        return {"item": item, "past": past}, (past == item[:, None]).any(1).float()
-
-    for _ in range(250):
-        features, seen = batch(256)
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(features), seen)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    features, seen = batch(2000)
-    assert auc(model.eval()(features), seen) > 0.95
 
 
 def test_what_din_refuses() -> None:

@@ -9,31 +9,13 @@ import torch
 from torch import Tensor
 
 from megalith import Ragged
-from megalith.data import Batch
 from megalith.errors import InputError, UnknownNameError
 from megalith.models import MODELS, EmbeddingConfig, Model, build_model, forward_batch
 from megalith.nn import Layout, Slice
 from tests.models.support import embeddings, known_ids, loss_of, make, synthetic_reader, train
+from tests.nn.support import Keyed
 
 every_model = pytest.mark.parametrize("name", MODELS)
-
-
-@every_model
-@pytest.mark.parametrize("num_dense", [0, 3])
-def test_one_logit_for_each_example(name: str, num_dense: int) -> None:
-    model = make(name, num_dense=num_dense)
-    for size in (1, 7):
-        logits = forward_batch(model, synthetic_reader(size, num_dense=num_dense).batch(0))
-        assert logits.shape == (size,)
-        assert logits.dtype == torch.float32
-        assert bool(logits.isfinite().all())
-
-
-@every_model
-def test_an_empty_batch_has_no_logits(name: str) -> None:
-    nothing = Ragged.from_lists([])
-    features = dict.fromkeys(("user", "item", "tags", "context"), nothing)
-    assert make(name)(features).shape == (0,)
 
 
 @every_model
@@ -62,9 +44,13 @@ def test_gradients_reach_both_parts(name: str) -> None:
 def test_features_come_in_any_order_and_form(name: str) -> None:
     model, batch = make(name).eval(), synthetic_reader(9).batch(0)
     expected = forward_batch(model, batch)
+    assert (expected.shape, expected.dtype) == ((9,), torch.float32)
+    assert model(dict.fromkeys(batch.features, Ragged.from_lists([]))).shape == (0,)
     turned = dict(reversed(batch.features.items())) | {"unknown": torch.zeros(2)}
     assert torch.equal(model(turned), expected)
-    assert torch.equal(model(Keyed(batch)), expected)
+    columns = list(batch.features.values())
+    values, lengths = (torch.cat(x) for x in ([c.values for c in columns], [c.lengths() for c in columns]))
+    assert torch.equal(model(Keyed(list(batch.features), values, lengths)), expected)
     plain: dict[str, Tensor] = {
         feature: column.to_padded(pad=-1) if feature == "tags" else column.values
         for feature, column in batch.features.items()
@@ -73,22 +59,6 @@ def test_features_come_in_any_order_and_form(name: str) -> None:
     tags = batch.features["tags"]
     nested = torch.nested.nested_tensor_from_jagged(tags.values, tags.row_splits)
     assert torch.equal(model({**batch.features, "tags": nested}), expected)
-
-
-class Keyed:
-    """Shaped like a KeyedJaggedTensor."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._columns = batch.features
-
-    def keys(self) -> list[str]:
-        return list(self._columns)
-
-    def values(self) -> Tensor:
-        return torch.cat([column.values for column in self._columns.values()])
-
-    def lengths(self) -> Tensor:
-        return torch.cat([column.lengths() for column in self._columns.values()])
 
 
 @every_model
@@ -153,14 +123,6 @@ def test_the_whole_model_compiles_around_the_lookup(name: str) -> None:
     assert known_ids(model)["user"] == set(batch.features["user"].values.tolist())
 
 
-@pytest.mark.soak  # 20 seconds in the C++ compiler
-def test_the_default_compiler_gives_the_same_logits() -> None:
-    model, batch = make("deepfm"), synthetic_reader(16).batch(0)
-    expected = forward_batch(model, batch)
-    model.compile()
-    torch.testing.assert_close(forward_batch(model, batch), expected)
-
-
 @every_model
 def test_autocast_trains(name: str, bfloat16_matmul: None) -> None:
     model, batch = make(name, num_dense=2), synthetic_reader(16, num_dense=2).batch(0)
@@ -172,23 +134,6 @@ def test_autocast_trains(name: str, bfloat16_matmul: None) -> None:
 
 
 @every_model
-def test_two_halves_and_one_step_are_one_batch(name: str) -> None:
-    whole, halves = (make(name, config={"update": "step"}) for _ in range(2))
-    batch = synthetic_reader(16).batch(0)
-    loss_of(whole, batch).backward()
-    whole.embeddings.step()
-    for rows in (slice(0, 8), slice(8, 16)):
-        part = Batch({n: c[rows] for n, c in batch.features.items()}, batch.labels[rows])
-        (loss_of(halves, part) / 2).backward()
-    halves.embeddings.step()
-    whole.eval()
-    halves.eval()
-    torch.testing.assert_close(forward_batch(halves, batch), forward_batch(whole, batch))
-    for one, other in zip(whole.parameters(), halves.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-
-
-@every_model
 def test_zero_grad_drops_both_parts(name: str) -> None:
     model = make(name, config={"update": "step"})
     loss_of(model, synthetic_reader(8).batch(0)).backward()
@@ -196,26 +141,6 @@ def test_zero_grad_drops_both_parts(name: str) -> None:
     model.embeddings.step()
     assert not any(known_ids(model).values())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@every_model
-def test_a_state_dict_carries_the_model(name: str) -> None:
-    trained, fresh = make(name), make(name)
-    train(trained, synthetic_reader(32, num_batches=3))
-    batch = synthetic_reader(32).batch(1)
-    expected = forward_batch(trained.eval(), batch)
-    assert not torch.equal(forward_batch(fresh.eval(), batch), expected)
-    fresh.load_state_dict(trained.state_dict())
-    assert torch.equal(forward_batch(fresh, batch), expected)
-
-
-@every_model
-def test_engines_train_alike(name: str) -> None:
-    losses = [
-        train(make(name, config={"engine": engine}), synthetic_reader(16, num_batches=5))
-        for engine in ("reference", "cpu")
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_an_unknown_model_is_named() -> None:

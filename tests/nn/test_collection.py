@@ -28,28 +28,9 @@ from megalith import (
     TableConfig,
 )
 from megalith.ops import Pooling
-from tests.nn.support import assign, collection, column, contents, floats, ints, zeros
+from tests.nn.support import Keyed, assign, collection, column, contents, floats, ints, zeros
 
 # ---- inputs
-
-
-class Keyed:
-    """What a KeyedJaggedTensor looks like from outside."""
-
-    def __init__(self, keys: list[str], values: Tensor, lengths: Tensor, weights: Tensor | None) -> None:
-        self._parts = (keys, values, lengths, weights)
-
-    def keys(self) -> list[str]:
-        return self._parts[0]
-
-    def values(self) -> Tensor:
-        return self._parts[1]
-
-    def lengths(self) -> Tensor:
-        return self._parts[2]
-
-    def weights_or_none(self) -> Tensor | None:
-        return self._parts[3]
 
 
 def torchrec_keyed(keys: list[str], values: Tensor, lengths: Tensor, weights: Tensor | None) -> Any:
@@ -117,13 +98,6 @@ def test_other_keys_are_left_alone() -> None:
     assert filled()(batch)["a"].tolist() == [[1, 10], [2, 20]]
 
 
-def test_all_64_bit_ids_are_legal(engine: str) -> None:
-    made = collection(engine=engine)
-    extreme = ints(-(2**63), 2**63 - 1, -1, 0)
-    made({"a": extreme})["a"].sum().backward()
-    assert contents(made) == {i: [-1] for i in extreme.tolist()}
-
-
 # ---- outputs
 
 
@@ -170,13 +144,6 @@ def test_weights_of_some_features(engine: str) -> None:
 def test_weights_of_any_float_type(dtype: torch.dtype) -> None:
     out = filled()({"a": Ragged(ints(1, 2), ints(0, 2), torch.tensor([0.5, 2.0], dtype=dtype))})
     assert out["a"].tolist() == [[4.5, 45]]
-
-
-def test_weights_scale_gradients(engine: str) -> None:
-    made = collection(Feature("a", "t", Mean()), Feature("b", "t"), engine=engine)
-    out = made({"a": column([1, 2], weights=[[3.0, 1.0]]), "b": column([3, 3], weights=[[2.0, 0.0]])})
-    (out["a"] + 10 * out["b"]).sum().backward()
-    assert contents(made) == {1: [-0.75], 2: [-0.25], 3: [-20]}
 
 
 def test_a_shared_feature_stands_for_the_whole_batch(engine: str) -> None:
@@ -237,33 +204,6 @@ def test_layouts(engine: str, kind: str, x: Any, y: Any) -> None:
         n: [n - uses, 10 * n - 2 * uses] if (uses := {3: 1, 4: 2}.get(n, 0)) else [n, 10 * n]
         for n in range(1, 10)
     }
-
-
-def test_layouts_of_first_n_features(engine: str) -> None:
-    features = [Feature("a", "t", FirstN(2)), Feature("b", "t", FirstN(2))]
-    slices = [Slice("a", 0, 2), Slice("b", 0, 2)]
-    layouts = [
-        Layout("concat", [Slice("a", 1, 2), *slices]),
-        Layout("stack", slices, kind="stack"),
-        Layout("none", slices, kind="none"),
-    ]
-    made = filled(*features, layouts=layouts, engine=engine)
-
-    out = made({"a": column([1, 2, 3], [4]), "b": column([5], [6, 7])})
-
-    assert out["concat"].shape == (2, 2, 5)
-    assert out["concat"].tolist() == [
-        [[10, 1, 10, 5, 50], [20, 2, 20, 0, 0]],
-        [[40, 4, 40, 6, 60], [0, 0, 0, 7, 70]],
-    ]
-    assert out["stack"].shape == (2, 2, 2, 2)
-    assert out["stack"][0].tolist() == [[[1, 10], [2, 20]], [[5, 50], [0, 0]]]
-    assert out["none"][0].tolist() == [[[1, 10], [2, 20]], [[4, 40], [0, 0]]]
-    (out["concat"].sum() + out["stack"].sum() + out["none"][1].sum()).backward()
-    rows = contents(made)
-    assert rows[2] == [0, 17]
-    assert rows[7] == [4, 67]
-    assert rows[3] == [3, 30]  # cut
 
 
 def test_an_empty_batch_and_a_batch_without_ids(engine: str) -> None:
@@ -387,12 +327,9 @@ def test_tables_that_are_not_trainable_are_read_only(engine: str, update: str) -
         made.step()
     assert contents(made) == {1: [-2]}
     assert contents(made, "frozen") == {1: [5]}
-
-
-def test_a_collection_of_frozen_tables_alone() -> None:
-    made = EmbeddingCollection([zeros(trainable=False)], [Feature("a", "t")])
-    made({"a": ints(1)})["a"].sum().backward()
-    assert contents(made) == {}
+    alone = EmbeddingCollection([zeros(trainable=False)], [Feature("a", "t")])
+    alone({"a": ints(1)})["a"].sum().backward()
+    assert contents(alone) == {}
 
 
 # ---- freezing
@@ -491,6 +428,8 @@ def test_shards_are_used_as_they_are(engine: str) -> None:
     made({"a": ints(1)})["a"].sum().backward()
     assert len(shards.local["t"]) == 1
     assert len(shards.local["other"]) == 0
+    assert list(made.tables) == ["t", "other"]
+    assert made.tables["t"] is shards.local["t"]
 
 
 # ---- one id per example
@@ -551,13 +490,6 @@ def test_the_example_in_the_docstring_prints_what_it_says() -> None:
     )
     results = doctest.DocTestRunner().run(example)
     assert (results.attempted, results.failed) == (9, 0)
-
-
-def test_tables_are_those_of_this_process_by_name() -> None:
-    item = TableConfig("item", dim=2, optimizer=SGD(0.1))
-    collection = EmbeddingCollection([item], [Feature("a", "item")])
-    assert list(collection.tables) == ["item"]
-    assert collection.tables["item"] is collection.shards.local["item"]
 
 
 def test_the_phases_of_a_step_are_spans_of_the_profiler() -> None:

@@ -31,28 +31,15 @@ def lengths(*rows: int, weights: Tensor | None = None) -> Ragged:
 # ---- vectors of the predecessor (reference 1.9)
 
 
-def test_sum_of_the_predecessor() -> None:
+def test_vectors_and_names_of_the_predecessor() -> None:
     assert Sum().combine(lengths(1, 2), floats([1], [2], [3])).tolist() == [[1], [5]]
-
-
-def test_first_n_of_the_predecessor() -> None:
     rows = floats([1], [2], [3], [4], [5], [6])
     assert FirstN(2).combine(lengths(1, 2, 3), rows).tolist() == [[[1], [0]], [[2], [3]], [[4], [5]]]
-
-
-def test_the_names_of_the_predecessor_are_the_same_combiners() -> None:
     assert issubclass(monolith.ReduceSum, Sum)
     assert issubclass(monolith.ReduceMean, Mean)
 
 
 # ---- values
-
-
-def test_mean_and_sqrtn() -> None:
-    rows = floats([1, 10], [2, 20], [3, 30], [4, 40])
-    assert Mean().combine(lengths(1, 3), rows).tolist() == [[1, 10], [3, 30]]
-    expected = floats([1, 10], [9 / math.sqrt(3), 90 / math.sqrt(3)])
-    torch.testing.assert_close(Sqrtn().combine(lengths(1, 3), rows), expected)
 
 
 def test_weights() -> None:
@@ -100,13 +87,6 @@ def test_combiners_are_values() -> None:
     assert FirstN(2) == FirstN(2) != FirstN(3)
     assert len({Sum(), Sum(), FirstN(2), FirstN(2), FirstN(3)}) == 3
     assert repr([Sum(), Mean(), Sqrtn(), FirstN(3)]) == "[Sum(), Mean(), Sqrtn(), FirstN(3)]"
-
-
-@each_combiner
-@pytest.mark.parametrize("rows", [torch.ones(2, 1), torch.ones(4, 1), torch.ones(3), torch.ones(3, 1, 1)])
-def test_rows_that_do_not_fit(combiner: Combiner, rows: Tensor) -> None:
-    with pytest.raises(InputError, match=r"rows must be \[3, dim\]"):
-        combiner.combine(lengths(1, 2), rows)
 
 
 @fixed_examples(40)
@@ -214,34 +194,14 @@ def test_under_compile_the_batch_stays_symbolic(shapes: Shapes, combiner: Combin
     assert all(type(size) is int for size in rest)
 
 
-def test_a_compiled_function_tells_combiners_apart(shapes: Shapes) -> None:
-    combined = torch.compile(Combiner.combine, dynamic=True, fullgraph=True, backend=shapes)
-    column, rows = lengths(1, 3), floats([1], [2], [3], [4])
-    for combiner in (FirstN(2), FirstN(3), Sum(), Mean()):
-        out = type(combiner).combine(combiner, column, rows)
-        assert torch.equal(combined(combiner, column, rows), out)
-
-
-def test_gradients_under_compile(shapes: Shapes) -> None:
-    combiner = Mean()
-    compiled = torch.compile(combiner.combine, dynamic=True, fullgraph=True, backend="aot_eager")
-    for rows in BATCHES:
-        column = lengths(*rows, weights=torch.rand(sum(rows)))
-        given = torch.randn(sum(rows), DIM)
-        grads = []
-        for combine in (combiner.combine, compiled):
-            leaf = given.clone().requires_grad_()
-            combine(column, leaf).square().sum().backward()
-            assert leaf.grad is not None
-            grads.append(leaf.grad)
-        assert torch.equal(*grads)
-
-
-@pytest.mark.parametrize("combiner", [Sum(), Mean(), Sqrtn(), FirstN(2)], ids=repr)
+@each_combiner
 def test_what_is_not_a_column_or_not_rows_is_named(combiner: Any) -> None:
     column = Ragged.from_lists([[1, 2], [3]])
     with pytest.raises(InputError, match=r"a combiner needs a Ragged, got Tensor; see Ragged.from_lists"):
         combiner.combine(torch.tensor([1, 2, 3]), torch.ones(3, 2))
+    for rows in (torch.ones(2, 1), torch.ones(4, 1), torch.ones(3), torch.ones(3, 1, 1)):
+        with pytest.raises(InputError, match=r"rows must be \[3, dim\]"):
+            combiner.combine(column, rows)
     with pytest.raises(InputError, match=r"rows must be a float tensor \[3, dim\], got list"):
         combiner.combine(column, [[1.0]])
     with pytest.raises(InputError, match="rows are on meta, the ids on cpu"):

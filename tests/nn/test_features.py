@@ -50,13 +50,10 @@ def test_features_are_plain_values() -> None:
         Feature("a", "t", Sum(), False, 0)  # type: ignore[call-arg]  # pad has a name
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 0), (2, 1), (-1, 2), (0, 1.0), (None, 1)])
-def test_slices(start: Any, end: Any) -> None:
-    with pytest.raises(InputError, match=r"Slice of 'a': .* is not a range of columns"):
-        Slice("a", start, end)
-
-
-def test_a_slice_names_its_feature() -> None:
+def test_slices() -> None:
+    for start, end in ((0, 0), (2, 1), (-1, 2), (0, 1.0), (None, 1)):
+        with pytest.raises(InputError, match=r"Slice of 'a': .* is not a range of columns"):
+            Slice("a", start, end)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="Slice: feature must be the name of a feature, got Feature"):
         Slice(Feature("a", "t"), 0, 1)  # type: ignore[arg-type]
 
@@ -93,33 +90,23 @@ def test_names_must_be_known_and_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("features", "said"),
-    [
-        ([], "features is empty"),
-        (["a"], "features must be a list of Feature, got 'a'"),
-        (Feature("a", "t"), "features must be a list of Feature, got Feature"),
-        ({"a": Feature("a", "t")}, "features must be a list of Feature"),
-    ],
-)
-def test_features_of_a_collection(features: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        EmbeddingCollection([zeros()], features)
-
-
-@pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"features": []}, "features is empty"),
+        ({"features": ["a"]}, "features must be a list of Feature, got 'a'"),
+        ({"features": Feature("a", "t")}, "features must be a list of Feature, got Feature"),
+        ({"features": {"a": Feature("a", "t")}}, "features must be a list of Feature"),
+        ({"tables": zeros()}, "tables must be a list of TableConfig, or Shards, got TableConfig"),
+        ({"tables": LocalShards([zeros()]), "engine": "cpu"}, "engine and seed cannot be combined"),
+        ({"tables": LocalShards([zeros()]), "seed": 0}, "engine and seed cannot be combined with Shards"),
         ({"update": "forward"}, "update must be one of .*'backward', 'step'.*, got 'forward'"),
         ({"reduction": "max"}, "reduction must be one of .*'mean', 'sum'.*, got 'max'"),
         ({"clip_value": 0.0}, "clip_value must be a positive, finite number, got 0.0"),
         ({"clip_value": "1"}, "clip_value must be a positive, finite number, got '1'"),
-        ({"clip_value": True}, "clip_value must be a positive, finite number, got True"),
         ({"allow_micro_steps": torch.ones(2)}, "allow_micro_steps must be True or False"),
         ({"clip_norm": -1}, "clip_norm must be a positive, finite number, got -1"),
-        ({"clip_norm": float("inf")}, "clip_norm must be a positive, finite number, got inf"),
         ({"clip_norm": float("nan")}, "clip_norm must be a positive, finite number, got nan"),
         ({"engine": "gpu"}, "unknown engine 'gpu'"),
-        ({"engine": ""}, "unknown engine ''"),
         ({"seed": "x"}, "seed must be an integer, got 'x'"),
         ({"layouts": Layout("x", [Slice("a", 0, 1)])}, "layouts must be a list of Layout, got Layout"),
         ({"layouts": ["x"]}, "layouts must be a list of Layout"),
@@ -128,16 +115,7 @@ def test_features_of_a_collection(features: Any, said: str) -> None:
 )
 def test_options_of_a_collection(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        EmbeddingCollection([zeros()], [Feature("a", "t")], **options)
-
-
-def test_tables_are_configs_or_shards() -> None:
-    with pytest.raises(InputError, match="tables must be a list of TableConfig, or Shards, got TableConfig"):
-        EmbeddingCollection(zeros(), [Feature("a", "t")])  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="engine and seed cannot be combined with Shards"):
-        EmbeddingCollection(LocalShards([zeros()]), [Feature("a", "t")], engine="cpu")
-    with pytest.raises(InputError, match="engine and seed cannot be combined with Shards"):
-        EmbeddingCollection(LocalShards([zeros()]), [Feature("a", "t")], seed=0)
+        EmbeddingCollection(**{"tables": [zeros()], "features": [Feature("a", "t")], **options})
 
 
 @pytest.mark.parametrize(
@@ -216,31 +194,24 @@ def test_a_strided_nested_tensor_is_refused() -> None:
         collection()({"a": nested})
 
 
-def test_a_missing_feature_is_a_key_error() -> None:
+def test_a_missing_feature_is_a_key_error_and_a_batch_is_a_mapping() -> None:
     with pytest.raises(KeyError, match="feature 'a' is not in the batch \\(it holds 'b', 'c'\\)"):
         collection()({"b": ints(1), "c": ints(1)})
     with pytest.raises(KeyError, match="feature 'a' is not in the batch \\(it holds nothing\\)"):
         collection()({})
+    for batch in ([column([1])], None, ints(1)):
+        with pytest.raises(InputError, match="a batch must be a mapping of columns, or have keys"):
+            collection()(batch)
 
 
-@pytest.mark.parametrize("batch", [[column([1])], None, ints(1)], ids=["list", "None", "tensor"])
-def test_something_else_is_no_batch(batch: Any) -> None:
-    with pytest.raises(InputError, match="a batch must be a mapping of columns, or have keys"):
-        collection()(batch)
-
-
-def test_columns_have_the_same_number_of_rows() -> None:
+def test_columns_have_the_same_number_of_rows_and_are_on_one_device() -> None:
     two = collection(Feature("a", "t"), Feature("b", "t"), Feature("user", "t", shared=True))
     with pytest.raises(InputError, match="feature 'b' has 1 rows, feature 'a' has 2"):
         two({"a": ints(1, 2), "b": ints(1), "user": ints(1)})
     with pytest.raises(InputError, match="feature 'user' is shared: it must have one row, got 2"):
         two({"a": ints(1, 2), "b": ints(1, 2), "user": ints(1, 2)})
-
-
-def test_columns_are_on_one_device() -> None:
-    two = collection(Feature("a", "t"), Feature("b", "t"))
     with pytest.raises(InputError, match="feature 'b' is on meta, feature 'a' on cpu"):
-        two({"a": ints(1, 2), "b": ints(1, 2).to("meta")})
+        two({"a": ints(1, 2), "b": ints(1, 2).to("meta"), "user": ints(1)})
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

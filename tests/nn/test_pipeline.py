@@ -14,26 +14,14 @@ from megalith import EmbeddingCollection, Feature, Pipeline, Ragged
 from megalith.data import Batch
 from megalith.errors import InputError, UsageError
 from megalith.nn.batch_lookup import StartedBatch
-from tests.nn.support import collection, column, contents, floats, zeros
+from tests.nn.support import Keyed, collection, column, contents, floats, zeros
 
 COLUMNS = [{"a": column([1, 2], [2])}, {"a": column([2], [3, 3])}, {"a": column([1], [])}]
 MODES = ["ids", "rows"]
 
 
-class Keyed:
-    """Shaped like a KeyedJaggedTensor."""
-
-    def __init__(self, ragged: Ragged) -> None:
-        self._ragged = ragged
-
-    def keys(self) -> list[str]:
-        return ["a"]
-
-    def values(self) -> Tensor:
-        return self._ragged.values
-
-    def lengths(self) -> Tensor:
-        return self._ragged.lengths()
+def keyed(columns: dict[str, Ragged]) -> Keyed:
+    return Keyed(["a"], columns["a"].values, columns["a"].lengths())
 
 
 @dataclass
@@ -79,7 +67,7 @@ def test_local_tables_are_read_in_forward_and_never_stale(mode: str, push: bool,
 @pytest.mark.parametrize(
     ("pack", "features"),
     [
-        (lambda c: Keyed(c["a"]), lambda batch: batch),
+        (keyed, lambda batch: batch),
         (lambda c: (c, floats(1)), lambda batch: batch[0]),
         (lambda c: [c, floats(1)], lambda batch: batch[0]),
         (lambda c: Batch(c, torch.ones(2)), lambda batch: batch.features),
@@ -119,7 +107,7 @@ def test_attach_calls_start_once(attach: Any, message: str) -> None:
 
 def test_a_started_batch_reads_like_its_columns() -> None:
     label = floats(1, 2)
-    for columns in ({**COLUMNS[0], "label": label}, Keyed(COLUMNS[0]["a"]), collection().prepare(COLUMNS[0])):
+    for columns in ({**COLUMNS[0], "label": label}, keyed(COLUMNS[0]), collection().prepare(COLUMNS[0])):
         started = collection().start(columns)
         assert started["a"].values.tolist() == [1, 2, 2]
         assert len(started) == len(list(started))

@@ -5,33 +5,27 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 
-from megalith import SGD, Adagrad, Adam, EmbeddingCollection, Feature, Normal, Segment, TableConfig
+from megalith import Adagrad, EmbeddingCollection, Feature, TableConfig
 from megalith.errors import InputError, UsageError
-from tests.nn.support import assign, collection, contents, ints
+from megalith.nn import collection_state as state
+from tests.nn.support import assign, collection, contents, ints, two_tables
 from tests.table.support import assert_same_tables, whole
-
-
-def two_tables(engine: str, seed: int = 0, item: TableConfig | None = None) -> EmbeddingCollection:
-    tables = [
-        TableConfig(
-            "user",
-            segments=[Segment(1, optimizer=Adam(0.1)), Segment(3, optimizer=Adagrad(0.1))],
-        ),
-        item or TableConfig("item", dim=2, optimizer=SGD(0.5), initializer=Normal()),
-    ]
-    features = [Feature("user", "user"), Feature("item", "item")]
-    return EmbeddingCollection(tables, features, engine=engine, seed=seed)
 
 
 def trained(made: EmbeddingCollection, steps: int = 3, start: int = 0) -> EmbeddingCollection:
@@ -67,24 +61,19 @@ def test_a_round_trip_through_a_file_continues_exactly(engine: str) -> None:
     first = trained(two_tables(engine))
     state = through_a_file(first.state_dict())
 
-    second = two_tables(engine)
+    second = two_tables("cpu" if engine == "reference" else "reference")  # states are those of any engine
     trained(second, 1, start=50)  # rows that the state does not know go away
     second.load_state_dict(state)
 
     same(second, first)
-    same(trained(second, start=3), trained(first, start=3))
-
-
-def test_engines_exchange_state() -> None:
-    first = trained(two_tables("cpu"))
-    second = two_tables("reference")
-    second.load_state_dict(first.state_dict())
-    same(second, first)
+    again = two_tables(engine)
+    again.load_state_dict(through_a_file(second.state_dict()))
+    same(trained(again, start=3), trained(first, start=3))
 
 
 def test_it_is_part_of_a_models_state_dict() -> None:
-    model = nn.ModuleDict({"embeddings": trained(two_tables("cpu")), "head": nn.Linear(2, 1)})
-    columns = two_tables("cpu").configs["user"].state_columns  # of Adam and Adagrad
+    model = nn.ModuleDict({"embeddings": trained(two_tables()), "head": nn.Linear(2, 1)})
+    columns = two_tables().configs["user"].state_columns  # of Adam and Adagrad
     state = through_a_file(model.state_dict())
     assert sorted(state) == sorted(
         ["head.weight", "head.bias", "embeddings.rows_anchor", f"embeddings.{HEADER}"]
@@ -92,20 +81,12 @@ def test_it_is_part_of_a_models_state_dict() -> None:
         + [f"embeddings.{key(f'user/state/{column.key}')}" for column in columns]
     )
     assert all(type(value) is Tensor for value in state.values())
-    other = nn.ModuleDict({"embeddings": two_tables("cpu"), "head": nn.Linear(2, 1)})
+    other = nn.ModuleDict({"embeddings": two_tables(), "head": nn.Linear(2, 1)})
     assert not any(other.load_state_dict(state))
     loaded, given = other["embeddings"], model["embeddings"]
     assert isinstance(loaded, EmbeddingCollection)
     assert isinstance(given, EmbeddingCollection)
     same(loaded, given)
-
-
-def test_a_state_is_a_copy() -> None:
-    made = trained(two_tables("cpu"))
-    rows = made.state_dict()[key("user/rows")]
-    before = rows.clone()
-    trained(made)
-    assert torch.equal(rows, before)
 
 
 def test_an_empty_collection_has_a_state_too(engine: str) -> None:
@@ -116,84 +97,40 @@ def test_an_empty_collection_has_a_state_too(engine: str) -> None:
     assert made.global_step == 0
 
 
-@pytest.mark.parametrize(("header", "there"), [([3, 2, 0], "rank 0 of 2"), ([3, 1, 2], "rank 2 of 1")])
-def test_another_world_size_is_refused(header: list[int], there: str) -> None:
-    made = trained(two_tables("cpu"))
-    state = made.state_dict()
-    state[HEADER] = torch.tensor(header)
-    with pytest.raises(UsageError, match=f"{there}, this is rank 0 of 1: use checkpoint.save and"):
-        made.load_state_dict(state)
-
-
 def without_user(state: dict[str, Any]) -> None:
     for name in [name for name in state if "/user/" in name]:
         del state[name]
 
 
-def short_rows(state: dict[str, Any]) -> None:
-    state[key("item/rows")] = state[key("item/rows")][:, :1]
+def change(piece: str, to: Callable[[Tensor], Any], source: str = "") -> Callable[[dict[str, Any]], None]:
+    """Replaces a tensor of a state by a function of it, or of another one."""
+    return lambda state: state.__setitem__(key(piece), to(state[key(source or piece)].clone()))
 
 
-def fewer_times(state: dict[str, Any]) -> None:
-    state[key("item/time")] = state[key("item/time")][1:]
+STATES: list[tuple[Callable[[Any], object], str]] = [
+    (without_user, r"state_dict holds tables \['item'\], this collection has \['item', 'user'\]"),
+    (change("item/rows", lambda x: x[:, :1]), r"'item': state_dict holds rows of .* \[6, 1\], .* \[6, 2\]"),
+    (change("item/time", lambda x: x[1:]), "table 'item': time in the state_dict must be"),
+    (change("item/time", lambda x: x - 2000), "table 'item': time in the state_dict must be"),
+    (
+        change("item/state/0/sum", lambda x: x, "item/rows"),
+        r"table 'item': state_dict holds optimizer state \['state/0/sum'\], this table keeps \[\]",
+    ),
+    (
+        change("user/state/1/sum", lambda x: x[:, 1:]),
+        r"table 'user': state_dict holds state/1/sum of .* \[6, 2\], this table has float32 \[6, 3\]",
+    ),
+    (change("item/ids", lambda x: x.float()), "table 'item': ids must be int64 or int32"),
+    (lambda state: state.pop(key("item/ids")), "table 'item': state_dict lacks ids"),
+    (lambda state: state.pop(HEADER), r"holds no int64 \[3\] under 'rank 0 of 1 "),
+    (lambda state: state.update({HEADER: torch.zeros(3)}), r"holds no int64 \[3\] under 'rank 0 of 1 "),
+    (change("item/ids", lambda x: [1, 2]), "holds a list under 'rank 0 of 1/item/ids', not a tensor"),
+]
 
 
-def early_times(state: dict[str, Any]) -> None:
-    state[key("item/time")][0] = -1
-
-
-def other_optimizer(state: dict[str, Any]) -> None:
-    state[key("item/state/0/sum")] = state[key("item/rows")]
-
-
-def short_state(state: dict[str, Any]) -> None:
-    state[key("user/state/1/sum")] = state[key("user/state/1/sum")][:, 1:]
-
-
-def float_ids(state: dict[str, Any]) -> None:
-    state[key("item/ids")] = state[key("item/ids")].float()
-
-
-def no_ids(state: dict[str, Any]) -> None:
-    del state[key("item/ids")]
-
-
-def no_header(state: dict[str, Any]) -> None:
-    del state[HEADER]
-
-
-def wrong_header(state: dict[str, Any]) -> None:
-    state[HEADER] = torch.zeros(3)
-
-
-def not_a_tensor(state: dict[str, Any]) -> None:
-    state[key("item/ids")] = [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (without_user, r"state_dict holds tables \['item'\], this collection has \['item', 'user'\]"),
-        (short_rows, r"table 'item': state_dict holds rows of torch.float32 \[6, 1\], .* \[6, 2\]"),
-        (fewer_times, "table 'item': time in the state_dict must be"),
-        (early_times, "table 'item': time in the state_dict must be"),
-        (
-            other_optimizer,
-            r"table 'item': state_dict holds optimizer state \['state/0/sum'\], this table keeps \[\]",
-        ),
-        (
-            short_state,
-            r"table 'user': state_dict holds state/1/sum of .* \[6, 2\], this table has float32 \[6, 3\]",
-        ),
-        (float_ids, "table 'item': ids must be int64 or int32"),
-        (no_ids, "table 'item': state_dict lacks ids"),
-        (no_header, r"holds no int64 \[3\] under 'rank 0 of 1 "),
-        (wrong_header, r"holds no int64 \[3\] under 'rank 0 of 1 "),
-        (not_a_tensor, "holds a list under 'rank 0 of 1/item/ids', not a tensor"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "said"), STATES)
 def test_a_state_that_does_not_fit_changes_nothing(spoil: Callable[[Any], None], said: str) -> None:
-    made = trained(two_tables("cpu"))
+    made = trained(two_tables())
     state = made.state_dict()
     spoil(state)
     trained(made)
@@ -213,24 +150,32 @@ def renamed(state: dict[str, Any], *labels: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("labels", [("rank 0 of 2",), ("rank 1 of 2",), ("rank 0 of 2", "rank 1 of 2")])
 def test_the_rows_of_other_ranks_are_refused(labels: tuple[str, ...]) -> None:
-    made = two_tables("cpu")
+    made = two_tables()
     said = (
         f"holds the rows of {', '.join(labels)}, this is rank 0 of 1: use checkpoint.save and checkpoint.load"
     )
     with pytest.raises(UsageError, match=said):
-        made.load_state_dict(renamed(trained(two_tables("cpu")).state_dict(), *labels))
+        made.load_state_dict(renamed(trained(two_tables()).state_dict(), *labels))
     assert contents(made, "user") == {}
 
 
+def test_another_world_size_is_refused() -> None:
+    made = trained(two_tables())
+    for header, there in (([3, 2, 0], "rank 0 of 2"), ([3, 1, 2], "rank 2 of 1")):
+        state = made.state_dict() | {HEADER: torch.tensor(header)}
+        with pytest.raises(UsageError, match=f"{there}, this is rank 0 of 1: use checkpoint.save and"):
+            made.load_state_dict(state)
+
+
 def test_own_rows_are_found_among_those_of_other_ranks() -> None:
-    given, made = trained(two_tables("cpu")), two_tables("cpu")
+    given, made = trained(two_tables()), two_tables()
     made.load_state_dict(renamed(given.state_dict(), "rank 0 of 1", "rank 1 of 2"))
     same(made, given)
 
 
 @pytest.mark.parametrize("state", [{}, {"_extra_state": {}}, {"weight": torch.ones(1)}])
 def test_a_strict_load_misses_the_rows(state: dict[str, Any]) -> None:
-    made = trained(two_tables("cpu"))
+    made = trained(two_tables())
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"rank 0 of 1 "):
         made.load_state_dict(OrderedDict(state))
     missing, unexpected = made.load_state_dict(OrderedDict(state), strict=False)
@@ -259,7 +204,7 @@ def test_names_with_dots_and_slashes() -> None:
 
 def test_safetensors_saves_and_loads_a_model(tmp_path: Path) -> None:
     def new() -> nn.ModuleDict:
-        return nn.ModuleDict({"embeddings": two_tables("cpu"), "head": nn.Linear(2, 1)})
+        return nn.ModuleDict({"embeddings": two_tables(), "head": nn.Linear(2, 1)})
 
     given, made = new(), new()
     trained(given["embeddings"])  # type: ignore[arg-type]
@@ -270,16 +215,20 @@ def test_safetensors_saves_and_loads_a_model(tmp_path: Path) -> None:
     same(made["embeddings"], given["embeddings"])  # type: ignore[arg-type]
 
 
-def test_tensors_of_a_state_are_plain_for_everything_else() -> None:
-    state = trained(two_tables("cpu")).state_dict()
+def test_tensors_of_a_state_are_copies_and_plain_for_everything_else() -> None:
+    given = trained(two_tables())
+    state = given.state_dict()
     rows = state[key("user/rows")]
+    before = rows.clone()
+    trained(given)
+    assert torch.equal(rows, before)
     assert {type(x) for x in (rows + 1, rows[:2], rows.clone(), rows.cpu()[0])} == {Tensor}
     assert rows.size() == rows.shape == (6, 4)
     assert rows.size() != (99, 4)
     assert {rows.size(): "exact"}.get(torch.Size((99, 4))) is None
     assert rows.size(0) == rows.shape[0] == 6
     assert type(pickle.loads(pickle.dumps(rows))) is Tensor
-    made = two_tables("cpu")
+    made = two_tables()
     made.load_state_dict(copy.deepcopy(state))
     assert len(made.tables["user"]) == 6
 
@@ -287,7 +236,7 @@ def test_tensors_of_a_state_are_plain_for_everything_else() -> None:
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside"])
 def test_copies_are_refused_with_advice(copied: Callable[[Any], Any], inside: bool) -> None:
-    made: nn.Module = two_tables("cpu")
+    made: nn.Module = two_tables()
     if inside and copied is not copy.copy:
         made = nn.Sequential(made)
     with pytest.raises(
@@ -304,3 +253,118 @@ def test_gradients_under_way_survive_a_load() -> None:
     made.load_state_dict(state)
     made.step()
     assert contents(made) == {1: [4], 2: [6]}
+
+
+# ---- torch.distributed.checkpoint of a model with a collection
+
+
+class Model(nn.Module):
+    def __init__(self, engine: str = "cpu") -> None:
+        super().__init__()
+        self.embeddings = two_tables(engine)
+        self.head = nn.Linear(6, 1)
+
+
+def trained_model(engine: str = "cpu") -> Model:
+    model = Model(engine)
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    for step in range(3):
+        ids = torch.arange(5) * (step + 1)
+        out = model.embeddings({"user": ids, "item": -ids}, time=1000 + step)
+        model.head(torch.cat([out["user"], out["item"]], 1)).sum().backward()
+        optimizer.step()
+    return model
+
+
+def assert_same(actual: Model, expected: Model) -> None:
+    assert actual.embeddings.global_step == expected.embeddings.global_step == 3
+    for name, table in expected.embeddings.shards.local.items():
+        assert_same_tables(whole(actual.embeddings.shards.local[name]), whole(table))
+    assert torch.equal(actual.head.weight, expected.head.weight)
+
+
+@pytest.fixture(autouse=True)
+def without_process_group() -> Iterator[None]:
+    """DCP warns that it assumes a single process, which is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def test_save_and_load_into_a_fresh_model_and_a_collection_alone(tmp_path: Path, engine: str) -> None:
+    model, fresh, alone = trained_model(engine), Model(engine), Model(engine)
+    assert isinstance(model.embeddings, Stateful)
+    dcp.save({"model": model, "embeddings": model.embeddings}, checkpoint_id=tmp_path)
+    dcp.load({"model": fresh}, checkpoint_id=tmp_path)
+    assert_same(fresh, model)
+    alone.head = model.head
+    dcp.load({"embeddings": alone.embeddings}, checkpoint_id=tmp_path)
+    assert_same(alone, model)
+
+
+def test_tables_without_rows_empty_the_tables_that_load_them(tmp_path: Path) -> None:
+    dcp.save({"model": Model()}, checkpoint_id=tmp_path)
+    model = trained_model()
+    dcp.load({"model": model}, checkpoint_id=tmp_path)
+    assert [len(table) for table in model.embeddings.tables.values()] == [0, 0]
+    assert model.embeddings.global_step == 0
+
+
+def test_tables_with_another_dim_are_refused(tmp_path: Path) -> None:
+    def with_dim(dim: int) -> EmbeddingCollection:
+        return EmbeddingCollection([TableConfig("t", dim=dim, optimizer=Adagrad(0.1))], [Feature("a", "t")])
+
+    saved, other = with_dim(4), with_dim(3)
+    saved({"a": torch.arange(5)})["a"].sum().backward()
+    dcp.save({"model": saved}, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointException, match="Size mismatch between saved"):
+        dcp.load({"model": other}, checkpoint_id=tmp_path)
+    assert len(other.tables["t"]) == 0
+
+
+def test_a_dcp_checkpoint_is_readable_without_megalith(tmp_path: Path) -> None:
+    """The metadata and the tensors are torch's own types; dcp_to_torch_save makes a plain file of them."""
+    model, fresh = trained_model(), Model()
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp")
+    assert b"megalith" not in (tmp_path / "dcp" / ".metadata").read_bytes()
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "file")
+    loaded = torch.load(tmp_path / "file", weights_only=True)
+    assert all(type(value) is Tensor for value in loaded.values())
+    fresh.load_state_dict(loaded)
+    assert_same(fresh, model)
+
+
+def test_async_save_keeps_what_was_there_when_it_began(tmp_path: Path) -> None:
+    model, expected, fresh = trained_model(), trained_model(), Model()
+    expected.load_state_dict(model.state_dict())
+    staged = dcp.async_save({"model": model}, checkpoint_id=tmp_path, no_dist=True)
+    out = model.embeddings({"user": torch.arange(3), "item": torch.arange(3)})
+    out["user"].sum().backward()
+    getattr(staged, "upload_completion", staged).result(timeout=60)
+    dcp.load({"model": fresh}, checkpoint_id=tmp_path)
+    assert_same(fresh, expected)
+
+
+def test_torchs_model_state_dict_helpers(tmp_path: Path) -> None:
+    model, fresh = trained_model(), Model()
+    dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path)
+    loaded = get_model_state_dict(fresh)
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    set_model_state_dict(fresh, loaded)
+    assert_same(fresh, model)
+
+
+def test_a_checkpoint_of_more_ranks_names_checkpoint_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(state, "world_size", lambda: 2)
+        dcp.save({"model": trained_model()}, checkpoint_id=tmp_path)
+    fresh = Model()
+    before = fresh.head.weight.clone()
+    with pytest.raises(
+        CheckpointException, match=r"rank 0 of 1 \(at another world size: .*checkpoint\.load\)"
+    ):
+        dcp.load({"model": fresh}, checkpoint_id=tmp_path)
+    assert torch.equal(fresh.head.weight, before)
+    assert len(fresh.embeddings.shards.local["user"]) == 0

@@ -125,28 +125,6 @@ def test_autocast(bfloat16_matmul: None) -> None:
     assert torch.isfinite(rows_of(model)).all()
 
 
-class Bfloat16(nn.Module):
-    """A dense part in half the bits: its gradients come back in them."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.model = model
-        model.head.bfloat16()
-
-    def forward(self, columns: dict[str, Any]) -> Tensor:
-        out = self.model.embeddings(columns)
-        inputs = torch.cat([out["a"], out["b"].flatten(1)], 1).bfloat16()
-        logits: Tensor = self.model.head(inputs)[:, 0].float()
-        return logits
-
-
-def test_a_dense_part_of_another_type() -> None:
-    model = Model()
-    loss_of(Bfloat16(model), 0).backward()
-    assert rows_of(model).dtype == torch.float32
-    assert model.embeddings.global_step == 1
-
-
 def scaled_step(
     scaler: torch.amp.GradScaler, model: Model, optimizer: torch.optim.Optimizer, loss: Tensor
 ) -> bool:
@@ -204,21 +182,6 @@ def test_grad_scaler_skips_a_step_that_overflows(where: str) -> None:
 
 
 # ---- torch.optim
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_an_optimizer_of_all_parameters_trains(optimizer: Any) -> None:
-    model = Model()
-    optimiser = optimizer(model.parameters(), lr=0.05)
-    assert sum(len(group["params"]) for group in optimiser.param_groups) == 4 + 1  # and the anchor
-    losses = []
-    for _ in range(30):
-        optimiser.zero_grad()
-        loss = loss_of(model, 0)
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_moving_and_casting_a_model_leaves_rows_alone() -> None:

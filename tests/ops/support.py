@@ -34,6 +34,10 @@ def splits(draw: st.DrawFn, n: int, max_rows: int = 6) -> Tensor:
     return torch.tensor([0, *cuts[1:], n])
 
 
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
 def strided(tensor: Tensor) -> Tensor:
     """Equal, with gaps between its elements."""
     wide = torch.stack([tensor, torch.zeros_like(tensor)], -1)

@@ -30,14 +30,11 @@ from tests.ops.support import (
     assert_same,
     assert_threads_do_not_show,
     id_tensors,
+    ints,
     randn,
     splits,
     strided,
 )
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
 
 
 @st.composite
@@ -117,22 +114,7 @@ def test_dedup_is_its_reference_and_leads_back(data: st.DataObject, ids: Tensor,
     assert int(found.counts.sum()) == found.ids.numel()
 
 
-@fixed_examples(50)
-@given(ids=id_tensors())
-def test_an_id_is_the_same_in_either_type(ids: Tensor) -> None:
-    router = Router("hash_roundrobin", 3)
-    assert_same(dedup(ids, None, router)[:4], dedup(ids.long(), None, router)[:4])
-
-
 # ---- match
-
-
-def test_match_finds_first_occurrences() -> None:
-    keys = ints(4, LOWEST, 4, HIGHEST, 0)
-    assert match(keys, ints(HIGHEST, 4, 0, LOWEST).view(2, 2)).tolist() == [[3, 0], [4, 1]]
-    assert match(keys, ints(-1, 4), missing_ok=True).tolist() == [-1, 0]
-    assert match(ints(), ints()).tolist() == []
-    assert match(ints(), ints(5), missing_ok=True).tolist() == [-1]
 
 
 @fixed_examples(50)
@@ -145,16 +127,6 @@ def test_match_is_its_reference(keys: Tensor, queries: Tensor) -> None:
 
 
 # ---- bucketize
-
-
-def test_bucketize_is_shard_major_and_keeps_order() -> None:
-    column = Ragged.from_lists([[4, 1, 6], [], [3, 2]], weights=[[0.4, 0.1, 0.6], [], [0.3, 0.2]])
-    found = bucketize(column, Router("roundrobin", 2))
-    assert found.lengths.tolist() == [2, 0, 1, 1, 0, 1]
-    assert found.indices.tolist() == [4, 6, 2, 1, 3]
-    assert found.weights is not None
-    torch.testing.assert_close(found.weights, torch.tensor([0.4, 0.6, 0.2, 0.1, 0.3]))
-    assert found.permute.tolist() == [0, 3, 1, 4, 2]
 
 
 @fixed_examples(50)

@@ -231,23 +231,13 @@ INSIDE_OTHERS = {
 NOT_COMPILED = {"hash_bytes", "hash_strings", "pool", "unpool"}
 
 SLOW = {
-    "aligned_flat_split",
-    "fid_v1_to_v2",
-    "fill_with_offset_map_gradient",
-    "fused_embedding_to_layout_grad",
-    "fused_gather_embeddings_by_input_gradient",
-    "fused_reduce_and_split",
-    "fused_reduce_sum_and_split",
-    "fused_sorted_segment_sum",
-    "gather_embeddings_by_ids_gradient_back_prop",
-    "gather_embeddings_by_input",
-    "layout of ids sharded in the graph",
-    "layout version 4",
-    "map_id_to_embedding_gradient_back_prop",
-    "reduce_sqrtn",
-    "reorder_by_indices",
-    "slot_of",
-    "split_by_indices",
+    *("aligned_flat_split", "fid_v1_to_v2", "fill_with_offset_map_gradient"),
+    *("fused_embedding_to_layout_grad", "fused_gather_embeddings_by_input_gradient"),
+    *("fused_reduce_and_split", "fused_reduce_sum_and_split", "fused_sorted_segment_sum"),
+    *("gather_embeddings_by_ids_gradient_back_prop", "gather_embeddings_by_input"),
+    *("layout of ids sharded in the graph", "layout version 4"),
+    *("map_id_to_embedding_gradient_back_prop", "reduce_sqrtn", "reorder_by_indices", "slot_of"),
+    *("split_by_indices"),
 }
 """Models whose ops are in other models too: they are compiled by `make soak`."""
 

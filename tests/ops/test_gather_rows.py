@@ -6,28 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from megalith.ops import gather, gather_pieces, scatter_pieces, scatter_sum
 from megalith.ops.gather_rows import _gather_reference, _scatter_reference
-from tests.ops.support import FLOATS, INTEGERS, assert_same, assert_threads_do_not_show, randn, strided
+from tests.ops.support import FLOATS, INTEGERS, assert_same, assert_threads_do_not_show, ints, randn, strided
 
 ROWS = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
 
 
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
-
 # ---- by hand
-
-
-def test_gather_takes_rows_by_an_index_of_any_shape() -> None:
-    assert gather(ROWS, ints(2, 0, 2)).tolist() == [[3, 30], [1, 10], [3, 30]]
-    assert gather(ROWS, ints(2, 0, 1, 1).view(2, 2)).tolist() == [[[3, 30], [1, 10]], [[2, 20], [2, 20]]]
-    assert gather(ROWS, torch.tensor(1)).tolist() == [2, 20]
-    assert gather(ROWS.long(), ints(1)).tolist() == [[2, 20]]
 
 
 def test_scatter_sum_adds_rows_of_an_index() -> None:

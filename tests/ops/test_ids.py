@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,18 +86,6 @@ def test_without_native_code_the_references_hash_is_used(monkeypatch: pytest.Mon
     monkeypatch.setattr(ids_module, "native_module", lambda: None)
     assert unsigned(hash_strings(list(WORDS))) == list(WORDS.values())
     assert hash_strings([]).shape == (0,)
-
-
-def test_native_code_is_given_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def native(data: bytes, offsets: Tensor, seed: int, out: Tensor, threads: int) -> None:
-        calls.append((data, offsets.tolist(), seed, threads))
-        out.fill_(7)
-
-    monkeypatch.setattr(ids_module, "native_module", lambda: SimpleNamespace(hash_strings=native))
-    assert hash_strings(["a", "", "é"], seed=5).tolist() == [7, 7, 7]
-    assert calls == [("aé".encode(), [0, 1, 1, 3], 5, torch.get_num_threads())]
 
 
 @pytest.mark.parametrize(

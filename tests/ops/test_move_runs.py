@@ -26,12 +26,7 @@ from megalith.ops.move_runs import (
     _unpad_reference,
     locate,
 )
-from tests.ops.support import FLOATS, assert_same, id_tensors, randn, splits, strided
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
+from tests.ops.support import FLOATS, assert_same, id_tensors, ints, randn, splits, strided
 
 # ---- take
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -9,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import gradcheck
 
-from megalith.errors import InputError
-from megalith.ops import Bags, OutputSlice, Pooling, pool, unpool
+from megalith.errors import InputError, UsageError
+from megalith.ops import Bags, OutputSlice, Pooling, pool, pool_rows, segment_sum, unpool
+from megalith.ops.pooling import _pool_reference, _unpool_reference, op_arguments
+from tests.fixed_examples import fixed_examples
+from tests.ops.support import FLOATS, assert_same, assert_threads_do_not_show, ints, randn, strided
 
 ROWS = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0], [4.0, 40.0]])
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
 
 
 def pooled(pooling: Pooling, source: Tensor, table: str = "t") -> list[list[list[float]]]:
@@ -33,23 +34,11 @@ def one_feature(offsets: Tensor, part: OutputSlice, shape: tuple[int, int], **ba
 # ---- the data
 
 
-def test_sum_is_one_feature_into_one_output() -> None:
-    pooling = Pooling.sum("t", ints(0, 2, 2, 4), 2)
-
-    assert pooling.outputs == ((3, 2),)
-    assert pooled(pooling, ROWS) == [[[3.0, 30.0], [0.0, 0.0], [7.0, 70.0]]]
-
-
 def test_a_table_that_fills_no_output_has_no_bags() -> None:
     pooling = Pooling.sum("t", ints(0, 1), 2)
 
     assert len(pooling.of("t")) == 1
     assert pooling.of("other") == ()
-
-
-def test_bags_count_themselves() -> None:
-    assert Bags(ints(0, 2, 2, 4), ()).num_bags == 3
-    assert Bags(ints(0), ()).num_bags == 0
 
 
 @pytest.mark.parametrize(
@@ -87,34 +76,6 @@ def test_each_bag_is_summed_in_order() -> None:
     assert pooled(Pooling.sum("t", ints(0, 4), 1), source[[0, 2, 1, 3]]) == [[[2.0]]]
 
 
-def test_occurrences_outside_every_bag_are_left_out() -> None:
-    assert pooled(Pooling.sum("t", ints(1, 2, 3), 2), ROWS) == [[[2.0, 20.0], [3.0, 30.0]]]
-
-
-def test_weights_belong_to_occurrences_and_divisors_to_bags() -> None:
-    pooling = one_feature(
-        ints(1, 3, 4),
-        OutputSlice(0, 0, 0, 2),
-        (2, 2),
-        weights=torch.tensor([100.0, 1.0, 2.0, 0.5]),
-        divisor=torch.tensor([4.0, 0.5]),
-    )
-
-    assert pooled(pooling, ROWS) == [[[2.0, 20.0], [4.0, 40.0]]]
-
-
-def test_a_part_takes_its_columns_to_its_place() -> None:
-    pooling = one_feature(ints(0, 1, 2), OutputSlice(0, 2, 1, 2), (2, 4))
-
-    assert pooled(pooling, ROWS) == [[[0.0, 0.0, 10.0, 0.0], [0.0, 0.0, 20.0, 0.0]]]
-
-
-def test_inner_lays_bags_side_by_side() -> None:
-    pooling = one_feature(ints(0, 1, 2, 3, 3), OutputSlice(0, 1, 0, 2, inner=2), (2, 5))
-
-    assert pooled(pooling, ROWS) == [[[0.0, 1.0, 10.0, 2.0, 20.0], [0.0, 3.0, 30.0, 0.0, 0.0]]]
-
-
 def test_features_write_over_or_add_in_their_order() -> None:
     def twice(accumulate: bool) -> Pooling:
         parts = (OutputSlice(0, 0, 0, 2), OutputSlice(0, 0, 0, 2, accumulate=accumulate))
@@ -122,13 +83,6 @@ def test_features_write_over_or_add_in_their_order() -> None:
 
     assert pooled(twice(accumulate=True), ROWS) == [[[3.0, 30.0]]]
     assert pooled(twice(accumulate=False), ROWS) == [[[2.0, 20.0]]]
-
-
-def test_one_feature_feeds_many_outputs() -> None:
-    parts = (OutputSlice(0, 0, 0, 1), OutputSlice(1, 0, 1, 2), OutputSlice(2, 0, 0, 2))
-    pooling = Pooling(((1, 1), (1, 1), (1, 2)), {"t": (Bags(ints(0, 2), parts),)})
-
-    assert pooled(pooling, ROWS) == [[[3.0]], [[30.0]], [[3.0, 30.0]]]
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -172,16 +126,6 @@ def test_each_occurrence_gets_its_bags_gradient() -> None:
 
     assert result.tolist() == [[1.0, 2.0], [1.0, 2.0], [5.0, 6.0], [0.0, 0.0]]
     assert reached.tolist() == [True, True, True, False]
-
-
-def test_gradients_of_all_parts_add_up() -> None:
-    parts = (OutputSlice(0, 0, 0, 2), OutputSlice(1, 1, 1, 2))
-    pooling = Pooling(((1, 2), (1, 2)), {"t": (Bags(ints(0, 1), parts),)})
-    grads = [torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])]
-
-    result, _ = unpool(grads, pooling.of("t"), 1, 2)
-
-    assert result.tolist() == [[1.0, 22.0]]
 
 
 def test_an_occurrence_of_a_feature_without_outputs_still_takes_part() -> None:
@@ -283,3 +227,226 @@ def test_features_of_a_table_follow_each_other() -> None:
 
     with pytest.raises(InputError, match="ascend from feature to feature"):
         pooling.check("t", 3, 2)
+
+
+# ---- pool_rows: rows of any memory, the reference's bits, gradients, every kind of bag, any thread count
+
+
+THREE_ROWS = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
+
+
+# ---- by hand
+
+
+def test_rows_are_summed_by_index_and_minus_one_is_a_row_of_zeros() -> None:
+    bags = [Bags(ints(0, 3, 3, 5), (OutputSlice(0, 0, 0, 2),))]
+    (out,) = pool_rows(THREE_ROWS, ints(2, 0, -1, -1, 1), bags, [(3, 2)])
+    assert out.tolist() == [[4, 40], [0, 0], [2, 20]]
+    (out,) = pool_rows(THREE_ROWS, None, [Bags(ints(0, 2, 3), (OutputSlice(0, 0, 1, 2),))], [(2, 1)])
+    assert out.tolist() == [[30], [30]]
+
+
+def test_an_index_into_a_flat_buffer_counts_elements() -> None:
+    buffer = torch.arange(7.0)
+    bags = [Bags(ints(0, 2), (OutputSlice(0, 0, 0, 4),)), Bags(ints(2, 3), (OutputSlice(1, 0, 0, 2),))]
+    wide, narrow = pool_rows(buffer, ints(0, 3, 5), bags, [(1, 4), (1, 2)], dim=4)
+    assert wide.tolist() == [[3, 5, 7, 9]]
+    assert narrow.tolist() == [[5, 6]]  # at the end of the buffer: fewer than four elements remain
+
+
+def test_weights_divisors_and_columns_left_alone() -> None:
+    bags = Bags(
+        ints(0, 2, 3),
+        (OutputSlice(0, 1, 1, 2), OutputSlice(1, 0, 0, 2)),
+        weights=torch.tensor([2, 0.5, 4], dtype=torch.float64),
+        divisor=torch.tensor([4.0, 0.5]),
+    )
+    one, two = pool_rows(THREE_ROWS, ints(0, 1, 2), [bags], [(2, 3), (2, 2)])
+    assert one.tolist() == [[0, 7.5, 0], [0, 240, 0]]
+    assert two.tolist() == [[0.75, 7.5], [24, 240]]
+
+
+def test_first_rows_side_by_side_with_a_step() -> None:
+    parts = (OutputSlice(0, 0, 0, 1, inner=2, step=3),)
+    (out,) = pool_rows(THREE_ROWS, ints(0, 1, 2, -1), [Bags(ints(0, 1, 2, 3, 4), parts)], [(2, 6)])
+    assert out.tolist() == [[1, 0, 0, 2, 0, 0], [3, 0, 0, 0, 0, 0]]
+
+
+def test_a_shared_feature_repeats_its_rows_and_sums_their_gradients() -> None:
+    source = THREE_ROWS.clone().requires_grad_()
+    bags = [
+        Bags(ints(0, 4), (OutputSlice(0, 0, 0, 2),)),
+        Bags(ints(4, 6), (OutputSlice(0, 0, 0, 2, accumulate=True),), shared=True),
+    ]
+    bags[0] = Bags(ints(0, 1, 2, 3, 4), bags[0].parts)
+    (out,) = pool_rows(source, ints(0, 0, 0, 1, 1, 2), bags, [(4, 2)])
+    assert out.tolist() == [[6, 60], [6, 60], [6, 60], [7, 70]]
+    out.backward(torch.arange(1.0, 9.0).view(4, 2))
+    assert source.grad is not None
+    assert source.grad.tolist() == [[9, 12], [7 + 16, 8 + 20], [16, 20]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_small_types_are_summed_in_float32(dtype: torch.dtype) -> None:
+    ones = torch.ones(4096, 1, dtype=dtype)
+    assert segment_sum(ones, ints(0, 4096)).item() == 4096
+    assert segment_sum(ones, ints(0, 4096)).dtype == dtype
+
+
+def test_segment_sum() -> None:
+    assert segment_sum(THREE_ROWS, ints(0, 2, 2, 3).int()).tolist() == [[3, 30], [0, 0], [3, 30]]
+    assert segment_sum(THREE_ROWS[:0], ints(0, 0)).tolist() == [[0, 0]]
+    assert segment_sum(THREE_ROWS[:0], ints(0)).shape == (0, 2)
+    assert segment_sum(THREE_ROWS[:, :0], ints(0, 3)).shape == (1, 0)
+    assert torch.equal(
+        segment_sum(strided(THREE_ROWS), strided(ints(0, 1, 3))), segment_sum(THREE_ROWS, ints(0, 1, 3))
+    )
+
+
+def test_weights_refuse_a_gradient_rather_than_lose_it() -> None:
+    weights = torch.ones(3, requires_grad=True)
+    with pytest.raises(UsageError, match="weights take no gradient"):
+        pool_rows(THREE_ROWS, None, [Bags(ints(0, 3), (OutputSlice(0, 0, 0, 2),), weights=weights)], [(1, 2)])
+
+
+# ---- against the references
+
+
+@dataclass
+class Case:
+    source: Tensor
+    index: Tensor | None
+    bags: list[Bags]
+    outputs: list[tuple[int, int]]
+    dim: int | None = None
+
+    def __call__(self, source: Tensor | None = None) -> list[Tensor]:
+        chosen = self.source if source is None else source
+        return pool_rows(chosen, self.index, self.bags, self.outputs, dim=self.dim)
+
+    @property
+    def plan(self) -> tuple[object, ...]:
+        width = self.source.shape[1] if self.dim is None else self.dim
+        dtype = torch.promote_types(self.source.dtype, torch.float32)
+        return self.index, width if self.dim is None else 1, width, *op_arguments(self.bags, dtype)
+
+    def reference(self) -> list[Tensor]:
+        wide = self.source.reshape(-1).to(torch.promote_types(self.source.dtype, torch.float32))
+        sizes = [r for r, _ in self.outputs], [c for _, c in self.outputs]
+        return [o.to(self.source.dtype) for o in _pool_reference(wide, *self.plan, *sizes, "index")]
+
+    def reference_gradient(self, grads: list[Tensor]) -> Tensor:
+        wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+        flat = _unpool_reference(wide, *self.plan, self.source.numel(), "index")
+        return flat.view(self.source.shape).to(self.source.dtype)
+
+
+@st.composite
+def cases(draw: st.DrawFn, dtypes: list[torch.dtype] = FLOATS) -> Case:
+    """Features of any kind: pooled or side by side, shared, weighted, averaged, added into one output."""
+    seed, dtype = draw(st.integers(0, 2**16)), draw(st.sampled_from(dtypes))
+    flat = draw(st.booleans())
+    dim = draw(st.sampled_from([1, 3, 8, 16, 21, 40]))
+    size = draw(st.integers(dim, 6 * dim)) if flat else draw(st.integers(1, 6)) * dim
+    batch = draw(st.sampled_from([0, 1, 2, 4]))
+    features: list[Bags] = []
+    outputs: list[tuple[int, int]] = []
+    added = draw(st.integers(1, min(dim, 9)))  # columns of output 0, which features are added into
+    outputs.append((batch, added))
+    indices: list[int] = []
+    for _ in range(draw(st.integers(0, 4))):
+        inner, shared = draw(st.sampled_from([1, 1, 3])), draw(st.booleans())
+        period = draw(st.sampled_from([d for d in (1, 2, 4) if batch % d == 0])) if shared else batch
+        lengths = [draw(st.integers(0, 3)) for _ in range(period * inner)]
+        start = draw(st.integers(0, dim - 1))
+        end = draw(st.integers(start + 1, dim))
+        step = end - start + draw(st.integers(0, 2))
+        column = draw(st.integers(0, 2))
+        parts = [OutputSlice(len(outputs), column, start, end, inner, False, step if inner > 1 else 0)]
+        outputs.append((batch, column + inner * step + 1))
+        if inner == 1:
+            parts.append(OutputSlice(0, 0, dim - added, dim, accumulate=True))
+        reach = max(p.end for p in parts)
+        last = size - reach if flat else size // dim - 1
+        cuts = [len(indices)]
+        for length in lengths:
+            indices += [draw(st.integers(-1, last)) for _ in range(length)]
+            cuts.append(len(indices))
+        divisor = randn(seed + 1, len(lengths)).abs() + 0.5 if draw(st.booleans()) else None
+        features.append(Bags(ints(*cuts), tuple(parts), divisor=divisor, shared=shared))
+    weights = randn(seed + 2, len(indices))
+    features = [replace(f, weights=weights) if draw(st.booleans()) else f for f in features]
+    source = randn(seed, size if flat else size // dim, *([] if flat else [dim]), dtype=dtype)
+    return Case(source, ints(*indices), features, outputs, dim if flat else None)
+
+
+@fixed_examples(80, 150)
+@given(case=cases())
+def test_pooling_and_its_gradient_are_their_references(case: Case) -> None:
+    outputs = case()
+    assert_same(outputs, case.reference())
+    assert_same(case(strided(case.source)), outputs)
+
+    source = case.source.clone().requires_grad_()
+    outputs = case(source)
+    grads = [randn(k, *o.shape, dtype=o.dtype) for k, o in enumerate(outputs)]
+    (actual,) = torch.autograd.grad(outputs, source, grads)
+    assert_same(actual, case.reference_gradient(grads))
+
+
+@fixed_examples(12, 30)
+@given(case=cases([torch.float64]))
+def test_gradcheck(case: Case) -> None:
+    assert gradcheck(case, case.source.clone().requires_grad_())
+
+
+# ---- threads
+
+
+@pytest.mark.parametrize("dim", [8, 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_threads_do_not_show(dim: int, dtype: torch.dtype, restore_threads: None) -> None:
+    batch, m = 3_000, 501
+    per_row = torch.randint(0, 9, (batch,), generator=torch.Generator().manual_seed(0))
+    cuts = torch.cat([ints(0), per_row.cumsum(0)])
+    n = int(cuts[-1])
+    assert n > 8192  # two shares of the gradient, several of the outputs
+    first = n + torch.arange(3 * batch + 1)
+    last = int(first[-1])
+    index = torch.randint(-1, m, (last + 40,), generator=torch.Generator().manual_seed(1))
+    weights = randn(2, last + 40)
+    bags = [
+        Bags(cuts, (OutputSlice(0, 0, 0, dim),), divisor=per_row.clamp(min=1).to(dtype)),
+        Bags(first, (OutputSlice(1, 0, 1, dim, inner=3),), weights=weights),
+        Bags(
+            ints(last, last + 30), (OutputSlice(0, 0, 0, dim, accumulate=True),), weights=weights, shared=True
+        ),
+        Bags(last + 30 + torch.arange(11), (OutputSlice(2, 0, 0, 5),), shared=True),
+    ]
+    case = Case(
+        randn(3, m, dim, dtype=dtype), index, bags, [(batch, dim), (batch, 3 * (dim - 1)), (batch, 5)]
+    )
+    source = case.source.clone().requires_grad_()
+
+    def both() -> list[Tensor]:
+        outputs = case(source)
+        grads = [randn(k, *o.shape, dtype=dtype) for k, o in enumerate(outputs)]
+        return [*outputs, *torch.autograd.grad(outputs, source, grads)]
+
+    assert_threads_do_not_show(both)
+    torch.set_num_threads(2)
+    assert_same(case(), case.reference())
+
+
+def test_threads_do_not_show_where_bags_of_one_row_are_added_to_it(restore_threads: None) -> None:
+    # Three bags fill a row of the output that another bag fills alone: both are divided at the same rows.
+    batch = 4_001
+    bags = [
+        Bags(torch.arange(batch + 1), (OutputSlice(0, 0, 0, 12),)),
+        Bags(batch + torch.arange(3 * batch + 1), (OutputSlice(0, 0, 0, 4, inner=3, accumulate=True),)),
+    ]
+    case = Case(randn(0, 4 * batch, 12), None, bags, [(batch, 12)])
+
+    assert_threads_do_not_show(case)
+
+    assert_same(case(), case.reference())

@@ -37,6 +37,14 @@ from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk, Initializer, Optimizer
 from megalith.table.engines.cpu import CpuEngine
 
+
+class TorchSGD(Optimizer):
+    """SGD written in torch, which the cpu engine runs outside of the native table."""
+
+    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
+        rows -= lr * grads
+
+
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 EXTREME_IDS = (0, -1, 1, LOWEST, LOWEST + 1, HIGHEST, HIGHEST - 1, 2**32, -(2**32), 2**31)
 
@@ -202,6 +210,7 @@ def unchanged(table: Table) -> Iterator[None]:
 
 def as_sets(drained: tuple[Tensor, Tensor]) -> tuple[set[int], set[int]]:
     """Updated and removed ids of a drain; each id may come once."""
+    assert all(ids.dtype == torch.int64 and ids.dim() == 1 for ids in drained)
     updated, removed = (ids.tolist() for ids in drained)
     assert len(set(updated)) == len(updated)
     assert len(set(removed)) == len(removed)

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megalith import Normal, Optimizer, Table, _native
+from megalith import Normal, Table, _native
 from megalith.table.engines.cpu import CpuEngine
-from tests.table.support import as_sets, assert_same_bits, native_table, sgd_table, unchanged
+from tests.table.support import TorchSGD, as_sets, assert_same_bits, native_table, sgd_table, unchanged
 
 
 class Lookups(Dataset[Tensor]):
@@ -66,15 +66,8 @@ def in_child(work: Callable[[], None]) -> None:
     assert status == 0, f"the child ended with status {status}"
 
 
-class PlainSGD(Optimizer):
-    """A user's optimizer, whose steps hold a lock of Python."""
-
-    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        rows -= lr * grads
-
-
 def test_a_child_writes_although_a_thread_held_the_lock_when_it_was_forked() -> None:
-    table = sgd_table("cpu", 1, optimizer=PlainSGD(1.0))
+    table = sgd_table("cpu", 1, optimizer=TorchSGD(1.0))
     assert isinstance(table.engine_impl, CpuEngine)
     held, done = threading.Event(), threading.Event()
 

@@ -11,39 +11,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import FTRL, SGD, Adagrad, Normal, Piecewise, Segment, Table, TableConfig
+from megalith import SGD, Adagrad, Normal, Segment, Table, TableConfig
 from megalith.errors import InputError, MegalithError, UnknownNameError, UsageError
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk
-from tests.table.support import (
-    as_sets,
-    ints,
-    sgd_table,
-    summed,
-    unchanged,
-    whole,
-)
+from tests.table.support import as_sets, ints, sgd_table, summed, unchanged, whole
 
 DIM = 3
 TOO_LARGE = 1e39  # a finite number that is infinite in float32
 Call = Callable[[Table], object]
+Fields = dict[str, Any]
 
 
-@pytest.fixture
-def table(engine: str) -> Table:
-    """A table "user" that holds ids 1 and 2."""
-    config = TableConfig(
-        "user",
-        segments=[
-            Segment(1, optimizer=SGD(1.0), initializer=Normal()),
-            Segment(2, optimizer=Adagrad(0.1), initializer=Normal()),
-        ],
-    )
-    made = Table(config, engine=engine)
+def user_table(engine: str, first: Any = 1.0, second: Any = 1.0) -> Table:
+    """A table "user" of two segments that holds ids 1 and 2, trained in step 0; its consumer is "sync"."""
+    segments = [
+        Segment(1, optimizer=SGD(first), initializer=Normal()),
+        Segment(2, optimizer=Adagrad(second), initializer=Normal()),
+    ]
+    made = Table(TableConfig("user", segments=segments), engine=engine)
     made.track("sync")
     made.apply_gradients(ints(1, 2), torch.ones(2, DIM), step=0, time=5)
     made.drain_touched("sync")
     return made
+
+
+@pytest.fixture
+def table(engine: str) -> Table:
+    return user_table(engine)
 
 
 def refuses(table: Table, call: Call, *words: str, kind: type[MegalithError] = InputError) -> None:
@@ -63,115 +58,116 @@ def meta(tensor: Tensor) -> Tensor:
     return tensor.to("meta")
 
 
-# ---- ids
+def chunk_with(**changed: Any) -> Chunk:
+    """Row 3 whole, with something changed."""
+    fields = {"ids": ints(3), "rows": ones(), "state": {"1/sum": ones(1, 2)}, "time": ints(0)}
+    return Chunk(**{**fields, **changed})
 
-TAKES_IDS: dict[str, Callable[[Table, Any], object]] = {
-    "find": lambda t, ids: t.find(ids),
-    "lookup": lambda t, ids: t.lookup(ids),
-    "read": lambda t, ids: t.read(t.find(ints(1)), ids),
-    "update": lambda t, ids: t.update(None, ids, ones(), step=0),
-    "apply_gradients": lambda t, ids: t.apply_gradients(ids, ones(), step=0),
-    "assign": lambda t, ids: t.assign(ids, ones()),
-    "assign_add": lambda t, ids: t.assign_add(ids, ones()),
-    "reinitialize": lambda t, ids: t.reinitialize(ids),
-    "remove": lambda t, ids: t.remove(ids),
-    "mark_touched": lambda t, ids: t.mark_touched("sync", ids),
-    "restore": lambda t, ids: t.restore(
-        Chunk(ids, ones(), {"1/sum": ones(1, 2)}, torch.zeros(1, dtype=torch.int64))
+
+POOLED = Pooling.sum("user", ints(0, 1), DIM)
+
+# ---- one argument of each call, with values that it does not take
+
+NOT_IDS = [ints(1).float(), ints(1).to(torch.uint64), torch.tensor(1), ints(1)[None], meta(ints(1))]
+NOT_IDS += [ints(1).to_sparse(), [1], None]
+NOT_ROWS = [ones().double(), ones().long(), ones(2), ones(0), ones(1, DIM - 1), ones(1, DIM + 1)]
+NOT_ROWS += [torch.ones(DIM), meta(ones()), ones().to_sparse(), [[1.0] * DIM], None]
+NOT_FOUND = [torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), [0]]
+NOT_FOUND += [torch.zeros(1, 1, dtype=torch.int32), meta(torch.zeros(1, dtype=torch.int32))]
+NOT_STEPS = [-1, 1.0, "1", None, True, torch.tensor(1.0), torch.tensor([1, 2]), 2**63]
+NOT_TIMES = [-1, 2**32, math.nan, math.inf, "now", torch.tensor([1, 2]), True, 1j]
+NOT_TIMES_OF_ROWS = [ints(-1), ints(2**32), ints(0, 0), ints(0).int(), meta(ints(0)), None]
+NOT_STATES = [{}, {"0/sum": ones(1, 2)}, {"1/sum": ones(1, 2), "1/z": ones(1, 2)}]
+NOT_STATES += [{"1/sum": x} for x in (ones(1, 1), ones(2, 2), ones(1, 2).half(), None)]
+NOT_OUTPUTS = [
+    [],
+    [ones(), ones()],
+    [ones(3)],
+    [ones().double()],
+    [torch.ones(1, 2 * DIM)[:, ::2]],
+    [meta(ones())],
+]
+
+REFUSED: dict[str, tuple[Callable[[Table, Any], object], str, list[Any]]] = {
+    "find": (lambda t, x: t.find(x), "ids", NOT_IDS),
+    "lookup": (lambda t, x: t.lookup(x), "ids", NOT_IDS),
+    "read": (lambda t, x: t.read(t.find(ints(1)), x), "ids", NOT_IDS),
+    "update": (lambda t, x: t.update(None, x, ones(), step=0), "ids", NOT_IDS),
+    "apply_gradients": (lambda t, x: t.apply_gradients(x, ones(), step=0), "ids", NOT_IDS),
+    "assign": (lambda t, x: t.assign(x, ones()), "ids", NOT_IDS),
+    "assign_add": (lambda t, x: t.assign_add(x, ones()), "ids", NOT_IDS),
+    "reinitialize": (lambda t, x: t.reinitialize(x), "ids", NOT_IDS),
+    "remove": (lambda t, x: t.remove(x), "ids", NOT_IDS),
+    "mark_touched": (lambda t, x: t.mark_touched("sync", x), "ids", NOT_IDS),
+    "restore ids": (lambda t, x: t.restore(chunk_with(ids=x)), "ids", NOT_IDS),
+    "restore rows": (lambda t, x: t.restore(chunk_with(rows=x)), "rows", NOT_ROWS),
+    "restore state": (lambda t, x: t.restore(chunk_with(state=x)), "state", NOT_STATES),
+    "restore time": (lambda t, x: t.restore(chunk_with(time=x)), "time", NOT_TIMES_OF_ROWS),
+    "gradients": (lambda t, x: t.apply_gradients(ints(3), x, step=0), "grads", NOT_ROWS),
+    "gradients of rows": (lambda t, x: t.update(t.find(ints(3)), ints(3), x, step=0), "grads", NOT_ROWS),
+    "pooled gradients": (lambda t, x: t.update(None, ints(3), [x], POOLED, step=0), "grads[0]", NOT_ROWS),
+    "lists of gradients": (
+        lambda t, x: t.update(None, ints(3), x, POOLED, step=0),
+        "output",
+        [[], [ones(), ones()], ones(), None, 3.0],
     ),
+    "assigned rows": (lambda t, x: t.assign(ints(3), x), "rows", NOT_ROWS),
+    "added rows": (lambda t, x: t.assign_add(ints(3), x), "rows", NOT_ROWS),
+    "rows to read": (lambda t, x: t.read(x, ints(1)), "rows", NOT_FOUND),
+    "rows to update": (lambda t, x: t.update(x, ints(1), ones(), step=0), "rows", NOT_FOUND),
+    "outputs": (lambda t, x: t.read(t.find(ints(1)), ints(1), POOLED, out=x), "out", NOT_OUTPUTS),
+    "step": (lambda t, x: t.apply_gradients(ints(3), ones(), step=x), "step", NOT_STEPS),
+    "scale": (
+        lambda t, x: t.update(None, ints(3), ones(), step=0, scale=x),
+        "scale",
+        [math.nan, -math.inf, TOO_LARGE, "1", None],
+    ),
+    "time of gradients": (
+        lambda t, x: t.apply_gradients(ints(3), ones(), step=0, time=x),
+        "time",
+        NOT_TIMES,
+    ),
+    "time of assign": (lambda t, x: t.assign(ints(3), ones(), time=x), "time", NOT_TIMES),
+    "time of assign_add": (lambda t, x: t.assign_add(ints(3), ones(), time=x), "time", NOT_TIMES),
+    "time of reinitialize": (lambda t, x: t.reinitialize(ints(3), time=x), "time", NOT_TIMES),
+    "time of evict": (lambda t, x: t.evict(x), "time", NOT_TIMES),
+    "chunk_size": (lambda t, x: list(t.scan(x)), "chunk_size", [0, -1]),
+    "reserve": (lambda t, x: t.reserve(x), "reserve", [-1, 2.5, 2**70, True]),
+    "track": (lambda t, x: t.track(x), "consumer", [None, "", 3]),
 }
 
 
-BAD_IDS: dict[str, Any] = {
-    "float": torch.tensor([1.0]),
-    "int16": torch.tensor([1], dtype=torch.int16),
-    "uint8": torch.tensor([1], dtype=torch.uint8),
-    "uint64": torch.tensor([1], dtype=torch.uint64),
-    "bool": torch.tensor([True]),
-    "scalar": torch.tensor(1),
-    "matrix": torch.tensor([[1]]),
-    "meta": meta(torch.tensor([1])),
-    "sparse": torch.tensor([1]).to_sparse(),
-    "list": [1],
-    "int": 1,
-    "none": None,
-}
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_argument_is_named_and_nothing_is_written(table: Table, case: str) -> None:
+    call, word, wrong = REFUSED[case]
+    for value in wrong:
+        refuses(table, lambda t, value=value: call(t, value), word)
 
 
-@pytest.mark.parametrize("bad", BAD_IDS)
-def test_ids_are_a_vector_of_whole_numbers_on_the_cpu(table: Table, bad: str) -> None:
-    refuses(table, lambda t: t.find(BAD_IDS[bad]), "ids")
+def test_the_chunk_used_above_is_otherwise_right(table: Table) -> None:
+    table.restore(chunk_with())
+    assert 3 in table
 
 
-@pytest.mark.parametrize("bad", ["float", "matrix", "meta"])
-@pytest.mark.parametrize("call", TAKES_IDS)
-def test_every_call_checks_its_ids(table: Table, call: str, bad: str) -> None:
-    refuses(table, lambda t: TAKES_IDS[call](t, BAD_IDS[bad]), "ids")
-
-
-# ---- gradients and rows
-
-BAD_MATRICES: dict[str, Any] = {
-    "float64": ones().double(),
-    "float16": ones().half(),
-    "bfloat16": ones().bfloat16(),
-    "int": ones().long(),
-    "too many rows": ones(2),
-    "too few rows": ones(0),
-    "too narrow": ones(1, DIM - 1),
-    "too wide": ones(1, DIM + 1),
-    "vector": torch.ones(DIM),
-    "cube": torch.ones(1, 1, DIM),
-    "meta": meta(ones()),
-    "sparse": ones().to_sparse(),
-    "list": [[1.0] * DIM],
-    "none": None,
-}
-
-
-@pytest.mark.parametrize("bad", BAD_MATRICES)
-def test_gradients_have_the_shape_of_the_rows(table: Table, bad: str) -> None:
-    grads = BAD_MATRICES[bad]
-    refuses(table, lambda t: t.apply_gradients(ints(3), grads, step=0), "grads")
-    refuses(table, lambda t: t.update(t.find(ints(3)), ints(3), grads, step=0), "grads")
-
-
-@pytest.mark.parametrize("bad", BAD_MATRICES)
-def test_assigned_rows_have_the_shape_of_the_rows(table: Table, bad: str) -> None:
-    refuses(table, lambda t: t.assign(ints(3), BAD_MATRICES[bad]), "rows")
-    refuses(table, lambda t: t.assign_add(ints(3), BAD_MATRICES[bad]), "rows")
-
-
-@pytest.mark.parametrize("bad", BAD_MATRICES)
-def test_pooled_gradients_have_the_shape_of_the_outputs(table: Table, bad: str) -> None:
-    pooling = Pooling.sum("user", ints(0, 1), DIM)
-    call = lambda t: t.update(None, ints(3), [BAD_MATRICES[bad]], pooling, step=0)  # noqa: E731
-    refuses(table, call, "grads[0]")
-
-
-@pytest.mark.parametrize("grads", [[], [ones(), ones()], ones(), None, 3.0])
-def test_pooled_gradients_are_one_per_output(table: Table, grads: Any) -> None:
-    pooling = Pooling.sum("user", ints(0, 1), DIM)
-    refuses(table, lambda t: t.update(None, ints(3), grads, pooling, step=0), "grad", "output")
+# ---- numbers
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("size", [1, 8, 4096, 70_000])
+@pytest.mark.parametrize("size", [1, 4096, 70_000])
 @pytest.mark.parametrize("at", [0, -1])
-def test_gradients_are_finite(table: Table, value: float, size: int, at: int) -> None:
-    grads = torch.zeros(size, DIM)
-    grads[at, at] = value
-    ids = torch.arange(size)
+def test_gradients_and_rows_are_finite(table: Table, value: float, size: int, at: int) -> None:
+    rows, ids = torch.zeros(size, DIM), torch.arange(size)
+    rows[at, at] = value
 
-    refuses(table, lambda t: t.apply_gradients(ids, grads, step=0), "grads", "NaN or Inf")
+    refuses(table, lambda t: t.apply_gradients(ids, rows, step=0), "grads", "NaN or Inf")
+    refuses(table, lambda t: t.assign(ids, rows), "rows", "NaN or Inf")
+    refuses(table, lambda t: t.assign_add(ids, rows), "rows", "NaN or Inf")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_pooled_gradients_are_finite(table: Table, value: float) -> None:
-    pooling = Pooling(
-        ((1, DIM), (1, DIM)),
-        {"user": (Bags(ints(0, 1), (OutputSlice(0, 0, 0, DIM), OutputSlice(1, 0, 0, DIM))),)},
-    )
+    slices = (OutputSlice(0, 0, 0, DIM), OutputSlice(1, 0, 0, DIM))
+    pooling = Pooling(((1, DIM), (1, DIM)), {"user": (Bags(ints(0, 1), slices),)})
     grads = [ones(), torch.tensor([[0.0, 0.0, value]])]
 
     call = lambda t: t.update(None, ints(3), grads, pooling, step=0)  # noqa: E731
@@ -179,151 +175,60 @@ def test_pooled_gradients_are_finite(table: Table, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "bag"),
-    [
-        ("weights", {"weights": torch.tensor([1.0, math.nan])}),
-        ("weights", {"weights": torch.tensor([1.0, math.inf])}),
-        ("divisor", {"divisor": torch.tensor([math.nan])}),
-        ("divisor", {"divisor": torch.tensor([0.0])}),
-    ],
+    ("field", "values"),
+    [("weights", [1.0, math.nan]), ("weights", [1.0, math.inf]), ("divisor", [math.nan]), ("divisor", [0.0])],
 )
-def test_a_pooling_must_not_make_gradients_infinite(table: Table, field: str, bag: dict[str, Tensor]) -> None:
-    pooling = summed("user", ints(0, 2), DIM, **bag)
+def test_a_pooling_must_not_make_gradients_infinite(table: Table, field: str, values: list[float]) -> None:
+    pooling = summed("user", ints(0, 2), DIM, **{field: torch.tensor(values)})
     refuses(table, lambda t: t.update(None, ints(3, 4), [ones()], pooling, step=0), field)
 
 
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, TOO_LARGE, "1", None])
-def test_a_scale_is_finite(table: Table, scale: Any) -> None:
-    refuses(table, lambda t: t.update(None, ints(3), ones(), step=0, scale=scale), "scale")
+def test_steps_and_times_may_be_tensors_or_numbers_of_numpy(engine: str) -> None:
+    for kind in (torch.tensor, np.int64, np.uint8, np.array):
+        table = sgd_table(engine, 1, optimizer=SGD(lambda step: float(step)))
+        table.apply_gradients(ints(1), torch.ones(1, 1), step=kind(3))
+        assert table.lookup(ints(1)).tolist() == [[-3.0]]
+
+    for time in (torch.tensor(7), torch.tensor(7.9), np.int32(7), np.float32(7.5)):
+        table = sgd_table(engine, 1)
+        table.assign(ints(1), torch.ones(1, 1), time=time)
+        table.apply_gradients(ints(2), torch.ones(1, 1), step=0, time=time)
+        table.reinitialize(ints(3), time=time)
+        assert whole(table).time.tolist() == [7, 7, 7]
 
 
-# ---- rows from find()
+# ---- rates
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        torch.zeros(1, dtype=torch.int64),
-        torch.zeros(2, dtype=torch.int32),
-        torch.zeros(0, dtype=torch.int32),
-        torch.zeros(1, 1, dtype=torch.int32),
-        meta(torch.zeros(1, dtype=torch.int32)),
-        [0],
-    ],
-    ids=["int64", "too many", "too few", "matrix", "meta", "list"],
-)
-def test_rows_are_what_find_gave(table: Table, rows: Any) -> None:
-    refuses(table, lambda t: t.read(rows, ints(1)), "rows")
-    refuses(table, lambda t: t.update(rows, ints(1), ones(), step=0), "rows")
+def test_a_schedule_must_give_a_rate_and_one_that_fails_is_named(engine: str) -> None:
+    def lost(step: int) -> float:
+        if step == 2:
+            raise KeyError("rates.json")
+        return 0.5
+
+    for rate in (math.nan, math.inf, TOO_LARGE, -0.5, None):
+        table = user_table(engine, second=lambda step, rate=rate: 0.5 if step == 0 else rate)
+        call = lambda t: t.apply_gradients(ints(1, 2), ones(2), step=1)  # noqa: E731
+        refuses(table, call, "segment 1", "rate", "step 1")
+
+    call = lambda t: t.apply_gradients(ints(1), ones(), step=2)  # noqa: E731
+    refuses(user_table(engine, second=lost), call, "segment 1", "step 2", "lost", "KeyError: 'rates.json'")
 
 
-# ---- steps, times, rates
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("size", [1, 70_000])
-@pytest.mark.parametrize("at", [0, -1])
-def test_assigned_rows_are_finite(table: Table, value: float, size: int, at: int) -> None:
-    rows = torch.zeros(size, DIM)
-    rows[at, at] = value
-    ids = torch.arange(size)
-
-    refuses(table, lambda t: t.assign(ids, rows), "rows", "NaN or Inf")
-    refuses(table, lambda t: t.assign_add(ids, rows), "rows", "NaN or Inf")
-
-
-@pytest.mark.parametrize(
-    "step", [-1, 1.0, "1", None, True, torch.tensor(1.0), torch.tensor([1, 2]), torch.tensor(True), 2**63]
-)
-def test_a_step_is_an_integer_from_zero(table: Table, step: Any) -> None:
-    refuses(table, lambda t: t.apply_gradients(ints(3), ones(), step=step), "step")
-
-
-@pytest.mark.parametrize("kind", [torch.tensor, np.int64, np.uint8, np.array], ids=lambda kind: kind.__name__)
-def test_a_step_may_be_a_tensor_or_a_numpy_integer(engine: str, kind: Any) -> None:
-    table = sgd_table(engine, 1, optimizer=SGD(lambda step: float(step)))
-
-    table.apply_gradients(ints(1), torch.ones(1, 1), step=kind(3))
-
-    assert table.lookup(ints(1)).tolist() == [[-3.0]]
-
-
-@pytest.mark.parametrize("time", [torch.tensor(7), torch.tensor(7.9), np.int32(7), np.float32(7.5)], ids=repr)
-def test_a_time_may_be_a_tensor_or_a_numpy_number(engine: str, time: Any) -> None:
-    table = sgd_table(engine, 1)
-
-    table.assign(ints(1), torch.ones(1, 1), time=time)
-    table.apply_gradients(ints(2), torch.ones(1, 1), step=0, time=time)
-    table.reinitialize(ints(3), time=time)
-
-    assert whole(table).time.tolist() == [7, 7, 7]
-
-
-@pytest.mark.parametrize("time", [-1, 2**32, math.nan, math.inf, "now", torch.tensor([1, 2]), True, 1j])
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda t, time: t.apply_gradients(ints(3), ones(), step=0, time=time),
-        lambda t, time: t.assign(ints(3), ones(), time=time),
-        lambda t, time: t.assign_add(ints(3), ones(), time=time),
-        lambda t, time: t.reinitialize(ints(3), time=time),
-        lambda t, time: t.evict(time),
-    ],
-    ids=["apply_gradients", "assign", "assign_add", "reinitialize", "evict"],
-)
-def test_a_time_is_seconds_in_32_bits(table: Table, write: Callable[[Table, Any], object], time: Any) -> None:
-    refuses(table, lambda t: write(t, time), "time")
-
-
-@pytest.mark.parametrize("rate", [math.nan, math.inf, TOO_LARGE, -0.5, None])
-def test_a_schedule_must_give_a_rate(engine: str, rate: Any) -> None:
-    fine_then_bad = SGD(lambda step: 0.5 if step == 0 else rate)
-    segments = [Segment(1, optimizer=SGD(1.0)), Segment(2, optimizer=fine_then_bad)]
-    table = Table(TableConfig("user", segments=segments), engine=engine)
-    table.track("sync")
-    table.apply_gradients(ints(1), ones(), step=0)
-    table.drain_touched("sync")
-
-    refuses(table, lambda t: t.apply_gradients(ints(1, 2), ones(2), step=1), "segment 1", "rate", "step 1")
-
-
-def test_a_rate_that_fails_names_table_and_segment(table: Table) -> None:
-    def lost() -> float:
-        raise KeyError("rates.json")
-
-    segments = [Segment(1, optimizer=SGD(1.0)), Segment(2, optimizer=SGD(lost))]
-    table = Table(TableConfig("user", segments=segments), engine=table.engine)
-    table.track("sync")
-
-    call = lambda t: t.apply_gradients(ints(1), ones(), step=0)  # noqa: E731
-    refuses(table, call, "segment 1", "step 0", "lost", "KeyError: 'rates.json'")
-
-
-def test_ftrl_refuses_a_rate_of_zero(engine: str) -> None:
-    optimizer = FTRL(Piecewise((1,), (0.1, 0.0)))
-    table = sgd_table(engine, DIM, optimizer=optimizer, name="user")
-    table.track("sync")
-    table.apply_gradients(ints(1), ones(), step=0)
-    table.drain_touched("sync")
-
-    refuses(table, lambda t: t.apply_gradients(ints(1, 2), ones(2), step=1), "FTRL", "step 1")
-
-
-def test_a_table_that_is_not_trainable_refuses_to_train(engine: str) -> None:
-    config = TableConfig("user", dim=DIM, optimizer=SGD(), trainable=False)
-    table = Table(config, engine=engine)
+def test_a_table_that_is_not_trainable_takes_rows_but_refuses_to_train(engine: str) -> None:
+    table = Table(TableConfig("user", dim=DIM, optimizer=SGD(), trainable=False), engine=engine)
+    table.assign(ints(1), 2 * ones())
     table.track("sync")
 
     for call in (
         lambda t: t.apply_gradients(ints(1), ones(), step=0),
-        lambda t: t.update(None, ints(1), [ones()], Pooling.sum("user", ints(0, 1), DIM), step=0),
+        lambda t: t.update(None, ints(1), [ones()], POOLED, step=0),
     ):
         refuses(table, call, "not trainable", kind=UsageError)
+    assert table.lookup(ints(1)).tolist() == [[2.0] * DIM]
 
 
 # ---- poolings
-
-Fields = dict[str, Any]
 
 
 def pooling_with(
@@ -335,77 +240,47 @@ def pooling_with(
     return Pooling(outputs, {"user": (Bags(offsets, (OutputSlice(**fields),), **bag),)})
 
 
-BAD_POOLINGS: dict[str, tuple[Callable[[], Pooling], str]] = {
-    "offsets descend": (lambda: pooling_with(offsets=ints(0, 2, 1)), "offsets"),
-    "offsets negative": (lambda: pooling_with(offsets=ints(-1, 1, 3)), "offsets"),
-    "offsets beyond the ids": (lambda: pooling_with(offsets=ints(0, 1, 4)), "offsets"),
-    "offsets int32": (lambda: pooling_with(offsets=ints(0, 1, 3).int()), "offsets"),
-    "offsets float": (lambda: pooling_with(offsets=ints(0, 1, 3).float()), "offsets"),
-    "offsets matrix": (lambda: pooling_with(offsets=ints(0, 1, 3)[None]), "offsets"),
-    "offsets empty": (lambda: pooling_with(offsets=ints()), "offsets"),
-    "offsets meta": (lambda: pooling_with(offsets=meta(ints(0, 1, 3))), "offsets"),
-    "offsets list": (lambda: pooling_with(offsets=[0, 1, 3]), "offsets"),
-    "too few bags": (lambda: pooling_with(offsets=ints(0, 1)), "bags"),
-    "too many bags": (lambda: pooling_with(offsets=ints(0, 1, 2, 3)), "bags"),
-    "features overlap": (
-        lambda: Pooling(
-            ((2, DIM),),
-            {
-                "user": (
-                    Bags(ints(0, 1, 3), (OutputSlice(0, 0, 0, DIM),)),
-                    Bags(ints(2, 3, 3), (OutputSlice(0, 0, 0, DIM, accumulate=True),)),
-                )
-            },
-        ),
-        "offsets",
-    ),
-    "weights short": (lambda: pooling_with(weights=torch.ones(2)), "weights"),
-    "weights long": (lambda: pooling_with(weights=torch.ones(4)), "weights"),
-    "weights matrix": (lambda: pooling_with(weights=torch.ones(3, 1)), "weights"),
-    "weights float64": (lambda: pooling_with(weights=torch.ones(3).double()), "weights"),
-    "weights meta": (lambda: pooling_with(weights=meta(torch.ones(3))), "weights"),
-    "divisor short": (lambda: pooling_with(divisor=torch.ones(1)), "divisor"),
-    "divisor long": (lambda: pooling_with(divisor=torch.ones(3)), "divisor"),
-    "divisor int": (lambda: pooling_with(divisor=torch.ones(2).long()), "divisor"),
-    "divisor meta": (lambda: pooling_with(divisor=meta(torch.ones(2))), "divisor"),
-    "output unknown": (lambda: pooling_with(part={"output": 1}), "output"),
-    "output negative": (lambda: pooling_with(part={"output": -1}), "output"),
-    "slice beyond the row": (lambda: pooling_with(part={"end": DIM + 1}), "slice"),
-    "slice far beyond the row": (lambda: pooling_with(part={"end": 2**40}), "slice"),
-    "slice negative": (lambda: pooling_with(part={"start": -1}), "slice"),
-    "slice empty": (lambda: pooling_with(part={"start": 2, "end": 2}), "slice"),
-    "slice upside down": (lambda: pooling_with(part={"start": 2, "end": 1}), "slice"),
-    "column negative": (lambda: pooling_with(part={"column": -1}), "columns"),
-    "column beyond the output": (lambda: pooling_with(part={"column": 1}), "columns"),
-    "column far beyond the output": (lambda: pooling_with(part={"column": 2**40}), "columns"),
-    "inner zero": (lambda: pooling_with(part={"inner": 0}), "bags"),
-    "inner negative": (lambda: pooling_with(part={"inner": -1}), "bags"),
-    "inner and bags differ": (lambda: pooling_with(part={"inner": 2}), "bags"),
-    "inner wider than the output": (
-        lambda: pooling_with(outputs=((1, DIM),), part={"inner": 2}),
-        "columns",
-    ),
-    "parts differ in inner": (
-        lambda: Pooling(
-            ((2, DIM), (1, 2 * DIM)),
-            {"user": (Bags(ints(0, 1, 3), (OutputSlice(0, 0, 0, DIM), OutputSlice(1, 0, 0, DIM, inner=2))),)},
-        ),
-        "",
-    ),
-}
+def two_bags(*bags: tuple[Tensor, tuple[OutputSlice, ...]], outputs: Any = ((2, DIM),)) -> Pooling:
+    return Pooling(outputs, {"user": tuple(Bags(offsets, parts) for offsets, parts in bags)})
 
 
-@pytest.mark.parametrize("bad", BAD_POOLINGS)
-def test_a_pooling_fits_the_ids_the_rows_and_the_outputs(table: Table, bad: str) -> None:
-    make, field = BAD_POOLINGS[bad]
+OFFSETS = ints(0, 1, 3)
+BAD_POOLINGS: list[tuple[str, list[Fields]]] = [
+    ("offsets", [{"offsets": x} for x in (ints(0, 2, 1), ints(-1, 1, 3), ints(0, 1, 4), meta(OFFSETS))]),
+    ("bags", [{"offsets": ints(0, 1)}, {"part": {"inner": 2}}]),
+    ("weights", [{"weights": x} for x in (torch.ones(2), torch.ones(3).double(), meta(torch.ones(3)))]),
+    ("divisor", [{"divisor": x} for x in (torch.ones(1), torch.ones(2).long(), meta(torch.ones(2)))]),
+    ("output", [{"part": {"output": output}} for output in (1, -1)]),
+    ("slice", [{"part": part} for part in ({"end": 2**40}, {"start": -1}, {"start": 2, "end": 1})]),
+    ("columns", [{"part": {"column": column}} for column in (-1, 1, 2**40)]),
+    ("columns", [{"outputs": ((1, DIM),), "part": {"inner": 2}}]),
+]
+
+
+def refuses_pooling(table: Table, make: Callable[[], Pooling], field: str) -> None:
+    """Refuses it to read, to fill outputs, which stay as they are, and to train."""
     pooling, ids = make(), ints(1, 2, 3)
     outputs = [torch.ones(shape) for shape in pooling.outputs]
-
     refuses(table, lambda t: t.read(t.find(ids), ids, pooling), field)
     refuses(table, lambda t: t.read(t.find(ids), ids, pooling, out=outputs), field)
     refuses(table, lambda t: t.update(None, ids, outputs, pooling, step=0), field)
-
     assert all(bool((out == 1).all()) for out in outputs)
+
+
+def test_a_pooling_fits_the_ids_the_rows_and_the_outputs(table: Table) -> None:
+    for field, cases in BAD_POOLINGS:
+        for case in cases:
+            refuses_pooling(table, lambda case=case: pooling_with(**case), field)  # type: ignore[misc]
+
+
+def test_bags_and_slices_of_a_pooling_fit_each_other(table: Table) -> None:
+    part, added = OutputSlice(0, 0, 0, DIM), OutputSlice(0, 0, 0, DIM, accumulate=True)
+    overlap = lambda: two_bags((ints(0, 1, 3), (part,)), (ints(2, 3, 3), (added,)))  # noqa: E731
+    wide = OutputSlice(1, 0, 0, DIM, inner=2)
+    inner = lambda: two_bags((OFFSETS, (part, wide)), outputs=((2, DIM), (1, 2 * DIM)))  # noqa: E731
+
+    refuses_pooling(table, overlap, "offsets")
+    refuses_pooling(table, inner, "")
 
 
 def test_a_column_near_the_largest_number_raises(engine: str) -> None:
@@ -414,71 +289,6 @@ def test_a_column_near_the_largest_number_raises(engine: str) -> None:
     pooling = Pooling(((1, 2),), {"user": (Bags(ints(0, 1), (OutputSlice(0, 2**63 - 1, 0, 2),)),)})
 
     refuses(table, lambda t: t.read(t.find(ints(1)), ints(1), pooling, out=[torch.zeros(1, 2)]))
-
-
-@pytest.mark.parametrize(
-    "out",
-    [[], [ones(2), ones(2)], [ones(3)], [ones(2).double()], [torch.ones(DIM, 2).T], [meta(ones(2))]],
-    ids=["none", "two", "shape", "float64", "strided", "meta"],
-)
-def test_outputs_to_fill_have_the_poolings_shapes(table: Table, out: list[Tensor]) -> None:
-    ids, pooling = ints(1, 2, 3), pooling_with()
-    refuses(table, lambda t: t.read(t.find(ids), ids, pooling, out=out), "out")
-
-
-# ---- chunks
-
-
-def chunk_with(**changed: Any) -> Chunk:
-    """Row 3 whole, with something changed."""
-    fields: Fields = {
-        "ids": ints(3),
-        "rows": ones(),
-        "state": {"1/sum": ones(1, 2)},
-        "time": ints(0),
-    }
-    return Chunk(**{**fields, **changed})
-
-
-@pytest.mark.parametrize(
-    ("changed", "word"),
-    [
-        ({"rows": ones().double()}, "rows"),
-        ({"rows": ones(2)}, "rows"),
-        ({"rows": meta(ones())}, "rows"),
-        ({"rows": None}, "rows"),
-        ({"state": {}}, "state"),
-        ({"state": {"0/sum": ones(1, 2)}}, "state"),
-        ({"state": {"1/sum": ones(1, 2), "1/z": ones(1, 2)}}, "state"),
-        ({"state": {"1/sum": ones(1, 1)}}, "state 1/sum"),
-        ({"state": {"1/sum": ones(2, 2)}}, "state 1/sum"),
-        ({"state": {"1/sum": ones(1, 2).half()}}, "state 1/sum"),
-        ({"state": {"1/sum": None}}, "state 1/sum"),
-        ({"time": ints(-1)}, "time"),
-        ({"time": ints(2**32)}, "time"),
-        ({"time": ints(0, 0)}, "time"),
-        ({"time": ints(0).int()}, "time"),
-        ({"time": torch.tensor([0.0])}, "time"),
-        ({"time": meta(ints(0))}, "time"),
-        ({"time": None}, "time"),
-    ],
-)
-def test_a_chunk_fits_the_table(table: Table, changed: Fields, word: str) -> None:
-    refuses(table, lambda t: t.restore(chunk_with(**changed)), word)
-
-
-def test_the_chunk_used_above_is_otherwise_right(table: Table) -> None:
-    table.restore(chunk_with())
-    assert 3 in table
-
-
-@pytest.mark.parametrize("chunk_size", [0, -1])
-def test_chunks_hold_at_least_a_row(table: Table, chunk_size: int) -> None:
-    refuses(table, lambda t: list(t.scan(chunk_size)), "chunk_size")
-
-
-def test_less_than_nothing_cannot_be_reserved(table: Table) -> None:
-    refuses(table, lambda t: t.reserve(-1), "reserve")
 
 
 # ---- consumers
@@ -503,12 +313,3 @@ def test_a_ninth_consumer_raises(table: Table) -> None:
     table.untrack("consumer 5")
     table.track("consumer 9")
     assert "consumer 9" in table.stats().consumers
-
-
-# ---- making a table
-
-
-@pytest.mark.parametrize("config", [None, "user", {"name": "user"}])
-def test_a_table_needs_a_config(engine: str, config: Any) -> None:
-    with pytest.raises(InputError, match="config must be a TableConfig"):
-        Table(config, engine=engine)

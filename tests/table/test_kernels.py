@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megalith
-from megalith import SGD, Normal, TableConfig, _native
+from megalith import Normal, TableConfig, _native
 from megalith.table import Chunk
 from megalith.table.engines.cpu import CpuEngine
 from tests.table.support import OPTIMIZERS, assert_same_tables, cpu_table, life
@@ -57,15 +57,12 @@ def test_every_set_of_kernels_finds_the_same_rows(n: int, wide: str) -> None:
     assert torch.equal(first, second)
 
 
-def test_a_table_reports_the_kernels_it_uses() -> None:
+def test_a_table_reports_the_kernels_it_uses_and_unknown_ones_raise() -> None:
     for name in _native.kernel_sets():
         assert CpuEngine(config("sgd", 1), kernels=name)._native.kernels == name
     assert CpuEngine(config("sgd", 1))._native.kernels == _native.kernels()
-
-
-def test_unknown_kernels_raise() -> None:
     with pytest.raises(ValueError, match="kernels"):
-        CpuEngine(TableConfig("t", dim=1, optimizer=SGD()), kernels="abacus")
+        CpuEngine(config("sgd", 1), kernels="abacus")
 
 
 # ---- MEGALITH_KERNELS
@@ -88,12 +85,9 @@ print(_native.kernels(), "torch" in sys.modules)
     return done.stdout.strip().removesuffix(" False"), done.stderr
 
 
-@pytest.mark.parametrize("name", [*_native.kernel_sets()])
-def test_a_variable_forces_a_set_of_kernels(name: str) -> None:
-    assert chosen(name)[0] == name
-
-
-def test_the_best_kernels_are_the_default() -> None:
+def test_a_variable_forces_a_set_of_kernels_and_the_best_is_the_default() -> None:
+    for name in _native.kernel_sets():
+        assert chosen(name)[0] == name
     assert chosen(None)[0] == _native.kernel_sets()[0]
 
 

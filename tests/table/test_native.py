@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalith import SGD, Adagrad, Normal, Table, TableConfig, Zeros, _native
 from megalith.errors import InputError, TableFullError
@@ -19,7 +20,6 @@ from megalith.table import Chunk
 from megalith.table.engines.cpu import CpuEngine, set_huge_pages
 from megalith.table.table_data import Step
 from tests.table.support import (
-    EXTREME_IDS,
     OPTIMIZERS,
     as_sets,
     assert_same_tables,
@@ -77,33 +77,26 @@ def test_both_ways_into_a_tensor_give_the_same_table(exchange_api: bool) -> None
 GOOD_IDS, GOOD_VALUES = ints(1, 2), torch.zeros(2, 3)
 
 
-@pytest.mark.parametrize(
-    ("ids", "values", "message"),
-    [
-        (GOOD_IDS.int(), GOOD_VALUES, "ids: expected a contiguous int64 tensor"),
-        (GOOD_IDS.float(), GOOD_VALUES, "ids"),
-        (torch.tensor([1, 2], dtype=torch.uint64), GOOD_VALUES, "ids"),
-        (ints(1, 2, 3)[::2], GOOD_VALUES, "ids"),
-        (GOOD_IDS.to("meta"), GOOD_VALUES, "ids"),
-        ([1, 2], GOOD_VALUES, "ids"),
-        (None, GOOD_VALUES, "ids"),
-        ("ids", GOOD_VALUES, "ids"),
-        (torch.zeros(1, 1, 1, 1, 1, dtype=torch.int64), GOOD_VALUES, "ids"),
-        (GOOD_IDS, GOOD_VALUES.double(), "values: expected a contiguous float32 tensor"),
-        (GOOD_IDS, GOOD_VALUES.half(), "values"),
-        (GOOD_IDS, torch.zeros(2, dtype=torch.complex64), "values"),
-        (GOOD_IDS, GOOD_VALUES.T, "values"),
-        (GOOD_IDS, GOOD_VALUES[:, ::2], "values"),
-        (GOOD_IDS, torch.zeros(1).expand(4), "values"),
-        (GOOD_IDS, GOOD_VALUES.to_sparse(), "values"),
-        (GOOD_IDS, GOOD_VALUES.to("meta"), "values"),
-        (GOOD_IDS, [[1.0]], "values"),
-    ],
-)
 @pytest.mark.usefixtures("exchange_api")
-def test_the_native_layer_refuses_tensors_it_cannot_borrow(ids: object, values: object, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        _native.check_tensors(ids, values)  # type: ignore[arg-type]
+def test_the_native_layer_refuses_tensors_it_cannot_borrow() -> None:
+    ids: list[Any] = [GOOD_IDS.int(), GOOD_IDS.float(), GOOD_IDS.view(torch.uint64), ints(1, 2, 3)[::2]]
+    ids += [GOOD_IDS.to("meta"), [1, 2], None, "ids", torch.zeros(1, 1, 1, 1, 1, dtype=torch.int64)]
+    values: list[Any] = [GOOD_VALUES.double(), GOOD_VALUES.half(), torch.zeros(2, dtype=torch.complex64)]
+    values += [GOOD_VALUES.T, GOOD_VALUES[:, ::2], torch.zeros(1).expand(4), GOOD_VALUES.to_sparse()]
+    values += [GOOD_VALUES.to("meta"), [[1.0]]]
+    for wrong in ids:
+        with pytest.raises(TypeError, match="ids: expected a contiguous int64 tensor"):
+            _native.check_tensors(wrong, GOOD_VALUES)
+    for wrong in values:
+        with pytest.raises(TypeError, match="values: expected a contiguous float32 tensor"):
+            _native.check_tensors(GOOD_IDS, wrong)
+
+
+def test_a_tensor_without_memory_raises() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(4, dtype=torch.int64)
+        with pytest.raises((InputError, TypeError)):
+            native_table(sgd_table("cpu")).remove(fake)
 
 
 @pytest.mark.parametrize(
@@ -127,63 +120,64 @@ def test_the_native_layer_borrows_every_contiguous_tensor(ids: Tensor, values: T
 def test_the_native_layer_checks_shapes_itself() -> None:
     table = CpuEngine(TableConfig("t", dim=3, optimizer=SGD()))._native
     rows = torch.zeros(2, dtype=torch.int32)
-
-    with pytest.raises(ValueError, match="table 't': ids: expected one dimension"):
-        _native.read_tables([(table, GOOD_IDS[None], rows, None, ())], (), 1)
-    with pytest.raises(ValueError, match="rows: expected one per id"):
-        _native.read_tables([(table, ints(1), rows, None, ())], (), 1)
-    for epoch in (None, -1, 0):
-        with pytest.raises(ValueError, match="rows: expected a tensor"):
-            _native.read_tables([(table, ints(1), None, epoch, ())], (), 1)
-    with pytest.raises(ValueError, match="expected five fields"):
-        _native.read_tables([(table, ints(1), rows)], (), 1)
-    with pytest.raises(ValueError, match="a table occurs twice"):
-        _native.read_tables([(table, GOOD_IDS, rows, None, ())] * 2, (), 1)
-    with pytest.raises(ValueError, match=r"out: expected shape \[2, 3\]"):
-        table.read(None, -1, GOOD_IDS, torch.zeros(2, 4), 1)
-    with pytest.raises(ValueError, match=r"values: expected shape \[2, 3\]"):
-        table.assign(GOOD_IDS, torch.zeros(3, 3), False, 0, 1)
     step = Step([1.0], 0, 1.0, 0.0, 0)
     good = (table, GOOD_IDS, None, -1, None, GOOD_VALUES, step, [1.0], None)
-    with pytest.raises(ValueError, match=r"table 't': grads: expected shape \[2, 3\]"):
-        _native.update_tables([(*good[:5], torch.zeros(2, 2), *good[6:])], (), 1)
-    with pytest.raises(ValueError, match="learning_rates"):
-        _native.update_tables([(*good[:6], step._replace(rates=[1.0, 1.0]), *good[7:])], (), 1)
-    with pytest.raises(ValueError, match="time: out of range"):
-        _native.update_tables([(*good[:6], step._replace(time=-1), *good[7:])], (), 1)
-    with pytest.raises(ValueError, match="scale: expected a number"):
-        _native.update_tables([(*good[:6], step._replace(scale="1"), *good[7:])], (), 1)
-    with pytest.raises(ValueError, match="a table occurs twice"):
-        _native.update_tables([good, good], (), 1)
-    with pytest.raises(ValueError, match="times"):
-        table.restore(GOOD_IDS, [GOOD_VALUES], ints(1), None, None, 1)
-    with pytest.raises(ValueError, match="columns: expected one row per id"):
-        table.restore(GOOD_IDS, [GOOD_VALUES[:1]], GOOD_IDS, None, None, 1)
-    with pytest.raises(ValueError, match="columns: their widths do not add up"):
-        table.restore(GOOD_IDS, [GOOD_VALUES, GOOD_VALUES], GOOD_IDS, None, None, 1)
-    with pytest.raises(ValueError, match="has no open snapshot"):
-        table.read_snapshot(GOOD_IDS.clone(), [GOOD_VALUES.clone()], GOOD_IDS.clone(), None, None)
-    with pytest.raises(ValueError, match="consumer: not tracked"):
-        table.begin_snapshot(3, True, 1, False)
+
+    def read(*lookups: Any) -> Callable[[], object]:
+        return lambda: _native.read_tables(list(lookups), (), 1)
+
+    def update(**fields: Any) -> Callable[[], object]:
+        return lambda: _native.update_tables([(*good[:6], step._replace(**fields), *good[7:])], (), 1)
+
+    def restore(values: list[Tensor], times: Tensor = GOOD_IDS) -> Callable[[], object]:
+        return lambda: table.restore(GOOD_IDS, values, times, None, None, 1)
+
+    snapshot = (GOOD_IDS.clone(), [GOOD_VALUES.clone()], GOOD_IDS.clone(), None, None)
+    narrow = (*good[:5], torch.zeros(2, 2), *good[6:])
+    refused: list[tuple[Callable[[], object], str]] = [
+        (read((table, GOOD_IDS[None], rows, None, ())), "table 't': ids: expected one dimension"),
+        (read((table, ints(1), rows, None, ())), "rows: expected one per id"),
+        *[(read((table, ints(1), None, epoch, ())), "rows: expected a tensor") for epoch in (None, -1, 0)],
+        (read((table, ints(1), rows)), "expected five fields"),
+        (read(*[(table, GOOD_IDS, rows, None, ())] * 2), "a table occurs twice"),
+        (lambda: table.read(None, -1, GOOD_IDS, torch.zeros(2, 4), 1), r"out: expected shape \[2, 3\]"),
+        (lambda: table.assign(GOOD_IDS, torch.zeros(3, 3), False, 0, 1), r"values: expected shape \[2, 3\]"),
+        (lambda: _native.update_tables([narrow], (), 1), r"table 't': grads: expected shape \[2, 3\]"),
+        (update(rates=[1.0, 1.0]), "learning_rates"),
+        (update(time=-1), "time: out of range"),
+        (update(scale="1"), "scale: expected a number"),
+        (lambda: _native.update_tables([good, good], (), 1), "a table occurs twice"),
+        (restore([GOOD_VALUES], ints(1)), "times"),
+        (restore([GOOD_VALUES[:1]]), "columns: expected one row per id"),
+        (restore([GOOD_VALUES, GOOD_VALUES]), "columns: their widths do not add up"),
+        (lambda: table.read_snapshot(*snapshot), "has no open snapshot"),
+        (lambda: table.begin_snapshot(3, True, 1, False), "consumer: not tracked"),
+    ]
+    for call, message in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
     assert len(table) == 0
+
+
+PLAIN = (0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
     "segment",
     [
-        (0, "sgd", "", [], [], 0, 0.0, 0.0),
-        (-1, "sgd", "", [], [], 0, 0.0, 0.0),
-        (1, "newton", "", [], [], 0, 0.0, 0.0),
-        (1, "sgd", "", [0.0] * 9, [], 0, 0.0, 0.0),
+        (0, "sgd", "", [], [], *PLAIN),
+        (-1, "sgd", "", [], [], *PLAIN),
+        (1, "newton", "", [], [], *PLAIN),
+        (1, "sgd", "", [0.0] * 9, [], *PLAIN),
         (1, "sgd", "", [], [], 4, 0.0, 0.0),
         (1, "sgd", "", [], [], -1, 0.0, 0.0),
-        (1, "sgd", "", [], [0.0], 0, 0.0, 0.0),
-        (2, "adagrad", "", [], [0.0], 0, 0.0, 0.0),
-        (1, "sgd", "adagrad", [], [0.0], 0, 0.0, 0.0),
-        (1, "delay_compensated", "", [], [0.0], 0, 0.0, 0.0),
-        (1, "delay_compensated", "newton", [], [0.0], 0, 0.0, 0.0),
-        (1, "delay_compensated", "custom", [], [0.0], 0, 0.0, 0.0),
-        (1, "delay_compensated", "delay_compensated", [], [0.0], 0, 0.0, 0.0),
+        (1, "sgd", "", [], [0.0], *PLAIN),
+        (2, "adagrad", "", [], [0.0], *PLAIN),
+        (1, "sgd", "adagrad", [], [0.0], *PLAIN),
+        *[
+            (1, "delay_compensated", base, [], [0.0], *PLAIN)
+            for base in ("", "newton", "custom", "delay_compensated")
+        ],
     ],
 )
 def test_the_native_layer_refuses_segments_it_does_not_know(segment: tuple[Any, ...]) -> None:
@@ -268,38 +262,20 @@ def test_a_full_table_refuses_before_anything_is_written(
     write(table, torch.arange(8))
 
 
-def test_a_full_table_raises_a_value_error_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match="at most 10 rows; spread the table over more shards"):
-        full_table().reserve(11)
-
-
-def test_duplicates_of_a_new_id_need_one_row() -> None:
-    table = full_table()
-
-    table.apply_gradients(ints(*[100] * 11), torch.ones(11, 1), step=0)
-
-    assert len(table) == 9
-    assert table.lookup(ints(100)).item() == -11.0
-
-
-def test_duplicates_do_not_hide_how_many_rows_are_needed() -> None:
+def test_duplicates_do_not_hide_how_many_rows_are_needed_and_removed_rows_make_room() -> None:
     table = full_table()
 
     with unchanged(table), pytest.raises(TableFullError, match="cannot take 3 more"):
         table.apply_gradients(ints(*[100, 101, 102] * 4), torch.ones(12, 1), step=0)
+    with pytest.raises(ValueError, match="at most 10 rows; spread the table over more shards"):
+        table.reserve(11)
     table.apply_gradients(ints(*[100, 101] * 4), torch.ones(8, 1), step=0)
 
     assert len(table) == 10
     assert table.lookup(ints(100, 101, 0)).tolist() == [[-4.0], [-4.0], [1.0]]
-
-
-def test_removed_rows_make_room_again() -> None:
-    table = full_table()
-    table.assign(ints(-1, -2), torch.ones(2, 1))
     for generation in range(20):
-        table.remove(torch.arange(8) + 10 * generation)
-        table.assign(torch.arange(8) + 10 * (generation + 1), torch.ones(8, 1))
-
+        table.remove(torch.arange(8) + 1000 * generation)
+        table.assign(torch.arange(8) + 1000 * (generation + 1), torch.ones(8, 1))
     assert len(table) == 10
 
 
@@ -393,19 +369,6 @@ def test_megalith_imports_without_the_native_module_and_libraries_of_commands_or
 
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
-
-
-def test_ids_at_the_edge_of_64_bits_survive_the_native_layer(exchange_api: bool) -> None:
-    table = sgd_table("cpu", 1)
-    ids = ints(*EXTREME_IDS)
-    table.track("a")
-
-    table.assign(ids, torch.arange(1.0, ids.numel() + 1)[:, None])
-
-    assert as_sets(table.drain_touched("a")) == (set(EXTREME_IDS), set())
-    assert table.lookup(ids)[:, 0].tolist() == list(range(1, ids.numel() + 1))
-    with pytest.raises(InputError):
-        table.find(ids.double())
 
 
 # ---- rows of parameter sync

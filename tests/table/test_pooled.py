@@ -2,97 +2,28 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
-from megalith import Normal
+from megalith import Adagrad, Normal, Segment, Table, TableConfig
+from megalith.errors import InputError
 from megalith.ops import Bags, OutputSlice, Pooling
-from tests.table.support import assert_same_bits, ints, sgd_table, summed, unchanged
+from tests.fixed_examples import fixed_examples
+from tests.table.support import (
+    assert_close,
+    assert_same_bits,
+    dyadic,
+    ints,
+    sgd_table,
+    unchanged,
+    whole,
+)
 
 
-def test_a_pooled_read_sums_the_rows_of_each_bag(engine: str) -> None:
-    table = sgd_table(engine, 2)
-    table.assign(ints(1, 2, 3), torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]))
-    ids = ints(1, 2, 3, 3)
-
-    (out,) = table.read(table.find(ids), ids, Pooling.sum("t", ints(0, 2, 2, 4), 2))
-
-    assert out.tolist() == [[3.0, 30.0], [0.0, 0.0], [6.0, 60.0]]
-
-
-def test_weights_multiply_and_a_divisor_divides(engine: str) -> None:
-    table = sgd_table(engine, 2)
-    table.assign(ints(1, 2), torch.tensor([[1.0, 10.0], [2.0, 20.0]]))
-    ids = ints(1, 2, 2)
-    pooling = summed(
-        "t",
-        ints(0, 2, 3),
-        2,
-        weights=torch.tensor([3.0, 0.5, 4.0]),
-        divisor=torch.tensor([4.0, 2.0]),
-    )
-
-    (out,) = table.read(table.find(ids), ids, pooling)
-    table.update(table.find(ids), ids, [torch.tensor([[4.0, 8.0], [1.0, 1.0]])], pooling, step=0)
-
-    assert out.tolist() == [[1.0, 10.0], [4.0, 40.0]]
-    # id 1: [4, 8] / 4 * 3; id 2: [4, 8] / 4 * 0.5 + [1, 1] / 2 * 4
-    assert table.lookup(ints(1, 2)).tolist() == [[1.0 - 3.0, 10.0 - 6.0], [2.0 - 2.5, 20.0 - 3.0]]
-
-
-def test_missing_ids_pool_as_they_read(engine: str) -> None:
-    ids = ints(1, 2, 3)
-    pooling = Pooling.sum("t", ints(0, 3), 2)
-    initial = sgd_table(engine, initializer=Normal())
-    zeros = sgd_table(engine, initializer=Normal(), missing="zeros")
-
-    for table in (initial, zeros):
-        (out,) = table.read(table.find(ids), ids, pooling)
-        rows = table.lookup(ids)
-        assert_same_bits(out, (rows[0] + rows[1] + rows[2])[None])
-
-
-def test_parts_place_slices_side_by_side_and_on_top(engine: str) -> None:
-    table = sgd_table(engine, 3)
-    table.assign(ints(1, 2), torch.tensor([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]]))
-    ids = ints(1, 2, 2, 1)
-    pooling = Pooling(
-        outputs=((2, 4), (2, 2)),
-        bags={
-            "t": (
-                Bags(
-                    ints(0, 1, 2), (OutputSlice(0, 0, 0, 1), OutputSlice(0, 2, 1, 3), OutputSlice(1, 0, 1, 3))
-                ),
-                Bags(ints(2, 3, 4), (OutputSlice(1, 0, 0, 2, accumulate=True),)),
-            )
-        },
-    )
-
-    first, second = table.read(table.find(ids), ids, pooling)
-    grads = [torch.tensor([[1.0, 9.0, 2.0, 3.0], [4.0, 9.0, 5.0, 6.0]]), torch.ones(2, 2)]
-    table.update(table.find(ids), ids, grads, pooling, step=0)
-
-    assert first.tolist() == [[1.0, 0.0, 2.0, 3.0], [10.0, 0.0, 20.0, 30.0]]
-    assert second.tolist() == [[2.0 + 10.0, 3.0 + 20.0], [20.0 + 1.0, 30.0 + 2.0]]
-    # id 1: [1, 2 + 1, 3 + 1] + [1, 1, 0]; id 2: [4, 5 + 1, 6 + 1] + [1, 1, 0]
-    assert table.lookup(ints(1, 2)).tolist() == [[-1.0, -2.0, -1.0], [5.0, 13.0, 23.0]]
-
-
-def test_inner_puts_the_first_rows_of_a_feature_side_by_side(engine: str) -> None:
-    table = sgd_table(engine, 2)
-    table.assign(ints(1, 2, 3), torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]))
-    ids = ints(1, 2, 3)
-    # two batch rows of two places each; the second row has only one id
-    pooling = Pooling(((2, 4),), {"t": (Bags(ints(0, 1, 2, 3, 3), (OutputSlice(0, 0, 0, 2, inner=2),)),)})
-
-    (out,) = table.read(table.find(ids), ids, pooling)
-    grads = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
-    table.update(table.find(ids), ids, [grads], pooling, step=0)
-
-    assert out.tolist() == [[1.0, 10.0, 2.0, 20.0], [3.0, 30.0, 0.0, 0.0]]
-    assert table.lookup(ids).tolist() == [[0.0, 8.0], [-1.0, 16.0], [-2.0, 24.0]]
-
-
-def test_a_pooled_read_fills_given_outputs(engine: str) -> None:
+def test_outputs_keep_what_no_part_writes_or_are_zero(engine: str) -> None:
     table = sgd_table(engine, 1)
     table.assign(ints(1), torch.tensor([[2.0]]))
     pooling = Pooling(((1, 3),), {"t": (Bags(ints(0, 1), (OutputSlice(0, 1, 0, 1),)),)})
@@ -103,8 +34,6 @@ def test_a_pooled_read_fills_given_outputs(engine: str) -> None:
     assert result[0] is out
     assert out.tolist() == [[7.0, 2.0, 7.0]]
 
-
-def test_new_outputs_are_zero_before_anything_is_added(engine: str) -> None:
     table = sgd_table(engine, 2)
     table.assign(ints(1), torch.tensor([[1.0, 2.0]]))
     parts = (OutputSlice(0, 0, 0, 2, accumulate=True),)
@@ -117,25 +46,7 @@ def test_new_outputs_are_zero_before_anything_is_added(engine: str) -> None:
     assert out.tolist() == [[1.0, 2.0]] * 64
 
 
-def test_columns_of_another_table_are_left_at_zero(engine: str) -> None:
-    table = sgd_table(engine, 2)
-    table.assign(ints(1), torch.tensor([[1.0, 2.0]]))
-    pooling = Pooling(
-        ((64, 4),),
-        {
-            "t": (Bags(torch.arange(65), (OutputSlice(0, 0, 0, 2),)),),
-            "other": (Bags(torch.arange(65), (OutputSlice(0, 2, 0, 2),)),),
-        },
-    )
-    ids = torch.ones(64, dtype=torch.int64)
-    torch.full((64, 4), 5.0)  # memory that a new output may be given again
-
-    (out,) = table.read(table.find(ids), ids, pooling)
-
-    assert out.tolist() == [[1.0, 2.0, 0.0, 0.0]] * 64
-
-
-def test_occurrences_outside_every_bag_are_not_created(engine: str) -> None:
+def test_occurrences_in_no_bag_and_tables_without_bags_are_not_touched(engine: str) -> None:
     table = sgd_table(engine, 1)
     ids = ints(1, 2, 3, 4)
 
@@ -143,8 +54,6 @@ def test_occurrences_outside_every_bag_are_not_created(engine: str) -> None:
 
     assert [id in table for id in (1, 2, 3, 4)] == [False, True, True, False]
 
-
-def test_a_pooling_without_this_table_touches_nothing(engine: str) -> None:
     table = sgd_table(engine, 1)
     pooling = Pooling.sum("other", ints(0, 1), 1)
 
@@ -165,3 +74,96 @@ def test_the_parts_of_an_occurrence_are_summed_before_they_are_added(engine: str
     table.update(None, ints(1, 1), grads, pooling, step=0)
 
     assert table.lookup(ints(1)).item() == -1.0
+
+
+# ---- shared features: one row of ids for the whole batch, repeated in every output row
+
+
+ROWS = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
+
+
+def filled(engine: str) -> Table:
+    table = sgd_table(engine, 2)
+    table.assign(ints(1, 2, 3), ROWS)
+    return table
+
+
+@pytest.mark.parametrize(("bags", "rows"), [(2, 3), (3, 2), (0, 2)])
+def test_shared_rows_that_do_not_divide_the_batch_raise(engine: str, bags: int, rows: int) -> None:
+    table, ids = filled(engine), ints(1, 2, 3)
+    shared = Bags(torch.arange(bags + 1), (OutputSlice(0, 0, 0, 2),), shared=True)
+    pooling = Pooling(((rows, 2),), {"t": (shared,)})
+    with unchanged(table):
+        with pytest.raises(InputError, match="table 't'"):
+            table.read(table.find(ids), ids, pooling)
+        with pytest.raises(InputError, match="table 't'"):
+            table.update(table.find(ids), ids, [torch.zeros(rows, 2)], pooling, step=0)
+
+
+# ---- engines and threads agree
+
+CONFIG = TableConfig(
+    "t",
+    segments=[Segment(3, optimizer=Adagrad(0.1)), Segment(8, optimizer=Adagrad(0.2), initializer=Normal())],
+)
+
+
+def features(batch: int, lengths: list[list[int]], periods: list[int]) -> tuple[Pooling, int]:
+    """Every second feature shared; all added into output 0, and each alone into an output of its own."""
+    bags, end = [], 0
+    outputs = [(batch, 11)]
+    for number, (own, period) in enumerate(zip(lengths, periods, strict=True)):
+        shared = number % 2 == 0
+        count = period if shared else batch
+        cuts = [end]
+        for bag in range(count):
+            cuts.append(cuts[-1] + own[bag % len(own)])
+        end = cuts[-1]
+        parts = (OutputSlice(0, 0, 0, 11, accumulate=True), OutputSlice(len(outputs), 1, 2, 11))
+        outputs.append((batch, 11))
+        divisor = torch.full((count,), 2.0) if number % 3 == 0 else None
+        bags.append(Bags(ints(*cuts), parts, divisor=divisor, shared=shared))
+    return Pooling(tuple(outputs), {"t": tuple(bags)}), end
+
+
+def train(engine: str, pooling: Pooling, ids: Tensor, seed: int) -> tuple[list[Tensor], Table]:
+    table = Table(CONFIG, engine=engine, seed=1)
+    outputs: list[Tensor] = []
+    for step in range(3):
+        outputs += table.read(table.find(ids), ids, pooling)
+        grads = [dyadic(seed + step, *shape) for shape in pooling.outputs]
+        table.update(table.find(ids), ids, grads, pooling, step=step, time=1.0)
+    return outputs, table
+
+
+@fixed_examples(12, 50)
+@given(
+    batch=st.sampled_from([2, 4, 8]),
+    lengths=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+    data=st.data(),
+)
+def test_engines_agree(batch: int, lengths: list[list[int]], seed: int, data: st.DataObject) -> None:
+    periods = [data.draw(st.sampled_from([1, 2, batch])) for _ in lengths]
+    pooling, n = features(batch, lengths, periods)
+    ids = torch.randint(-4, 5, (n,), generator=torch.Generator().manual_seed(seed))
+
+    reference, expected = train("reference", pooling, ids, seed)
+    outputs, table = train("cpu", pooling, ids, seed)
+
+    for actual, wanted in zip(outputs, reference, strict=True):
+        assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
+    assert whole(table).ids.tolist() == whole(expected).ids.tolist()
+    assert_close(whole(table).rows, whole(expected).rows, rtol=1e-5, atol=1e-6)
+
+
+def test_threads_do_not_show(restore_threads: None) -> None:
+    pooling, n = features(2_000, [[3, 0, 5], [2, 9, 4], [7], [1]], [2, 1, 1000, 1])
+    ids = torch.randint(0, 3_000, (n,), generator=torch.Generator().manual_seed(0))
+    runs = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        runs.append(train("cpu", pooling, ids, 5))
+    for actual, expected in zip(runs[1][0], runs[0][0], strict=True):
+        assert_same_bits(actual, expected)
+    assert_same_bits(whole(runs[1][1]).rows, whole(runs[0][1]).rows)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize
 from torch import Tensor
 
 from megalith import (
     SGD,
     Adagrad,
     Capacity,
-    Momentum,
     Normal,
     Segment,
     Table,
@@ -30,16 +27,15 @@ from megalith.table.rounding import DTYPES, round_step
 from tests.fixed_examples import fixed_examples
 from tests.table.support import (
     OPTIMIZERS,
+    TorchSGD,
     assert_close,
     assert_same_bits,
     assert_same_tables,
     cpu_table,
     dyadic,
-    ints,
     summed,
     whole,
 )
-from tests.table.test_engines import Engines
 
 NARROW = ["float16", "bfloat16"]
 ULP = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -236,33 +232,11 @@ def test_stochastic_rounding_does_not_depend_on_order_threads_or_engine() -> Non
     assert not torch.equal(expected.rows, whole(near).rows)
 
 
-def test_small_steps_move_a_bfloat16_row_only_with_stochastic_rounding() -> None:
-    moved = {}
-    for rounding in ("nearest", "stochastic"):
-        table = Table(narrow_config("bfloat16", 64, optimizer=SGD(1.0), rounding=rounding))
-        table.assign(ints(1), torch.ones(1, 64))
-        for step in range(200):
-            table.apply_gradients(ints(1), torch.full((1, 64), 2.0**-12), step=step)
-        moved[rounding] = float(table.lookup(ints(1)).mean())
-
-    assert moved["nearest"] == 1.0
-    assert moved["stochastic"] == pytest.approx(1.0 - 200 * 2.0**-12, abs=0.005)
-
-
-class ScaledSGD(Optimizer):
-    """An optimizer written in torch."""
-
-    name = "scaled_sgd"
-
-    def update(self, rows: Tensor, grads: Tensor, state: object, lr: float, step: int) -> None:
-        rows -= grads * lr
-
-
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_an_optimizer_written_in_torch_rounds_like_a_native_one(rounding: str) -> None:
     ids, grads = torch.arange(30), dyadic(2, 30, 19) * 2.0**-9
     rows = []
-    for optimizer in (SGD(0.5), ScaledSGD(0.5)):
+    for optimizer in (SGD(0.5), TorchSGD(0.5)):
         config = replace_segments(mixed_config(rounding), optimizer=optimizer)  # type: ignore[arg-type]
         for engine in ("reference", "cpu"):
             table = Table(config, engine=engine)
@@ -328,33 +302,3 @@ def test_a_narrow_row_takes_fewer_bytes() -> None:
 def test_wrong_precisions_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Segment(4, optimizer=SGD(0.1), **fields)  # type: ignore[arg-type]
-
-
-def test_the_settings_are_in_the_text_of_a_config() -> None:
-    text = repr(narrow_config("bfloat16", 4, rounding="stochastic"))
-    assert text.endswith("precision='bfloat16', rounding='stochastic')")
-    assert "precision" not in repr(narrow_config("float32", 4))
-
-
-class NarrowEngines(Engines):
-    """The programs of `Engines` on narrow and mixed rows."""
-
-    tolerance: ClassVar[dict[str, float]] = {"rtol": 2.0**-6, "atol": 2.0**-6}
-
-    @initialize(
-        config=st.sampled_from(
-            [
-                narrow_config("bfloat16", 16, rounding="stochastic"),
-                narrow_config("float16", 9, missing="zeros"),
-                mixed_config(),
-                mixed_config("stochastic", Momentum(0.5, momentum=0.5)),
-            ]
-        ),
-        seed=st.integers(-5, 5),
-    )
-    def make(self, config: TableConfig, seed: int) -> None:
-        self.start(config, seed)
-
-
-NarrowEngines.TestCase.settings = fixed_examples(12, 25, stateful_step_count=40)
-TestNarrowEngines = NarrowEngines.TestCase

@@ -23,36 +23,32 @@ NOT_RATES = [-0.1, math.nan, math.inf, -math.inf, "0.1", None, True]
 
 
 @pytest.mark.parametrize(
-    ("step", "rate"), [(0, 0.5), (1, 0.45), (5, 0.25), (9, 0.05), (10, 0.0), (11, 0.0), (10**9, 0.0)]
+    ("schedule", "rates"),
+    [
+        # linear by default, and stays at its end
+        (PolynomialDecay(0.5, 10, 0.0), {0: 0.5, 1: 0.45, 5: 0.25, 9: 0.05, 10: 0, 11: 0, 10**9: 0}),
+        (PolynomialDecay(1.0, 10), {10: 0.0001}),
+        (PolynomialDecay(1.0, 10, 2.0), {0: 1.0, 5: 1.5, 10: 2.0, 20: 2.0}),
+        (PolynomialDecay(1.0, 10, 0.2, power=2.0), {5: 0.25 * 0.8 + 0.2}),
+        (PolynomialDecay(1.0, 10, 0.2, power=0.5), {9: math.sqrt(0.1) * 0.8 + 0.2}),
+        (PolynomialDecay(1.0, 10, 0.2, power=0.0), {7: 1.0}),
+        # stretched to the next multiple of 10 that the step has not passed: 11 is 11/20 of the way
+        (
+            PolynomialDecay(1.0, 10, 0.0, cycle=True),
+            {0: 1.0, 9: 0.1, 10: 0.0, 11: 0.45, 20: 0.0, 21: 0.3, 25: 1 / 6},
+        ),
+        (Warmup(0.5, steps=4, start=0.1), {0: 0.1, 1: 0.2, 3: 0.4, 4: 0.5, 100: 0.5}),
+        (Warmup(0.5, steps=4), {0: 0.0}),
+        # the decay runs from step 0, also under the warmup: 1.0, 0.9, 0.8, ...
+        (Warmup(PolynomialDecay(1.0, 10, 0.0), steps=2), {0: 0.0, 1: 0.45, 2: 0.8, 3: 0.7, 10: 0.0}),
+        (Warmup(lambda step: step / 10, steps=4), {2: 0.1}),
+        (Piecewise((10, 20), (0.3, 0.2, 0.1)), {0: 0.3, 9: 0.3, 10: 0.2, 19: 0.2, 20: 0.1}),
+        (Piecewise((), (0.3,)), {10**9: 0.3}),
+    ],
 )
-def test_polynomial_decay_is_linear_by_default_and_stays_at_its_end(step: int, rate: float) -> None:
-    assert PolynomialDecay(0.5, 10, 0.0)(step) == pytest.approx(rate, abs=1e-15)
-
-
-def test_polynomial_decay_ends_at_a_ten_thousandth_by_default() -> None:
-    assert PolynomialDecay(1.0, 10)(10) == 0.0001
-
-
-@pytest.mark.parametrize(("step", "rate"), [(0, 1.0), (5, 1.5), (10, 2.0), (20, 2.0)])
-def test_polynomial_decay_may_grow(step: int, rate: float) -> None:
-    assert PolynomialDecay(1.0, 10, 2.0)(step) == pytest.approx(rate)
-
-
-@pytest.mark.parametrize(
-    ("power", "step", "rate"),
-    [(2.0, 5, 0.25 * 0.8 + 0.2), (0.5, 9, math.sqrt(0.1) * 0.8 + 0.2), (0.0, 7, 1.0)],
-)
-def test_polynomial_decay_raises_the_part_left_to_a_power(power: float, step: int, rate: float) -> None:
-    assert PolynomialDecay(1.0, 10, 0.2, power=power)(step) == pytest.approx(rate)
-
-
-# Stretched to the next multiple of 10 that the step has not passed: 11 is 11/20 of the way.
-@pytest.mark.parametrize(
-    ("step", "rate"), [(0, 1.0), (9, 0.1), (10, 0.0), (11, 0.45), (20, 0.0), (21, 0.3), (25, 1 / 6)]
-)
-def test_a_cycling_decay_starts_again(step: int, rate: float) -> None:
-    schedule = PolynomialDecay(1.0, 10, 0.0, cycle=True)
-    assert schedule(step) == pytest.approx(rate, abs=1e-15)
+def test_a_schedule_gives_its_rates(schedule: Any, rates: dict[int, float]) -> None:
+    for step, rate in rates.items():
+        assert schedule(step) == pytest.approx(rate, abs=1e-15)
 
 
 @fixed_examples(30)
@@ -87,26 +83,6 @@ def test_an_invalid_decay_raises(arguments: dict[str, Any], field: str) -> None:
         PolynomialDecay(**{"initial": 1.0, "decay_steps": 10, "end": 0.1, **arguments})
 
 
-@pytest.mark.parametrize(("step", "rate"), [(0, 0.1), (1, 0.2), (3, 0.4), (4, 0.5), (100, 0.5)])
-def test_warmup_climbs_from_its_start_to_the_rate(step: int, rate: float) -> None:
-    assert Warmup(0.5, steps=4, start=0.1)(step) == pytest.approx(rate)
-
-
-def test_warmup_starts_from_zero_by_default() -> None:
-    assert Warmup(0.5, steps=4)(0) == 0.0
-
-
-# The decay runs from step 0, also under the warmup: 1.0, 0.9, 0.8, ...
-@pytest.mark.parametrize(("step", "rate"), [(0, 0.0), (1, 0.45), (2, 0.8), (3, 0.7), (10, 0.0)])
-def test_warmup_climbs_towards_what_follows_it(step: int, rate: float) -> None:
-    schedule = Warmup(PolynomialDecay(1.0, 10, 0.0), steps=2)
-    assert schedule(step) == pytest.approx(rate, abs=1e-15)
-
-
-def test_warmup_takes_a_callable() -> None:
-    assert Warmup(lambda step: step / 10, steps=4)(2) == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [{"steps": 0}, {"steps": -1}, *[{"start": r} for r in NOT_RATES], *[{"then": r} for r in NOT_RATES]],
@@ -115,15 +91,6 @@ def test_an_invalid_warmup_raises(arguments: dict[str, Any]) -> None:
     field = next(iter(arguments))
     with pytest.raises(InputError, match=f"Warmup: {field}"):
         Warmup(**{"then": 0.5, "steps": 4, **arguments})
-
-
-@pytest.mark.parametrize(("step", "rate"), [(0, 0.3), (9, 0.3), (10, 0.2), (19, 0.2), (20, 0.1)])
-def test_piecewise_changes_at_its_boundaries(step: int, rate: float) -> None:
-    assert Piecewise([10, 20], [0.3, 0.2, 0.1])(step) == rate  # type: ignore[arg-type]
-
-
-def test_piecewise_without_boundaries_is_constant() -> None:
-    assert Piecewise((), (0.3,))(10**9) == 0.3
 
 
 def test_schedules_are_values() -> None:

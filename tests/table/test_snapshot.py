@@ -44,41 +44,6 @@ def spoil(table: Table) -> None:
     table.assign_add(torch.arange(-50, -10), torch.ones(40, 3), time=90)
 
 
-@pytest.mark.parametrize("engine", ["cpu", "reference"])
-def test_a_snapshot_holds_what_was_there(engine: str) -> None:
-    table = filled(engine)
-    before = contents(list(table.scan()))
-    with table.snapshot() as snapshot:
-        assert snapshot.rows == len(before)
-        first = table.new_chunk(33)
-        count = snapshot.read(first)
-        spoil(table)
-        rest = list(snapshot.chunks(70))
-    assert contents([first.part(0, count), *rest]) == before
-    assert contents(list(table.scan())) != before
-
-
-@pytest.mark.parametrize("engine", ["cpu", "reference"])
-def test_a_snapshot_of_touched_rows_drains_them_and_gives_them_back(engine: str) -> None:
-    table = filled(engine)
-    table.track("delta")
-    table.assign(ints(-1, 150), torch.ones(2, 3), time=9)
-    table.remove(ints(151, 152, 8888))
-
-    with pytest.raises(ZeroDivisionError), table.snapshot(consumer="delta", touched_only=True) as snapshot:
-        raise ZeroDivisionError
-    snapshot = table.snapshot(consumer="delta", touched_only=True)
-    table.assign(ints(-1, 0), torch.zeros(2, 3), time=10)
-    rows = contents(list(snapshot.chunks(1)))
-    snapshot.close()
-
-    assert {id: row[:3] for id, row in rows.items()} == {-1: [1, 1, 1], 150: [1, 1, 1]}
-    assert sorted(snapshot.removed.tolist()) == [151, 152]
-    updated, removed = table.drain_touched("delta")
-    assert sorted(updated.tolist()) == [-1, 0]
-    assert removed.tolist() == []
-
-
 def test_a_full_snapshot_drains_a_consumer_too() -> None:
     table = filled("cpu")
     table.track("delta")

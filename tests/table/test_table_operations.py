@@ -68,14 +68,9 @@ def test_merge_takes_the_chosen_rows(
     assert merged == MergeCounts(*counts)
     assert content(table) == {1: (1.0, 20), 2: row_2, 3: row_3, 4: (2.0, 30)}
     assert len(other) == 3
-
-
-def test_of_two_rows_of_equal_age_ours_stays(engine: str) -> None:
-    table = filled(engine, [1], 1.0, 20)
-
-    table.merge(filled(engine, [1], 2.0, 20))
-
-    assert content(table) == {1: (1.0, 20)}
+    equal_age = filled(engine, [1], 1.0, 20)
+    equal_age.merge(filled(engine, [1], 2.0, 20))
+    assert content(equal_age) == {1: (1.0, 20)}  # ours stays
 
 
 def test_merge_into_an_empty_table_copies_state_counts_and_pending_ids(engine: str) -> None:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from megalith import FTRL, Adagrad, Adam, Normal, RowWiseAdagrad, Segment, Table, TableConfig, _native
+from megalith import FTRL, SGD, Adagrad, Adam, Normal, RowWiseAdagrad, Segment, Table, TableConfig, _native
+from megalith.errors import UnknownNameError
 from megalith.ops import Bags, OutputSlice, Pooling
-from megalith.table import Chunk
+from megalith.table import Chunk, Optimizer
 from tests.table.support import assert_same_bits, assert_same_tables, ints, sgd_table, whole
+from tests.table.test_custom_optimizer import SignSGD
 
 PATIENCE = 120  # seconds; only a deadlock takes so long
 
 
-def run_together(*work: Callable[[], None]) -> None:
+def run_together(*work: Callable[[], object]) -> None:
     """Runs each function in its own thread and raises what one of them raised."""
     errors: list[BaseException] = []
 
-    def guarded(function: Callable[[], None]) -> None:
+    def guarded(function: Callable[[], object]) -> None:
         try:
             function()
         except BaseException as error:
@@ -36,6 +40,15 @@ def run_together(*work: Callable[[], None]) -> None:
         assert not thread.is_alive(), "deadlock"
     if errors:
         raise errors[0]
+
+
+@contextmanager
+def announced(done: threading.Event) -> Iterator[None]:
+    """Sets `done` at the end of a writer, also of one that fails, so that readers end."""
+    try:
+        yield
+    finally:
+        done.set()
 
 
 # ---- whose threads
@@ -152,14 +165,12 @@ def test_readers_never_see_half_a_write(threads: int) -> None:
     done = threading.Event()
 
     def write() -> None:
-        try:
+        with announced(done):
             for constant in range(1, writes + 1):
                 if constant % 3:
                     table.assign(ids, torch.full((ids.numel(), 16), float(constant)))
                 else:  # the same by another way: SGD with rate 1 from constant - 1
                     table.apply_gradients(ids, torch.full((ids.numel(), 16), -1.0), step=0)
-        finally:
-            done.set()
 
     def read(look: Callable[[], Tensor]) -> None:
         last = 0.0
@@ -186,14 +197,12 @@ def test_readers_see_rows_whole_while_the_table_grows_and_shrinks() -> None:
     done = threading.Event()
 
     def write() -> None:
-        try:
+        with announced(done):
             for number in range(60):
                 ids = torch.arange(1000) + 1000 * (number + 1)
                 table.assign(ids, ids[:, None].float().expand(1000, 4))
                 if number % 2:
                     table.remove(ids[::2])
-        finally:
-            done.set()
 
     def read() -> None:
         everything = torch.arange(61_000)
@@ -216,8 +225,9 @@ def test_readers_see_rows_whole_while_the_table_grows_and_shrinks() -> None:
 # ---- concurrent writers
 
 
-def test_concurrent_updates_all_count(engine: str) -> None:
-    table = sgd_table(engine, 2)
+@pytest.mark.parametrize("optimizer", [SGD(1.0), SignSGD(1.0)], ids=["native", "torch"])
+def test_concurrent_updates_all_count(engine: str, optimizer: Optimizer) -> None:
+    table = sgd_table(engine, 2, optimizer=optimizer)
     calls = 40 if engine == "cpu" else 5
     ids = torch.arange(200) * 31
 
@@ -262,11 +272,9 @@ def test_two_consumers_drain_everything_once_while_rows_change() -> None:
     drained: dict[str, list[int]] = {"a": [], "b": []}
 
     def write() -> None:
-        try:
+        with announced(done):
             for number in range(200):
                 table.assign(torch.arange(50) + 50 * number, torch.ones(50, 1))
-        finally:
-            done.set()
 
     def drain(consumer: str) -> None:
         finished = False
@@ -293,3 +301,61 @@ def test_the_last_of_two_assignments_wins_whole() -> None:
     assert torch.unique(table.lookup(ids)).numel() == 1
     assert len(table) == 2000
     assert table.find(ints(-1)).item() == -1
+
+
+# ---- consumers that come and go, and numbers below the normal ones
+
+
+def test_consumers_of_many_threads_keep_their_names() -> None:
+    names = ["c0", "c1", "c2", "c3"]
+    for _ in range(50):
+        table, gate = sgd_table("cpu"), threading.Barrier(len(names), timeout=PATIENCE)
+
+        def join(name: str, table: Table = table, gate: threading.Barrier = gate) -> None:
+            gate.wait()
+            table.track(name)
+
+        run_together(*[partial(join, name) for name in names])
+        assert sorted(table.stats().consumers) == names
+
+
+def test_draining_while_another_thread_untracks_never_reads_freed_flags() -> None:
+    table = sgd_table("cpu")
+    table.assign(torch.arange(1000), torch.zeros(1000, 2))
+    done = threading.Event()
+
+    def come_and_go() -> None:
+        with announced(done):
+            for _ in range(300):
+                table.track("x")
+                table.untrack("x")
+
+    def drain() -> None:
+        while not done.is_set():
+            with suppress(UnknownNameError):
+                table.drain_touched("x")
+                table.mark_touched("x", torch.arange(10))
+
+    run_together(come_and_go, drain)
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_helpers_flush_tiny_numbers_as_the_caller_does() -> None:
+    ids = torch.arange(40000)
+    tiny = torch.full((40000, 8), 1e-40)
+
+    def weights_after_a_step(threads: int, flush: bool) -> Tensor:
+        torch.set_num_threads(threads)
+        table = sgd_table("cpu", 8)
+        table.apply_gradients(ids, torch.zeros(40000, 8), step=0)  # starts the helpers
+        torch.set_flush_denormal(flush)
+        try:
+            table.apply_gradients(ids, tiny, step=0)
+        finally:
+            torch.set_flush_denormal(False)
+        return table.lookup(ids)
+
+    for flush in (True, False):
+        alone = weights_after_a_step(1, flush)
+        assert_same_bits(alone, weights_after_a_step(2, flush))
+        assert bool((alone == 0).all()) == flush

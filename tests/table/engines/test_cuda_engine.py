@@ -18,11 +18,7 @@ from megalith import (
     Capacity,
     EmbeddingCollection,
     Feature,
-    FirstN,
     Layout,
-    Mean,
-    Normal,
-    Ragged,
     Slice,
     Table,
     TableConfig,
@@ -36,7 +32,6 @@ from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk, Optimizer
 from megalith.table.engines import shard_capacity
 from megalith.table.engines.cuda import triton_runtime
-from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
 from megalith.table.engines.cuda.step_rules import find_rule
 from megalith.table.optimizers import OPTIMIZERS as LIBRARY
@@ -118,40 +113,6 @@ def test_programs_of_calls_against_the_cpu_engine(name: str) -> None:
 
 
 @gpu_or_soak
-def test_tables_of_a_collection_share_launches_and_train_as_on_the_reference_engine() -> None:
-    configs = [
-        TableConfig("a", dim=4, optimizer=Adagrad(0.1)),
-        TableConfig("b", dim=4, optimizer=Adagrad(0.2), initializer=Normal(0.0, 0.1)),
-        TableConfig("c", dim=3, optimizer=Halving(0.1)),
-    ]
-    features = [
-        Feature("x", "a"),
-        Feature("y", "a", combiner=Mean()),
-        Feature("z", "b", combiner=FirstN(2)),
-        Feature("w", "c"),
-    ]
-    columns = {
-        "x": Ragged.from_lists([[1, 2, 1], [], [3]]),
-        "y": Ragged.from_lists([[2], [4, 4], [1, 5]]),
-        "z": Ragged.from_lists([[7, 8, 9], [7], []]),
-        "w": Ragged.from_lists([[1], [1, 2], [3]]),
-    }
-    collections = [EmbeddingCollection(configs, features, engine=name) for name in ("cuda", "reference")]
-    for collection in collections:
-        for _ in range(6):
-            out = collection(columns)
-            sum((value * value).sum() for value in out.values()).backward()
-
-    group = collections[0].shards.engines
-    assert isinstance(group, CudaEngineGroup)
-    assert [shared.names for shared in group._shared] == [["a", "b"], ["c"]]
-    for name in ("a", "b", "c"):
-        got, expected = (everything(collection.tables[name]) for collection in collections)
-        assert got.ids.tolist() == expected.ids.tolist()
-        torch.testing.assert_close(got.rows, expected.rows, rtol=1e-6, atol=1e-7)
-
-
-@gpu_or_soak
 def test_repeated_steps_of_the_same_sizes_use_their_memory_again() -> None:
     configs = [
         TableConfig("a", dim=4, optimizer=Adagrad(0.1)),
@@ -179,50 +140,6 @@ def test_repeated_steps_of_the_same_sizes_use_their_memory_again() -> None:
     group = collections[0].shards.engines
     assert isinstance(group, CudaEngineGroup)
     assert sum(len(slots) for slots in group._shared[0].slots._slots.values()) == 2
-
-
-def test_an_occurrence_in_no_bag_has_no_gradient() -> None:
-    ids = torch.tensor([7, 8, 9, 7])
-    bags = Bags(torch.tensor([1, 2, 3]), (OutputSlice(0, 0, 0, 4),))  # occurrences 1 and 2
-    pooling = Pooling(((2, 4),), {"t": (bags,)})
-    config = TableConfig("t", dim=4, optimizer=SGD(1.0), initializer=Zeros())
-    tables = [Table(config, engine=name) for name in ("cuda", "reference")]
-    for table in tables:
-        table.update(None, ids, [torch.arange(8.0).view(2, 4)], pooling, step=0, time=0)
-    got, expected = (everything(table) for table in tables)
-    assert got.ids.tolist() == expected.ids.tolist() == [8, 9]
-    assert torch.equal(got.rows, expected.rows)
-
-
-@gpu_or_soak
-def test_a_table_grows_without_losing_a_row() -> None:
-    config = TableConfig("t", dim=2, optimizer=SGD(1.0))
-    table = Table(config, engine="cuda")
-    table.engine_impl = CudaEngine(config, chunk_bytes=512)  # several chunks, several rehashes
-    ids = torch.arange(120) * 0x9E3779B97F4A7C1
-    rows = torch.arange(240, dtype=torch.float32).view(120, 2)
-    for part in range(0, 120, 30):
-        table.assign(ids[part : part + 30], rows[part : part + 30])
-        table.remove(ids[part : part + 7])
-
-    kept = [i for i in range(120) if i % 30 >= 7]
-    assert len(table) == len(kept)
-    assert torch.equal(table.lookup(ids[kept]), rows[kept])
-    assert bool((table.find(ids[[i for i in range(120) if i % 30 < 7]]) < 0).all())
-
-
-@gpu_or_soak
-def test_two_runs_of_an_update_give_the_same_bits() -> None:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 5, (60,), generator=generator)  # rows that cross several chunks
-    grads = torch.randn(60, 3, generator=generator)
-    results = []
-    for _ in range(2):
-        table = Table(TableConfig("t", dim=3, optimizer=Adagrad(0.1)), engine="cuda")
-        table.apply_gradients(ids, grads, step=0, time=0)
-        results.append(everything(table))
-    assert torch.equal(results[0].rows, results[1].rows)
-    assert torch.equal(results[0].state["0/sum"], results[1].state["0/sum"])
 
 
 def test_a_row_with_a_sum_that_is_not_finite_is_skipped_and_reported() -> None:

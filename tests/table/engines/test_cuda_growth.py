@@ -65,20 +65,6 @@ def test_updates_of_known_ids_do_not_read_the_counters_after_rows_were_removed(
 
 
 @gpu_or_soak
-def test_removed_rows_give_their_places_to_new_ones() -> None:
-    table = small_chunks()
-    capacity = 0
-    for step in range(4):
-        ids = torch.arange(step * 20, step * 20 + 20)
-        table.apply_gradients(ids, torch.ones(20, 2), step=step)
-        assert torch.equal(table.lookup(ids).cpu(), torch.full((20, 2), -1.0))
-        assert table.find(ids).unique().numel() == 20
-        table.remove(ids)
-        capacity = capacity or memory_of(table).row_capacity
-    assert memory_of(table).row_capacity == capacity
-
-
-@gpu_or_soak
 def test_a_table_that_cannot_grow_is_unchanged_and_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     table = small_chunks()
     table.assign(torch.arange(10), torch.ones(10, 2))

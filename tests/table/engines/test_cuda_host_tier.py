@@ -119,23 +119,6 @@ def test_rows_in_use_move_to_the_gpu_and_the_hit_rate_shows_it() -> None:
     assert table.find(torch.arange(100)).unique().numel() == 100
 
 
-@gpu_or_soak
-def test_rows_in_use_move_to_the_gpu_after_rows_there_were_removed() -> None:
-    table = Table(
-        limited(TableConfig("t", dim=2, optimizer=SGD(1.0), initializer=Zeros()), 16), engine="cuda"
-    )
-    table.assign(torch.arange(60), torch.zeros(60, 2))
-    table.remove(torch.arange(9))
-    hot = torch.arange(50, 57)
-    for step in range(3):
-        table.apply_gradients(hot, torch.ones(7, 2), step=step)
-    assert bool((table.find(hot) < 16).all())
-    assert bool((table.find(hot) >= 9).all())
-    rest = torch.arange(9, 60)
-    assert table.find(rest).unique().numel() == len(table) == 51
-    assert table.lookup(rest).cpu()[:, 0].tolist() == [-3.0 if 50 <= id < 57 else 0.0 for id in rest]
-
-
 def test_a_row_that_a_search_visited_twice_is_removed_once() -> None:
     table = Table(TableConfig("t", dim=2, optimizer=SGD(1.0)), engine="cuda")
     table.assign(torch.arange(8), torch.zeros(8, 2))

@@ -16,36 +16,15 @@ def table_with(engine: str, admission: Admission, lr: float = 0.1) -> Table:
     return Table(config, engine=engine)
 
 
-def test_the_call_that_reaches_the_count_applies_its_whole_sum(engine: str) -> None:
-    # Monolith's vector (threshold 3, lr 0.1, ids 0, 0, 1, gradient -1, four steps) is (0,0) (.1,0) (.3,0)
-    # (.5,.1) for occurrences one by one: its filter admits an id at occurrence 4 = threshold + 1. Here the
-    # call in which the total reaches n applies the whole sum, so n = 4 gives: totals of id 0 are 2, 4, 6, 8
-    # and of id 1 are 1, 2, 3, 4.
-    table = table_with(engine, MinCount(4))
-    seen = []
-    for step in range(4):
-        table.apply_gradients(ints(0, 0, 1), torch.tensor([[-1.0], [-1.0], [-1.0]]), step=step, time=step)
-        seen.append([round(x, 6) for x in table.lookup(ints(0, 1)).flatten().tolist()])
-    created = table.lookup(ints(0, 1)) - table_with(engine, MinCount(1)).lookup(ints(0, 1))
-
-    assert seen[0] == [0.0, 0.0]
-    first = seen[1][0] - 0.2  # the initial weight of id 0
-    assert seen == [
-        [0.0, 0.0],
-        [pytest.approx(first + 0.2), 0.0],
-        [pytest.approx(first + 0.4), 0.0],
-        [pytest.approx(first + 0.6), pytest.approx(seen[3][1])],
-    ]
-    assert created.shape == (2, 1)
-    assert len(table) == 2
-
-
 def test_counts_are_reported_until_the_id_has_a_row(engine: str) -> None:
     table = table_with(engine, MinCount(3))
+    table.track("c")
 
     table.apply_gradients(ints(5, 7, 5), torch.ones(3, 1), step=0)
     assert [x.tolist() for x in table.pending()] == [[5, 7], [2, 1]]
     assert table.drain_refused().tolist() == [5, 7]
+    assert [x.numel() for x in table.drain_touched("c")] == [0, 0]
+    assert table.lookup(ints(5, 7)).tolist() == [[0.0], [0.0]]
 
     table.apply_gradients(ints(7, 5), torch.ones(2, 1), step=1)
     assert [x.tolist() for x in table.pending()] == [[7], [2]]
@@ -58,7 +37,7 @@ def test_counts_are_reported_until_the_id_has_a_row(engine: str) -> None:
     assert (chunk.count.tolist(), chunk.step.tolist()) == ([1], [1])
 
 
-def test_ids_counted_first_are_dropped_when_there_are_too_many(engine: str) -> None:
+def test_a_limited_number_of_ids_is_counted(engine: str) -> None:
     table = table_with(engine, MinCount(2, max_ids=2))
 
     table.apply_gradients(ints(1, 2, 3), torch.ones(3, 1), step=0)
@@ -68,8 +47,6 @@ def test_ids_counted_first_are_dropped_when_there_are_too_many(engine: str) -> N
     table.apply_gradients(ints(1), torch.ones(1, 1), step=1)
     assert len(table) == 0
 
-
-def test_an_id_that_gets_its_row_makes_room_for_another_count(engine: str) -> None:
     table = table_with(engine, MinCount(2, max_ids=2))
     table.apply_gradients(ints(1, 2), torch.ones(2, 1), step=0)
 
@@ -79,7 +56,7 @@ def test_an_id_that_gets_its_row_makes_room_for_another_count(engine: str) -> No
     assert table.stats().counters.pending_dropped == 0
 
 
-def test_assigning_a_row_bypasses_admission_and_ends_counting(engine: str) -> None:
+def test_counts_end_with_an_assigned_row_and_move_to_another_table(engine: str) -> None:
     table = table_with(engine, MinCount(9))
     table.apply_gradients(ints(4), torch.ones(1, 1), step=0)
 
@@ -88,8 +65,6 @@ def test_assigning_a_row_bypasses_admission_and_ends_counting(engine: str) -> No
     assert len(table) == 1
     assert table.pending()[0].numel() == 0
 
-
-def test_counts_move_to_another_table(engine: str) -> None:
     table, other = table_with(engine, MinCount(3)), table_with(engine, MinCount(3))
     table.apply_gradients(ints(1, 1, 2), torch.ones(3, 1), step=0)
 
@@ -98,16 +73,6 @@ def test_counts_move_to_another_table(engine: str) -> None:
 
     assert 1 in other
     assert 2 not in other
-
-
-def test_refused_gradients_leave_no_trace_in_rows(engine: str) -> None:
-    table = table_with(engine, MinCount(2))
-    table.track("c")
-
-    table.apply_gradients(ints(1), torch.ones(1, 1), step=0)
-
-    assert [x.numel() for x in table.drain_touched("c")] == [0, 0]
-    assert table.lookup(ints(1)).item() == 0.0
 
 
 def test_draws_depend_on_id_and_step_only(engine: str) -> None:

@@ -74,16 +74,6 @@ def test_evicted_ids_are_counted_logged_and_marked_removed(engine: str) -> None:
     assert (counters.created, counters.evicted, counters.removed) == (3, 2, 0)
 
 
-def test_a_pass_in_parts_visits_every_row(engine: str) -> None:
-    table = table_with(engine, TTL(10))
-    train(table, torch.arange(100), time=0)
-    removed = []
-    for _ in range(12):
-        removed += table.evict_part(100, rows=10).tolist()
-
-    assert sorted(removed) == list(range(100))
-
-
 @pytest.mark.parametrize(("score", "stays"), [("lru", [1, 4, 5]), ("lfu", [2, 4, 5]), ("step", [1, 4, 5])])
 def test_capacity_removes_the_lowest_score_and_keeps_the_call(
     engine: str, score: str, stays: list[int]
@@ -161,58 +151,20 @@ def test_rows_restored_without_counts_count_as_written_once(engine: str) -> None
     assert (restored.count.tolist(), restored.step.tolist()) == ([1, 1], [0, 0])
 
 
-def test_low_scores_far_from_the_cursor_are_found() -> None:
-    # The cursor starts among rows with high scores, and a call visits only a part of the table.
-    evicted = []
-    for engine in ("reference", "cpu"):
-        table = table_with(engine, Capacity(8000, score="step"))
-        train(table, torch.arange(6000), step=100)
-        train(table, torch.arange(6000, 8000), step=1)
-        for number in range(10):
-            train(table, ints(10_000 + number), step=200)
-        train(table, torch.arange(20_000, 20_300), step=200)
-        assert len(table) == 8000
-        evicted.append(table.drain_evicted())
-
-    assert evicted[0].numel() == 310
-    assert int(evicted[0].min()) >= 6000
-    assert evicted[1].tolist() == evicted[0].tolist()
-
-
-def test_without_a_score_a_full_table_raises_before_it_writes(engine: str) -> None:
-    table = table_with(engine, Capacity(2, score=None))
-    train(table, ints(1, 2))
+def test_without_a_score_or_room_for_the_call_a_full_table_raises_before_it_writes(engine: str) -> None:
+    table, scored = table_with(engine, Capacity(2, score=None)), table_with(engine, Capacity(2))
+    for each in (table, scored):
+        train(each, ints(1, 2))
 
     with pytest.raises(TableFullError, match=r"table 't' .*Capacity is 2 rows"):
         train(table, ints(2, 3), time=9)
-
-    (chunk,) = table.scan()
-    assert sorted(chunk.ids.tolist()) == [1, 2]
-    assert chunk.time.tolist() == [0, 0]
-
-
-def test_a_call_larger_than_the_capacity_raises(engine: str) -> None:
-    table = table_with(engine, Capacity(2))
-    train(table, ints(9))
-
     with pytest.raises(TableFullError):
-        train(table, ints(1, 2, 3))
-    assert 9 in table
-    assert len(table) == 1
+        train(scored, ints(3, 4, 5), time=9)
 
-
-def test_every_write_respects_the_capacity(engine: str) -> None:
-    table = table_with(engine, Capacity(3))
-    (chunk,) = _filled(engine, 3).scan()
-
-    table.assign(ints(10, 11, 12), torch.zeros(3, 2), time=1)
-    table.reinitialize(ints(13), time=2)
-    table.restore(chunk)
-
-    assert len(table) == 3
-    assert [i in table for i in (0, 1, 2)] == [True, True, True]
-    counters = table.stats().counters
-    assert counters.created - counters.evicted == 3
+    for each in (table, scored):
+        (chunk,) = each.scan()
+        assert sorted(chunk.ids.tolist()) == [1, 2]
+        assert chunk.time.tolist() == [0, 0]
 
 
 def _filled(engine: str, n: int) -> Table:

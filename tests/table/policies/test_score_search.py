@@ -161,33 +161,6 @@ def test_engines_remove_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logs[1] == logs[0]
 
 
-def test_rows_that_moved_are_searched_again() -> None:
-    n = 9_000
-    score = Recorded(shuffled(n))
-    table = full_table(score, TTL(50))
-    write(table, ints_above(1))
-    write(table, torch.arange(100), time=90)
-    moves = table.engine_impl.moves
-    table.evict(100)
-    assert (len(table), table.engine_impl.moves > moves) == (100, True)
-
-    write(table, torch.arange(n - 100) + 2 * NEW, time=100)
-    gone = write(table, torch.arange(50) + 3 * NEW, time=100)
-
-    assert len(gone) == 50  # 100 old rows are ranked below all others
-    assert max(gone) < 100
-
-
-def test_a_cleared_table_is_searched_again(engine: str) -> None:
-    score = Recorded(torch.arange(50))
-    table = full_table(score, engine=engine)
-    write(table, ints_above(1))
-    table.clear()
-    write(table, torch.arange(50))
-
-    assert write(table, ints_above(2)) == [0, 1]
-
-
 def test_a_wrong_score_raises_and_the_search_continues_afterwards(engine: str) -> None:
     result: list[object] = [torch.ones(3), torch.full((20,), float("nan")), "high"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,16 +11,7 @@ from torch import Tensor
 
 from megalith import SGD, Capacity, MinCount, Ones, Segment, Table, TableConfig, Zeros
 from megalith.table import Chunk, Eviction, Optimizer
-from tests.table.support import ints, whole
-
-
-class ScaledSGD(Optimizer):
-    """An optimizer written in torch."""
-
-    name = "scaled_sgd"
-
-    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        rows -= lr * grads
+from tests.table.support import TorchSGD, ints, whole
 
 
 class Everything(Eviction):
@@ -51,7 +42,7 @@ WRITES: dict[str, Callable[[Table], object]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [SGD(1.0), ScaledSGD(1.0)], ids=["native", "torch"])
+@pytest.mark.parametrize("optimizer", [SGD(1.0), TorchSGD(1.0)], ids=["native", "torch"])
 @pytest.mark.parametrize("name", list(WRITES))
 def test_a_row_written_after_the_scan_stays_even_in_the_same_second(
     engine: str, name: str, optimizer: Optimizer
@@ -107,7 +98,7 @@ def test_a_row_written_while_a_score_function_runs_stays(engine: str) -> None:
 def test_a_reader_never_sees_a_new_row_before_its_first_step() -> None:
     config = TableConfig(
         "t",
-        segments=[Segment(4, optimizer=ScaledSGD(1.0), initializer=Ones())],
+        segments=[Segment(4, optimizer=TorchSGD(1.0), initializer=Ones())],
         admission=MinCount(1),
         eviction=Capacity(64),
         missing="zeros",
