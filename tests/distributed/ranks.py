@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 SECONDS = 120
+PATIENT = 60.0
+"""Seconds that ranks wait for each other where no test depends on it."""
 IMPORTED = ["torch._dynamo", "megalith", "megalith.checkpoint", "megalith.training", "pytest", "hypothesis"]
 IMPORTED += ["pyarrow.parquet", "torch.utils.tensorboard"]  # if they are installed; a run imports them
 
@@ -52,6 +54,24 @@ def run_ranks(
     errors = [said for good, said in outcomes if not good]
     assert not errors, "\n".join(errors)
     return [result for _, result in outcomes]
+
+
+def error_of(work: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The error that a call raises, as "InputError: text"; "" if it raises none."""
+    try:
+        work(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def store() -> Any:
+    """Where ranks tell each other how far they are, besides the exchanges of a test."""
+    return dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+
+
+def wait_for(*keys: str) -> None:
+    store().wait(list(keys), timedelta(seconds=PATIENT))
 
 
 def _receive(rank: int, pipe: Connection, lost: bool) -> tuple[bool, Any]:

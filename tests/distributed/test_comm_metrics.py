@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megalith import SGD, SyncShards, TableConfig
-from megalith.errors import InputError, UnknownNameError, UsageError
 from megalith.shards import CommMetrics, CommReport
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import error_of, run_ranks
 
 # Under roundrobin rank 0 owns even ids, rank 1 odd ones. Rank 0 looks up 7 ids of `a`, 4 of them distinct
 # (0 and 2 are its own); rank 1 looks up 2 (3 is its own). Table `b` is asked for by rank 1 alone.
@@ -33,14 +32,6 @@ def numbers(report: CommReport, table: str) -> dict[str, tuple[float, ...]]:
     return {name: spread.by_rank for name, spread in report.tables[table].items()}
 
 
-def error_of(work: Any) -> str:
-    try:
-        work()
-    except (InputError, UnknownNameError, UsageError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def on_a_rank() -> dict[str, Any]:
     found: dict[str, Any] = {}
     shards = SyncShards(CONFIGS)
@@ -49,149 +40,94 @@ def on_a_rank() -> dict[str, Any]:
     seen: list[CommReport] = []
     metrics = CommMetrics(shards, callback=seen.append)
     step(shards, 0)
-    first = metrics.collect(10)
-    found["first"] = {table: numbers(first, table) for table in first.tables}
-    found["lookups"] = first.lookups
-    found["seen"] = seen == [first]
-    found["waits"] = {name: min(spread.by_rank) > 0 for name, spread in first.waits.items()}
-    found["scalars"] = first.scalars()
-    found["splits"] = {
-        table: {exchange: splits.by_sender for exchange, splits in exchanges.items()}
-        for table, exchanges in first.splits.items()
-    }
-    found["histograms"] = first.histograms()
-    ids = first.splits["a"]["ids"]
-    found["by receiver"] = (ids.of(0), ids.of(1), ids.sent, ids.received)
+    first = found["first"] = metrics.collect(10)
+    assert seen == [first]
     step(shards, 1)
-    again = metrics.collect(20)
-    found["again"] = {name: numbers(again, "a")[name] for name in ("misses", "created", "ids_sent")}
+    again = numbers(metrics.collect(20), "a")
+    assert (again["misses"], again["created"], again["ids_sent"]) == ((0, 0), (0, 0), (2, 1))
 
-    found["twice"] = error_of(lambda: CommMetrics(shards))
+    assert "close() it first" in error_of(CommMetrics, shards)
     metrics.close()
-    found["unknown"] = error_of(lambda: CommMetrics(shards, tables=["user"]))
+    unknown = error_of(CommMetrics, shards, tables=["user"])
+    assert unknown.startswith("UnknownNameError: unknown table 'user' (known: 'a', 'b')")
     some = CommMetrics(shards, tables=["b"])
     shards.assign({"b": (torch.tensor([1]), torch.zeros(1, 2))} if shards.rank == 0 else {})
     assigned = some.collect(30)
-    found["assign"] = {table: numbers(assigned, table) for table in some.tables}
-    found["assign splits"] = assigned.splits["b"]["rows"].by_sender
+    assert list(assigned.tables) == ["b"]
+    got = numbers(assigned, "b")  # nothing was looked up
+    assert (got["ids"], got["ids_sent"], got["bytes_sent"]) == ((0, 0), (1, 0), (8 + 8, 0))
+    assert assigned.splits["b"]["rows"].by_sender == ((0, 1), (0, 0))  # rank 0 assigns id 1
     some.close()
     some.close()  # nothing happens
-    found["closed"] = error_of(lambda: shards.add_recorder("x"))  # type: ignore[arg-type]
+    assert error_of(shards.add_recorder, "x") == "InputError: recorder must be a Recorder, got str"
 
     small = SyncShards(CONFIGS, wire={"rows": "int8", "grads": "bfloat16"})
     metrics = CommMetrics(small)
     step(small, 0)
-    found["small"] = numbers(metrics.collect(1), "a")["bytes_sent"]
+    row, gradient = 4 + 4, 4 * 2  # a scale and a byte a number; two bytes a number
+    sent = (2 * 8 + 1 * row + 2 * gradient, 1 * 8 + 2 * row + 1 * gradient)
+    assert numbers(metrics.collect(1), "a")["bytes_sent"] == sent
     dist.barrier()
     return found
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(on_a_rank)
+def reports() -> list[CommReport]:
+    """What each rank counted of one batch; it also checks later reports, other calls and wrong use."""
+    return [found["first"] for found in run_ranks(on_a_rank)]
 
 
-def test_a_batch_made_by_hand_counts_exactly(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:  # every rank knows the numbers of all
-        assert found["lookups"] == 1
-        assert found["first"]["a"] == {
-            "ids": (7, 2),
-            "distinct": (4, 2),
-            "distinct_ratio": (4 / 7, 1.0),
-            "served": (3, 3),  # 0, 2 and 4; 1, 3 and once more 3
-            "misses": (3, 3),
-            "created": (3, 2),
-            "ids_sent": (2, 1),  # 1 and 3; 4
-            "ids_received": (1, 2),
-            # An id of 8 bytes there, a row of 16 back, a gradient of 16 there.
-            "bytes_sent": (2 * (8 + 16) + 1 * 16, 1 * (8 + 16) + 2 * 16),
-            "bytes_received": (1 * (8 + 16) + 2 * 16, 2 * (8 + 16) + 1 * 16),
-        }
-        assert found["first"]["b"] == {
-            "ids": (0, 2),
-            "distinct": (0, 1),
-            "distinct_ratio": (1.0, 0.5),
-            "served": (1, 0),
-            "misses": (1, 0),
-            "created": (1, 0),
-            "ids_sent": (0, 1),
-            "ids_received": (1, 0),
-            "bytes_sent": (8, 8 + 8),
-            "bytes_received": (8 + 8, 8),
-        }
+A = {
+    "ids": (7, 2),
+    "distinct": (4, 2),
+    "distinct_ratio": (4 / 7, 1.0),
+    "served": (3, 3),  # 0, 2 and 4; 1, 3 and once more 3
+    "misses": (3, 3),
+    "created": (3, 2),
+    "ids_sent": (2, 1),  # 1 and 3; 4
+    "ids_received": (1, 2),
+    # An id of 8 bytes there, a row of 16 back, a gradient of 16 there.
+    "bytes_sent": (2 * (8 + 16) + 1 * 16, 1 * (8 + 16) + 2 * 16),
+    "bytes_received": (1 * (8 + 16) + 2 * 16, 2 * (8 + 16) + 1 * 16),
+}
+B = {"ids": (0, 2), "distinct": (0, 1), "distinct_ratio": (1.0, 0.5), "served": (1, 0), "misses": (1, 0)}
+B |= {"created": (1, 0), "ids_sent": (0, 1), "ids_received": (1, 0)}
+B |= {"bytes_sent": (8, 8 + 8), "bytes_received": (8 + 8, 8)}
 
 
-def test_splits_name_sender_and_receiver(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert found["splits"]["a"] == {
-            "ids": ((2, 2), (1, 1)),  # rank 0 asks rank 0 for 0 and 2, rank 1 for 1 and 3; rank 1: 4; 3
-            "rows": ((2, 1), (2, 1)),  # from the owner, so the other way round
-            "gradients": ((2, 2), (1, 1)),
-        }
-        assert found["splits"]["b"] == {
-            "ids": ((0, 0), (1, 0)),
-            "rows": ((0, 1), (0, 0)),
-            "gradients": ((0, 0), (1, 0)),
-        }
-        of_0, of_1, sent, received = found["by receiver"]
-        assert (of_0.by_rank, of_1.by_rank) == ((2, 2), (1, 1))
-        assert (sent.by_rank, sent.max_rank, received.by_rank) == ((4, 2), 0, (3, 3))
-        assert found["assign splits"] == ((0, 1), (0, 0))  # rank 0 assigns id 1
+def test_a_batch_made_by_hand_counts_exactly(reports: list[CommReport]) -> None:
+    for report in reports:  # every rank knows the numbers of all
+        assert report.lookups == 1
+        assert (numbers(report, "a"), numbers(report, "b")) == (A, B)
+        waits = {name: min(spread.by_rank) > 0 for name, spread in report.waits.items()}
+        assert waits == dict.fromkeys(("sizes", "ids", "rows", "gradients"), True)
 
 
-def test_histograms_hold_the_splits_and_what_each_rank_sent(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        a = {name: values for name, values in found["histograms"].items() if name.startswith("comm/a/")}
-        assert a == {
-            "comm/a/ids_splits": (2, 2, 1, 1),
-            "comm/a/ids_dist": (4, 2),
-            "comm/a/rows_splits": (2, 1, 2, 1),
-            "comm/a/rows_dist": (3, 3),
-            "comm/a/gradients_splits": (2, 2, 1, 1),
-            "comm/a/gradients_dist": (4, 2),
+def test_splits_name_sender_and_receiver(reports: list[CommReport]) -> None:
+    splits = {
+        # Rank 0 asks rank 0 for 0 and 2, rank 1 for 1 and 3; rank 1: 4; 3. Rows come from the owner.
+        "a": {"ids": ((2, 2), (1, 1)), "rows": ((2, 1), (2, 1)), "gradients": ((2, 2), (1, 1))},
+        "b": {"ids": ((0, 0), (1, 0)), "rows": ((0, 1), (0, 0)), "gradients": ((0, 0), (1, 0))},
+    }
+    for report in reports:
+        for table, expected in splits.items():
+            assert {name: each.by_sender for name, each in report.splits[table].items()} == expected
+        ids = report.splits["a"]["ids"]
+        assert (ids.of(0).by_rank, ids.of(1).by_rank) == ((2, 2), (1, 1))
+        assert (ids.sent.by_rank, ids.sent.max_rank, ids.received.by_rank) == ((4, 2), 0, (3, 3))
+        drawn = {n.removeprefix("comm/a/"): x for n, x in report.histograms().items() if "/a/" in n}
+        assert drawn == {
+            **{"ids_splits": (2, 2, 1, 1), "rows_splits": (2, 1, 2, 1), "gradients_splits": (2, 2, 1, 1)},
+            **{"ids_dist": (4, 2), "rows_dist": (3, 3), "gradients_dist": (4, 2)},
         }
 
 
-def test_a_report_counts_from_the_last_one(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["again"] == {"misses": (0, 0), "created": (0, 0), "ids_sent": (2, 1)}
-
-
-def test_scalars_have_names_and_say_who_has_least_and_most(ranks: list[dict[str, Any]]) -> None:
-    scalars = ranks[0]["scalars"]
+def test_scalars_have_names_and_say_who_has_least_and_most(reports: list[CommReport]) -> None:
+    scalars = reports[0].scalars()
     assert scalars["comm/lookups"] == 1
     assert scalars["comm/a/ids/rank0"] == 7
     own = {name.rpartition("/")[2]: x for name, x in scalars.items() if name.startswith("comm/b/served/")}
     assert own == {"rank0": 1, "rank1": 0, "min": 0, "min_rank": 1, "max": 1, "max_rank": 0, "skew": 2.0}
     assert scalars["comm/a/served/skew"] == 1.0
-    assert {name.split("/")[1] for name in scalars if name.startswith("comm_wait/")} == {
-        "sizes",
-        "ids",
-        "rows",
-        "gradients",
-    }
-
-
-def test_waits_are_measured_and_the_callback_gets_the_report(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert found["waits"] == {"sizes": True, "ids": True, "rows": True, "gradients": True}
-        assert found["seen"]
-
-
-def test_some_tables_and_other_calls(ranks: list[dict[str, Any]]) -> None:
-    assigned = ranks[1]["assign"]
-    assert list(assigned) == ["b"]
-    assert assigned["b"]["ids"] == (0, 0)  # nothing was looked up
-    assert assigned["b"]["ids_sent"] == (1, 0)
-    assert assigned["b"]["bytes_sent"] == (8 + 8, 0)
-
-
-def test_bytes_are_those_of_the_wire(ranks: list[dict[str, Any]]) -> None:
-    row, gradient = 4 + 4, 4 * 2  # a scale and a byte a number; two bytes a number
-    assert ranks[0]["small"] == (2 * 8 + 1 * row + 2 * gradient, 1 * 8 + 2 * row + 1 * gradient)
-
-
-def test_mistakes_are_told(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert found["unknown"].startswith("UnknownNameError: unknown table 'user' (known: 'a', 'b')")
-        assert "close() it first" in found["twice"]
-        assert found["closed"] == "InputError: recorder must be a Recorder, got str"
+    waits = {name.split("/")[1] for name in scalars if name.startswith("comm_wait/")}
+    assert waits == {"sizes", "ids", "rows", "gradients"}

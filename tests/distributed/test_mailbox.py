@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import pickle
 import signal
 import stat
 import sys
 import tempfile
 import threading
-import traceback
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalith.errors import InputError, UsageError
@@ -26,8 +23,8 @@ if sys.platform != "linux":
     pytest.skip("mailboxes need Linux", allow_module_level=True)
 
 from megalith._native import Mailbox
+from tests.distributed.ranks import run_ranks
 
-SECONDS = 120
 LONG = 100.0
 
 
@@ -40,52 +37,20 @@ def folder() -> Iterator[Path]:
         assert not list(Path(name).iterdir()), "a mailbox was left behind"
 
 
-def run(folder: Path, size: int, work: Callable[..., Any], *args: Any, killed: int = -1) -> list[Any]:
-    """What `work(box, rank, size, *args)` returns in each of `size` processes; None for the killed one."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "megalith"])
-    barrier = context.Barrier(size, timeout=SECONDS)
-    started = []
-    for rank in range(size):
-        ours, theirs = context.Pipe(duplex=False)
-        arguments = (theirs, barrier, folder, rank, size, work, args)
-        process = context.Process(target=_rank, args=arguments, daemon=True)
-        process.start()
-        theirs.close()
-        started.append((process, ours))
-    results: list[Any] = []
-    try:
-        for rank, (_, pipe) in enumerate(started):
-            assert pipe.poll(SECONDS), f"rank {rank}: no answer within {SECONDS} s"
-            if rank == killed:
-                with pytest.raises(EOFError):
-                    pipe.recv_bytes()
-                results.append(None)
-                continue
-            good, result = pickle.loads(pipe.recv_bytes())
-            assert good, result
-            results.append(result)
-    finally:
-        for process, _ in started:
-            process.join(5)
-            process.kill()
-    return results
+def run(folder: Path, size: int, work: Callable[..., Any], *args: Any, killed: Sequence[int] = ()) -> None:
+    """Runs `work(box, rank, size, *args)` in each of `size` processes."""
+    run_ranks(with_box, folder, work, args, world_size=size, lost=killed)
 
 
-def _rank(pipe: Connection, barrier: Any, folder: Path, rank: int, size: int, work: Any, args: Any) -> None:
-    signal.alarm(SECONDS)  # whatever it hangs in
-    torch.set_num_threads(1)
-    try:
-        box = Mailbox(str(folder / str(rank)), rank, size)
-        barrier.wait()
-        box.connect([str(folder / str(r)) for r in range(size)])
-        barrier.wait()
-        box.unlink()
-        result = work(box, rank, size, *args)
-        box.close()
-        pipe.send_bytes(pickle.dumps((True, result)))
-    except BaseException:
-        pipe.send_bytes(pickle.dumps((False, f"rank {rank}:\n{traceback.format_exc()}")))
+def with_box(folder: Path, work: Callable[..., Any], args: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    box = Mailbox(str(folder / str(rank)), rank, size)
+    dist.barrier()
+    box.connect([str(folder / str(r)) for r in range(size)])
+    dist.barrier()
+    box.unlink()
+    work(box, rank, size, *args)
+    box.close()
 
 
 def part(exchange: int, sender: int, receiver: int, largest: int) -> Tensor:
@@ -128,12 +93,11 @@ def leave_first(box: Mailbox, rank: int, size: int) -> None:
 
 
 def test_a_rank_that_died_is_named_and_the_box_is_broken(folder: Path) -> None:
-    run(folder, 2, leave_first, killed=1)
+    run(folder, 2, leave_first, killed=[1])
 
 
 def expect_too_much(box: Mailbox, rank: int, size: int) -> None:
-    send = torch.zeros(7, dtype=torch.uint8)
-    recv = torch.zeros(9, dtype=torch.uint8)
+    send, recv = torch.zeros(7, dtype=torch.uint8), torch.zeros(9, dtype=torch.uint8)
     if rank == 0:
         assert box.exchange(send, [0, 7], nothing(), [0, 0], LONG) == []
         return
@@ -216,83 +180,12 @@ def test_a_file_is_exclusive_private_and_gone_with_its_box(folder: Path) -> None
     assert not path.exists()
 
 
-def test_a_folder_that_does_not_exist_is_named(folder: Path) -> None:
+def test_wrong_ranks_and_paths_are_named(folder: Path) -> None:
+    for rank, size in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(InputError, match=f"rank {rank} of {size}"):
+            Mailbox(str(folder / "a"), rank, size)
     with pytest.raises(FileNotFoundError, match="nowhere/a"):
         Mailbox(str(folder / "nowhere" / "a"), 0, 1)
-
-
-@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_rank_outside_the_size_is_refused(folder: Path, rank: int, size: int) -> None:
-    with pytest.raises(InputError, match=f"rank {rank} of {size}"):
-        Mailbox(str(folder / "a"), rank, size)
-
-
-def test_one_rank_gets_its_own_part(folder: Path) -> None:
-    box = Mailbox(str(folder / "a"), 0, 1)
-    box.connect([str(folder / "a")])
-    recv = torch.zeros(3, dtype=torch.uint8)
-    assert box.exchange(torch.tensor([1, 2, 3], dtype=torch.uint8), [3], recv, [3], 0) == []
-    assert recv.tolist() == [1, 2, 3]
-
-
-def test_bad_arguments_are_told_and_change_nothing(folder: Path) -> None:
-    box = Mailbox(str(folder / "a"), 0, 1)
-    send, recv = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
-    with pytest.raises(UsageError, match=r"call connect\(\) first"):
-        box.exchange(send, [4], recv, [4], 1)
-    box.connect([str(folder / "a")])
-    with pytest.raises(TypeError, match="send: expected a contiguous uint8 tensor on the CPU"):
-        box.exchange(send.int(), [4], recv, [4], 1)
-    with pytest.raises(TypeError, match="recv: expected a contiguous uint8 tensor on the CPU"):
-        box.exchange(send, [4], torch.zeros(8, dtype=torch.uint8)[::2], [4], 1)
-    with pytest.raises(InputError, match=r"send_sizes: .* add up to the 4 bytes of send"):
-        box.exchange(send, [3], recv, [4], 1)
-    with pytest.raises(InputError, match=r"recv_sizes: .* add up to the 4 bytes of recv"):
-        box.exchange(send, [4], recv, [2**62], 1)
-    with pytest.raises(InputError, match="recv_sizes: expected one per rank, 1, got 2"):
-        box.exchange(send, [4], recv, [4, 0], 1)
-    with pytest.raises(InputError, match="recv: shares memory with send"):
-        box.exchange(send, [4], send, [4], 1)
-    with pytest.raises(InputError, match="timeout"):
-        box.exchange(send, [4], recv, [4], -1)
-    assert recv.tolist() == [0, 0, 0, 0]
-    assert box.exchange(send, [4], recv, [4], 1) == []
-    box.close()
-    with pytest.raises(UsageError, match="closed"):
-        box.exchange(send, [4], recv, [4], 1)
-
-
-@pytest.mark.parametrize("damage", ["empty", "text", "longer", "swapped", "folder", "more ranks"])
-def test_a_path_that_is_not_the_ranks_mailbox_is_named(folder: Path, damage: str) -> None:
-    box, other, paths = pair(folder)
-    wrong = folder / "wrong"
-    size = Path(paths[1]).stat().st_size
-    if damage == "empty":
-        wrong.touch()
-    elif damage == "text":
-        wrong.write_bytes(b"x" * size)
-    elif damage == "longer":
-        wrong.write_bytes(Path(paths[1]).read_bytes() + b"x")
-    elif damage == "swapped":
-        wrong.write_bytes(Path(paths[0]).read_bytes())
-    elif damage == "folder":
-        wrong.mkdir()
-    else:
-        third = Mailbox(str(wrong), 1, 3)
-    with pytest.raises(InputError, match=f"{wrong} of rank 1"):
-        box.connect([paths[0], str(wrong)])
-    if damage == "more ranks":
-        third.close()
-    elif damage == "folder":
-        wrong.rmdir()
-    else:
-        wrong.unlink()
-    box.connect(paths)  # nothing was changed by the attempt
-    other.close()
-    box.close()
-
-
-def test_a_path_that_is_missing_is_named(folder: Path) -> None:
     box, other, paths = pair(folder)
     other.close()
     with pytest.raises(FileNotFoundError, match=paths[1]):
@@ -302,12 +195,63 @@ def test_a_path_that_is_missing_is_named(folder: Path) -> None:
     box.close()
 
 
+def test_bad_arguments_are_told_and_change_nothing(folder: Path) -> None:
+    box = Mailbox(str(folder / "a"), 0, 1)
+    send, recv = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(UsageError, match=r"call connect\(\) first"):
+        box.exchange(send, [4], recv, [4], 1)
+    box.connect([str(folder / "a")])
+    strided = torch.zeros(8, dtype=torch.uint8)[::2]
+    for kind, text, arguments in (
+        (TypeError, "send: expected a contiguous uint8 tensor on the CPU", (send.int(), [4], recv, [4], 1)),
+        (TypeError, "recv: expected a contiguous uint8 tensor on the CPU", (send, [4], strided, [4], 1)),
+        (InputError, "send_sizes: .* add up to the 4 bytes of send", (send, [3], recv, [4], 1)),
+        (InputError, "recv_sizes: .* add up to the 4 bytes of recv", (send, [4], recv, [2**62], 1)),
+        (InputError, "recv_sizes: expected one per rank, 1, got 2", (send, [4], recv, [4, 0], 1)),
+        (InputError, "recv: shares memory with send", (send, [4], send, [4], 1)),
+        (InputError, "timeout", (send, [4], recv, [4], -1)),
+    ):
+        with pytest.raises(kind, match=text):
+            box.exchange(*arguments)
+    assert recv.tolist() == [0, 0, 0, 0]
+    assert box.exchange(send, [4], recv, [4], 1) == []
+    assert recv.tolist() == [0, 1, 2, 3]  # the one rank gets its own part
+    box.close()
+    with pytest.raises(UsageError, match="closed"):
+        box.exchange(send, [4], recv, [4], 1)
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "longer", "swapped", "folder", "more ranks"])
+def test_a_path_that_is_not_the_ranks_mailbox_is_named(folder: Path, damage: str) -> None:
+    box, other, paths = pair(folder)
+    own, good = (Path(path).read_bytes() for path in paths)
+    wrong = folder / "wrong"
+    if damage == "folder":
+        wrong.mkdir()
+    elif damage == "more ranks":
+        third = Mailbox(str(wrong), 1, 3)
+    else:
+        contents = {"empty": b"", "text": b"x" * len(good), "longer": good + b"x", "swapped": own}
+        wrong.write_bytes(contents[damage])
+    with pytest.raises(InputError, match=f"{wrong} of rank 1"):
+        box.connect([paths[0], str(wrong)])
+    if damage == "folder":
+        wrong.rmdir()
+    elif damage == "more ranks":
+        third.close()
+    else:
+        wrong.unlink()
+    box.connect(paths)  # nothing was changed by the attempt
+    other.close()
+    box.close()
+
+
 def test_a_forked_child_is_refused_and_leaves_the_file_alone(folder: Path) -> None:
     box = Mailbox(str(folder / "a"), 0, 1)
     box.connect([str(folder / "a")])
     child = os.fork()
     if child == 0:
-        signal.alarm(SECONDS)
+        signal.alarm(120)
         try:
             box.exchange(nothing(), [0], nothing(), [0], 0)
         except UsageError as error:

@@ -1,4 +1,5 @@
-"""Policies over ranks: counts are summed over ranks, shards divide a capacity, and all ranks use one time."""
+"""Policies and rows of 16 bits over ranks: counts are summed, owners round like one process, shards divide a
+capacity, and all ranks use one time."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from megalith import (
     MinCount,
     Probability,
     Ragged,
+    Segment,
     SyncShards,
     TableConfig,
 )
@@ -41,15 +43,15 @@ class ScaledSGD(Optimizer):
 
 
 def configs() -> list[TableConfig]:
-    narrow = {"precision": "bfloat16", "rounding": "stochastic"}
+    rate, narrow = {"optimizer": SGD(0.5)}, {"precision": "bfloat16", "rounding": "stochastic"}
+    counted: dict[str, Any] = {"admission": MinCount(3), "eviction": TTL(5), **narrow}
     return [
-        TableConfig("counted", dim=2, optimizer=SGD(0.5), admission=MinCount(3)),
-        TableConfig("drawn", dim=3, optimizer=SGD(0.5), admission=Probability(0.4)),
-        TableConfig("plain", dim=1, optimizer=SGD(0.5)),
-        TableConfig("narrow", dim=3, optimizer=SGD(0.5), admission=MinCount(3), eviction=TTL(5), **narrow),
-        TableConfig(
-            "in_torch", dim=3, optimizer=ScaledSGD(0.5), admission=MinCount(3), eviction=TTL(5), **narrow
-        ),
+        TableConfig("counted", dim=2, admission=MinCount(3), **rate),
+        TableConfig("drawn", dim=3, admission=Probability(0.4), **rate),
+        TableConfig("plain", dim=1, **rate),
+        TableConfig("mixed", segments=[Segment(3, precision="float16", **rate), Segment(2, **rate)]),
+        TableConfig("narrow", dim=3, **rate, **counted),
+        TableConfig("in_torch", dim=3, optimizer=ScaledSGD(0.5), **counted),
     ]
 
 
@@ -68,14 +70,10 @@ def train_twice(shards: Shards, ids: Tensor) -> None:
 
 
 def contents(shards: Shards) -> dict[str, dict[int, list[float]]]:
-    found = {}
-    for name, table in shards.local.items():
-        found[name] = {
-            i: row.tolist()
-            for chunk in table.scan()
-            for i, row in zip(chunk.ids.tolist(), chunk.rows, strict=True)
-        }
-    return found
+    return {
+        name: {i: row.tolist() for c in table.scan() for i, row in zip(c.ids.tolist(), c.rows, strict=True)}
+        for name, table in shards.local.items()
+    }
 
 
 def pending(shards: Shards) -> dict[int, int]:
@@ -134,14 +132,13 @@ def test_micro_batches_and_ranks_count_like_one_batch(size: int) -> None:
 
 
 def bounded() -> tuple[int, int, list[int]]:
-    rank = dist.get_rank()
     shards = SyncShards([TableConfig("t", dim=1, optimizer=SGD(1.0), eviction=(Capacity(11), TTL(50)))])
     for step in range(5):
         ids = torch.arange(8 * step, 8 * step + 8)
         shards.apply_gradients({"t": ids}, {"t": torch.ones(8, 1)}, step=step, time=step)
     most = len(shards.local["t"])
     # Rank 0 has the later clock: it counts on every rank.
-    evicted = shards.evict(54 if rank == 0 else 1)["t"]
+    evicted = shards.evict(54 if dist.get_rank() == 0 else 1)["t"]
     return most, len(shards.local["t"]), sorted(evicted.tolist())
 
 

@@ -92,7 +92,7 @@ def train(shards: Shards, share: slice, ranks: int, **options: Any) -> dict[str,
         "predicted": predicted,
         "steps": model.embeddings.global_step,
         "dense": [p.detach() for p in model.parameters()],
-        "rows": {name: (t.ids, t.rows) for name, t in ((n, whole(t)) for n, t in shards.local.items())},
+        "rows": {name: (whole(table).ids, whole(table).rows) for name, table in shards.local.items()},
     }
 
 
@@ -104,6 +104,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 UNEVEN = "sum, uneven shares"
 """The first rank has nothing, the last most."""
+OWN = "tables of their own"
 
 
 def on_a_rank() -> dict[str, Any]:
@@ -118,6 +119,7 @@ def on_a_rank() -> dict[str, Any]:
     found["pushed"] = train(spread(push=True), own, size, reduction="mean")
     uneven = slice(max(0, rank - 1), BATCH if rank == size - 1 else rank)
     found[UNEVEN] = train(spread(), uneven, size, reduction="sum")
+    found[OWN] = train(LocalShards(TABLES), own, size, reduction="mean")
     return found
 
 
@@ -159,3 +161,9 @@ def test_each_rank_trained_its_own_part(ranks: list[dict[str, Any]]) -> None:
         sizes = [len(rank["gloo"]["rows"][name][0]) for rank in ranks]
         assert all(sizes)
         assert sum(sizes) == 10
+
+
+def test_ranks_with_tables_of_their_own_keep_the_dense_part_equal(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank[OWN] for rank in ranks[:2])
+    assert all(torch.equal(a, b) for a, b in zip(first["dense"], second["dense"], strict=True))
+    assert not torch.equal(first["rows"]["a"][1][:2], second["rows"]["a"][1][:2])  # each trained its own

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
@@ -21,9 +20,8 @@ from megalith import (
     SyncShards,
     TableConfig,
 )
-from megalith.shards.preparer import RoutedIds
 from tests.distributed.ranks import run_ranks
-from tests.table.support import assert_same_bits, assert_same_tables, ints, whole
+from tests.table.support import assert_same_bits, assert_same_tables, whole
 
 BATCHES = 4
 TABLES = [TableConfig("a", dim=4, optimizer=Adagrad(0.1)), TableConfig("b", dim=3, optimizer=Adagrad(0.2))]
@@ -90,25 +88,3 @@ def in_workers() -> dict[str, bool]:
 
 def test_a_data_worker_prepares_the_same_bits() -> None:
     assert run_ranks(in_workers) == [{"all in the worker": True, "trained": True}] * 2
-
-
-def of_shards() -> list[bool]:
-    """ids -> prepared -> rows; the same as straight from ids, and used for one update like them."""
-    shards = SyncShards(TABLES, timeout=60.0)
-    ids = {"b": ints(4, 4, -1), "a": ints(*range(dist.get_rank(), 8))}
-    prepared = shards.prepare(ids)
-    first, second = shards.lookup(prepared), shards.lookup(ids)
-    first.wait()
-    second.wait()
-    same = [torch.equal(first.rows[name], second.rows[name]) for name in ids]
-    grads = {name: torch.ones(len(x), shards.configs[name].dim) for name, x in ids.items()}
-    before = first.rows["a"].clone()
-    shards.apply_gradients(shards.lookup(prepared), grads, step=0)
-    shards.apply_gradients(prepared, grads, step=1)  # type: ignore[arg-type]
-    changed = bool((shards.lookup(ids).rows["a"] < before).all())
-    return [isinstance(prepared, RoutedIds), *same, changed]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_prepared_ids_look_up_what_ids_do(size: int) -> None:
-    assert run_ranks(of_shards, world_size=size) == [[True] * 4] * size

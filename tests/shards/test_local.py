@@ -10,24 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import SGD, Capacity, LocalShards, MinCount, PolynomialDecay, TableConfig, Zeros
-from megalith.errors import InputError, TableFullError, UnknownNameError, UsageError
+from megalith import SGD, Capacity, LocalShards, MinCount, TableConfig
+from megalith.errors import InputError, MegalithError, TableFullError, UnknownNameError, UsageError
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.shards import CommMetrics, PreparedIds
 from megalith.table import Optimizer
 from megalith.table.validation import InputChecks
-
-
-def ids(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+from tests.shards.vectors import VECTORS
+from tests.shards.vectors import table as zeros
+from tests.table.support import ints as ids
 
 
 def rows(*values: object) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
-
-
-def zeros(name: str, dim: int, lr: object = 1.0) -> TableConfig:
-    return TableConfig(name, dim=dim, optimizer=SGD(lr), initializer=Zeros())  # type: ignore[arg-type]
 
 
 def contents(shards: LocalShards) -> dict[str, dict[int, list[float]]]:
@@ -41,82 +36,9 @@ def contents(shards: LocalShards) -> dict[str, dict[int, list[float]]]:
     }
 
 
-# ---- vectors of the predecessor (reference 1.5 and 1.7)
-
-
-def test_assign_add_then_half_gradients(engine: str) -> None:
-    shards = LocalShards([zeros("1", 1), zeros("2", 2)], engine=engine)
-    asked = {"1": ids(1, 2), "2": ids(3)}
-    shards.assign_add({"1": (ids(1, 2), rows([-1], [-2])), "2": (ids(3), rows([-3, -3]))})
-
-    lookup = shards.lookup(asked)
-
-    assert lookup.rows["1"].tolist() == [[-1], [-2]]
-    assert lookup.rows["2"].tolist() == [[-3, -3]]
-    shards.apply_gradients(lookup, {"1": rows([-0.5], [-1]), "2": rows([-1.5, -1.5])}, step=0)
-    lookup = shards.lookup(asked)
-    assert lookup.rows["1"].tolist() == [[-0.5], [-1]]
-    assert lookup.rows["2"].tolist() == [[-1.5, -1.5]]
-
-
-def test_reinitialize_reports_in_input_order_and_unknown_tables(engine: str) -> None:
-    shards = LocalShards([zeros("1", 1), zeros("2", 2)], engine=engine)
-    shards.assign({"1": (ids(1, 2), rows([-1], [-2])), "2": (ids(3), rows([-3, -3]))})
-    shards.assign({"1": (ids(1, 2), rows([-0.5], [-1])), "2": (ids(3), rows([-1.5, -1.5]))})
-
-    status = shards.reinitialize({"1": ids(1, 2, 3), "3": ids(1, 2, 3)}, missing_ok=True)
-
-    assert status["1"].tolist() == [1, 1, 0]
-    assert status["3"].tolist() == [-1, -1, -1]
-    lookup = shards.lookup({"1": ids(1, 2), "2": ids(3), "3": ids(1)}, missing_ok=True)
-    assert sorted(lookup.rows) == ["1", "2"]
-    assert lookup.rows["1"].tolist() == [[0], [0]]
-    assert lookup.rows["2"].tolist() == [[-1.5, -1.5]]
-
-
-def test_each_table_has_its_own_learning_rate_whatever_the_order(engine: str) -> None:
-    # The predecessor built its rates in insertion order and its tables in sorted order.
-    decay = PolynomialDecay(1.0, decay_steps=10, end=2.0)
-    shards = LocalShards([zeros("2", 2, lambda step: 1.0), zeros("1", 1, decay)], engine=engine)
-    asked = {"1": ids(1, 2), "2": ids(3)}
-    shards.assign_add({"1": (ids(1, 2), rows([-1], [-2])), "2": (ids(3), rows([-3, -3]))})
-    grads = {"1": rows([-0.5], [-1]), "2": rows([-1.5, -1.5])}
-
-    shards.apply_gradients(asked, grads, step=0)
-    shards.apply_gradients(asked, grads, step=1)
-
-    lookup = shards.lookup(asked)
-    torch.testing.assert_close(lookup.rows["1"], rows([0.05], [0.1]))
-    assert lookup.rows["2"].tolist() == [[0, 0]]
-
-
-def three_slots(engine: str) -> LocalShards:
-    return LocalShards([zeros("slot0", 1), zeros("slot1", 2), zeros("slot2", 2)], engine=engine)
-
-
-def test_apply_without_lookup_sums_duplicates(engine: str) -> None:
-    shards = three_slots(engine)
-
-    shards.apply_gradients(
-        {"slot0": ids(1), "slot1": ids(2, 2)},
-        {"slot0": rows([3]), "slot1": rows([1.1, 3.1], [2.2, 4.2])},
-        step=0,
-    )
-
-    assert shards.lookup({"slot0": ids(1)}).rows["slot0"].tolist() == [[-3]]
-    found = shards.lookup({"slot1": ids(1, 2)}).rows["slot1"]
-    torch.testing.assert_close(found, rows([0, 0], [-3.3, -7.3]))
-
-
-def test_two_features_of_one_table_share_rows(engine: str) -> None:
-    # What the predecessor called merged slots: assign_add 2 and 4 reads 6; gradients 1 + 1 leave 4.
-    shards = LocalShards([zeros("merged", 1)], engine=engine)
-
-    shards.assign_add({"merged": (ids(1, 1), rows([2], [4]))})
-
-    assert shards.lookup({"merged": ids(1, 1)}).rows["merged"].tolist() == [[6], [6]]
-    shards.apply_gradients({"merged": ids(1, 1)}, {"merged": rows([1], [1])}, step=0)
-    assert shards.lookup({"merged": ids(1)}).rows["merged"].tolist() == [[4]]
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector.__name__)
+def test_vectors(engine: str, vector: Any) -> None:
+    vector(lambda *tables: LocalShards(tables, engine=engine))
 
 
 # ---- the contract
@@ -166,21 +88,12 @@ def test_unknown_tables_are_named() -> None:
         shards.lookup({"user": ids(1)}).rows["item"]
 
 
-@pytest.mark.parametrize(
-    "grads",
-    [
-        {"a": rows([1]), "b": rows([1, 1])},  # wrong shape for b
-        {"a": rows([1]), "b": rows([float("nan")])},
-        {"a": rows([1]), "b": torch.ones(1, 1, dtype=torch.float64)},
-    ],
-)
-def test_nothing_is_written_to_any_table_when_one_gradient_is_wrong(
-    engine: str, grads: dict[str, Tensor]
-) -> None:
+@pytest.mark.parametrize("wrong", [rows([1, 1]), rows([float("nan")]), torch.ones(1, 1).double()])
+def test_nothing_is_written_to_any_table_when_one_gradient_is_wrong(engine: str, wrong: Tensor) -> None:
     shards = LocalShards([zeros("a", 1), zeros("b", 1)], engine=engine)
     lookup = shards.lookup({"a": ids(1), "b": ids(1)})
     with pytest.raises(InputError, match="table 'b'"):
-        shards.apply_gradients(lookup, grads, step=0)
+        shards.apply_gradients(lookup, {"a": rows([1]), "b": wrong}, step=0)
     assert contents(shards) == {"a": {}, "b": {}}
     shards.apply_gradients(lookup, {"a": rows([1])}, step=0)  # and the lookup can still be used
 
@@ -190,11 +103,6 @@ def test_nothing_is_written_when_one_schedule_fails() -> None:
     with pytest.raises(InputError, match="table 'b', segment 0: learning rate"):
         shards.apply_gradients({"a": ids(1), "b": ids(1)}, {"a": rows([1]), "b": rows([1])}, step=0)
     assert contents(shards) == {"a": {}, "b": {}}
-
-
-def test_names_must_differ() -> None:
-    with pytest.raises(InputError, match="two tables are named 'a'"):
-        LocalShards([zeros("a", 1), zeros("a", 2)])
 
 
 # ---- pooling over several tables
@@ -244,25 +152,16 @@ def test_a_pooling_that_does_not_fit_raises_before_anything_is_written(engine: s
     assert contents(shards) == {"a": {}, "b": {}}
 
 
-def test_scale_multiplies_summed_gradients(engine: str) -> None:
-    shards = LocalShards([zeros("a", 1)], engine=engine)
-    shards.apply_gradients({"a": ids(1, 1)}, {"a": rows([1], [2])}, step=0, scale=0.5)
-    assert contents(shards)["a"] == {1: [-1.5]}
-
-
 def test_tables_are_tracked_together(engine: str) -> None:
-    shards = LocalShards([zeros("a", 1), zeros("b", 1)], engine=engine)
+    shards = LocalShards([zeros("a"), zeros("b")], engine=engine)
     shards.assign({"a": (ids(1), rows([1]))})
     shards.track("publisher")
     shards.assign({"b": (ids(2, 3), rows([1], [1]))})
     shards.remove({"a": ids(1)})
 
-    drained = shards.drain_touched("publisher")
+    drained = {name: (u.tolist(), r.tolist()) for name, (u, r) in shards.drain_touched("publisher").items()}
 
-    assert {name: (u.tolist(), r.tolist()) for name, (u, r) in drained.items()} == {
-        "a": ([], [1]),
-        "b": ([2, 3], []),
-    }
+    assert drained == {"a": ([], [1]), "b": ([2, 3], [])}
     shards.mark_touched("publisher", {"b": ids(3)})
     assert shards.drain_touched("publisher")["b"][0].tolist() == [3]
 
@@ -336,56 +235,42 @@ def test_the_phases_of_a_step_are_named_in_a_profile(engine: str) -> None:
 def test_prepared_ids_made_by_hand_are_validated(engine: str) -> None:
     shards = LocalShards([zeros("a", 2)], engine=engine)
     shards.assign({"a": (ids(1, 2), rows([1, 2], [3, 4]))})
-    right = shards.lookup({"a": ids(1, 2)}).rows["a"]
-    small = PreparedIds({"a": ids(1, 2).int()})
-    assert torch.equal(shards.lookup(small).rows["a"], right)
+    assert shards.lookup(PreparedIds({"a": ids(1, 2).int()})).rows["a"].tolist() == [[1, 2], [3, 4]]
     with pytest.raises(InputError, match="table 'a': ids"):
         shards.lookup(PreparedIds({"a": torch.ones(2)}))
     with pytest.raises(UnknownNameError, match="unknown table 'zz'"):
         shards.lookup(PreparedIds({"zz": ids(1)}))
 
 
-def test_wrong_times_raise_without_gradients_too(engine: str) -> None:
-    with pytest.raises(InputError, match="time"):
-        LocalShards([zeros("a", 2)], engine=engine).apply_gradients({"a": ids(1)}, {}, step=0, time=-3)
-
-
 def test_what_is_not_a_pair_or_not_a_dict_is_named(engine: str) -> None:
-    shards = LocalShards([zeros("a", 1)], engine=engine)
-    bad: Any = {"a": ids(1)}
-    with pytest.raises(
-        InputError, match=r"table 'a': assign takes a pair \(ids, rows\) per table, got Tensor"
+    shards: Any = LocalShards([zeros("a", 1)], engine=engine)
+    pair, mapping = (
+        r"assign takes a pair \(ids, rows\) per table, got Tensor",
+        "must map table names, such as",
+    )
+    for call, text in (
+        (lambda: shards.assign({"a": ids(1)}), f"^table 'a': {pair}"),
+        (lambda: shards.assign_add(ids(1)), rf"^rows {mapping} \{{'user': \(ids, rows\)\}}"),
+        (lambda: shards.lookup(ids(1)), rf"^ids {mapping} \{{'user': ids\}}, got Tensor"),
+        (lambda: shards.preparer({"zz": ids(1)}), r"unknown table 'zz' \(known: 'a'\)"),
+        (lambda: CommMetrics(shards), "CommMetrics counts the traffic of a SyncShards, got LocalShards"),
+        (lambda: shards.add_recorder(None), "LocalShards has no exchanges to record"),
+        (lambda: shards.assign({"a": (ids(1), rows([torch.nan]))}), "table 'a': rows hold NaN or Inf"),
+        (lambda: LocalShards([zeros("a", 1), zeros("a", 2)]), "two tables are named 'a'"),
+        (lambda: shards.apply_gradients({"a": ids(1)}, {}, step=0, time=-3), "time must be"),
     ):
-        shards.assign(bad)
-    with pytest.raises(InputError, match=r"rows must map table names, such as \{'user': \(ids, rows\)\}"):
-        shards.assign_add(ids(1))  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"ids must map table names, such as \{'user': ids\}, got Tensor"):
-        shards.lookup(ids(1))  # type: ignore[arg-type]
-    with pytest.raises(UnknownNameError, match=r"unknown table 'zz' \(known: 'a'\)"):
-        shards.preparer({"zz": ids(1)})
-    with pytest.raises(UsageError, match="CommMetrics counts the traffic of a SyncShards, got LocalShards"):
-        CommMetrics(shards)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="LocalShards has no exchanges to record"):
-        shards.add_recorder(None)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="table 'a': rows hold NaN or Inf"):
-        shards.assign({"a": (ids(1), torch.full((1, 1), torch.nan))})
+        with pytest.raises(MegalithError, match=text):
+            call()
     assert contents(shards) == {"a": {}}
 
 
 def test_an_update_of_a_full_table_changes_no_table(engine: str) -> None:
-    shards = LocalShards(
-        [
-            TableConfig("a", dim=1, optimizer=SGD(1.0), initializer=Zeros()),
-            TableConfig("b", dim=1, optimizer=SGD(1.0), eviction=Capacity(2, score=None)),
-        ],
-        engine=engine,
-    )
-    batch = {"a": torch.tensor([1, 2, 3]), "b": torch.tensor([1, 2, 3])}
-    grads = {name: torch.ones(3, 1) for name in batch}
-
+    full = TableConfig("b", dim=1, optimizer=SGD(1.0), eviction=Capacity(2, score=None))
+    shards = LocalShards([zeros("a"), full], engine=engine)
     with pytest.raises(TableFullError, match="table 'b'"):
-        shards.apply_gradients(batch, grads, step=0)
-
+        shards.apply_gradients(
+            dict.fromkeys("ab", ids(1, 2, 3)), dict.fromkeys("ab", torch.ones(3, 1)), step=0
+        )
     assert len(shards.local["a"]) == len(shards.local["b"]) == 0
 
 
@@ -402,20 +287,17 @@ class Failing(Optimizer):
 
 @pytest.mark.parametrize("first", ["a", "z"])
 def test_an_optimizer_that_raises_changes_no_table(engine: str, first: str) -> None:
-    configs = [zeros(name, 1) for name in (first, "m")]
-    configs += [TableConfig("n", dim=1, optimizer=Failing(1.0), initializer=Zeros(), admission=MinCount(1))]
-    configs += [TableConfig("o", dim=1, optimizer=Failing(1.0), initializer=Zeros())]
-    shards = LocalShards(configs, engine=engine)
-    batch = {name: ids(1, 2) for name in shards.configs}
-    shards.apply_gradients(batch, {name: rows([1], [1]) for name in batch}, step=0)
+    configs = [zeros(first), zeros("m"), zeros("n", optimizer=Failing(1.0), admission=MinCount(1))]
+    shards = LocalShards([*configs, zeros("o", optimizer=Failing(1.0))], engine=engine)
+    batch, flat = dict.fromkeys(shards.configs, ids(1, 2)), dict.fromkeys(shards.configs, rows([1], [1]))
+    shards.apply_gradients(batch, flat, step=0)
     before = contents(shards)
-    steep = {name: rows([1], [1]) for name in batch} | {"o": rows([1], [200])}
 
     with pytest.raises(RuntimeError, match="too steep"):
-        shards.apply_gradients(batch, steep, step=1)
+        shards.apply_gradients(batch, flat | {"o": rows([1], [200])}, step=1)
 
     assert contents(shards) == before
-    shards.apply_gradients(batch, {name: rows([1], [1]) for name in batch}, step=1)
+    shards.apply_gradients(batch, flat, step=1)
     assert all(row == [-2.0] for table in contents(shards).values() for row in table.values())
 
 
