@@ -17,7 +17,7 @@ from megalith.checkpoint import saved_rows
 from megalith.checkpoint.manifest import NAME
 from megalith.errors import CheckpointError, UsageError
 from megalith.storage.store import LocalStore, StoredFile
-from tests.checkpoint.memory import MemoryStore
+from tests.checkpoint.memory import HookedStore, MemoryStore
 from tests.checkpoint.support import IDS, Model, assert_same, state_of, train
 from tests.table.support import ints
 
@@ -34,18 +34,6 @@ def saved_at(seed: int) -> tuple[MemoryStore, Model]:
     train(model, seed)
     checkpoint.save(model, store)
     return store, model
-
-
-class HookedStore(MemoryStore):
-    """Calls a function with the name of each file before it is written."""
-
-    def __init__(self, store: MemoryStore, hook: Callable[[str], object]) -> None:
-        super().__init__(store.files)
-        self._hook = hook
-
-    def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
-        self._hook(name)
-        return super().write(name, parts, flush=flush)
 
 
 def before_dense(call: Callable[[], object]) -> Callable[[str], object]:
@@ -326,6 +314,15 @@ def test_one_save_at_a_time_and_no_load_during_it() -> None:
     assert_same(state_of(loaded(store)), saved)
     checkpoint.save_delta(model, slow)
     assert_same(state_of(loaded(store)), state_of(model))
+
+
+def test_progress_is_saved_as_it_was_when_the_save_began() -> None:
+    store, go = MemoryStore(), threading.Event()
+    progress: dict[str, Any] = {"position": {"row": 7}}
+    handle = checkpoint.async_save(Model(), HookedStore(store, lambda _: go.wait(60)), progress=progress)
+    progress["position"]["row"] = 8
+    go.set()
+    assert handle.wait(60).progress == {"position": {"row": 7}} == checkpoint.read_manifest(store).progress
 
 
 def counting(rows: int) -> EmbeddingCollection:
