@@ -50,9 +50,8 @@ def problems(data: Any, schema: dict[str, Any] = SCHEMA, at: str = "") -> Iterat
             case "oneOf":
                 wrong = sum(not list(problems(data, option, at)) for option in value) != 1
             case "required":
-                yield from (
-                    f"{at}.{key}: required" for key in value if isinstance(data, dict) and key not in data
-                )
+                absent = [key for key in value if key not in fields] if isinstance(data, dict) else []
+                yield from (f"{at}.{key}: required" for key in absent)
             case "properties":
                 for key in value.keys() & fields.keys():
                     yield from problems(data[key], value[key], f"{at}.{key}")
