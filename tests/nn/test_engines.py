@@ -152,9 +152,9 @@ def test_engines_agree(world: World) -> None:
             made.step()
     assert cpu.global_step == reference.global_step
     for name in cpu.shards.configs:
-        mine, reference = whole(cpu.shards.local[name]), whole(reference.shards.local[name])
-        assert mine.ids.tolist() == reference.ids.tolist()
-        assert_close(mine.rows, reference.rows, rtol=1e-6, atol=1e-6)
+        mine, other = whole(cpu.shards.local[name]), whole(reference.shards.local[name])
+        assert mine.ids.tolist() == other.ids.tolist()
+        assert_close(mine.rows, other.rows, rtol=1e-6, atol=1e-6)
 
 
 @fixed_examples(20, 40)

@@ -396,5 +396,5 @@ def test_wrong_input_raises_a_megalith_error(servers: Servers) -> None:
             yield call, complete(call, arguments)
 
     assert not (raw := raw_errors(calls())), "\n".join(raw)
-    found = {name for name in public_names("megalith.shards") if name.partition(".")[0] in ON_SERVERS}
+    found = {name for name in public_names("megalith.ps") if name.partition(".")[0] in ON_SERVERS}
     assert found - swept - CANNOT_BE_CALLED.keys() == {"ServerShards"}  # called with its own signature
