@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +62,15 @@ class MemoryStore(Store):
         if name not in self.files:
             raise FileNotFoundError(name)
         return self.files[name]
+
+
+class HookedStore(MemoryStore):
+    """The files of another store. It calls a function with the name of each file before it is written."""
+
+    def __init__(self, store: MemoryStore, hook: Callable[[str], object]) -> None:
+        super().__init__(store.files, store.where)
+        self._hook = hook
+
+    def write(self, name: str, parts: Sequence[Any], *, flush: bool = True) -> StoredFile:
+        self._hook(name)
+        return super().write(name, parts, flush=flush)

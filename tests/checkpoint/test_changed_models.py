@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,50 +62,31 @@ def rows(net: Net, name: str) -> Any:
     return whole(net.emb.shards.local[name])
 
 
-def test_a_table_that_the_checkpoint_lacks_keeps_its_rows_and_is_reported() -> None:
-    store, net = saved(table("a"))
+def test_tables_that_one_side_lacks_are_reported() -> None:
+    store, net = saved(table("a"), table("c"))
+    manifest = checkpoint.read_manifest(store)
+    store.files[manifest.tables()["emb.c"][0].pieces[0].file.path] = b"damage that does not matter"
     other = Net([table("a"), table("b")]).fill(2)
     before = rows(other, "b")
-    with pytest.warns(UserWarning, match=r"does not hold 'emb\.b'"):
+    with (
+        pytest.warns(UserWarning, match=r"does not hold 'emb\.b'"),
+        pytest.warns(UserWarning, match=r"the model does not have: 'emb\.c'"),
+    ):
         report = checkpoint.load(other, store)
-    assert report.missing == ["emb.b"]
-    assert report.extra == []
-    assert report.rows == {"emb.a": 3}
+    assert (report.missing, report.extra, report.rows) == (["emb.b"], ["emb.c"], {"emb.a": 3})
     assert_same_tables(rows(other, "a"), rows(net, "a"))
     assert_same_tables(rows(other, "b"), before)
 
 
-def test_a_table_that_the_model_lacks_is_ignored_and_reported() -> None:
-    store, net = saved(table("a"), table("b"))
-    other = Net([table("a")])
-    with pytest.warns(UserWarning, match=r"the model does not have: 'emb\.b'"):
-        report = checkpoint.load(other, store)
-    assert (report.missing, report.extra) == ([], ["emb.b"])
-    assert_same_tables(rows(other, "a"), rows(net, "a"))
-
-
-def test_a_damaged_file_that_is_not_needed_is_ignored() -> None:
-    store, net = saved(table("a"), table("b"))
-    manifest = checkpoint.read_manifest(store)
-    store.files[manifest.tables()["emb.b"][0].pieces[0].file.path] = b"x"
-    other = Net([table("a")])
-    with pytest.warns(UserWarning, match="the model does not have"):
-        checkpoint.load(other, store)
-    assert_same_tables(rows(other, "a"), rows(net, "a"))
-
-
-def test_names_may_be_mapped() -> None:
+def test_names_may_be_mapped_and_exchanged() -> None:
     store, net = saved(table("old"), head=nn.Linear(2, 1))
     other = Net([table("new")], top=nn.Linear(2, 1))
     rename = {"emb.old": "emb.new", "head.weight": "top.weight", "head.bias": "top.bias"}
     report = checkpoint.load(other, store, rename=rename)
-    assert report.rows == {"emb.new": 3}
-    assert (report.missing, report.extra) == ([], [])
+    assert (report.rows, report.missing, report.extra) == ({"emb.new": 3}, [], [])
     assert_same_tables(rows(other, "new"), rows(net, "old"))
     assert torch.equal(other.top.weight, net.head.weight)  # type: ignore[union-attr]
 
-
-def test_names_may_be_exchanged() -> None:
     store, net = saved(table("a"), table("b"))
     other = Net([table("a"), table("b")])
     checkpoint.load(other, store, rename={"emb.a": "emb.b", "emb.b": "emb.a"})
@@ -156,6 +138,11 @@ def test_a_changed_table_raises_or_is_skipped_with_allow_missing(what: str) -> N
     assert_same_tables(rows(other, "b"), rows(net, "b"))
 
 
+def assert_same_states(a: Any, b: Any) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
 def test_weights_can_be_loaded_without_optimizer_state() -> None:
     store, net = saved(table("a"), table("b"))
     other = Net([table("a", optimizer=Adam(0.5)), table("b")])
@@ -195,11 +182,6 @@ def test_the_other_bias_correction_is_loaded_on_request(kind: type[Adam]) -> Non
         assert_same_states(loaded.state, kept.state)
 
 
-def assert_same_states(a: Any, b: Any) -> None:
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[key], b[key]) for key in a)
-
-
 def test_dense_weights_that_do_not_match_are_skipped_with_allow_missing() -> None:
     store, net = saved(table("a"), head=nn.Linear(2, 1), gone=nn.Linear(1, 1))
     other = Net([table("a")], head=nn.Linear(2, 1, bias=False), new=nn.Linear(1, 1))
@@ -215,15 +197,6 @@ def test_dense_weights_that_do_not_match_are_skipped_with_allow_missing() -> Non
     assert torch.equal(other.head.weight, net.head.weight)  # type: ignore[union-attr]
 
 
-def test_an_optimizer_that_was_not_saved_is_not_loaded() -> None:
-    store, _ = saved(table("a"), head=nn.Linear(2, 1))
-    other = Net([table("a")], head=nn.Linear(2, 1)).fill(2)
-    before = rows(other, "a")
-    with pytest.raises(CheckpointError, match="does not hold optimizer state; load without"):
-        checkpoint.load(other, store, optimizer=torch.optim.SGD(other.parameters(), 0.1))
-    assert_same_tables(rows(other, "a"), before)
-
-
 def test_rates_and_a_trainable_flag_may_change_without_a_warning() -> None:
     store, net = saved(table("a"))
     other = Net([table("a", optimizer=Adagrad(0.7, eps=1e-3), trainable=False, missing="zeros")])
@@ -233,80 +206,64 @@ def test_rates_and_a_trainable_flag_may_change_without_a_warning() -> None:
     assert_same_tables(rows(other, "a"), rows(net, "a"))
 
 
-def test_each_collection_gets_its_own_step() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = Net([table("t")]), Net([table("t")])
+class Two(nn.Module):
+    """Two collections: each with a table, or with one table together."""
 
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        shards = [LocalShards([table("t")]) for _ in range(2)]
+        self.a = EmbeddingCollection(shards[0], [Feature("f", "t")])
+        self.b = EmbeddingCollection(shards[0 if shared else 1], [Feature("g", "t")])
+
+
+def test_each_collection_gets_its_own_step_and_tables_that_two_share_are_saved_once() -> None:
     model, store = Two(), MemoryStore()
-    model.a.emb.global_step, model.b.emb.global_step = 7, 9
-    model.a.fill(1)
-    model.b.fill(2)
+    model.a.global_step, model.b.global_step = 7, 9
+    model.b.shards.assign({"t": (ints(1, 2), torch.ones(2, 2))})
     checkpoint.save(model, store)
     other = Two()
     checkpoint.load(other, store)
-    assert (other.a.emb.global_step, other.b.emb.global_step) == (7, 9)
-    assert_same_tables(rows(other.b, "t"), rows(model.b, "t"))
+    assert (other.a.global_step, other.b.global_step) == (7, 9)
+    assert_same_tables(whole(other.b.shards.local["t"]), whole(model.b.shards.local["t"]))
 
-
-def test_tables_that_two_collections_share_are_saved_once() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            shards = LocalShards([table("t")])
-            self.a = EmbeddingCollection(shards, [Feature("f", "t")])
-            self.b = EmbeddingCollection(shards, [Feature("g", "t")])
-
-    model, store = Shared(), MemoryStore()
+    model, other, store = Two(shared=True), Two(shared=True), MemoryStore()
     model.a.shards.assign({"t": (ints(1, 2), torch.ones(2, 2))})
-    model.b.global_step = 4
     checkpoint.save(model, store)
+    model.b.global_step = 4
     model.b.shards.assign({"t": (ints(3), torch.ones(1, 2))})
     checkpoint.save_delta(model, store)
-    other = Shared()
     report = checkpoint.load(other, store)
-    assert report.rows == {"a.t": 3}
-    assert report.missing == []
-    assert other.b.global_step == 4
+    assert (report.rows, report.missing, other.b.global_step) == ({"a.t": 3}, [], 4)
     assert_same_tables(whole(other.b.shards.local["t"]), whole(model.b.shards.local["t"]))
 
 
-def test_progress_that_is_not_json_raises() -> None:
-    deep: Any = []
-    for _ in range(120):
-        deep = [deep]
-    for progress in ({1: "a", "1": "b"}, {"x": deep}, {"x": {1, 2}}, {"x": float("inf")}):
-        with pytest.raises(InputError, match="progress must be JSON data"):
-            checkpoint.save(Net([table()]), MemoryStore(), progress=progress)
-
-
-def nested(levels: int) -> dict[str, Any]:
-    data: dict[str, Any] = {}
+def nested(levels: int, container: Callable[[Any], Any]) -> Any:
+    data: Any = container(0)
     for _ in range(levels - 1):
-        data = {"x": data}
+        data = container(data)
     return data
 
 
-@pytest.mark.parametrize("levels", [98, 99, 100, 101])
-def test_progress_that_a_manifest_cannot_hold_raises_at_the_save(levels: int) -> None:
+def test_progress_that_a_manifest_cannot_hold_raises_at_the_save() -> None:
     store, model = MemoryStore(), Net([table()])
+
+    def deep(levels: int) -> dict[str, Any]:
+        return nested(levels, lambda inner: {"x": inner})  # type: ignore[no-any-return]
+
+    wrong: list[Any] = [{1: "a", "1": "b"}, {"x": {1, 2}}, {"x": float("inf")}, deep(98), deep(101)]
+    wrong.append({"x": nested(120, lambda inner: [inner])})
     for save in (checkpoint.save, checkpoint.save_delta):
-        with pytest.raises(InputError, match="progress must be JSON data of at most 97 levels"):
-            save(model, store, progress=nested(levels))
-        checkpoint.save(model, store, progress=nested(97))
+        for progress in wrong:
+            with pytest.raises(InputError, match="progress must be JSON data of at most 97 levels"):
+                save(model, store, progress=progress)
+        checkpoint.save(model, store, progress=deep(97))
+    checkpoint.save_delta(model, store, progress=deep(97))  # as deep as a base can hold them, and a delta
+    assert checkpoint.load(Net([table()]), store).progress == deep(97)
 
-    checkpoint.save_delta(model, store, progress=nested(97))  # as deep as a base can hold them, and a delta
-
-    assert checkpoint.load(Net([table()]), store).progress == nested(97)
-
-
-def test_optimizer_state_that_a_manifest_cannot_hold_raises_at_the_save() -> None:
     class DeepState(torch.optim.SGD):
         def state_dict(self) -> dict[str, Any]:
-            return nested(50)
+            return deep(50)
 
-    model = Net([table()])
     optimizer = DeepState([torch.nn.Parameter(torch.zeros(1))])
     with pytest.raises(InputError, match="packed state must be JSON data of at most 97 levels"):
         checkpoint.save(model, MemoryStore(), optimizer=optimizer)

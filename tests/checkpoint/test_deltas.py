@@ -17,7 +17,7 @@ from megalith.checkpoint import saved_rows
 from megalith.checkpoint.manifest import NAME
 from megalith.errors import CheckpointError, UsageError
 from megalith.storage.store import LocalStore, StoredFile
-from tests.checkpoint.memory import MemoryStore
+from tests.checkpoint.memory import HookedStore, MemoryStore
 from tests.checkpoint.support import IDS, Model, assert_same, state_of, train
 from tests.table.support import ints
 
@@ -26,6 +26,19 @@ def loaded(store: MemoryStore | Path, **options: Any) -> Model:
     model = Model(seed=8)
     checkpoint.load(model, store, **options)
     return model
+
+
+def saved_at(seed: int) -> tuple[MemoryStore, Model]:
+    """A checkpoint of a model that was trained for one step, and the model."""
+    store, model = MemoryStore(), Model()
+    train(model, seed)
+    checkpoint.save(model, store)
+    return store, model
+
+
+def before_dense(call: Callable[[], object]) -> Callable[[str], object]:
+    """Call a function when the rows are written and the manifest is not."""
+    return lambda name: call() if name.endswith("dense.safetensors") else None
 
 
 def test_a_delta_holds_changed_rows_and_removed_ids() -> None:
@@ -48,33 +61,22 @@ def test_a_delta_holds_changed_rows_and_removed_ids() -> None:
     assert report.tables["embeddings.user"].kept == IDS.numel()
     assert report.progress == {"step": 2}
     assert_same(state_of(loaded(store)), state_of(model))
-
-
-def test_a_delta_without_changes_is_valid() -> None:
-    store = MemoryStore()
-    model = Model()
-    train(model, 1)
-    checkpoint.save(model, store)
-    manifest = checkpoint.save_delta(model, store)
-    assert [entry.rows for entry in manifest.tables()["embeddings.user"]][1:] == [0]
+    manifest = checkpoint.save_delta(model, store)  # without changes
+    assert [entry.rows for entry in manifest.tables()["embeddings.user"]][1:] == [3, 0]
     assert_same(state_of(loaded(store)), state_of(model))
 
 
 # ---- deltas that raise
 
 
-def test_a_delta_needs_a_base() -> None:
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        checkpoint.save_delta(Model(), MemoryStore())
-    store = MemoryStore()
-    checkpoint.save(Model(), store)
-    with pytest.raises(UsageError, match="last saved or loaded, which is none"):
-        checkpoint.save_delta(Model(), store)
-
-
-def test_a_delta_continues_the_last_save_or_load() -> None:
+def test_which_checkpoint_a_delta_continues() -> None:
     a, b = MemoryStore(where="a"), MemoryStore(where="b")
     model = Model()
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        checkpoint.save_delta(model, a)
+    checkpoint.save(Model(), a)
+    with pytest.raises(UsageError, match="last saved or loaded, which is none"):
+        checkpoint.save_delta(model, a)
     checkpoint.save(model, a)
     checkpoint.save(model, b)
     with pytest.raises(UsageError, match="which is b, not a"):
@@ -83,13 +85,31 @@ def test_a_delta_continues_the_last_save_or_load() -> None:
     with pytest.raises(UsageError, match="which is a, not b"):
         checkpoint.save_delta(model, b)
     checkpoint.save_delta(model, a)
+    for tables in (True, ["embeddings.user"]):
+        checkpoint.load(model, a, drop_optimizer_state=tables)
+        with pytest.raises(UsageError, match="which is none"):
+            checkpoint.save_delta(model, a)
+        checkpoint.save(model, a)
+
+
+def test_after_a_load_of_some_tables_a_delta_has_no_base() -> None:
+    """The rows are neither those of the last save nor those of the checkpoint."""
+    a, b = MemoryStore(where="a"), MemoryStore(where="b")
+    configs = [TableConfig(name, dim=1, optimizer=SGD(1.0)) for name in ("t", "new")]
+    features = [Feature("f", "t"), Feature("g", "new")]
+    checkpoint.save(EmbeddingCollection(configs[:1], features[:1]), b)
+    model = EmbeddingCollection(configs, features)
+    checkpoint.save(model, a)
+    with pytest.warns(UserWarning, match="does not hold 'new'"):
+        checkpoint.load(model, b)
+    for store in (a, b):
+        with pytest.raises(UsageError, match="which is none"):
+            checkpoint.save_delta(model, store)
 
 
 @pytest.mark.parametrize("how", ["save", "delta"])
 def test_a_delta_on_a_checkpoint_changed_by_another_model_raises(how: str) -> None:
-    store = MemoryStore()
-    model = Model()
-    checkpoint.save(model, store)
+    store, model = saved_at(1)
     other = loaded(store)
     train(other, 1)
     (checkpoint.save if how == "save" else checkpoint.save_delta)(other, store)
@@ -103,42 +123,46 @@ def test_a_delta_on_a_checkpoint_changed_by_another_model_raises(how: str) -> No
     assert_same(state_of(loaded(store)), state_of(model))
 
 
-def test_a_delta_during_a_save_of_another_model_raises_at_its_end() -> None:
-    store = MemoryStore()
-    model = Model()
-    checkpoint.save(model, store)
+@pytest.mark.parametrize(
+    ("work", "theirs", "words"),
+    [
+        (checkpoint.save_delta, checkpoint.save_delta, "was changed"),
+        (checkpoint.save, checkpoint.save, "another save ended in the meantime"),
+    ],
+    ids=["delta", "save"],
+)
+def test_a_save_that_another_model_overtakes_raises_and_changes_nothing(
+    work: Callable[..., object], theirs: Callable[..., object], words: str
+) -> None:
+    store, model = saved_at(0)
     other = loaded(store)
     train(model, 1)
     train(other, 2)
-
-    class Overtaken(MemoryStore):
-        def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
-            if name.endswith("dense.safetensors"):
-                checkpoint.save_delta(other, store)
-            return super().write(name, parts, flush=flush)
-
-    with pytest.raises(CheckpointError, match="was changed"):
-        checkpoint.save_delta(model, Overtaken(store.files))
+    with pytest.raises(CheckpointError, match=words):
+        work(model, HookedStore(store, before_dense(lambda: theirs(other, store))))
     assert_same(state_of(loaded(store)), state_of(other))
 
 
-def test_a_delta_can_follow_a_compaction() -> None:
-    store = MemoryStore()
-    model = Model()
-    for seed in range(3):
+def test_a_delta_can_follow_a_compaction_and_be_added_after_one_that_overtakes_it() -> None:
+    store, model = saved_at(0)
+    for seed in (1, 2):
         train(model, seed)
-        (checkpoint.save_delta if seed else checkpoint.save)(model, store)
+        checkpoint.save_delta(model, store)
     checkpoint.compact(store)
     train(model, 3)
     checkpoint.save_delta(model, store)
     assert_same(state_of(loaded(store)), state_of(model))
+    train(model, 4)
+
+    overtaken = HookedStore(store, before_dense(lambda: checkpoint.compact(store)))
+    manifest = checkpoint.save_delta(model, overtaken)
+
+    assert len(manifest.saves) == 2
+    assert_same(state_of(loaded(store)), state_of(model))
 
 
 def test_a_checkpoint_saved_during_a_compaction_is_not_changed_by_it() -> None:
-    store = MemoryStore()
-    model = Model()
-    train(model, 1)
-    checkpoint.save(model, store)
+    store, model = saved_at(1)
     checkpoint.save_delta(model, store)
 
     def add(rows: int) -> None:
@@ -152,78 +176,8 @@ def test_a_checkpoint_saved_during_a_compaction_is_not_changed_by_it() -> None:
     assert_same(state_of(loaded(store)), state_of(model))
 
 
-def test_a_delta_is_added_to_a_checkpoint_compacted_in_the_meantime() -> None:
-    store = MemoryStore()
-    model = Model()
-    for seed in range(3):
-        train(model, seed)
-        (checkpoint.save_delta if seed else checkpoint.save)(model, store)
-    train(model, 3)
-
-    class Compacted(MemoryStore):
-        def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
-            if name.endswith("dense.safetensors"):  # rows are written, the manifest is not
-                checkpoint.compact(store)
-            return super().write(name, parts, flush=flush)
-
-    manifest = checkpoint.save_delta(model, Compacted(store.files))
-    assert len(manifest.saves) == 2
-    assert_same(state_of(loaded(store)), state_of(model))
-
-
-def test_a_save_whose_files_another_save_deleted_raises_and_changes_nothing() -> None:
-    store = MemoryStore()
-    model, other = Model(), Model(seed=6)
-    train(model, 1)
-    train(other, 2)
-
-    class Overtaken(MemoryStore):
-        def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
-            if name.endswith("dense.safetensors"):
-                checkpoint.save(other, store)
-            return super().write(name, parts, flush=flush)
-
-    with pytest.raises(CheckpointError, match="another save ended in the meantime"):
-        checkpoint.save(model, Overtaken(store.files))
-    assert_same(state_of(loaded(store)), state_of(other))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"drop_optimizer_state": True}, {"drop_optimizer_state": ["embeddings.user"]}],
-    ids=["of all", "of one"],
-)
-def test_after_a_load_without_optimizer_state_a_delta_has_no_base(options: dict[str, Any]) -> None:
-    store = MemoryStore()
-    checkpoint.save(Model(), store)
-    model = Model()
-    checkpoint.save(model, store)
-    checkpoint.load(model, store, **options)
-    with pytest.raises(UsageError, match="which is none"):
-        checkpoint.save_delta(model, store)
-
-
-def test_after_a_load_of_some_tables_a_delta_has_no_base() -> None:
-    """The rows are neither those of the last save nor those of the checkpoint."""
-    a, b = MemoryStore(where="a"), MemoryStore(where="b")
-    config = TableConfig("t", dim=1, optimizer=SGD(1.0))
-    checkpoint.save(EmbeddingCollection([config], [Feature("f", "t")]), b)
-    model = EmbeddingCollection(
-        [config, TableConfig("new", dim=1, optimizer=SGD(1.0))], [Feature("f", "t"), Feature("g", "new")]
-    )
-    checkpoint.save(model, a)
-    with pytest.warns(UserWarning, match="does not hold 'new'"):
-        checkpoint.load(model, b)
-    for store in (a, b):
-        with pytest.raises(UsageError, match="which is none"):
-            checkpoint.save_delta(model, store)
-
-
 def test_deltas_false_leaves_the_chain_unchanged() -> None:
-    chain, aside = MemoryStore(where="chain"), MemoryStore(where="aside")
-    model = Model()
-    train(model, 1)
-    checkpoint.save(model, chain)
+    (chain, model), aside = saved_at(1), MemoryStore(where="aside")
     train(model, 2)
     checkpoint.save(model, aside, deltas=False)
     train(model, 3)
@@ -239,25 +193,21 @@ def test_deltas_false_leaves_the_chain_unchanged() -> None:
 # ---- saves that fail
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("word", ["tables/", "removed", "dense", NAME])
-def test_rows_of_a_save_that_failed_count_as_changed_again(word: str, monkeypatch: Any) -> None:
-    store = MemoryStore()
-    model = Model()
-    train(model, 1)
-    checkpoint.save(model, store)
+def test_rows_of_a_save_that_failed_count_as_changed_again(word: str, background: bool) -> None:
+    store, model = saved_at(1)
     train(model, 3)  # changes and removes
     before = dict(store.files)
-    real = MemoryStore.write
 
-    def failing(self: MemoryStore, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
+    def fail(name: str) -> None:
         if word in name:
             raise OSError("disk full")
-        return real(self, name, parts, flush=flush)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(MemoryStore, "write", failing)
-        with pytest.raises(OSError, match="disk full"):
-            checkpoint.save_delta(model, store)
+    failing = HookedStore(store, fail)
+    start = checkpoint.async_save(model, failing, delta=True).wait if background else None
+    with pytest.raises(OSError, match="disk full"):
+        start(60) if start else checkpoint.save_delta(model, failing)
 
     assert store.files == before
     train(model, 4)
@@ -270,7 +220,6 @@ def test_an_error_after_the_manifest_does_not_undo_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     model = Model()
-    train(model, 1)
     checkpoint.save(model, tmp_path)
     train(model, 2)
 
@@ -279,39 +228,30 @@ def test_an_error_after_the_manifest_does_not_undo_the_save(
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStore, "remove", failing)
-        if kind is OSError:
-            with pytest.warns(UserWarning, match="old files could not be deleted"):
-                checkpoint.save(model, tmp_path)
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                checkpoint.save(model, tmp_path)
+        warning = pytest.warns(UserWarning, match="old files could not be deleted")
+        with warning if kind is OSError else pytest.raises(KeyboardInterrupt):
+            checkpoint.save(model, tmp_path)
 
     assert_same(state_of(loaded(tmp_path)), state_of(model))
     checkpoint.save(model, tmp_path)
     assert len(list(tmp_path.glob("data-*"))) == 1
 
 
-def test_a_manifest_that_is_written_although_the_call_fails_is_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_that_is_written_although_the_call_fails_is_the_checkpoint() -> None:
     """An object store may complete a request and lose the response."""
-    model = Model()
-    train(model, 1)
-    checkpoint.save(model, tmp_path)
+    store, model = saved_at(1)
     train(model, 2)
-    real = LocalStore.write
 
-    def lossy(self: LocalStore, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
-        entry = real(self, name, parts, flush=flush)
-        if name == NAME:
-            raise OSError("no answer")
-        return entry
+    class Lossy(MemoryStore):
+        def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
+            entry = super().write(name, parts, flush=flush)
+            if name == NAME:
+                raise OSError("no answer")
+            return entry
 
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStore, "write", lossy)
-        with pytest.raises(OSError, match="no answer"):
-            checkpoint.save(model, tmp_path)
-    assert_same(state_of(loaded(tmp_path)), state_of(model))
+    with pytest.raises(OSError, match="no answer"):
+        checkpoint.save(model, Lossy(store.files))
+    assert_same(state_of(loaded(store)), state_of(model))
 
 
 # ---- saves at the same time as other operations
@@ -320,41 +260,29 @@ def test_a_manifest_that_is_written_although_the_call_fails_is_the_checkpoint(
 @pytest.mark.parametrize("how", ["save", "compact"])
 @pytest.mark.parametrize("while_it", ["verifies", "loads rows"])
 def test_a_checkpoint_replaced_during_a_load_is_loaded_again(how: str, while_it: str) -> None:
-    store = MemoryStore()
-    trainer = Model()
-    train(trainer, 1)
-    checkpoint.save(trainer, store)
+    store, trainer = saved_at(1)
     checkpoint.save_delta(trainer, store)
     model, replaced = Model(seed=8), []
 
-    def replace() -> None:
-        if not replaced:
+    def replace(now: str) -> None:
+        if now == while_it and not replaced:
             replaced.append(True)
             train(trainer, 2)
             checkpoint.save(trainer, store) if how == "save" else checkpoint.compact(store)
 
     class Watched(MemoryStore):
         def size(self, name: str) -> int:
-            if while_it == "verifies":
-                replace()
+            replace("verifies")
             return super().size(name)
 
-    checkpoint.load(
-        model,
-        Watched(store.files),
-        on_rows=lambda rows: replace() if while_it == "loads rows" else None,
-    )
+    checkpoint.load(model, Watched(store.files), on_rows=lambda rows: replace("loads rows"))
 
     assert replaced
-    again = Model(seed=9)
-    checkpoint.load(again, store)
-    assert_same(state_of(model), state_of(again))
+    assert_same(state_of(model), state_of(loaded(store)))
 
 
 def test_a_checkpoint_that_is_replaced_again_and_again_raises() -> None:
-    store = MemoryStore()
-    trainer = Model()
-    checkpoint.save(trainer, store)
+    store, trainer = saved_at(1)
 
     class Restless(MemoryStore):
         def size(self, name: str) -> int:
@@ -368,62 +296,33 @@ def test_a_checkpoint_that_is_replaced_again_and_again_raises() -> None:
     assert_same(state_of(model), before)
 
 
-class SlowStore(MemoryStore):
-    """Blocks writes until it is released."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go = threading.Event()
-
-    def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
-        assert self.go.wait(60)
-        return super().write(name, parts, flush=flush)
-
-
 def test_one_save_at_a_time_and_no_load_during_it() -> None:
-    store, good = SlowStore(), MemoryStore(where="good")
-    model = Model()
-    train(model, 1)
-    checkpoint.save(model, good)
+    (good, model), store, go = saved_at(1), MemoryStore(where="slow"), threading.Event()
     saved = state_of(model)
-    handle = checkpoint.async_save(model, store)
-    calls: list[Callable[..., object]] = [
-        checkpoint.save,
-        checkpoint.save_delta,
-        checkpoint.async_save,
-        checkpoint.load,
-    ]
-    for call in calls:
+    slow = HookedStore(store, lambda name: go.wait(60))
+    handle = checkpoint.async_save(model, slow)
+    calls: list[Callable[..., object]] = [checkpoint.save, checkpoint.save_delta]
+    for call in (*calls, checkpoint.async_save, checkpoint.load):
         with pytest.raises(UsageError, match=r"in progress: call wait\(\) on its handle"):
             call(model, good)
     assert not handle.done()
     with pytest.raises(TimeoutError):
         handle.wait(0.01)
     train(model, 2)
-    store.go.set()
+    go.set()
     handle.wait(60)
     assert_same(state_of(loaded(store)), saved)
-    checkpoint.save_delta(model, store)
+    checkpoint.save_delta(model, slow)
     assert_same(state_of(loaded(store)), state_of(model))
 
 
-def test_the_error_of_an_async_save_is_raised_by_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore()
-    model = Model()
-    train(model, 1)
-    checkpoint.save(model, store)
-    train(model, 2)
-
-    def failing(self: MemoryStore, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MemoryStore, "write", failing)
-        handle = checkpoint.async_save(model, store, delta=True)
-        with pytest.raises(OSError, match="disk full"):
-            handle.wait(60)
-    checkpoint.save_delta(model, store)
-    assert_same(state_of(loaded(store)), state_of(model))
+def test_progress_is_saved_as_it_was_when_the_save_began() -> None:
+    store, go = MemoryStore(), threading.Event()
+    progress: dict[str, Any] = {"position": {"row": 7}}
+    handle = checkpoint.async_save(Model(), HookedStore(store, lambda _: go.wait(60)), progress=progress)
+    progress["position"]["row"] = 8
+    go.set()
+    assert handle.wait(60).progress == {"position": {"row": 7}} == checkpoint.read_manifest(store).progress
 
 
 def counting(rows: int) -> EmbeddingCollection:
@@ -453,7 +352,7 @@ def test_a_save_during_training_holds_the_table_as_of_the_call(monkeypatch: pyte
 
     thread = threading.Thread(target=count, daemon=True)
     thread.start()
-    store = MemoryStore()
+    store, other = MemoryStore(), counting(1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from megalith import Adagrad, EmbeddingCollection, Feature, TableConfig, checkpoint
 from megalith.errors import CheckpointError, InputError
 from megalith.routing import MODES, Router
-from megalith.storage.store import StoredFile
 from tests.checkpoint.logical_ranks import RankModel, new_models, on_all, outcomes_on_all
-from tests.checkpoint.memory import MemoryStore
+from tests.checkpoint.memory import HookedStore, MemoryStore
 from tests.table.support import EXTREME_IDS, ints, whole
 
 IDS = torch.unique(
@@ -48,14 +47,16 @@ def routers(skip_first: bool = False) -> list[Router]:
     ]
 
 
-def train(models: Sequence[RankModel], ids: Tensor, seed: int) -> None:
-    """Run one step on these ids; the result does not depend on their owners."""
+def train(models: Sequence[RankModel], ids: Tensor, seed: int, remove: Tensor | None = None) -> None:
+    """Run one step on these ids, and remove others; the result does not depend on their owners."""
     for model in models:
         own = model.own(ids)
         # The gradient is a function of the id, so it does not depend on the routing.
         grads = torch.stack([torch.sin(own.double() * (seed + 1)), torch.cos(own.double() + seed)], 1).float()
         model.table.apply_gradients(own, grads, step=seed, time=100 + seed)
         model.weight.data.fill_(seed)
+        if remove is not None:
+            model.table.remove(model.own(remove))
 
 
 def rows_of(models: Sequence[RankModel]) -> Rows:
@@ -71,12 +72,8 @@ def rows_of(models: Sequence[RankModel]) -> Rows:
     return rows
 
 
-def save(models: Sequence[RankModel], store: MemoryStore, **options: Any) -> None:
-    on_all(models, lambda model: checkpoint.save(model, store, **options))
-
-
-def save_delta(models: Sequence[RankModel], store: MemoryStore) -> None:
-    on_all(models, lambda model: checkpoint.save_delta(model, store))
+def save(models: Sequence[RankModel], store: MemoryStore, *, delta: bool = False) -> None:
+    on_all(models, lambda model: (checkpoint.save_delta if delta else checkpoint.save)(model, store))
 
 
 def load(router: Router, store: MemoryStore, **options: Any) -> list[RankModel]:
@@ -106,15 +103,12 @@ def saved_with_deltas(router: Router) -> tuple[MemoryStore, Rows]:
     models = new_models(router)
     train(models, IDS, 1)
     save(models, store)
-    for model in models:
-        model.table.remove(model.own(IDS[::4]))
+    train(models, IDS[:0], 1, remove=IDS[::4])
     train(models, IDS[1::3], 2)
-    save_delta(models, store)
-    train(models, IDS[::8], 3)
-    for model in models:
-        model.table.remove(model.own(IDS[5::9]))
+    save(models, store, delta=True)
+    train(models, IDS[::8], 3, remove=IDS[5::9])
     train(models, torch.arange(500, 520), 4)
-    save_delta(models, store)
+    save(models, store, delta=True)
     return store, rows_of(models)
 
 
@@ -141,10 +135,8 @@ def test_a_chain_can_continue_with_another_routing(there: Router) -> None:
     store = saved_with_deltas(there)[0].copy()
     for here in (Router("continuous", 2, block_size=3), Router("hash_roundrobin", 3)):
         models = load(here, store, reroute=True)
-        train(models, IDS[2::5], 5)
-        for model in models:
-            model.table.remove(model.own(IDS[3::7]))
-        save_delta(models, store)
+        train(models, IDS[2::5], 5, remove=IDS[3::7])
+        save(models, store, delta=True)
         rows = rows_of(models)
     for last in (here, there, Router("roundrobin", 1)):
         assert rows_of(load(last, store, reroute=True)) == rows
@@ -233,19 +225,6 @@ def test_async_saves_and_rotations_of_many_ranks(tmp_path: Any) -> None:
 # ---- ranks that fail
 
 
-class FailingStore(MemoryStore):
-    """Fails to write files whose name contains a word."""
-
-    def __init__(self, files: dict[str, bytes], word: str) -> None:
-        super().__init__(files)
-        self.word = word
-
-    def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
-        if self.word in name:
-            raise OSError("disk full")
-        return super().write(name, parts, flush=flush)
-
-
 @pytest.mark.parametrize(
     ("rank", "word"), [(0, "tables/"), (1, "tables/"), (2, "ranks/"), (0, "manifest"), (0, "dense")]
 )
@@ -259,13 +238,15 @@ def test_if_one_rank_fails_all_raise_and_the_previous_checkpoint_remains(
     train(models, IDS, 1)
     save(models, store)
     before = rows_of(models)
-    train(models, IDS[::2], 2)
-    for model in models:
-        model.table.remove(model.own(IDS[1::4]))
+    train(models, IDS[::2], 2, remove=IDS[1::4])
     work = checkpoint.save_delta if delta else checkpoint.save
 
+    def fail(name: str) -> None:
+        if word in name:
+            raise OSError("disk full")
+
     def failing(model: RankModel) -> Any:
-        mine = FailingStore(store.files, word) if model.ranks.rank == rank else store
+        mine = HookedStore(store, fail) if model.ranks.rank == rank else store
         return work(model, mine, timeout=0.5 if word == "ranks/" else 30)
 
     outcomes = outcomes_on_all(models, failing)
@@ -275,7 +256,7 @@ def test_if_one_rank_fails_all_raise_and_the_previous_checkpoint_remains(
     if word != "ranks/":  # there the report of the failure cannot be written either
         assert all("disk full" in str(outcome) for outcome in outcomes)
     assert rows_of(load(router, store)) == before
-    save_delta(models, store)  # the changes are still tracked
+    save(models, store, delta=True)  # the changes are still tracked
     assert rows_of(load(router, store)) == rows_of(models)
     save(models, store)
     assert len(store.folders()) == 1, "nothing of the failed save is left"
@@ -288,14 +269,9 @@ def test_the_timeout_names_the_missing_rank() -> None:
     train(models, IDS, 1)
     others_gave_up = threading.Event()
 
-    class Sleeping(MemoryStore):
-        def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
-            others_gave_up.wait(60)
-            return super().write(name, parts, flush=flush)
-
     def save_late(model: RankModel) -> Any:
         if model.ranks.rank == 2:
-            return checkpoint.save(model, Sleeping(store.files))
+            return checkpoint.save(model, HookedStore(store, lambda _: others_gave_up.wait(60)))
         try:
             return checkpoint.save(model, store, timeout=0.2 if model.ranks.rank == 0 else 30)
         finally:
@@ -310,26 +286,12 @@ def test_the_timeout_names_the_missing_rank() -> None:
     assert rows_of(load(router, store)) == rows_of(models)
 
 
-def test_a_wrong_argument_of_one_rank_raises_on_all() -> None:
-    models = new_models(Router("roundrobin", 3))
-    outcomes = outcomes_on_all(
-        models,
-        lambda model: checkpoint.save(
-            model, MemoryStore(), precision="float8" if model.ranks.rank == 1 else "float32"
-        ),
-    )
-    assert all("float8" in str(outcome) for outcome in outcomes)
-    save(models, MemoryStore())
-
-
 @pytest.mark.parametrize("missing", ["rows", "dense"])
 def test_a_file_that_one_rank_cannot_read_raises_on_all_before_a_table_is_cleared(missing: str) -> None:
     router = Router("roundrobin", 3)
     store, _ = saved(router)
     manifest = checkpoint.read_manifest(store)
-    gone = (
-        manifest.tables()["embeddings.t"][0].pieces[1].file.path if missing == "rows" else manifest.dense.path  # type: ignore[union-attr]
-    )
+    gone = manifest.tables()["embeddings.t"][0].pieces[1].file if missing == "rows" else manifest.dense
     models = new_models(router)
     train(models, IDS, 7)
     before = rows_of(models)
@@ -337,13 +299,12 @@ def test_a_file_that_one_rank_cannot_read_raises_on_all_before_a_table_is_cleare
     def load_some(model: RankModel) -> Any:
         mine = store.copy()
         if model.ranks.rank == 1:
-            del mine.files[gone]
+            del mine.files[gone.path]  # type: ignore[union-attr]
         return checkpoint.load(model, mine)
 
     outcomes = outcomes_on_all(models, load_some)
 
-    failed = [isinstance(outcome, CheckpointError) for outcome in outcomes]
-    assert failed == [True] * 3
+    assert [isinstance(outcome, CheckpointError) for outcome in outcomes] == [True] * 3
     assert rows_of(models) == before
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from megalith import SGD, EmbeddingCollection, Feature, Segment, TableConfig, Zeros, checkpoint
 from megalith.checkpoint import rewrite, saved_rows
 from megalith.errors import CheckpointError, UsageError
-from megalith.storage.store import StoredFile
 from megalith.table import Table
-from tests.checkpoint.memory import MemoryStore
+from tests.checkpoint.memory import HookedStore, MemoryStore
 from tests.table.support import EXTREME_IDS, OPTIMIZERS, assert_same_tables, dyadic, ints, whole
 
 ENGINES = ("cpu", "reference")
@@ -87,20 +85,6 @@ CONFIG = TableConfig("t", dim=1, optimizer=SGD(1.0), initializer=Zeros())
 def contents(table: Table) -> Contents:
     rows = whole(table)
     return dict(zip(rows.ids.tolist(), rows.rows.flatten().tolist(), strict=True))
-
-
-class BrokenStore(MemoryStore):
-    """Fails at its n-th write."""
-
-    def __init__(self, store: MemoryStore, at: int) -> None:
-        super().__init__(store.files, store.where)
-        self._left = at
-
-    def write(self, name: str, parts: Any, *, flush: bool = True) -> StoredFile:
-        if not self._left:
-            raise OSError("disk full")
-        self._left -= 1
-        return super().write(name, parts, flush=flush)
 
 
 class Chains(RuleBasedStateMachine):
@@ -187,8 +171,14 @@ class Chains(RuleBasedStateMachine):
             return
         work = checkpoint.save_delta if delta else checkpoint.save
         before = dict(self.places[place].files)
+        writes = iter([None] * at)
+
+        def fail(name: str) -> None:
+            if next(writes, name) is name:
+                raise OSError("disk full")
+
         try:
-            work(self.model, BrokenStore(self.places[place], at))
+            work(self.model, HookedStore(self.places[place], fail))
         except OSError:
             assert self.places[place].files == before, "nothing is left behind"
         else:

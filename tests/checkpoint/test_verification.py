@@ -2,184 +2,92 @@
 
 from __future__ import annotations
 
-import json
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load
 
-from megalith import SGD, Adagrad, EmbeddingCollection, Feature, TableConfig, checkpoint
-from megalith.checkpoint import saved_rows
+from megalith import checkpoint
+from tests.checkpoint.malformed.checkpoints import Recipe, Spoiled, piece, rows, table
+from tests.checkpoint.support import edit
 
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        tables = [
-            TableConfig("user", dim=2, optimizer=Adagrad(0.1)),
-            TableConfig("item", dim=1, optimizer=SGD(0.1)),
-        ]
-        self.e = EmbeddingCollection(tables, [Feature("u", "user"), Feature("i", "item")])
-        self.d = nn.Linear(2, 1)
+Data = dict[str, Any]
 
 
 @pytest.fixture
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A base of 30 and 10 rows in several files, and a delta that changes 2 rows, adds 1 and removes 2."""
-    monkeypatch.setattr(saved_rows, "PIECE_BYTES", 300)
-    model = Model()
-    optimizer = torch.optim.Adam(model.parameters())
-    model.d(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    ids = torch.arange(30)
-    model.e.shards.assign({"user": (ids, torch.rand(30, 2)), "item": (ids[:10], torch.rand(10, 1))})
-    checkpoint.save(model, tmp_path / "c", optimizer=optimizer)
-    model.e.shards.assign({"user": (torch.tensor([3, 4, 77]), torch.rand(3, 2))})
-    model.e.shards.remove({"user": torch.tensor([8, 9])})
-    checkpoint.save_delta(model, tmp_path / "c", optimizer=optimizer)
-    return tmp_path / "c"
+def spoiled(tmp_path: Path) -> Spoiled:
+    return Spoiled(tmp_path / "c")
 
 
-def manifest_of(root: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((root / "manifest.json").read_text())
-    return data
-
-
-def user(save: dict[str, Any]) -> dict[str, Any]:
-    entry: dict[str, Any] = save["collections"]["e"]["tables"]["user"]
-    return entry
-
-
-def rewrite(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest, then correct lengths and checksums."""
-    data = manifest_of(root)
-    change(data)
-    for save in (data, *data["deltas"]):
-        for piece in (*user(save)["pieces"], *user(save)["removed"]):
-            raw = (root / piece["file"]["path"]).read_bytes()
-            piece["file"] |= {"bytes": len(raw), "checksum": f"crc32:{zlib.crc32(raw):08x}"}
-    (root / "manifest.json").write_text(json.dumps(data))
-
-
-def change_ids(root: Path, piece: dict[str, Any], at: int, id: int) -> None:
-    path = root / piece["file"]["path"]
-    tensors = load_file(path)
-    tensors["ids"][at] = id
-    save_file(tensors, path)
-
-
-def test_a_good_checkpoint(saved: Path) -> None:
+def test_a_good_checkpoint(spoiled: Spoiled) -> None:
     seen: list[int] = []
-    result = checkpoint.verify(saved, on_bytes=seen.append)
-    files = list(saved.rglob("*.safetensors"))
+    result = checkpoint.verify(spoiled.root, on_bytes=seen.append)
+    files = list(spoiled.root.rglob("*.safetensors"))
+    stored = checkpoint.read_manifest(spoiled.root).tables().values()
     assert result.problems == []
-    assert (result.files, result.rows) == (len(files), 30 + 10 + 3)
+    assert (result.files, result.rows) == (len(files), sum(entry.rows for save in stored for entry in save))
     assert result.bytes == seen[-1] == sum(path.stat().st_size for path in files)
 
 
 @pytest.mark.parametrize("mode", ["roundrobin", "hash_roundrobin", "continuous"])
-def test_a_good_checkpoint_of_several_shards(saved: Path, tmp_path: Path, mode: str) -> None:
-    size = 5 if mode == "continuous" else None
-    checkpoint.reshard(saved, tmp_path / "r", num_shards=4, dist_type=mode, block_size=size)
-    assert checkpoint.verify(tmp_path / "r").problems == []
+def test_several_shards_are_good_until_their_rows_are_exchanged(spoiled: Spoiled, mode: str) -> None:
+    size, root = 5 if mode == "continuous" else None, spoiled.root.parent / "r"
+    checkpoint.reshard(spoiled.root, root, num_shards=2, dist_type=mode, block_size=size)
+    assert checkpoint.verify(root).problems == []
+
+    exchanged: list[Data] = []
+
+    def exchange(manifest: Data) -> None:
+        exchanged.extend(manifest["collections"]["embeddings"]["tables"]["user"]["pieces"])
+        for each in exchanged:
+            each["shard"] = 1 - each["shard"]
+
+    edit(root, exchange)
+    problems = checkpoint.verify(root).problems
+    assert len(problems) == len(exchanged) > 0
+    assert all(f"against the routing Router('{mode}', 2" in problem for problem in problems)
 
 
-def test_all_damage_is_listed_not_just_the_first(saved: Path) -> None:
-    data = manifest_of(saved)
-    first, second, third = (saved / piece["file"]["path"] for piece in user(data)["pieces"][:3])
-    first.unlink()
-    second.write_bytes(second.read_bytes()[:-1])
-    raw = bytearray(third.read_bytes())
-    raw[-1] ^= 1
-    third.write_bytes(raw)
-    (saved / data["dense"]["path"]).write_bytes(b"")
-    (saved / data["deltas"][0]["optimizer_tensors"]["path"]).unlink()
+def test_all_damage_is_listed_not_just_the_first(spoiled: Spoiled) -> None:
+    files = [spoiled.root / file.path for file in checkpoint.read_manifest(spoiled.root).files()]
+    missing, cut, changed, empty, *_ = files
+    missing.unlink()
+    cut.write_bytes(cut.read_bytes()[:-1])
+    changed.write_bytes(changed.read_bytes()[:-1] + bytes([changed.read_bytes()[-1] ^ 1]))
+    empty.write_bytes(b"")
 
-    problems = checkpoint.verify(saved).problems
+    problems = checkpoint.verify(spoiled.root).problems
 
-    assert len(problems) == 5
-    for problem, path, words in zip(
-        problems,
-        (first, second, third, saved / data["dense"]["path"], ""),
-        ("cannot be read", "bytes, but its manifest states", "damaged", "0 bytes", "cannot be read"),
-        strict=True,
-    ):
+    words = ("cannot be read", "bytes, but its manifest states", "damaged", "0 bytes")
+    assert len(problems) == 4
+    for problem, path, said in zip(problems, files, words, strict=False):
         assert str(path) in problem
-        assert words in problem
+        assert said in problem
 
 
-def duplicate(root: Path, data: dict[str, Any]) -> None:
-    pieces = user(data)["pieces"]
-    change_ids(root, pieces[0], 0, int(load_file(root / pieces[1]["file"]["path"])["ids"][0]))
-
-
-def lost_delta_row(root: Path, data: dict[str, Any]) -> None:
-    change_ids(root, user(data["deltas"][0])["removed"][0], 0, 12345)
-
-
-def saved_and_removed(root: Path, data: dict[str, Any]) -> None:
-    delta = user(data["deltas"][0])
-    change_ids(
-        root, delta["removed"][0], 0, int(load_file(root / delta["pieces"][0]["file"]["path"])["ids"][0])
-    )
-
-
-def wrong_live(root: Path, data: dict[str, Any]) -> None:
-    user(data)["live"] = 29
-
-
-def wrong_shard(root: Path, data: dict[str, Any]) -> None:
-    user(data)["pieces"][0]["shard"] = 1
-
-
-def gap(root: Path, data: dict[str, Any]) -> None:
-    data["deltas"][0]["previous"] = "000000000000"
-
-
-def lost_tensor(root: Path, data: dict[str, Any]) -> None:
-    data["optimizer"] = {"dict": [["state", {"tensor": "nowhere"}]]}
+def saved_and_removed(s: Spoiled) -> None:
+    saved = load((s.root / s.table(s.delta(0))["pieces"][0]["file"]["path"]).read_bytes())["ids"][0]
+    s.tensors(lambda t: t["ids"].__setitem__(0, saved), s.removed["file"])
 
 
 @pytest.mark.parametrize(
-    ("harm", "words"),
+    ("recipe", "words"),
     [
-        (duplicate, "more than once"),
-        (lost_delta_row, "it has 30 rows, but its manifest states 29"),
+        (rows(lambda t: t["ids"].__setitem__(0, t["ids"][1])), "more than once"),
+        (lambda s: s.tensors(lambda t: t["ids"].__setitem__(0, 12345), s.removed["file"]), "rows, but its"),
         (saved_and_removed, "both saved and removed"),
-        (wrong_live, "it has 30 rows, but its manifest states 29"),
-        (wrong_shard, "on shard 1, against the routing"),
-        (gap, "gap in the chain"),
-        (lost_tensor, "'nowhere' is missing"),
+        (table(live=1), "rows, but its manifest states 1"),
+        (piece(shard=1), "on shard 1, against the routing"),
+        (lambda s: s.delta(0).update(previous="000000000000"), "gap in the chain"),
+        (
+            lambda s: s.top.update(optimizer={"dict": [["state", {"tensor": "nowhere"}]]}),
+            "'nowhere' is missing",
+        ),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ids=["duplicate", "lost row", "saved and removed", "live", "shard", "gap", "lost tensor"],
 )
-def test_problems_that_checksums_do_not_show(
-    saved: Path, harm: Callable[[Path, dict[str, Any]], None], words: str
-) -> None:
-    rewrite(saved, lambda data: harm(saved, data))
-    assert words in "\n".join(checkpoint.verify(saved).problems)
-
-
-def test_rows_on_the_wrong_shard(saved: Path, tmp_path: Path) -> None:
-    root = tmp_path / "r"
-    checkpoint.reshard(saved, root, num_shards=2)
-
-    def swap(data: dict[str, Any]) -> None:
-        for piece in user(data)["pieces"]:
-            piece["shard"] = 1 - piece["shard"]
-
-    rewrite(root, swap)
-    problems = checkpoint.verify(root).problems
-    assert len(problems) == len(user(manifest_of(root))["pieces"])
-    assert all("against the routing Router('roundrobin', 2)" in problem for problem in problems)
-
-
-def test_a_missing_or_invalid_manifest_is_a_problem(tmp_path: Path) -> None:
-    assert "no complete checkpoint" in checkpoint.verify(tmp_path).problems[0]
-    (tmp_path / "manifest.json").write_text("{")
-    assert "is not valid JSON" in checkpoint.verify(tmp_path).problems[0]
+def test_problems_that_checksums_do_not_show(spoiled: Spoiled, recipe: Recipe, words: str) -> None:
+    recipe(spoiled)
+    spoiled.finish()
+    assert words in "\n".join(checkpoint.verify(spoiled.root).problems)

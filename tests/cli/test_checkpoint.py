@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 import torch
@@ -106,23 +105,19 @@ def user_rows(path: Path | str) -> dict[int, list[float]]:
     """Rows of table "user" as a model loads them."""
     loaded = Model()
     checkpoint.load(loaded, path)
-    return {
-        int(id): row.tolist()
-        for chunk in loaded.e.shards.local["user"].scan()
-        for id, row in zip(chunk.ids, chunk.rows, strict=True)
-    }
+    (chunk,) = loaded.e.shards.local["user"].scan()
+    return dict(zip(chunk.ids.tolist(), chunk.rows.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_an_example(command: str) -> None:
-    printed = words(run(command, "--help"))
-    assert f"Example: megalith checkpoint {command} " in printed
+def test_help_shows_examples() -> None:
+    for command in COMMANDS:
+        assert f"Example: megalith checkpoint {command} " in words(run(command, "--help"))
 
 
 # ---- ls
 
 
-def test_ls_shows_saves_and_tables_of_a_checkpoint(saved: Path) -> None:
+def test_ls_shows_saves_tables_and_what_a_broken_save_left(saved: Path) -> None:
     printed = words(run("ls", saved))
     first, second = checkpoint.read_manifest(saved).saves
     assert "14 rows" in printed
@@ -131,16 +126,13 @@ def test_ls_shows_saves_and_tables_of_a_checkpoint(saved: Path) -> None:
     assert re.search(r"e\.user │ 9 │ [\d.]+ \w+ │ 2 │ 2 adagrad │ roundrobin, 1 shard", printed)
     assert re.search(r"e\.a/b │ 5 │ [\d.]+ \w+ │ 3 │ 1 ftrl \+ 2 adam │ roundrobin, 1 shard", printed)
 
-
-def test_ls_as_json(saved: Path) -> None:
+    (saved / "data-0123456789ab").mkdir()
+    assert "data-0123456789ab belongs to an unfinished save" in words(run("ls", saved))
     (found,) = as_json("ls", saved)["checkpoints"]
-    assert found["path"] == str(saved)
-    assert found["complete"]
+    assert (found["path"], found["complete"], found["leftovers"]) == (str(saved), True, ["data-0123456789ab"])
     assert (found["rows"], found["steps"]) == (14, {"e": 12})
-    assert [(save["kind"], save["rows"], save["removed"]) for save in found["saves"]] == [
-        ("base", 15, 0),
-        ("delta", 2, 2),
-    ]
+    saves = [(save["kind"], save["rows"], save["removed"]) for save in found["saves"]]
+    assert saves == [("base", 15, 0), ("delta", 2, 2)]
     assert [table["rows"] for table in found["tables"]] == [9, 5, 0]
     assert found["bytes"] == sum(path.stat().st_size for path in saved.rglob("*.safetensors"))
 
@@ -175,42 +167,26 @@ def test_ls_of_a_directory_is_a_line_each_and_marks_what_cannot_be_read(
     assert "not the manifest" in listed[1]["problem"]
 
 
-def test_ls_names_what_a_broken_save_left(saved: Path) -> None:
-    (saved / "data-0123456789ab").mkdir()
-    assert "data-0123456789ab belongs to an unfinished save" in words(run("ls", saved))
-    assert as_json("ls", saved)["checkpoints"][0]["leftovers"] == ["data-0123456789ab"]
-
-
 # ---- verify
 
 
-def test_verify(saved: Path) -> None:
-    printed = words(run("verify", saved))
-    assert re.fullmatch(r"no problems: 6 files, [\d.]+ \w+, 17 rows read ", printed)
+def test_verify_lists_all_that_is_wrong_and_exits_with_1(saved: Path, tmp_path: Path) -> None:
+    assert re.fullmatch(r"no problems: 6 files, [\d.]+ \w+, 17 rows read ", words(run("verify", saved)))
     assert as_json("verify", saved)["ok"]
-
-
-def test_verify_lists_all_that_is_wrong_and_exits_with_1(saved: Path) -> None:
-    manifest = checkpoint.read_manifest(saved)
-    first, second, *_ = (saved / file.path for file in manifest.files())
+    first, second, *_ = (saved / file.path for file in checkpoint.read_manifest(saved).files())
     first.unlink()
     second.write_bytes(b"")
 
     result = run("verify", saved)
+
     assert result.exit_code == 1
     problems = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]
-    assert [str(path) in problem for path, problem in zip((first, second), problems, strict=True)] == [
-        True,
-        True,
-    ]
+    for path, problem in zip((first, second), problems, strict=True):
+        assert str(path) in problem
     assert "2 problems: 6 files" in result.stdout
     assert len(as_json("verify", saved, code=1)["problems"]) == 2
-
-
-def test_verify_of_nothing(tmp_path: Path) -> None:
     found = as_json("verify", tmp_path, code=1)
-    assert not found["ok"]
-    assert "no complete checkpoint" in found["problems"][0]
+    assert (found["ok"], "no complete checkpoint" in found["problems"][0]) == (False, True)
 
 
 # ---- diff
@@ -230,55 +206,34 @@ def test_diff(saved: Path, tmp_path: Path) -> None:
 
     found = as_json("diff", before, saved)
     assert not found["same"]
-    assert found["tables"]["e.user"]["largest"] == {
-        "id": 3,
-        "column": 1,
-        "before": -3.0,
-        "after": 9.0,
-        "amount": 12.0,
-    }
+    largest = {"id": 3, "column": 1, "before": -3.0, "after": 9.0, "amount": 12.0}
+    assert found["tables"]["e.user"]["largest"] == largest
     assert found["progress"]["step"] == {"before": 1, "after": 2}
 
 
-def test_diff_of_equals(saved: Path) -> None:
+def test_diff_of_equals_and_of_runs_where_only_the_clock_differs(saved: Path, tmp_path: Path) -> None:
     assert words(run("diff", saved, saved)) == "no differences "
     assert as_json("diff", saved, saved)["same"]
-
-
-def test_diff_of_runs_that_are_equal_bit_by_bit(tmp_path: Path) -> None:
-    """Given the same run twice, on data without a time column, only the clock differs."""
-    data = tmp_path / "data.parquet"
-    ids, labels = list(range(64)), [i % 2 for i in range(64)]
-    parquet.write_table(pyarrow.table({"user": ids, "label": labels}), data)
-    (tmp_path / "run.toml").write_text(
-        '[data]\nkind = "parquet"\n[data.schema]\nfeatures = { user = "user" }\nlabel = "label"\n'
-    )
-    for name in ("a", "b"):
-        options = ["--config", str(tmp_path / "run.toml"), "--path", str(data), "--batch-size", "16"]
-        done = CliRunner().invoke(app, ["train", *options, "--run", str(tmp_path / name)])
-        assert done.exit_code == 0, done.output
-    sides = (tmp_path / "a/checkpoint", tmp_path / "b/checkpoint")
-    printed = words(run("diff", *sides))
+    model = Model()
+    for name, time in (("a", 1000), ("b", 2000)):
+        model.e.shards.assign({"user": (torch.arange(3), torch.ones(3, 2))}, time=time)
+        checkpoint.save(model, tmp_path / name, progress={"seconds": time / 100})
+    printed = words(run("diff", tmp_path / "a", tmp_path / "b"))
     assert printed.startswith("no differences, except in times ")
     assert "seconds of the run: " in printed
-    assert as_json("diff", *sides)["same"]
+    assert as_json("diff", tmp_path / "a", tmp_path / "b")["same"]
 
 
-def test_diff_reports_long_values_without_printing_them(tmp_path: Path, model: Model) -> None:
-    for name, text in (("a", "x"), ("b", "y")):
-        checkpoint.save(model, tmp_path / name, progress={"rng": text * 1000})
-    printed = words(run("diff", tmp_path / "a", tmp_path / "b"))
-    assert "progress rng: differs" in printed
-
-
-def test_diff_prints_no_nan_as_json(tmp_path: Path, model: Model) -> None:
-    checkpoint.save(model, tmp_path / "a")
+def test_diff_prints_neither_long_values_nor_nan_as_json(tmp_path: Path, model: Model) -> None:
+    checkpoint.save(model, tmp_path / "a", progress={"rng": "x" * 1000})
     (rows,) = model.e.tables["user"].scan()
     rows.rows[rows.ids == 1] = torch.nan  # an overflow while training may leave such a row
     model.e.tables["user"].restore(rows)
-    checkpoint.save(model, tmp_path / "b")
+    checkpoint.save(model, tmp_path / "b", progress={"rng": "y" * 1000})
     assert as_json("diff", tmp_path / "a", tmp_path / "b")["tables"]["e.user"]["largest"]["amount"] is None
-    assert "│ not finite │ 1 │" in words(run("diff", tmp_path / "a", tmp_path / "b"))
+    printed = words(run("diff", tmp_path / "a", tmp_path / "b"))
+    assert "│ not finite │ 1 │" in printed
+    assert "progress rng: differs" in printed
 
 
 # ---- reshard
@@ -286,87 +241,59 @@ def test_diff_prints_no_nan_as_json(tmp_path: Path, model: Model) -> None:
 
 def test_reshard(saved: Path, tmp_path: Path) -> None:
     to = tmp_path / "to"
-    assert "14 rows for 3 ranks" in words(
-        run("reshard", saved, to, "--num-shards", 3, "--dist-type", "hash_roundrobin")
-    )
+    done = words(run("reshard", saved, to, "--num-shards", 3, "--dist-type", "hash_roundrobin"))
+    assert "14 rows for 3 ranks" in done
     (found,) = as_json("ls", to)["checkpoints"]
-    assert found["tables"][0]["routing"]["dist_type"] == "hash_roundrobin"
-    assert found["tables"][0]["routing"]["num_shards"] == 3
+    routing = found["tables"][0]["routing"]
+    assert (routing["dist_type"], routing["num_shards"]) == ("hash_roundrobin", 3)
     assert len(found["saves"]) == 1
     assert as_json("verify", to)["ok"]
     assert user_rows(to) == user_rows(saved)
 
     assert "already holds a checkpoint" in error(run("reshard", saved, to, "--num-shards", 2))
-    words(run("reshard", saved, to, "--num-shards", 2, "--replace"))
+    blocks = ("--num-shards", 2, "--dist-type", "continuous", "--block-size", 5)
+    words(run("reshard", saved, to, *blocks, "--replace"))
     assert user_rows(to) == user_rows(saved)
-
-
-def test_reshard_into_blocks(saved: Path, tmp_path: Path) -> None:
-    to = tmp_path / "to"
-    words(run("reshard", saved, to, "--num-shards", 2, "--dist-type", "continuous", "--block-size", 5))
-    shards = [piece.shard for piece in checkpoint.read_manifest(to).tables()["e.user"][0].pieces]
-    assert sorted(shards) == [0, 1]
-    assert as_json("verify", to)["ok"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--num-shards", "2", "--dist-type", "diagonal"), "unknown routing mode 'diagonal'"),
-        (("--num-shards", "2", "--dist-type", "continuous"), "needs block_size"),
-        (("--num-shards", "2", "--dist-type", "roundrobin", "--block-size", "5"), "--block-size is for"),
-    ],
-)
-def test_reshard_to_what_cannot_be(saved: Path, tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
-    assert message in error(run("reshard", saved, tmp_path / "to", *flags))
-    assert not (tmp_path / "to" / "manifest.json").exists()
-    assert not list((tmp_path / "to").glob("data-*"))
-
-
-def test_reshard_in_place_is_refused(saved: Path) -> None:
-    done = run("reshard", saved, saved, "--num-shards", 2, "--replace")
-    assert "cannot be rewritten in place" in error(done)
+    assert "cannot be rewritten in place" in error(run("reshard", saved, saved, *blocks, "--replace"))
+    for flags, message in (
+        (("--dist-type", "diagonal"), "unknown routing mode 'diagonal'"),
+        (("--dist-type", "continuous"), "needs block_size"),
+        (("--dist-type", "roundrobin", "--block-size", "5"), "--block-size is for"),
+    ):
+        assert message in error(run("reshard", saved, tmp_path / "none", "--num-shards", 2, *flags))
+    assert not list((tmp_path / "none").glob("*"))
 
 
 # ---- compact
 
 
 def test_compact(saved: Path) -> None:
-    before = user_rows(saved)
+    rows = {0: [0, 0], 1: [1, -1], 2: [2, -2], 3: [9, 9], 50: [9, 9]} | {i: [i, -i] for i in (6, 7, 8, 9)}
+    assert user_rows(saved) == rows
     assert re.match(r"1 delta merged: [\d.]+ \w+ before, [\d.]+ \w+ now", words(run("compact", saved)))
     assert checkpoint.read_manifest(saved).deltas == []
-    assert (
-        user_rows(saved)
-        == before
-        == {0: [0, 0], 1: [1, -1], 2: [2, -2], 3: [9, 9], 50: [9, 9]} | {i: [i, -i] for i in (6, 7, 8, 9)}
-    )
+    assert user_rows(saved) == rows
     assert "nothing to merge" in words(run("compact", saved))
 
 
 # ---- export
 
 
-def test_export_writes_a_file_of_each_table(saved: Path, tmp_path: Path) -> None:
+def test_export_writes_a_file_of_each_table_or_one(saved: Path, tmp_path: Path) -> None:
     printed = words(run("export", saved, tmp_path / "out"))
     assert f"9 rows in {tmp_path}/out/e.user.parquet" in printed
     user = parquet.read_table(tmp_path / "out" / "e.user.parquet")
     assert user.column_names == ["id", "weights", "state/0/sum", "time"]
     assert dict(zip(user["id"].to_pylist(), user["weights"].to_pylist(), strict=True)) == user_rows(saved)
-    odd = parquet.read_table(tmp_path / "out" / "e.a%2Fb.parquet")
-    assert len(odd) == 5
+    assert len(parquet.read_table(tmp_path / "out" / "e.a%2Fb.parquet")) == 5
     empty = parquet.read_table(tmp_path / "out" / "e.empty.parquet")
     assert (len(empty), empty.column_names) == (0, ["id", "weights", "time"])
 
+    for name in ("user", "e.user"):
+        words(run("export", saved, tmp_path / "new" / f"{name}.parquet", "--table", name, "--no-state"))
+        table = parquet.read_table(tmp_path / "new" / f"{name}.parquet")
+        assert (len(table), table.column_names) == (9, ["id", "weights", "time"])
 
-@pytest.mark.parametrize("name", ["user", "e.user"])
-def test_export_of_one_table_to_one_file(saved: Path, tmp_path: Path, name: str) -> None:
-    words(run("export", saved, tmp_path / "new" / "u.parquet", "--table", name, "--no-state"))
-    table = parquet.read_table(tmp_path / "new" / "u.parquet")
-    assert table.column_names == ["id", "weights", "time"]
-    assert len(table) == 9
-
-
-def test_export_of_what_cannot_be(saved: Path, tmp_path: Path) -> None:
     unknown = error(run("export", saved, tmp_path, "--table", "nobody"))
     assert "no table 'nobody' (known: e.user, e.a/b, e.empty)" in unknown
     assert "one file holds one table" in error(run("export", saved, tmp_path / "x.parquet"))
@@ -410,16 +337,13 @@ def test_every_command_takes_addresses(saved: Path, bucket: str, tmp_path: Path)
         (("export", "nowhere", "out"), "nowhere holds no complete checkpoint"),
         (("reshard", "nowhere", "there", "--num-shards", "2"), "nowhere holds no complete checkpoint"),
         (("ls", "odd://place"), "odd://place does not name an object store"),
+        (("ls", "file"), "file holds no checkpoint"),
+        (("compact", "file"), "Not a directory"),
     ],
 )
 def test_wrong_places_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
     assert message in error(run(*arguments))
-
-
-def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert "file holds no checkpoint" in error(run("ls", tmp_path / "file"))
-    assert "Not a directory" in error(run("compact", tmp_path / "file"))

@@ -44,45 +44,35 @@ def hashes(*texts: str) -> list[int]:
 # ---- columns of ids
 
 
-@pytest.mark.parametrize("kind", [pa.int64(), pa.int32(), pa.int8(), pa.uint32(), pa.uint64()])
-def test_whole_numbers_are_ids_as_they_are(tmp_path: Path, kind: Any) -> None:
-    path = write(tmp_path / "a.parquet", {"c": pa.array([1, None, 100], kind)})
-    assert ids_of(path) == [[1], [], [100]]
-
-
-def test_unsigned_ids_keep_their_bits_and_booleans_are_0_and_1(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", {"c": pa.array([2**64 - 1, 2**63], pa.uint64())})
-    assert ids_of(path) == [[-1], [-(2**63)]]
-    path = write(tmp_path / "b.parquet", {"c": pa.array([True, False, None])})
-    assert ids_of(path) == [[1], [0], []]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.dictionary(pa.int32(), pa.string())],
+TEXTS, TEXT_IDS = (
+    pa.array(["a", None, "", "ü", "a"]),
+    [hashes(*row) for row in (["a"], [], [""], ["ü"], ["a"])],
 )
-def test_text_is_hashed_whatever_type_it_has(tmp_path: Path, kind: Any) -> None:
-    texts = pa.array(["a", None, "", "ü", "a"]).cast(pa.string())
-    array = texts.dictionary_encode() if pa.types.is_dictionary(kind) else texts.cast(kind)
-    a, empty, umlaut = hashes("a", "", "ü")
-    path = write(tmp_path / "a.parquet", {"c": array})
-    assert ids_of(path) == [[a], [], [empty], [umlaut], [a]]
+LISTS: Any = [[1, 2], None, [], [3, None, 4], [None]]
+ID_COLUMNS: list[tuple[Any, list[list[int]]]] = [
+    *(
+        (pa.array([1, None, 100], kind), [[1], [], [100]])
+        for kind in (pa.int64(), pa.int32(), pa.int8(), pa.uint32(), pa.uint64())
+    ),
+    (pa.array([2**64 - 1, 2**63], pa.uint64()), [[-1], [-(2**63)]]),  # the bits stay
+    (pa.array([True, False, None]), [[1], [0], []]),
+    *((TEXTS.cast(kind), TEXT_IDS) for kind in (pa.large_string(), pa.binary(), pa.large_binary())),
+    (TEXTS, TEXT_IDS),
+    (TEXTS.dictionary_encode(), TEXT_IDS),
+    *(
+        (pa.array(LISTS, kind), [[1, 2], [], [], [3, 4], []])
+        for kind in (pa.list_(pa.int64()), pa.large_list(pa.int32()), pa.list_(pa.int16()))
+    ),
+    (pa.array([["x", "y"], ["x"]]), [hashes("x", "y"), hashes("x")]),
+    (pa.array([[1, 2], None, [5, 6]], pa.list_(pa.int64(), 2)), [[1, 2], [], [5, 6]]),
+    (pa.nulls(2), [[], []]),
+]
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.int64()), pa.large_list(pa.int32()), pa.list_(pa.int16())])
-def test_lists_are_rows_of_many_ids(tmp_path: Path, kind: Any) -> None:
-    path = write(tmp_path / "a.parquet", {"c": pa.array([[1, 2], None, [], [3, None, 4], [None]], kind)})
-    assert ids_of(path) == [[1, 2], [], [], [3, 4], []]
-
-
-def test_lists_of_text_and_of_a_fixed_size(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", {"c": pa.array([["x", "y"], ["x"]])})
-    x, y = hashes("x", "y")
-    assert ids_of(path) == [[x, y], [x]]
-    path = write(tmp_path / "b.parquet", {"c": pa.array([[1, 2], None, [5, 6]], pa.list_(pa.int64(), 2))})
-    assert ids_of(path) == [[1, 2], [], [5, 6]]
-    path = write(tmp_path / "c.parquet", {"c": pa.nulls(2)})
-    assert ids_of(path) == [[], []]
+@pytest.mark.parametrize("number", range(len(ID_COLUMNS)))
+def test_integers_are_ids_and_texts_are_hashed_whatever_type_they_have(tmp_path: Path, number: int) -> None:
+    array, expected = ID_COLUMNS[number]
+    assert ids_of(write(tmp_path / "a.parquet", {"c": array})) == expected
 
 
 def test_options_of_a_feature(tmp_path: Path) -> None:
@@ -142,29 +132,31 @@ def test_all_columns_together(tmp_path: Path) -> None:
         (pa.array(["5", "6"]), 6),
         (pa.array([10**18, 2 * 10**18], pa.timestamp("ns")), 2 * 10**9),
     ],
+    ids=["date", "float", "text", "nanoseconds"],
 )
-def test_times_of_other_types(tmp_path: Path, array: Any, seconds: int) -> None:
+def test_times_of_other_types_and_no_labels(tmp_path: Path, array: Any, seconds: int) -> None:
     path = write(tmp_path / "a.parquet", {"c": [1, 2], "t": array})
     (batch,) = ParquetReader(path, Schema(label=None, features={"f": "c"}, time="t"), batch_size=8)
     assert batch.time == seconds
+    assert all(math.isnan(label) for label in batch.labels.tolist())
 
 
-def test_data_without_labels_has_nan_for_them(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", {"c": [1]})
-    (batch,) = ParquetReader(path, Schema(label=None, features={"f": "c"}), batch_size=8)
-    assert math.isnan(batch.labels.item())
-
-
-def test_fitting_reads_the_first_rows_only(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", {"y": [0.0] * 6, "d": [1.0, 3.0, None, 1.0, 3.0, 1e9]}, group=2)
+def test_fitting_reads_the_first_rows_only_and_bad_values_do_not_count(tmp_path: Path) -> None:
+    values = [1.0, 3.0, None, 1.0, 3.0, 1e9]
+    path = write(tmp_path / "a.parquet", {"y": [0.0] * 6, "d": values}, group=2)
     schema = Schema(label="y", features={}, dense=[DenseColumn("d", "standard")])
     reader = ParquetReader(path, schema, batch_size=3)
     reader = reader.with_schema(reader.fit(rows=5))
-    (column,) = reader.schema.dense_columns
-    assert (column.mean, column.std) == (2.0, 1.0)
-    first = next(iter(reader))
-    assert first.dense.tolist() == [[-1.0], [1.0], [0.0]]
+    fitted = DenseColumn("d", "standard", mean=2.0, std=1.0)
+    assert reader.schema.dense_columns[0] == fitted
+    assert next(iter(reader)).dense.tolist() == [[-1.0], [1.0], [0.0]]
     assert reader.fit() is reader.schema
+
+    write(path, {"y": [0.0] * 4, "d": [1.0, 3.0, math.inf, math.nan]}, group=1)
+    for rank in range(3):  # every rank fits the same
+        reader = ParquetReader(path, schema, batch_size=3, on_error="skip").shard(rank, 3)
+        assert reader.fit().dense_columns[0] == fitted
+        assert reader.skipped == {}
 
 
 def test_a_reader_with_another_schema(tmp_path: Path) -> None:
@@ -183,15 +175,6 @@ def test_a_reader_with_another_schema(tmp_path: Path) -> None:
         reader.with_schema(Schema(label="y", features={"f": "e"}))
     with pytest.raises(AttributeError):
         reader.schema = other.schema  # type: ignore[misc]
-
-
-def test_every_rank_fits_the_same_and_bad_values_do_not_count(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", {"y": [0.0] * 4, "d": [1.0, 3.0, math.inf, math.nan]}, group=1)
-    schema = Schema(label="y", features={}, dense=[DenseColumn("d", "standard")])
-    for rank in range(3):
-        reader = ParquetReader(path, schema, batch_size=3, on_error="skip").shard(rank, 3)
-        assert reader.fit().dense_columns[0] == DenseColumn("d", "standard", mean=2.0, std=1.0)
-        assert reader.skipped == {}
 
 
 # ---- files, positions, shards
@@ -231,16 +214,13 @@ def test_files_directories_and_patterns(tmp_path: Path) -> None:
         ParquetReader(tmp_path / "nothing.parquet", TIMED, batch_size=5)
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 5, 32])
-def test_resume(tmp_path: Path, batch_size: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 5, 32])
+def test_resume(tmp_path: Path, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = many(tmp_path)
     check_resume(lambda: ParquetReader(folder, TIMED, batch_size=batch_size))
-
-
-def test_resume_within_large_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalith.data.parquet.CHUNK_ROWS", 6)
-    folder = many(tmp_path, files=1, rows=50, group=50)
-    check_resume(lambda: ParquetReader(folder, TIMED, batch_size=4))
+    folder = many(tmp_path / "large groups", files=1, rows=50, group=50)
+    check_resume(lambda: ParquetReader(folder, TIMED, batch_size=min(batch_size, 4)))
 
 
 @pytest.mark.parametrize("group", [1, 4, 100])
@@ -249,10 +229,7 @@ def test_shards(tmp_path: Path, group: int) -> None:
     check_shards(lambda: ParquetReader(folder, TIMED, batch_size=4), (1, 2, 3, 4, 10, 50))
     sizes = [ParquetReader(folder, TIMED, batch_size=4).shard(rank, 4).num_rows for rank in range(4)]
     assert sum(sizes) == 33
-
-
-def test_few_row_groups_are_divided_evenly(tmp_path: Path) -> None:
-    folder = many(tmp_path, files=1, rows=40, group=100)
+    folder = many(tmp_path / "one", files=1, rows=40, group=100)  # few row groups are divided evenly
     shards = [ParquetReader(folder, TIMED, batch_size=100).shard(rank, 4) for rank in range(4)]
     assert [labels_of(shard) for shard in shards] == [list(range(i, i + 10)) for i in (0, 10, 20, 30)]
 
@@ -262,14 +239,14 @@ def test_a_position_of_other_files_is_refused(tmp_path: Path) -> None:
     position = list(ParquetReader(folder, TIMED, batch_size=5))[2].position
     (folder / "part-1.parquet").rename(folder / "renamed.parquet")
     reader = ParquetReader(folder, TIMED, batch_size=5)
-    with pytest.raises(
-        InputError, match=r"position is in file 'part-1.parquet', but that file is now 'part-2.parquet'"
-    ):
+    with pytest.raises(InputError, match=r"position is in file 'part-1.parquet', but .* is now 'part-2.parq"):
         reader.seek(position)
     with pytest.raises(InputError, match="'row' of the position is 99"):
         reader.seek({**reader.position, "row": 99})
-    with pytest.raises(InputError, match="saved by an earlier version"):
-        reader.seek({"group": 0, "row": 9, "name": "part-0.parquet", "shard": [0, 1]})
+    unsplit = {key: value for key, value in reader.position.items() if key != "split"}
+    for old in (unsplit, {"group": 0, "row": 9, "name": "part-0.parquet", "shard": [0, 1]}):
+        with pytest.raises(InputError, match="saved by an earlier version; start over"):
+            reader.seek(old)
 
 
 def week(folder: Path, number: int, first: int, *, rows: int = 10, group: int = 1_000_000) -> None:
@@ -313,11 +290,26 @@ def test_shards_continue_with_an_appended_file(tmp_path: Path, files: int, batch
     )
 
 
-def test_a_position_without_the_kind_of_sharding_is_refused(tmp_path: Path) -> None:
-    week(tmp_path, 10, 0)
-    reader = ParquetReader(tmp_path, SCHEMA, batch_size=3)
-    with pytest.raises(InputError, match="saved by an earlier version; start over"):
-        reader.seek({key: value for key, value in reader.position.items() if key != "split"})
+def test_a_file_that_was_replaced_is_noticed_and_moved_data_is_not(tmp_path: Path) -> None:
+    here, there = tmp_path / "a", tmp_path / "b"
+    week(here, 10, 0)
+    week(here, 11, 10)
+    position = list(ParquetReader(here, SCHEMA, batch_size=4))[3].position
+    here.rename(there)
+
+    def seek(paths: Any = there) -> ParquetReader:
+        reader = ParquetReader(paths, SCHEMA, batch_size=4)
+        reader.seek(position)
+        return reader
+
+    assert labels_of(seek()) == [16, 17, 18, 19]
+    week(there, 11, 10, rows=12)
+    with pytest.raises(InputError, match=r"'week=11/part-0.parquet' .* had \d+ bytes and now has \d+"):
+        seek()
+    week(there, 11, 10)
+    week(there, 10, 0, rows=12)
+    with pytest.raises(InputError, match=r"the files before 'week=11/part-0.parquet' .* have changed"):
+        seek()
 
 
 def test_a_list_of_paths_may_grow(tmp_path: Path) -> None:
@@ -329,34 +321,7 @@ def test_a_list_of_paths_may_grow(tmp_path: Path) -> None:
     reader.seek(position)
     assert labels_of(reader) == list(range(6, 20))
     with pytest.raises(InputError, match=r"in file '../../b/week=10/part-0.parquet', but that file is now"):
-        ParquetReader([paths[1], paths[0]], SCHEMA, batch_size=6).seek(list(reader)[-1].position)
-
-
-def test_another_row_group_of_the_same_file_is_not_the_position(tmp_path: Path) -> None:
-    week(tmp_path, 10, 0, group=4)
-    position = list(ParquetReader(tmp_path, SCHEMA, batch_size=4))[1].position
-    week(tmp_path, 9, -10, rows=4)
-    with pytest.raises(InputError, match=r"the files before 'week=10/part-0.parquet' .* have changed"):
-        ParquetReader(tmp_path, SCHEMA, batch_size=4).seek({**position, "group": 2})
-
-
-def test_a_file_that_was_replaced_is_noticed_and_moved_data_is_not(tmp_path: Path) -> None:
-    here, there = tmp_path / "a", tmp_path / "b"
-    week(here, 10, 0)
-    week(here, 11, 10)
-    position = list(ParquetReader(here, SCHEMA, batch_size=4))[3].position
-    here.rename(there)
-    reader = ParquetReader(there, SCHEMA, batch_size=4)
-    reader.seek(position)
-    assert labels_of(reader) == [16, 17, 18, 19]
-
-    week(there, 11, 10, rows=12)
-    with pytest.raises(InputError, match=r"'week=11/part-0.parquet' .* had \d+ bytes and now has \d+"):
-        ParquetReader(there, SCHEMA, batch_size=4).seek(position)
-    week(there, 11, 10)
-    week(there, 10, 0, rows=12)
-    with pytest.raises(InputError, match=r"the files before 'week=11/part-0.parquet' .* have changed"):
-        ParquetReader(there, SCHEMA, batch_size=4).seek(position)
+        ParquetReader(paths[::-1], SCHEMA, batch_size=6).seek(list(reader)[-1].position)
 
 
 # ---- labels and missing dense values
@@ -375,12 +340,6 @@ def test_labels_other_than_0_and_1(tmp_path: Path) -> None:
     reader = ParquetReader(path, SCHEMA, batch_size=8, on_error="skip", binary_labels=True)
     assert labels_of(reader) == [0.0, 1.0]
     assert reader.skipped == {"no label": 2, "not finite": 1, "label not 0 or 1": 3}
-
-
-def test_a_file_without_the_label_column(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", {"c": [1]})
-    with pytest.raises(InputError, match=r"a.parquet: label column 'y' is missing; the file has c"):
-        ParquetReader(path, SCHEMA, batch_size=1)
 
 
 def test_nan_as_a_missing_value_with_an_indicator(tmp_path: Path) -> None:
@@ -437,21 +396,16 @@ def test_times_in_milliseconds_are_named(tmp_path: Path) -> None:
 def test_texts_that_look_like_lists_of_ids(tmp_path: Path, texts: list[Any], hint: str) -> None:
     path = write(tmp_path / "a.parquet", {"c": texts})
     schema = Schema(label=None, features={"f": "c"})
-    reader = ParquetReader(path, schema, batch_size=1)
     with pytest.warns(UserWarning, match=rf"a.parquet: column 'c': .*{hint}") as warned:
-        assert len(list(reader)) == len(texts)
+        assert len(list(ParquetReader(path, schema, batch_size=1))) == len(texts)
     assert len(warned) == 1
     strict = Schema(label=None, features={"f": FeatureColumn("c", hash=False)})
     with pytest.raises(InputError, match=rf"is not a 64-bit integer; .*{hint}"):
         list(ParquetReader(path, strict, batch_size=1))
-
-
-@pytest.mark.parametrize("texts", [["New York", "a, b"], ["-1", "+2"], ["68fd1e64"], ["1 2"] + ["x"] * 30])
-def test_other_texts_give_no_hint(tmp_path: Path, texts: list[str]) -> None:
-    path = write(tmp_path / "a.parquet", {"c": texts})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        list(ParquetReader(path, Schema(label=None, features={"f": "c"}), batch_size=9))
+        for other in (["New York", "a, b"], ["-1", "+2"], ["68fd1e64"], ["1 2"] + ["x"] * 30):
+            list(ParquetReader(write(path, {"c": other}), schema, batch_size=9))
 
 
 # ---- fitting
@@ -507,11 +461,9 @@ def test_bad_rows_are_named_or_skipped(
 
 
 def test_a_bad_row_is_counted_once_and_named_by_its_place_in_the_file(tmp_path: Path) -> None:
-    labels: list[Any] = [float(i) for i in range(20)]
-    labels[13] = None
-    path = write(
-        tmp_path / "a.parquet", {"y": labels, "d": [math.inf if i == 13 else 0.0 for i in range(20)]}, group=6
-    )
+    columns: dict[str, Any] = {"y": [float(i) for i in range(20)], "d": [0.0] * 20}
+    columns["y"][13], columns["d"][13] = None, math.inf
+    path = write(tmp_path / "a.parquet", columns, group=6)
     schema = Schema(label="y", features={}, dense=["d"])
     with pytest.raises(InputError, match=r"row 13, column 'y'"):
         list(ParquetReader(path, schema, batch_size=4))
@@ -521,17 +473,10 @@ def test_a_bad_row_is_counted_once_and_named_by_its_place_in_the_file(tmp_path: 
 
 
 def test_resume_and_shards_with_skipped_rows(tmp_path: Path) -> None:
-    labels = [None if i % 3 == 0 else float(i) for i in range(40)]
-    path = write(tmp_path / "a.parquet", {"y": pa.array(labels), "c": list(range(40))}, group=7)
+    labels = [None if i % 3 == 0 or 20 < i < 30 else float(i) for i in range(40)]  # also whole row groups
+    path = write(tmp_path / "a.parquet", {"y": pa.array(labels), "c": list(range(40))}, group=4)
     check_resume(lambda: ParquetReader(path, SCHEMA, batch_size=5, on_error="skip"))
     check_shards(lambda: ParquetReader(path, SCHEMA, batch_size=5, on_error="skip"))
-
-
-def test_a_chunk_of_bad_rows_only(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", {"y": pa.array([None] * 6 + [1.0]), "c": list(range(7))}, group=3)
-    reader = ParquetReader(path, SCHEMA, batch_size=2, on_error="skip")
-    assert labels_of(reader) == [1.0]
-    assert reader.skipped == {"no label": 6}
 
 
 def test_missing_columns_and_wrong_types(tmp_path: Path) -> None:
@@ -547,6 +492,8 @@ def test_missing_columns_and_wrong_types(tmp_path: Path) -> None:
     assert reader.skipped == {"missing column": 2, "wrong type": 3}
     with pytest.raises(InputError, match="column 'c' is missing"):
         ParquetReader([lacking, good], SCHEMA, batch_size=2, on_error="skip")
+    with pytest.raises(InputError, match=r"d.parquet: label column 'y' is missing; the file has c"):
+        ParquetReader(write(tmp_path / "d.parquet", {"c": [1]}), SCHEMA, batch_size=1)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,21 @@ def config(**changes: Any) -> RunConfig:
     return base.changed(**changes)
 
 
+def log_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+class StopAt(Watcher):
+    """Stops a run at a step."""
+
+    def __init__(self, run: Run, step: int) -> None:
+        self.run, self.step = run, step
+
+    def batch(self, step: int, samples: int, loss: float) -> None:
+        if step == self.step:
+            self.run.stop()
+
+
 def everything(run: Run) -> dict[str, Tensor]:
     state = {k: v for k, v in run.model.state_dict().items() if isinstance(v, Tensor)}
     for name, table in run.model.embeddings.shards.local.items():
@@ -57,7 +72,7 @@ def test_a_run_leaves_its_config_metrics_checkpoint_and_evaluation(tmp_path: Pat
     assert result is not None
     assert 0.5 < result.auc < 1
     assert json.loads((run.directory / "evaluation.json").read_text())["samples"] == 64
-    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    lines = log_of(run.directory)
     assert [line["step"] for line in lines] == [4, 8, 12, 16, 20, 24]
     assert lines[-1]["samples"] == 24 * 64
     assert lines[-1]["rows"]["user"] == len(run.model.embeddings.shards.local["user"])
@@ -67,19 +82,17 @@ def test_a_run_leaves_its_config_metrics_checkpoint_and_evaluation(tmp_path: Pat
     assert RunConfig.from_dict(json.loads((run.directory / "config.json").read_text())) == run.config
     assert list((run.directory / "tensorboard").iterdir())
 
+    model, loaded = load_trained(tmp_path / "run")
+    assert evaluate(model, Run(loaded, tmp_path / "other").source.test) == result  # type: ignore[arg-type]
+
 
 @pytest.mark.parametrize("stop_at", [3, 8, 12, 17])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(tmp_path: Path, stop_at: int) -> None:
     whole = Run(config(), tmp_path / "whole")
     whole.train()
 
-    class Stop(Watcher):
-        def batch(self, step: int, samples: int, loss: float) -> None:
-            if step == stop_at:
-                first.stop()
-
     first = Run(config(), tmp_path / "parts")
-    first.train(Stop())
+    first.train(StopAt(first, stop_at))
     assert first.step == stop_at
     torch.rand(100)  # random numbers drawn in between
     second = Run.resume(tmp_path / "parts")
@@ -87,10 +100,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(tmp_path: Path, st
 
     assert second.step == whole.step == 24
     assert_same(everything(second), everything(whole))
-    log = [json.loads(line)["step"] for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines()]
     parts, complete = ((tmp_path / name / "frequencies.json").read_text() for name in ("parts", "whole"))
     assert parts == complete
-    assert log == sorted({stop_at, 4, 8, 12, 16, 20, 24})  # the part before the stop has its own line
+    steps = [line["step"] for line in log_of(tmp_path / "parts")]
+    assert steps == sorted({stop_at, 4, 8, 12, 16, 20, 24})  # the part before the stop has its own line
 
 
 def test_policies_act_in_a_run_and_are_counted_also_after_a_resume(tmp_path: Path) -> None:
@@ -106,7 +119,7 @@ def test_policies_act_in_a_run_and_are_counted_also_after_a_resume(tmp_path: Pat
     assert tables["user"].config.eviction == (Capacity(70),)
     assert tables["item"].config.eviction == ()
     assert tables["user"].config.admission == tables["item"].config.admission == MinCount(2)
-    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    lines = log_of(run.directory)
     for line in lines:
         for name, counts in line["counters"].items():
             assert line["rows"][name] == counts["created"] - counts["evicted"] - counts["removed"]
@@ -157,7 +170,7 @@ def test_the_hit_rate_of_gpu_memory_is_in_the_log_and_the_report(tmp_path: Path)
     run = Run(limited, tmp_path / "run")
     run.train()
 
-    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    lines = log_of(run.directory)
     total = run.host_tier()
     assert set(total) == set(run.model.embeddings.tables)
     assert sum(use.misses for use in total.values()) > 0
@@ -191,18 +204,9 @@ def test_a_second_process_does_not_train_in_the_directory(tmp_path: Path) -> Non
 def test_the_last_line_of_the_log_counts_every_sample(tmp_path: Path) -> None:
     run = Run(config(train_max_steps=6), tmp_path / "run")
     run.train()
-    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["samples"]) for line in lines] == [(4, 256), (6, 384)]
+    assert [(line["step"], line["samples"]) for line in log_of(run.directory)] == [(4, 256), (6, 384)]
     assert run.samples == 384
-    page = write_report(run.directory).read_text()
-    assert "samples trained</span><b>384</b>" in page
-
-
-def test_saving_on_the_way_changes_nothing(tmp_path: Path) -> None:
-    plain, saving = Run(config(), tmp_path / "a"), Run(config(train_save_every=5), tmp_path / "b")
-    plain.train()
-    saving.train()
-    assert_same(everything(plain), everything(saving))
+    assert "samples trained</span><b>384</b>" in write_report(run.directory).read_text()
 
 
 def test_a_run_saves_by_the_clock_unless_save_every_is_given(
@@ -222,30 +226,25 @@ def test_a_run_saves_by_the_clock_unless_save_every_is_given(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"model_options": {"hiden": [8]}},
-            r"model\.options: unknown option 'hiden' \(known: hidden, dropout",
-        ),
+        ({"model_options": {"hiden": [8]}}, r"model\.options: unknown option 'hiden' \(known: hidden, drop"),
         ({"data_options": {"batches": 3}}, r"data\.options: unknown option 'batches' \(known: .*num_batches"),
         (
             {"data_options": {"num_batches": "ten"}},
-            r"data\.options\.num_batches must be an integer, got 'ten'",
+            r"data\.options\.num_batches must be an integer, got 'ten",
         ),
         ({"model_options": {"dropout": 2.0}}, r"dropout must be from 0 to below 1, got 2\.0"),
         ({"model_options": {"hidden": 8}}, r"DeepFM: hidden must be a list, got int"),
-        ({"model_options": {"hidden": "abc"}}, r"DeepFM: hidden must be a list, got str"),
         ({"model_options": {"hidden": [0]}}, r"DeepFM: hidden.* must be .*got 0"),
-        ({"model_options": {"hidden": [-1]}}, r"DeepFM: hidden.* must be .*got -1"),
-        ({"model_options": {"hidden": [1.5]}}, r"DeepFM: hidden.* must be .*got 1\.5"),
         ({"model_name": "dlrm", "model_options": {"bottom": [-3]}}, r"DLRM: bottom.* must be .*got -3"),
         ({"model_options": {"weight_optimizer": "adam"}}, r"optimizer must be .*'?adam"),
         ({"model_tables": {"user": 3}}, r"tables must map features to tables, got \{'user': 3\}"),
         ({"data_options": {"bias": math.nan}}, r"synthetic data: bias must be a finite number, got nan"),
         ({"data_options": {"features": 3}}, r"synthetic data: features must be a list of SyntheticFeature"),
-        (
-            {"model_name": "din", "model_options": {}},
-            r"model\.options: option 'target' is required \(known: ",
-        ),
+        ({"model_name": "din", "model_options": {}}, r"options: option 'target' is required \(known: "),
+        ({"data_kind": "parquet"}, r"data\.path must name"),
+        ({"data_kind": "csv", "data_path": "x.csv", "data_options": {}}, r"\[data.schema\]"),
+        ({"model_features": ["user", "shoe"]}, "no feature 'shoe'"),
+        ({"model_name": "gpt"}, "unknown model 'gpt'"),
     ],
 )
 def test_wrong_options_list_the_known_ones(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -256,7 +255,7 @@ def test_wrong_options_list_the_known_ones(tmp_path: Path, changes: dict[str, An
 
 @pytest.mark.parametrize(
     ("given", "batch_size", "expected"),
-    [(None, 1024, 1), (None, 16_383, 1), (None, 16_384, 2), (None, 65_536, 4), (3, 1024, 3)],
+    [(None, 16_383, 1), (None, 16_384, 2), (None, 65_536, 4), (3, 1024, 3)],
 )
 def test_the_number_of_threads_follows_the_ids_of_a_step(
     tmp_path: Path, given: int | None, batch_size: int, expected: int
@@ -266,12 +265,9 @@ def test_the_number_of_threads_follows_the_ids_of_a_step(
     torch.set_num_threads(4)
     run = Run(settings, tmp_path / "run")
     used = []
-
-    class Look(Watcher):
-        def batch(self, step: int, samples: int, loss: float) -> None:
-            used.append(torch.get_num_threads())
-
-    run.train(Look())
+    look = Watcher()
+    look.batch = lambda *_: used.append(torch.get_num_threads())  # type: ignore[method-assign]
+    run.train(look)
     run.evaluate(lambda samples: used.append(torch.get_num_threads()))
     assert (run.threads, used) == (expected, [expected, expected])
     assert torch.get_num_threads() == (4 if given is None else given)  # the caller's, unless it is given
@@ -281,18 +277,13 @@ def kept(run: Path) -> list[int]:
     return checkpoint.Rotation(run / "checkpoints").steps()
 
 
-@pytest.mark.parametrize("stop_at", [5, 7, 17])
+@pytest.mark.parametrize("stop_at", [5, 17])
 def test_saving_while_training_continues_changes_nothing(tmp_path: Path, stop_at: int) -> None:
     whole = Run(config(), tmp_path / "whole")
     whole.train()
 
-    class Stop(Watcher):
-        def batch(self, step: int, samples: int, loss: float) -> None:
-            if step == stop_at:
-                first.stop()
-
     first = Run(config(train_save_every=1, train_save_async=True, train_keep_last=100), tmp_path / "parts")
-    first.train(Stop())
+    first.train(StopAt(first, stop_at))
     assert kept(first.directory) == list(range(1, stop_at + 1))
     second = Run.resume(tmp_path / "parts")
     second.train()
@@ -303,21 +294,15 @@ def test_saving_while_training_continues_changes_nothing(tmp_path: Path, stop_at
 def test_a_checkpoint_saved_while_training_continues_is_of_its_step(tmp_path: Path) -> None:
     run = Run(config(train_save_every=5, train_save_async=True, train_keep_last=2), tmp_path / "a")
     run.train()
-    there = Run(config(train_max_steps=20), tmp_path / "b")
-    there.train()
-    saved, expected = (
-        tmp_path / "a" / "checkpoints" / "step-000000000020",
-        tmp_path / "b" / "checkpoint",
-    )
-    found = checkpoint.diff(saved, expected)
+    Run(config(train_max_steps=20), tmp_path / "b").train()
+    found = checkpoint.diff(tmp_path / "a/checkpoints/step-000000000020", tmp_path / "b/checkpoint")
     assert all(table.weights == table.added == table.removed == 0 for table in found.tables.values())
     assert (found.dense, found.optimizer, found.steps) == ({}, False, {})
     assert set(found.progress) <= {"seconds", *(f"config.train.{k}" for k in run.config.to_dict()["train"])}
 
 
 def test_earlier_checkpoints_are_kept_by_the_rules(tmp_path: Path) -> None:
-    run = Run(config(train_save_every=2, train_keep_last=2, train_keep_every=8), tmp_path)
-    run.train()
+    Run(config(train_save_every=2, train_keep_last=2, train_keep_every=8), tmp_path).train()
     assert kept(tmp_path) == [8, 16, 22, 24]
     for step in (8, 16, 22, 24):
         assert checkpoint.verify(tmp_path / f"checkpoints/step-{step:012}").problems == []
@@ -329,10 +314,10 @@ def test_earlier_checkpoints_are_kept_by_the_rules(tmp_path: Path) -> None:
     for file in newest.all_files():  # one file, two names
         assert (tmp_path / "checkpoint" / file.path).stat().st_nlink == 2
 
-
-def test_keep_every_alone_keeps_the_newest_too(tmp_path: Path) -> None:
-    Run(config(train_save_every=5, train_keep_every=10), tmp_path).train()
+    Run(config(train_save_every=5, train_keep_every=10), tmp_path, start_over=True).train()
     assert kept(tmp_path) == [10, 20, 24]
+    Run(config(train_save_every=5), tmp_path, start_over=True).train()
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_without_hard_links_checkpoints_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,25 +330,16 @@ def test_without_hard_links_checkpoints_are_copied(tmp_path: Path, monkeypatch: 
     assert checkpoint.verify(tmp_path / "checkpoints/step-000000000012").problems == []
 
 
-def test_nothing_is_kept_unless_asked_for(tmp_path: Path) -> None:
-    Run(config(train_save_every=5), tmp_path).train()
-    assert not (tmp_path / "checkpoints").exists()
-
-
-def test_a_run_that_is_started_over_drops_what_the_old_one_kept(tmp_path: Path) -> None:
-    Run(config(train_save_every=8, train_keep_last=9), tmp_path).train()
-    Run(config(train_max_steps=3, train_keep_last=9), tmp_path, start_over=True).train()
-    assert kept(tmp_path) == [3]
-
-
-def test_a_run_that_is_started_over_drops_the_evaluation_and_pages_of_the_old_one(tmp_path: Path) -> None:
-    run = Run(config(train_max_steps=2), tmp_path)
+def test_a_run_that_is_started_over_drops_what_the_old_one_left(tmp_path: Path) -> None:
+    run = Run(config(train_max_steps=8, train_save_every=4, train_keep_last=9), tmp_path)
     run.train()
     run.evaluate()
     write_report(tmp_path)
-    Run(config(), tmp_path, start_over=True)
-    kept = [".lock", "checkpoint", "config.json", "metrics.jsonl"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    run = Run(config(train_max_steps=3, train_keep_last=9), tmp_path, start_over=True)
+    found = [path.name for path in tmp_path.iterdir() if path.name != "checkpoints"]
+    assert sorted(found) == [".lock", "checkpoint", "config.json", "metrics.jsonl"]
+    run.train()
+    assert kept(tmp_path) == [3]
 
 
 def test_the_report_names_the_step_of_an_evaluation_if_the_run_has_continued(tmp_path: Path) -> None:
@@ -374,8 +350,8 @@ def test_the_report_names_the_step_of_an_evaluation_if_the_run_has_continued(tmp
     run = Run.resume(tmp_path, {"max_steps": 9})
     run.train()
     page = write_report(tmp_path).read_text()
-    assert "held-out AUC, step 5 of 9</span>" in page
-    assert "held-out log loss, step 5 of 9</span>" in page
+    for text in ("held-out AUC, step 5 of 9</span>", "held-out log loss, step 5 of 9</span>"):
+        assert text in page
     assert "Evaluated at step 5 of 9." in page
     run.evaluate()
     assert "held-out AUC</span>" in write_report(tmp_path).read_text()
@@ -383,20 +359,13 @@ def test_the_report_names_the_step_of_an_evaluation_if_the_run_has_continued(tmp
 
 def test_a_watcher_receives_the_progress_of_a_save(tmp_path: Path) -> None:
     events: list[tuple[str, int]] = []
-
-    class Note(Watcher):
-        def saving(self, rows: int) -> None:
-            events.append(("saving", rows))
-
-        def wrote(self, rows: int) -> None:
-            events.append(("wrote", rows))
-
-        def saved(self) -> None:
-            events.append(("saved", 0))
-
+    note = Watcher()
+    note.saving = lambda rows: events.append(("saving", rows))  # type: ignore[method-assign]
+    note.wrote = lambda rows: events.append(("wrote", rows))  # type: ignore[method-assign]
+    note.saved = lambda: events.append(("saved", 0))  # type: ignore[method-assign]
     run = Run(config(train_max_steps=2), tmp_path)
-    run.train(Note())
-    rows = sum(len(table) for table in run.model.embeddings.shards.local.values())
+    run.train(note)
+    rows = sum(run.rows().values())
     assert events[0] == ("saving", rows)
     assert events[-2:] == [("wrote", rows), ("saved", 0)]
 
@@ -414,54 +383,23 @@ def test_a_save_that_fails_while_training_continues_ends_the_run(
         run.train()
 
 
-def test_epochs_may_grow_when_a_run_is_resumed_and_the_model_may_not(tmp_path: Path) -> None:
-    Run(config(train_epochs=1), tmp_path).train()
-    run = Run.resume(tmp_path, {"epochs": 2})
-    run.train()
-    assert run.step == 24
-    with pytest.raises(InputError, match=r"train\.lr cannot change"):
-        Run.resume(tmp_path, {"lr": 1.0})
-
-
-def test_a_directory_with_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
-    Run(config(train_max_steps=1), tmp_path).train()
-    with pytest.raises(UsageError, match=r"--resume.*--start-over"):
-        Run(config(), tmp_path)
-    Run(config(train_max_steps=1), tmp_path, start_over=True).train()
-
-
-def test_a_trained_model_evaluates_the_same_in_another_process(tmp_path: Path) -> None:
-    run = Run(config(), tmp_path)
-    run.train()
-    before = run.evaluate()
-    model, loaded = load_trained(tmp_path)
-    again = evaluate(model, Run(loaded, tmp_path / "other").source.test)  # type: ignore[arg-type]
-    assert again == before
-
-
-def test_a_directory_without_a_run_raises(tmp_path: Path) -> None:
+def test_directories_without_a_run_or_with_one_and_changes_a_resumed_run_refuses(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         load_trained(tmp_path)
-    run = Run(config(train_max_steps=1), tmp_path)
+    run = Run(config(train_epochs=1), tmp_path)
+    run.train()
     checkpoint.save(run.model, tmp_path / "plain")
     with pytest.raises(CheckpointError, match="megalith train"):
         load_trained(tmp_path / "plain")
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"data_kind": "parquet"}, r"data\.path must name"),
-        ({"data_kind": "csv", "data_path": "x.csv", "data_options": {}}, r"\[data.schema\]"),
-        ({"data_options": {"num_batch": 3}}, r"data\.options.*num_batch"),
-        ({"model_options": {"hiden": [1]}}, r"model\.options.*hiden"),
-        ({"model_features": ["user", "shoe"]}, "no feature 'shoe'"),
-        ({"model_name": "gpt"}, "unknown model 'gpt'"),
-    ],
-)
-def test_wrong_configs_are_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(MegalithError, match=words):
-        Run(config(**changes), tmp_path)
+    with pytest.raises(UsageError, match=r"--resume.*--start-over"):
+        Run(config(), tmp_path)
+    with pytest.raises(InputError, match=r"train\.lr cannot change"):
+        Run.resume(tmp_path, {"lr": 1.0})
+    run = Run.resume(tmp_path, {"epochs": 2})
+    run.train()
+    assert run.step == 24
+    with pytest.raises(InputError, match="not read from files"):
+        open_reader(config().data, Path("x.parquet"))
 
 
 def test_evaluation_counts_weights_and_refuses_data_without_labels() -> None:
@@ -480,11 +418,6 @@ def test_evaluation_counts_weights_and_refuses_data_without_labels() -> None:
     without = Samples({"x": column}, torch.full((3,), float("nan")))
     with pytest.raises(InputError, match="no labels"):
         evaluate(Ones(), MemoryReader(without, batch_size=2))
-
-
-def test_synthetic_data_is_not_read_from_files() -> None:
-    with pytest.raises(InputError, match="not read from files"):
-        open_reader(config().data, Path("x.parquet"))
 
 
 def test_a_run_computes_on_the_device_of_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,12 @@ class Spoiled:
         return found
 
     @property
+    def removed(self) -> Data:
+        """The entry of the first delta's removed ids."""
+        found: Data = self.table(self.delta(0))["removed"][0]
+        return found
+
+    @property
     def file(self) -> Data:
         found: Data = self.piece["file"]
         return found
@@ -110,25 +116,10 @@ def new_optimizer(model: Model) -> torch.optim.Optimizer:
     return optimizer
 
 
-def state(s: Spoiled) -> Any:
-    """The optimizer's state of the latest save, as the manifest has it."""
-    return s.delta(1)["optimizer"]
-
-
-def other_base(s: Spoiled) -> None:
-    s.top["id"] = "0123456789ab"
-
-
 def flip(s: Spoiled, at: int) -> None:
     data = bytearray(s.path.read_bytes())
     data[at] ^= 1
     s.path.write_bytes(data)
-
-
-def two_shards(s: Spoiled) -> None:
-    """Rows of both shards in a file of the second shard."""
-    s.table()["routing"]["num_shards"] = 2
-    s.piece["shard"] = 1
 
 
 def same_names(s: Spoiled) -> None:
@@ -148,13 +139,59 @@ def huge_manifest(s: Spoiled) -> None:
     os.truncate(s.root / "manifest.json", 300 << 20)  # a hole: no such bytes are on the disk
 
 
-def both(s: Spoiled, change: Callable[[Data], object]) -> None:
-    """Change a table's entry in the base and in the deltas."""
-    for each in (s.top, *s.top["deltas"]):
-        change(s.table(each))
-
-
 Recipe = Callable[[Spoiled], object]
+
+
+def top(**fields: Any) -> Recipe:
+    return lambda s: s.top.update(fields)
+
+
+def step(number: int) -> Recipe:
+    return lambda s: s.top["collections"]["embeddings"].update(global_step=number)
+
+
+def table(**fields: Any) -> Recipe:
+    return lambda s: s.table().update(fields)
+
+
+def routing(**fields: Any) -> Recipe:
+    return lambda s: s.table()["routing"].update(fields)
+
+
+def segments(**fields: Any) -> Recipe:
+    """Change the first segment of a table in the base and in the deltas."""
+    return lambda s: [s.table(each)["segments"][0].update(fields) for each in (s.top, *s.top["deltas"])]
+
+
+def states(**fields: Any) -> Recipe:
+    """Change the first state column of a table in the base and in the deltas."""
+    return lambda s: [
+        s.table(each)["segments"][0]["state"][0].update(fields) for each in (s.top, *s.top["deltas"])
+    ]
+
+
+def piece(**fields: Any) -> Recipe:
+    return lambda s: s.piece.update(fields)
+
+
+def file(**fields: Any) -> Recipe:
+    return lambda s: s.file.update(fields)
+
+
+def rows(change: Callable[[dict[str, torch.Tensor]], object]) -> Recipe:
+    """Change the tensors of the first file of rows."""
+    return lambda s: s.tensors(change)
+
+
+def dense(change: Callable[[dict[str, torch.Tensor]], object]) -> Recipe:
+    """Change the dense weights of the last delta."""
+    return lambda s: s.tensors(change, s.delta(1)["dense"])
+
+
+def last(**fields: Any) -> Recipe:
+    """Change the last delta."""
+    return lambda s: s.delta(1).update(fields)
+
 
 MANIFESTS: dict[str, tuple[Recipe, str]] = {
     "no manifest": (no_manifest, "no complete checkpoint"),
@@ -163,35 +200,26 @@ MANIFESTS: dict[str, tuple[Recipe, str]] = {
     "not UTF-8": (lambda s: s.text(b'{"format": "\xff"}'), "manifest.json cannot be read"),
     "UTF-16": (lambda s: s.text(json.dumps(s.top).encode("utf-16")), "manifest.json cannot be read"),
     "with a byte order mark": (lambda s: s.text("\ufeff" + json.dumps(s.top)), "is not valid JSON"),
-    "NaN": (lambda s: s.top.update(progress={"loss": float("nan")}), "NaN is not allowed"),
-    "infinity": (lambda s: s.top.update(progress={"loss": float("-inf")}), "-Infinity is not allowed"),
+    "NaN": (top(progress={"loss": float("nan")}), "NaN is not allowed"),
+    "infinity": (top(progress={"loss": float("-inf")}), "-Infinity is not allowed"),
     "a key twice": (lambda s: s.text(json.dumps(s.top)[:-1] + ', "id": "x"}'), "key twice"),
     "nested too deep to read": (lambda s: s.text("[" * 100_000 + "]" * 100_000), "nested"),
-    "nested deep": (lambda s: s.top.update(progress={"x": json.loads("[" * 120 + "]" * 120)}), "nested"),
+    "nested deep": (top(progress={"x": json.loads("[" * 120 + "]" * 120)}), "nested"),
     "a number of 5000 digits": (lambda s: s.text('{"version": ' + "9" * 5000 + "}"), "is not valid JSON"),
     "300 MB": (huge_manifest, "manifest.json cannot be read: the file has more than"),
     "a list": (lambda s: s.text("[]"), "is not the manifest of a Megalith checkpoint"),
-    "another format": (
-        lambda s: s.top.update(format="tfrecord"),
-        "is not the manifest of a Megalith checkpoint",
-    ),
-    "a later version": (lambda s: s.top.update(version=2), "has version 2; this Megalith reads version 1"),
+    "another format": (top(format="tfrecord"), "is not the manifest of a Megalith checkpoint"),
+    "a later version": (top(version=2), "has version 2; this Megalith reads version 1"),
     "no version": (lambda s: s.top.pop("version"), "has version None"),
     "no id": (lambda s: s.top.pop("id"), "field id is missing"),
-    "id as a number": (lambda s: s.top.update(id=7), "field id must be a string"),
+    "id as a number": (top(id=7), "field id must be a string"),
     "no collections": (lambda s: s.top.pop("collections"), "field collections is missing"),
-    "collections as a list": (lambda s: s.top.update(collections=[]), "field collections must be an object"),
-    "progress as a list": (lambda s: s.top.update(progress=[1]), "field progress must be an object"),
-    "deltas as an object": (lambda s: s.top.update(deltas={}), "field deltas must be a list"),
-    "a delta that is a text": (lambda s: s.top.update(deltas=["x"]), r"field deltas\[0\] must be an object"),
-    "step below zero": (
-        lambda s: s.top["collections"]["embeddings"].update(global_step=-1),
-        "global_step must be from 0 to",
-    ),
-    "step of 2^63": (
-        lambda s: s.top["collections"]["embeddings"].update(global_step=2**63),
-        "global_step must be from 0 to",
-    ),
+    "collections as a list": (top(collections=[]), "field collections must be an object"),
+    "progress as a list": (top(progress=[1]), "field progress must be an object"),
+    "deltas as an object": (top(deltas={}), "field deltas must be a list"),
+    "a delta that is a text": (top(deltas=["x"]), r"field deltas\[0\] must be an object"),
+    "step below zero": (step(-1), "global_step must be from 0 to"),
+    "step of 2^63": (step(2**63), "global_step must be from 0 to"),
     "a name of half a character": (
         lambda s: s.top["collections"].update({"\ud800": {"tables": 1}}),
         "collections has a name with an unpaired surrogate",
@@ -201,59 +229,39 @@ MANIFESTS: dict[str, tuple[Recipe, str]] = {
         "tables has a name with an unpaired surrogate",
     ),
     "state of half a character": (
-        lambda s: both(s, lambda t: t["segments"][0]["state"][0].update(name="\ud800")),
+        states(name="\ud800"),
         r"state\[0\].name must be a string without unpaired surrogates",
     ),
-    "no segments": (lambda s: s.table().update(segments=[]), "segments must not be empty"),
-    "a segment that is a number": (
-        lambda s: s.table().update(segments=[3]),
-        r"\[0\] must be an object",
-    ),
-    "dim zero": (lambda s: s.table()["segments"][0].update(dim=0), "dim must be from 1 to"),
-    "dim of another model": (
-        lambda s: both(s, lambda t: t["segments"][0].update(dim=4)),
-        "dim 4, but the model's has dim 3",
-    ),
-    "dim of 2^62": (
-        lambda s: both(s, lambda t: t["segments"][0].update(dim=2**62)),
-        f"dim {2**62}, but the model's",
-    ),
+    "no segments": (table(segments=[]), "segments must not be empty"),
+    "a segment that is a number": (table(segments=[3]), r"\[0\] must be an object"),
+    "dim zero": (segments(dim=0), "dim must be from 1 to"),
+    "dim of another model": (segments(dim=4), "dim 4, but the model's has dim 3"),
+    "dim of 2^62": (segments(dim=2**62), f"dim {2**62}, but the model's"),
     "another optimizer": (
-        lambda s: both(s, lambda t: t["segments"][0]["optimizer"].update(name="adam")),
+        lambda s: segments(optimizer={**s.table()["segments"][0]["optimizer"], "name": "adam"})(s),
         "trained with adam, but the model uses adagrad",
     ),
-    "state of size zero": (
-        lambda s: s.table()["segments"][0]["state"][0].update(size=0),
-        r"state\[0\].size must be from 1 to",
-    ),
-    "state of another name": (
-        lambda s: both(s, lambda t: t["segments"][0]["state"][0].update(name="mean")),
-        "other optimizer state",
-    ),
-    "seed as a float": (lambda s: s.table().update(seed=0.5), "seed must be an integer"),
-    "seed below all": (
-        lambda s: s.table().update(seed=-(2**63) - 1),
-        "seed must be from -9223372036854775808",
-    ),
+    "state of size zero": (states(size=0), r"state\[0\].size must be from 1 to"),
+    "state of another name": (states(name="mean"), "other optimizer state"),
+    "seed as a float": (table(seed=0.5), "seed must be an integer"),
+    "seed below all": (table(seed=-(2**63) - 1), "seed must be from -9223372036854775808"),
     "two tables of one name": (same_names, "two tables have the same name"),
-    "more rows than files hold": (lambda s: s.table().update(live=10**9), "states 1000000000 ids for table"),
+    "more rows than files hold": (table(live=10**9), "states 1000000000 ids for table"),
     "2^62 rows in a delta": (lambda s: s.table(s.delta(1)).update(live=2**62), "but its files hold"),
-    "unknown routing": (lambda s: s.table()["routing"].update(dist_type="sideways"), "not 'sideways'"),
-    "no shards": (lambda s: s.table()["routing"].update(num_shards=0), "num_shards must be from 1 to"),
-    "2^40 shards": (lambda s: s.table()["routing"].update(num_shards=2**40), "num_shards is not valid"),
-    "continuous without blocks": (
-        lambda s: s.table()["routing"].update(dist_type="continuous", num_shards=3),
-        "needs block_size",
-    ),
-    "skip_first as a text": (
-        lambda s: s.table()["routing"].update(skip_first="no"),
-        "must be true or",
-    ),
+    "unknown routing": (routing(dist_type="sideways"), "not 'sideways'"),
+    "no shards": (routing(num_shards=0), "num_shards must be from 1 to"),
+    "2^40 shards": (routing(num_shards=2**40), "num_shards is not valid"),
+    "continuous without blocks": (routing(dist_type="continuous", num_shards=3), "needs block_size"),
+    "skip_first as a text": (routing(skip_first="no"), "must be true or"),
     "a shard too many": (
-        lambda s: (s.table()["routing"].update(num_shards=2), s.piece.update(shard=2)),
+        lambda s: (routing(num_shards=2)(s), piece(shard=2)(s)),
         "must be of shards below 2",
     ),
-    "rows of other shards": (two_shards, "holds rows that do not belong to its shard, 1"),
+    # Rows of both shards in a file of the second shard.
+    "rows of other shards": (
+        lambda s: (routing(num_shards=2)(s), piece(shard=1)(s)),
+        "holds rows that do not belong to its shard, 1",
+    ),
 }
 
 FILES: dict[str, tuple[Recipe, str]] = {
@@ -263,75 +271,64 @@ FILES: dict[str, tuple[Recipe, str]] = {
     "empty": (lambda s: s.path.write_bytes(b""), "has 0 bytes, but its manifest states"),
     "a bit of its header flipped": (lambda s: flip(s, 9), "is damaged"),
     "its last bit flipped": (lambda s: flip(s, -1), "is damaged"),
-    "the bytes of another": (
-        lambda s: s.path.write_bytes(bytes(len(s.path.read_bytes()))),
-        "is damaged",
-    ),
-    "another checksum": (lambda s: s.file.update(checksum="crc32:00000000"), "not crc32:00000000"),
-    "checksum of another kind": (lambda s: s.file.update(checksum="md5:x"), "not md5:x"),
+    "the bytes of another": (lambda s: s.path.write_bytes(bytes(len(s.path.read_bytes()))), "is damaged"),
+    "another checksum": (file(checksum="crc32:00000000"), "not crc32:00000000"),
+    "checksum of another kind": (file(checksum="md5:x"), "not md5:x"),
     "no checksum": (lambda s: s.file.pop("checksum"), "file.checksum is missing"),
-    "bytes below zero": (lambda s: s.file.update(bytes=-1), "file.bytes must be from 0 to"),
-    "bytes of 2^62": (lambda s: s.file.update(bytes=2**62), f"its manifest states {2**62}"),
-    "bytes as a float": (lambda s: s.file.update(bytes=100.0), "file.bytes must be an integer"),
-    "bytes as true": (lambda s: s.file.update(bytes=True), "file.bytes must be an integer"),
-    "a way up": (lambda s: s.file.update(path="../../etc/passwd"), "leads out"),
-    "a way down and up": (lambda s: s.file.update(path="data-x/../../etc/passwd"), "leads out"),
-    "absolute": (lambda s: s.file.update(path="/etc/passwd"), "leads out"),
-    "backslashes": (lambda s: s.file.update(path="..\\..\\etc\\passwd"), "leads out"),
-    "a NUL": (lambda s: s.file.update(path="data-x/a\0b"), "leads out"),
-    "a line break": (lambda s: s.file.update(path="data-x/a\nb"), "leads out"),
-    "half a character": (
-        lambda s: s.file.update(path="data-x/\ud800"),
-        "path must be a string without unpaired surrogates",
-    ),
-    "no path": (lambda s: s.file.update(path=""), "leads out"),
-    "the directory itself": (lambda s: s.file.update(path="."), "leads out"),
+    "bytes below zero": (file(bytes=-1), "file.bytes must be from 0 to"),
+    "bytes of 2^62": (file(bytes=2**62), f"its manifest states {2**62}"),
+    "bytes as a float": (file(bytes=100.0), "file.bytes must be an integer"),
+    "bytes as true": (file(bytes=True), "file.bytes must be an integer"),
+    "a way up": (file(path="../../etc/passwd"), "leads out"),
+    "a way down and up": (file(path="data-x/../../etc/passwd"), "leads out"),
+    "absolute": (file(path="/etc/passwd"), "leads out"),
+    "backslashes": (file(path="..\\..\\etc\\passwd"), "leads out"),
+    "a NUL": (file(path="data-x/a\0b"), "leads out"),
+    "a line break": (file(path="data-x/a\nb"), "leads out"),
+    "half a character": (file(path="data-x/\ud800"), "path must be a string without unpaired surrogates"),
+    "no path": (file(path=""), "leads out"),
+    "the directory itself": (file(path="."), "leads out"),
     "slashes in a row": (lambda s: s.file.update(path=s.file["path"].replace("/", "//")), "leads out"),
-    "a path of 5000 letters": (
-        lambda s: s.file.update(path="x" * 5000),
-        "path is longer than 4096 characters",
-    ),
+    "a path of 5000 letters": (file(path="x" * 5000), "path is longer than 4096 characters"),
     "a directory": (lambda s: s.replace(s.path.mkdir), "is not a regular file"),
     "a pipe": (lambda s: s.replace(lambda: os.mkfifo(s.path)), "is not a regular file"),
     "a link to nowhere": (lambda s: s.replace(lambda: s.path.symlink_to("nowhere")), "No such file"),
     "a link to itself": (lambda s: s.replace(lambda: s.path.symlink_to(s.path)), "symbolic links"),
     "a link to what never ends": (
-        lambda s: (s.replace(lambda: s.path.symlink_to("/dev/zero")), s.file.update(bytes=0)),
+        lambda s: (s.replace(lambda: s.path.symlink_to("/dev/zero")), file(bytes=0)(s)),
         "is not a regular file",
     ),
     "named twice": (lambda s: s.table()["pieces"].append(s.piece), "a file is named twice"),
     "no rows stated": (lambda s: s.piece.pop("rows"), "rows is missing"),
-    "rows below zero": (lambda s: s.piece.update(rows=-1), "rows must be from 0 to"),
+    "rows below zero": (piece(rows=-1), "rows must be from 0 to"),
     "a row too many": (lambda s: s.piece.update(rows=s.piece["rows"] + 1), "holds ids"),
-    "2^62 rows": (lambda s: s.piece.update(rows=2**62), "holds ids"),
-    "no ids": (lambda s: s.tensors(lambda t: t.pop("ids")), "lacks ids"),
-    "no state": (lambda s: s.tensors(lambda t: t.pop("state/0/sum")), "lacks state/0/sum"),
-    "ids of another type": (
-        lambda s: s.tensors(lambda t: t.update(ids=t["ids"].int())),
-        "ids of dtype torch",
-    ),
+    "2^62 rows": (piece(rows=2**62), "holds ids"),
+    "no ids": (rows(lambda t: t.pop("ids")), "lacks ids"),
+    "no state": (rows(lambda t: t.pop("state/0/sum")), "lacks state/0/sum"),
+    "ids of another type": (rows(lambda t: t.update(ids=t["ids"].int())), "ids of dtype torch"),
     "rows of another type": (
-        lambda s: s.tensors(lambda t: t.update(rows=t["rows"].double())),
+        rows(lambda t: t.update(rows=t["rows"].double())),
         "rows of dtype torch.float64",
     ),
     "rows of another dim": (
-        lambda s: s.tensors(lambda t: t.update(rows=t["rows"][:, :2].contiguous())),
+        rows(lambda t: t.update(rows=t["rows"][:, :2].contiguous())),
         r"holds rows \[\d+, 2\]",
     ),
-    "one row missing": (lambda s: s.tensors(lambda t: t.update(rows=t["rows"][1:].clone())), "holds rows"),
+    "one row missing": (rows(lambda t: t.update(rows=t["rows"][1:].clone())), "holds rows"),
     "counts of another length": (
-        lambda s: s.tensors(lambda t: t.update(count=torch.ones(1, dtype=torch.int64))),
+        rows(lambda t: t.update(count=torch.ones(1, dtype=torch.int64))),
         r"holds count \[1\]",
     ),
-    "time below zero": (lambda s: s.tensors(lambda t: t["time"].fill_(-1)), "are not seconds"),
-    "time beyond 2106": (lambda s: s.tensors(lambda t: t["time"].fill_(2**32)), "are not seconds"),
+    "time below zero": (rows(lambda t: t["time"].fill_(-1)), "are not seconds"),
+    "time beyond 2106": (rows(lambda t: t["time"].fill_(2**32)), "are not seconds"),
 }
 
+OTHER_SEGMENTS = "does not have the base's segments of table 'embeddings.user'"
 CHAINS: dict[str, tuple[Recipe, str]] = {
     "a delta missing": (lambda s: s.top["deltas"].pop(0), "gap in the chain"),
     "deltas swapped": (lambda s: s.top["deltas"].reverse(), "gap in the chain"),
     "a delta twice": (lambda s: s.top["deltas"].append(s.delta(1)), "gap in the chain"),
-    "of another base": (other_base, "gap in the chain"),
+    "of another base": (top(id="0123456789ab"), "gap in the chain"),
     "a circle": (
         lambda s: (s.delta(0).update(id=s.top["id"]), s.delta(1).update(previous=s.top["id"])),
         "two saves have the same id",
@@ -347,26 +344,18 @@ CHAINS: dict[str, tuple[Recipe, str]] = {
     ),
     "a delta of another dim": (
         lambda s: s.table(s.delta(1))["segments"][0].update(dim=4),
-        "does not have the base's segments of table 'embeddings.user'",
+        OTHER_SEGMENTS,
     ),
     "a delta of another optimizer": (
         lambda s: s.table(s.delta(1))["segments"][0]["state"][0].update(size=7),
-        "does not have the base's segments of table 'embeddings.user'",
+        OTHER_SEGMENTS,
     ),
     "removed ids of another type": (
-        lambda s: s.tensors(
-            lambda t: t.update(ids=t["ids"].float()), s.table(s.delta(0))["removed"][0]["file"]
-        ),
+        lambda s: s.tensors(lambda t: t.update(ids=t["ids"].float()), s.removed["file"]),
         "does not hold",
     ),
-    "fewer removed ids": (
-        lambda s: s.table(s.delta(0))["removed"][0].update(rows=99),
-        "does not hold 99 ids",
-    ),
-    "removed ids missing": (
-        lambda s: (s.root / s.table(s.delta(0))["removed"][0]["file"]["path"]).unlink(),
-        "cannot be read",
-    ),
+    "fewer removed ids": (lambda s: s.removed.update(rows=99), "does not hold 99 ids"),
+    "removed ids missing": (lambda s: (s.root / s.removed["file"]["path"]).unlink(), "cannot be read"),
     "a delta's rows cut off": (
         lambda s: os.truncate(s.root / s.table(s.delta(1))["pieces"][0]["file"]["path"], 40),
         "has 40 bytes",
@@ -375,35 +364,26 @@ CHAINS: dict[str, tuple[Recipe, str]] = {
 
 DENSE: dict[str, tuple[Recipe, str]] = {
     "a weight of another shape": (
-        lambda s: s.tensors(lambda t: t.update({"dense.bias": torch.ones(2)}), s.delta(1)["dense"]),
+        dense(lambda t: t.update({"dense.bias": torch.ones(2)})),
         r"'dense.bias' was saved with shape \[2\], the model's is \[1\]",
     ),
-    "a weight missing": (
-        lambda s: s.tensors(lambda t: t.pop("dense.bias"), s.delta(1)["dense"]),
-        r"lacks \['dense.bias'\]",
+    "a weight missing": (dense(lambda t: t.pop("dense.bias")), r"lacks \['dense.bias'\]"),
+    "a weight too many": (dense(lambda t: t.update({"x": torch.ones(2)})), r"the model lacks \['x'\]"),
+    "no dense weights": (last(dense=None), "lacks"),
+    "no optimizer": (last(optimizer=None), "does not hold optimizer state; load without"),
+    "no tensors of the optimizer": (last(optimizer_tensors=None), "is missing"),
+    "optimizer state of two kinds": (
+        lambda s: s.delta(1)["optimizer"].update(tuple=[]),
+        "must have one field, not 2",
     ),
-    "a weight too many": (
-        lambda s: s.tensors(lambda t: t.update({"x": torch.ones(2)}), s.delta(1)["dense"]),
-        r"the model lacks \['x'\]",
-    ),
-    "no dense weights": (lambda s: s.delta(1).update(dense=None), "lacks"),
-    "no optimizer": (lambda s: s.delta(1).update(optimizer=None), "does not hold optimizer state"),
-    "no tensors of the optimizer": (lambda s: s.delta(1).update(optimizer_tensors=None), "is missing"),
-    "optimizer state of two kinds": (lambda s: state(s).update(tuple=[]), "must have one field, not 2"),
-    "optimizer state of no kind": (
-        lambda s: s.delta(1).update(optimizer={"pickle": "x"}),
-        "not a known kind",
-    ),
-    "optimizer state that is none": (
-        lambda s: s.delta(1).update(optimizer={"float": "0x1p0"}),
-        "does not match",
-    ),
-    "a float that is none": (lambda s: s.delta(1).update(optimizer={"float": "nonsense"}), "is not a float"),
-    "a float too large": (lambda s: s.delta(1).update(optimizer={"float": "0x1p99999"}), "is not a float"),
-    "a key that is a list": (lambda s: s.delta(1).update(optimizer={"dict": [[[1], 2]]}), "cannot be a key"),
-    "a pair of three": (lambda s: s.delta(1).update(optimizer={"dict": [[1, 2, 3]]}), "not a known kind"),
+    "optimizer state of no kind": (last(optimizer={"pickle": "x"}), "not a known kind"),
+    "optimizer state that is none": (last(optimizer={"float": "0x1p0"}), "does not match"),
+    "a float that is none": (last(optimizer={"float": "nonsense"}), "is not a float"),
+    "a float too large": (last(optimizer={"float": "0x1p99999"}), "is not a float"),
+    "a key that is a list": (last(optimizer={"dict": [[[1], 2]]}), "cannot be a key"),
+    "a pair of three": (last(optimizer={"dict": [[1, 2, 3]]}), "not a known kind"),
     "an optimizer of other weights": (
-        lambda s: s.delta(1).update(optimizer={"dict": [["state", {"dict": []}], ["param_groups", []]]}),
+        last(optimizer={"dict": [["state", {"dict": []}], ["param_groups", []]]}),
         "does not match this optimizer",
     ),
 }
