@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from megalith.compat import monolith
 from megalith.data.movielens import SUMS
 from tests.data.test_movielens import grouplens
 from tests.valid_calls.core import column
-from tests.valid_calls.sweep import Arguments, Call, ids, methods
+from tests.valid_calls.sweep import Arguments, Call, Given, calls, ids, methods
 
 # ---- data
 
@@ -27,47 +27,27 @@ def samples() -> data.Samples:
 
 
 def data_calls() -> Iterator[Call]:
-    yield (
-        data.Samples,
-        {
-            "features": {"f": column()},
-            "labels": torch.tensor([0.0, 1.0]),
-            "dense": torch.ones(2, 3),
-            "weights": torch.ones(2),
-            "times": ids(1, 2),
-        },
-    )
-    yield from methods(
-        samples,
-        {"select": {"rows": ids(0)}, "to_batch": {"position": {}}, "concat": {"parts": [samples()] * 2}},
-    )
+    labels = torch.tensor([0.0, 1.0])
+    extra = {"dense": torch.ones(2, 3), "weights": torch.ones(2), "times": ids(1, 2)}
+    yield from calls(data.Samples, features={"f": column()}, labels=labels, **extra)
+    parts: Given = {"*": {"rows": ids(0), "position": {}}, "concat": {"parts": [samples()] * 2}}
+    yield from methods(samples, parts)
     yield from methods(lambda: samples().to_batch({}), {"part": {"start": 0, "end": 1}})
     yield data.MemoryReader, {"samples": samples(), "shuffle": 1}
     reader = data.MemoryReader(samples(), batch_size=1)
     yield from methods(lambda: reader.shard(0, 1), {"seek": {"position": reader.position}})
-    yield data.EqualBatchLoader, {"loader": reader}
-    yield data.pad_to_equal_batches, {"loader": reader}
-    yield data.DenseColumn, {"column": "d", "normalise": "standard", "mean": 0.0, "std": 1.0}
-    yield data.FeatureColumn, {"column": "f", "slot": 1, "hash": True, "separator": ","}
+    yield from calls(data.EqualBatchLoader, data.pad_to_equal_batches, loader=reader)
+    yield from calls(data.DenseColumn, column="d", normalise="standard", mean=0.0, std=1.0)
+    yield from calls(data.FeatureColumn, column="f", slot=1, hash=True, separator=",")
     schema = data.Schema(features={"user": "user"}, dense=["label"], label="label")
-    yield data.Schema, {"features": {"user": "user"}, "label": "label"}
-    raw = torch.ones(2, 1).double().numpy()
-    yield from methods(
-        lambda: schema,
-        {
-            "from_dict": {"data": schema.to_dict()},
-            "with_ids": {"sources": {"user": "integer"}},
-            "normalise": {"raw": raw},
-            "fitted": {"raw": raw},
-            "with_fit_of": {"fitted": schema},
-        },
-    )
+    yield from calls(data.Schema, features={"user": "user"}, label="label")
+    given: Arguments = {"raw": torch.ones(2, 1).double().numpy(), "fitted": schema, "data": schema.to_dict()}
+    yield from methods(lambda: schema, {"*": given | {"sources": {"user": "integer"}}})
     yield data.SyntheticFeature, {"name": "a"}
     yield data.SyntheticReader, {}
-    yield from methods(
-        lambda: data.SyntheticReader(batch_size=2, num_batches=2),
-        {"batch": {"index": 0}, "seek": {"position": data.SyntheticReader(batch_size=2).position}},
-    )
+    position = data.SyntheticReader(batch_size=2).position
+    made = partial(data.SyntheticReader, batch_size=2, num_batches=2)
+    yield from methods(made, {"*": {"index": 0, "position": position}})
 
 
 def file_calls() -> Iterator[Call]:
@@ -77,19 +57,12 @@ def file_calls() -> Iterator[Call]:
         pyarrow.table({"user": [1, 2], "d": [0.5, 1.5], "label": [0.0, 1.0]}), "x.parquet"
     )
     config: Arguments = {"schema": {"features": {"user": "user"}, "label": "label"}, "batch_size": 2}
-    readers = {"x.csv": data.CsvReader, "x.parquet": data.ParquetReader}
-    for path, kind in readers.items():
+    for path, kind in {"x.csv": data.CsvReader, "x.parquet": data.ParquetReader}.items():
         fitted = kind(path, schema, batch_size=2).fit()
         yield kind, {"paths": path, "schema": fitted}
-        reader = kind(path, fitted, batch_size=2)
-        yield from methods(
-            partial(kind, path, fitted, batch_size=2),
-            {
-                "seek": {"position": reader.position},
-                "with_schema": {"schema": fitted},
-                "from_config": config | {"path": path},
-            },
-        )
+        given = {"position": kind(path, fitted, batch_size=2).position, "schema": fitted}
+        made = partial(kind, path, fitted, batch_size=2)
+        yield from methods(made, {"*": given, "from_config": config | {"path": path}})
     Path("criteo.tsv").write_text("\t".join(["1", *["2"] * 13, *["ab"] * 26]) + "\n")
     yield data.CriteoReader, {"paths": "criteo.tsv"}
     yield data.CriteoReader.from_config, {"path": "criteo.tsv", "schema": {}, "batch_size": 2}
@@ -122,25 +95,22 @@ def model_calls() -> Iterator[Call]:
     layout = Layout("rows", [Slice("f", 0, 2), Slice("g", 0, 2)])
     yield models.TableSettings, {"admission": MinCount(2), "eviction": [TTL(5)]}
     yield models.EmbeddingConfig, {"features": {"f": Mean(), "g": Mean()}, "tables": {"f": "g"}}
-    yield from methods(embeddings, {"table": {"feature": "f"}, "collection": {"layouts": [layout]}})
+    yield from methods(embeddings, {"*": {"feature": "f", "layouts": [layout]}})
     yield models.build_model, {"name": "deepfm", "embeddings": embeddings()}
     config: Arguments = {"embeddings": embeddings(), "num_dense": 3}
-    for kind in (models.DeepFM, models.DLRM, models.DCNv2):
-        yield kind, config
-        yield from methods(partial(kind, **config), partial(_model_methods, names=("f", "g")))
-    din = config | {"target": "f", "history": "h"}
-    yield models.DIN, din
-    yield from methods(lambda: models.DIN(**din), partial(_model_methods, names=("f", "g", "h")))
+    for kind, more in ((models.DeepFM, {}), (models.DLRM, {}), (models.DCNv2, {}), (models.DIN, _DIN)):
+        yield kind, config | more
+        yield from methods(partial(kind, **config, **more), partial(_model_methods, more.values()))
     yield models.forward_batch, {"model": models.DeepFM(**config), "batch": batch("f", "g")}
 
 
-def _model_methods(model: models.Model, names: tuple[str, ...]) -> dict[str, Arguments]:
-    given = batch(*names)
-    return {
-        "forward": {"features": given.features, "dense": given.dense},
-        "embed": {"features": given.features, "time": None},
-        "score": {"rows": model.embed(given.features, None), "dense": given.dense},
-    }
+_DIN = {"target": "f", "history": "h"}
+
+
+def _model_methods(names: Iterable[str], model: models.Model) -> Given:
+    given = batch("f", "g", *names)
+    values: Arguments = {"features": given.features, "dense": given.dense, "time": None}
+    return {"*": values | {"rows": model.embed(given.features, None)}}
 
 
 # ---- training
@@ -154,20 +124,12 @@ def run_config(**flags: Any) -> training.RunConfig:
 
 
 def training_calls() -> Iterator[Call]:
-    for section in (training.DataConfig, training.ModelConfig, training.TrainConfig):
-        yield section, {}
+    yield from calls(training.DataConfig, training.ModelConfig, training.TrainConfig)
     config = run_config()
     yield training.RunConfig, {}
     Path("run.toml").write_text("[train]\nepochs = 2\n")
-    yield from methods(
-        run_config,
-        {
-            "from_dict": {"data": config.to_dict()},
-            "from_toml": {"path": Path("run.toml")},
-            "resumed": {"changes": {"epochs": 2}},
-            "changes_to": {"wanted": config},
-        },
-    )
+    given: Arguments = {"data": config.to_dict(), "path": Path("run.toml"), "wanted": config}
+    yield from methods(run_config, {"*": given, "resumed": {"changes": {"epochs": 2}}})
     yield training.open_source, {"config": config}
     Path("x.csv").write_text("user,label\n1,0\n3,1\n")
     schema = {"features": {"user": "user"}, "label": "label"}
@@ -179,19 +141,9 @@ def training_calls() -> Iterator[Call]:
     yield training.Run, {"config": config, "directory": Path("run"), "start_over": True}
     training.Run(config, "trained", start_over=True).train()
     yield training.load_trained, {"path": Path("trained")}
-    yield from methods(
-        lambda: training.Run(config, Path("run"), start_over=True), {"resume": {"directory": Path("trained")}}
-    )
+    made = partial(training.Run, config, Path("run"), start_over=True)
+    yield from methods(made, {"resume": {"directory": Path("trained")}})
     yield training.Watcher, {}
-    yield from methods(
-        training.Watcher,
-        {
-            "batch": {"samples": 1, "loss": 0.5},
-            "logged": {"record": {}},
-            "communicated": {"report": None},
-            "saving": {"rows": 1},
-            "wrote": {"rows": 1},
-            "pushed": {"pushed": None},
-        },
-    )
+    given = {"samples": 1, "loss": 0.5, "record": {}, "report": None, "rows": 1, "pushed": None}
+    yield from methods(training.Watcher, {"*": given})
     yield from methods(lambda: training.evaluate(model, source.test))

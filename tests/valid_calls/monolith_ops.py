@@ -8,8 +8,8 @@ import torch
 
 import megalith
 from megalith.compat import monolith
-from tests.valid_calls.core import column, local
-from tests.valid_calls.sweep import Arguments, Call, Fresh, config, ids, methods
+from tests.valid_calls.core import ROWS, column, local
+from tests.valid_calls.sweep import Arguments, Call, Fresh, Given, calls, config, ids, methods
 
 
 def layout_calls() -> Iterator[Call]:
@@ -25,34 +25,19 @@ def layout_calls() -> Iterator[Call]:
     }
     yield monolith.FeatureConfigs, given
     configs = monolith.FeatureConfigs(**given)
-    yield from methods(
-        lambda: configs,
-        {
-            "features_of": {"table": "t"},
-            "output_shapes": {"layout": "o"},
-            "from_proto": {"message": configs.to_proto()},
-        },
-    )
+    yield from methods(lambda: configs, {"*": {"table": "t", "layout": "o", "message": configs.to_proto()}})
     keys = monolith.unique_key_with_value_and_offset(column(), [1, 2])
     yield from methods(lambda: keys.value_offset)
-    yield monolith.ReduceSum, {}
-    yield monolith.ReduceMean, {}
-    fids: Arguments = {"tensor": {"f": column()}, "ps_num": 1, "feature_cfgs": configs}
+    yield from calls(monolith.ReduceSum, monolith.ReduceMean)
+    shared: Arguments = {"ps_num": 1, "feature_cfgs": configs}
+    fids: Arguments = {"tensor": {"f": column()}, **shared}
     yield monolith.sharding_sparse_fids, fids
     found = monolith.sharding_sparse_fids(**fids)
-    encoding: Arguments = {
-        "fid_offset": found.fid_offset,
-        "feature_offset": found.feature_offset,
-        "nfl_offset": found.nfl_offset,
-        "batch_size": found.batch_size,
-        "embeddings_list": [torch.ones(each.numel(), 3) for each in found.lists],
-        "fid_list_row_split": None,
-        "variant_type": "example",
-        "feature_cfgs": configs,
-        "ps_num": 1,
-    }
-    sizes: Arguments = {n: getattr(found, n) for n in ("nfl_size", "feature_size", "fid_size", "emb_size")}
-    encoding |= {**sizes, "version": 5}
+    encoding: Arguments = {**shared, "batch_size": found.batch_size, "version": 5}
+    encoding |= {f"{kind}_offset": getattr(found, f"{kind}_offset") for kind in ("fid", "feature", "nfl")}
+    encoding |= {f"{kind}_size": getattr(found, f"{kind}_size") for kind in ("fid", "feature", "nfl", "emb")}
+    encoding |= {"embeddings_list": [torch.ones(each.numel(), 3) for each in found.lists]}
+    encoding |= {"fid_list_row_split": None, "variant_type": "example"}
     layout, gradient = monolith.fused_embedding_to_layout, monolith.fused_embedding_to_layout_grad
     yield layout, encoding
     yield gradient, encoding | {"layout_tensors_grad": layout(**encoding)}
@@ -78,36 +63,20 @@ def partitioned_params() -> monolith.ShardingSparseFidsOpParams:
 
 
 def partitioned_calls() -> Iterator[Call]:
-    rows = {0: {"f": (ids(), torch.ones(3, 2))}}
-    yield (
-        monolith.PartitionedHashTable,
-        {
-            "num_ps": 0,
-            "table_factory": lambda num_ps, configs: megalith.LocalShards(configs),
-            "use_native_multi_hash_table": True,
-            "parser_ctx": partitioned_params(),
-        },
-    )
-    bundle: Arguments = {}
+    made = {"num_ps": 0, "use_native_multi_hash_table": True, "parser_ctx": partitioned_params()}
+    factory = {"table_factory": lambda num_ps, configs: megalith.LocalShards(configs)}
+    yield monolith.PartitionedHashTable, made | factory
     table = partitioned()
-    layouts = table.lookup({"f": column()}, bundle)
-    update = {
-        "layout_grads_and_vars": [(torch.ones(2, 2), layouts["o"])],
-        "global_step": 0,
-        "req_time": 1.0,
-        "auxiliary_bundle": Fresh(lambda: filled(table)),
-        "async_push": False,
-        "grad_scale": 1.0,
-    }
+    features: Arguments = {"features": {"f": column()}}
+    layouts = table.lookup({"f": column()}, {})
+    update: Arguments = {"layout_grads_and_vars": [(torch.ones(2, 2), layouts["o"])], "global_step": 0}
+    update |= {"req_time": 1.0, "auxiliary_bundle": Fresh(lambda: filled(table)), "grad_scale": 1.0}
     yield table.apply_gradients, update
-    given: Arguments = {
+    given: Given = {
+        "*": {"data": {0: {"f": (ids(), ROWS)}}, "layouts": layouts, "tensors": [torch.ones(2, 2)]},
         "gen_feature_configs": partitioned_arguments(),
-        "shard": {"features": {"f": column()}},
-        "lookup": {"features": {"f": column()}, "auxiliary_bundle": {}},
-        "assign": {"data": rows},
-        "assign_add": {"data": rows},
-        "flatten_layout": {"layouts": layouts},
-        "nest_layout": {"tensors": [torch.ones(2, 2)]},
+        "shard": features,
+        "lookup": features | {"auxiliary_bundle": {}},
         "apply_gradients": update,
     }
     yield from methods(lambda: table, given)
@@ -122,160 +91,65 @@ def filled(table: monolith.PartitionedHashTable) -> Arguments:
 
 def monolith_calls() -> Iterator[Call]:
     yield from partitioned_calls()
-    rows = torch.ones(3, 2)
     keys = monolith.unique_key_with_value_and_offset(column(), [1, 2])
     pos = megalith.Ragged.from_lists([[0, 0], [0]])
     yield monolith.SharedBuffer, {"size": 4}
-    yield (
-        monolith.unique_key_with_value_and_offset,
-        {
-            "key": column(),
-            "dims": [1, 2],
-            "generate_buffer": True,
-        },
-    )
-    yield (
-        monolith.fill_with_offset_map,
-        {
-            "pos": pos,
-            "value": torch.ones(4),
-            "value_offset_map": keys.value_offset,
-            "value_buffer": monolith.SharedBuffer(4),
-            "dims": [1, 2],
-        },
-    )
-    yield (
-        monolith.fill_with_offset_map_gradient,
-        {
-            "pos": pos,
-            "grad": torch.ones(4),
-            "value_offset_map": keys.value_offset,
-            "dims": [1, 2],
-        },
-    )
-    yield (
-        monolith.finalize_shared_tensor,
-        {
-            "shared_tensor_handles": [monolith.SharedBuffer(4)],
-            "dtype": torch.float32,
-            "shape": (-1,),
-        },
-    )
+    unique = monolith.unique_key_with_value_and_offset
+    yield from calls(unique, key=column(), dims=[1, 2], generate_buffer=True)
+    places: Arguments = {"pos": pos, "value_offset_map": keys.value_offset, "dims": [1, 2]}
+    values: Arguments = {"value": torch.ones(4), "value_buffer": monolith.SharedBuffer(4)}
+    yield monolith.fill_with_offset_map, places | values
+    yield monolith.fill_with_offset_map_gradient, places | {"grad": torch.ones(4)}
+    shared: Arguments = {"shared_tensor_handles": [monolith.SharedBuffer(4)], "shape": (-1,)}
+    yield monolith.finalize_shared_tensor, shared | {"dtype": torch.float32}
     yield monolith.normalize_merged_split, {"row_split": ids(0, 1, 0, 2), "size": ids(2, 2)}
-    yield monolith.aligned_flat_concat, {"inputs": [rows, rows], "scale": 1.0, "alignment": 64}
+    yield from calls(monolith.aligned_flat_concat, monolith.monolith_aligned_flat_concat, inputs=[ROWS, ROWS])
+    flat = monolith.aligned_flat_concat([ROWS])
+    yield monolith.aligned_flat_split, {"inputs": [ROWS], "flat": flat}
+    owners = ids(0, 1, 1)
+    yield from calls(monolith.reorder_by_indices, input=ids(), shard_ids=owners, num_of_shards=2)
+    split = [monolith.split_by_indices, monolith.ragged_split_by_indices]
+    yield from calls(*split, indices=owners, tensor=ROWS, num=column(), num_splits=2)
+    reorder = monolith.fused_reorder_by_indices
+    yield from calls(reorder, inputs=[ids(), ids(4)], num_of_shards=2, dim_sizes=[1, 2])
+    fused = monolith.fused_gather_embeddings_by_input
+    offsets, dims = [ids(0, 2)], [2]
     yield (
-        monolith.aligned_flat_split,
-        {
-            "inputs": [rows],
-            "flat": monolith.aligned_flat_concat([rows]),
-            "alignment": 64,
-        },
+        fused,
+        {"fused_embeddings": torch.ones(4), "fused_embedding_offsets": offsets, "embedding_dims": dims},
     )
-    yield monolith.reorder_by_indices, {"input": ids(), "shard_ids": ids(0, 1, 1), "num_of_shards": 2}
-    yield monolith.split_by_indices, {"indices": ids(0, 1, 1), "tensor": rows, "num_splits": 2}
-    yield monolith.ragged_split_by_indices, {"indices": ids(0, 1, 1), "num": column(), "num_splits": 2}
-    yield (
-        monolith.fused_reorder_by_indices,
-        {
-            "inputs": [ids(), ids(4)],
-            "num_of_shards": 2,
-            "dim_sizes": [1, 2],
-        },
-    )
-    yield (
-        monolith.fused_gather_embeddings_by_input,
-        {
-            "fused_embeddings": torch.ones(4),
-            "fused_embedding_offsets": [ids(0, 2)],
-            "embedding_dims": [2],
-        },
-    )
-    yield (
-        monolith.fused_gather_embeddings_by_input_gradient,
-        {
-            "fused_embeddings": 4,
-            "grads": [torch.ones(2, 2)],
-            "embedding_offsets": [ids(0, 2)],
-            "embedding_dims": [2],
-            "scale": 1.0,
-        },
-    )
-    yield (
-        monolith.gather_embeddings_by_input,
-        {
-            "ids": ids(),
-            "embeddings": rows,
-            "input": ids(1, 3),
-            "use_multi_threads": False,
-        },
-    )
-    yield (
-        monolith.gather_embeddings_by_ids_gradient_back_prop,
-        {
-            "ids": ids(),
-            "grads": torch.ones(2, 2),
-            "index_mapping": ids(0, 2),
-        },
-    )
-    yield (
-        monolith.map_id_to_embedding,
-        {
-            "ids": [ids()],
-            "embeddings": [rows],
-            "input": ids(1, 3),
-            "use_multi_threads": True,
-        },
-    )
-    yield (
-        monolith.map_id_to_embedding_gradient_back_prop,
-        {
-            "ids": [ids()],
-            "input": ids(1, 3),
-            "grads": torch.ones(2, 2),
-        },
-    )
-    reduced = {"id_indices": torch.tensor([[0], [0], [1]]), "id_values": rows, "id_length": 2}
-    for reduce in (monolith.reduce_sum, monolith.reduce_mean, monolith.reduce_sqrtn):
-        yield reduce, reduced
+    gradient: Arguments = {"fused_embeddings": 4, "grads": [torch.ones(2, 2)]}
+    gradient |= {"embedding_offsets": offsets, "embedding_dims": dims}
+    yield monolith.fused_gather_embeddings_by_input_gradient, gradient
+    yield from calls(monolith.gather_embeddings_by_input, ids=ids(), embeddings=ROWS, input=ids(1, 3))
+    back: Arguments = {"grads": torch.ones(2, 2)}
+    gathered = monolith.gather_embeddings_by_ids_gradient_back_prop
+    yield from calls(gathered, ids=ids(), index_mapping=ids(0, 2), **back)
+    mapped = [monolith.map_id_to_embedding, monolith.map_id_to_embedding_gradient_back_prop]
+    yield from calls(*mapped, ids=[ids()], embeddings=[ROWS], input=ids(1, 3), **back)
+    reduced = {"id_indices": torch.tensor([[0], [0], [1]]), "id_values": ROWS, "id_length": 2}
+    yield from calls(monolith.reduce_sum, monolith.reduce_mean, monolith.reduce_sqrtn, **reduced)
     yield monolith.fused_reduce_sum_and_split, {**reduced, "split_dims": [1, 1]}
-    split = {"splits": [ids(0, 1, 3)], "embeddings": [rows], "slice_dims": [[1, 1]]}
-    yield monolith.fused_reduce_and_split, split
-    yield monolith.fused_reduce_and_split_gpu, split
-    yield (
-        monolith.fused_sorted_segment_sum,
-        {
-            "indices": [ids(0, 0, 1)],
-            "values": [rows],
-            "shapes": [[2, 2]],
-        },
-    )
-    yield monolith.monolith_aligned_flat_concat, {"inputs": [rows, rows], "scale": 1.0}
+    reduce = [monolith.fused_reduce_and_split, monolith.fused_reduce_and_split_gpu]
+    yield from calls(*reduce, splits=[ids(0, 1, 3)], embeddings=[ROWS], slice_dims=[[1, 1]])
+    segments = monolith.fused_sorted_segment_sum
+    yield from calls(segments, indices=[ids(0, 0, 1)], values=[ROWS], shapes=[[2, 2]])
     yield monolith.ps_device, {"index": 1}
-    for number in ("rank", "local_rank", "size", "local_size"):
-        yield getattr(monolith, f"get_mpi_{number}"), {}
+    yield from calls(
+        *(getattr(monolith, f"get_mpi_{n}") for n in ("rank", "local_rank", "size", "local_size"))
+    )
     yield monolith.get_device_str, {"num_ps": 1, "environ": {}}
-    yield monolith.Fp32Compressor, {}
-    yield monolith.Fp16Compressor, {}
-    yield monolith.FixedR8Compressor, {"fixed_range": 1.0}
+    yield from calls(monolith.Fp32Compressor, monolith.Fp16Compressor, monolith.FixedR8Compressor)
     yield monolith.OneBitCompressor, {"step_size": 10, "amplitude": 0.1}
     yield monolith.PolynomialDecay, {"initial_learning_rate": 1.0, "decay_steps": 10}
     yield monolith.FirstN, {"seq_length": 2}
     for combiner in (monolith.ReduceSum(), monolith.ReduceMean(), monolith.FirstN(2)):
-        yield combiner.combine, {"key": column(), "embedding": rows}
+        yield combiner.combine, {"key": column(), "embedding": ROWS}
     shards = local()
     looked_up: Arguments = {"ids": ids(), "fused_slot_size": ids(2, 1), "num_of_shards": 1}
     found = monolith.fused_lookup(shards, **looked_up)
-    yield monolith.fused_lookup, {"shards": shards, **looked_up, "req_time": 1.0}
-    yield (
-        monolith.fused_apply_gradient,
-        {
-            "shards": shards,
-            **looked_up,
-            "indices": found.indices,
-            "id_grads": torch.ones(found.embeddings.numel()),
-            "id_offsets": found.id_offsets,
-            "grad_offsets": found.emb_offsets,
-            "global_step": 0,
-            "req_time": 1.0,
-        },
-    )
+    looked_up |= {"shards": shards, "req_time": 1.0}
+    yield monolith.fused_lookup, looked_up
+    update: Arguments = {"id_grads": torch.ones(found.embeddings.numel()), "indices": found.indices}
+    update |= {"id_offsets": found.id_offsets, "grad_offsets": found.emb_offsets, "global_step": 0}
+    yield monolith.fused_apply_gradient, looked_up | update

@@ -15,7 +15,7 @@ from megalith.table import SGD
 from tests.compat.dynamicemb.test_dump_importer import dump
 from tests.compat.importing import collection, entry, sgd, tfrecords, write
 from tests.valid_calls.core import Model
-from tests.valid_calls.sweep import Call, Fresh, count, methods
+from tests.valid_calls.sweep import Call, Fresh, Given, calls, count, methods
 
 
 def checkpoint_calls() -> Iterator[Call]:
@@ -29,21 +29,16 @@ def checkpoint_calls() -> Iterator[Call]:
     yield checkpoint.load, {"model": model, "path": path, "optimizer": optimizer, "rename": {}}
     yield checkpoint.diff, {"before": path, "after": path}
     yield checkpoint.export, {"path": path, "out": Path("rows"), "tables": ["a"]}
-    yield checkpoint.find_checkpoints, {"path": path}
-    yield checkpoint.read_manifest, {"path": path}
     yield checkpoint.recovery, {"directory": path, "log": "sync"}
-    yield checkpoint.compact, {"path": path}
     yield checkpoint.reshard, {"path": path, "to": Path("resharded"), "num_shards": 2}
-    yield checkpoint.verify, {"path": path}
-    yield checkpoint.rng_state, {}
-    yield checkpoint.set_rng_state, {"state": checkpoint.rng_state()}
+    readers = checkpoint.find_checkpoints, checkpoint.read_manifest, checkpoint.verify, checkpoint.compact
+    yield from calls(*readers, path=path)
+    yield from calls(checkpoint.rng_state, checkpoint.set_rng_state, state=checkpoint.rng_state())
     yield checkpoint.Rotation, {"path": Path("many"), "keep_last": 2, "keep_every": 10}
     steps = {"path": {"step": 1}, "save": {"model": Model()}, "async_save": {"model": Model()}}
     yield from methods(lambda: checkpoint.Rotation(Path("many")), steps)
-    yield from methods(
-        lambda: checkpoint.read_manifest(path),
-        {"from_json": {"text": checkpoint.read_manifest(path).to_json(), "where": "here"}},
-    )
+    text = {"text": checkpoint.read_manifest(path).to_json(), "where": "here"}
+    yield from methods(lambda: checkpoint.read_manifest(path), {"from_json": text})
     handle = checkpoint.async_save(Model(), Path("one"))
     handle.wait()
     yield from methods(lambda: handle)
@@ -61,25 +56,16 @@ def store_calls() -> Iterator[Call]:
         store.write("x", [data])
         return store
 
-    yield from methods(
-        made,
-        {
-            "write": {"name": "y", "parts": [data]},
-            "flush": {"names": ["x"]},
-            "upload": {"name": "z", "file": Path("local")},
-            "size": {"name": "x"},
-            "read": {"name": "x", "size": 4},
-            "read_whole": {"name": "x", "limit": 100},
-            "inside": {"folder": "f"},
-            "remove": {"name": "x"},
-            "head": {"key": "x"},
-            "get": {"key": "x", "sink": count},
-            "get_range": {"key": "x", "start": 0, "length": 4},
-            "put": {"key": "x", "data": data},
-            "list": {"prefix": ""},
-            "delete": {"key": "x"},
-        },
-    )
+    given: Given = {
+        "*": {"name": "x", "key": "x", "data": data, "parts": [data], "size": 4, "start": 0, "length": 4},
+        "flush": {"names": ["x"]},
+        "upload": {"file": Path("local")},
+        "read_whole": {"limit": 100},
+        "inside": {"folder": "f"},
+        "get": {"sink": count},
+        "list": {"prefix": ""},
+    }
+    yield from methods(made, given)
 
 
 def importer_calls() -> Iterator[Call]:

@@ -22,7 +22,7 @@ from megalith.serving import discovery
 from megalith.serving.server.security import Permission
 from megalith.serving.wire_names import HASHTABLE_ASSIGN
 from tests.valid_calls.core import local
-from tests.valid_calls.sweep import Arguments, Call, config, count, ids, methods
+from tests.valid_calls.sweep import Arguments, Call, Given, calls, config, count, ids, methods
 
 CLOSED = "127.0.0.1:1"
 """An address on which nobody listens."""
@@ -83,46 +83,31 @@ def export_calls() -> Iterator[Call]:
     yield from methods(
         servable,
         lambda made: {
-            "predict": {"features": {"f": ids()}},
-            "random_inputs": {"size": 2},
+            "*": rows | {"features": {"f": ids()}, "size": 2},
             "predict_plain": {"batch": [bytes(24)], "size": 3, "dense": None},
-            "count_missing": {"features": {"f": ids()}},
-            "check": rows,
-            "apply": rows,
             "adopt": {"overlay": made.stage()},
             "inherit": {"overlay": made.overlay},
         },
     )
     yield serving.Subscriber, {"servable": servable()}
-    push: Arguments = {
-        "signature": HASHTABLE_ASSIGN,
-        "inputs": {"a_id": ids(), "a_value": torch.ones(3, 2)},
-        "metadata": {},
-    }
-    yield from methods(
-        lambda: serving.Subscriber(servable()),
-        {"handle": push, "move_to": {"servable": servable()}, "set_older": {"servables": [servable()]}},
-    )
+    inputs = {"a_id": ids(), "a_value": torch.ones(3, 2)}
+    push: Arguments = {"signature": HASHTABLE_ASSIGN, "inputs": inputs, "metadata": {}}
+    others: Arguments = {"servable": servable(), "servables": [servable()]}
+    yield from methods(lambda: serving.Subscriber(servable()), {"*": push | others})
 
 
 def server_calls() -> Iterator[Call]:
-    yield serving.Batching, {}
-    yield serving.ServerConfig, {}
+    yield from calls(serving.Batching, serving.ServerConfig)
     yield serving.Security, {"token": "secret-token"}
-    yield from methods(
-        lambda: serving.Security(write_token="secret-token"),
-        {
-            "check_exposure": {"host": "127.0.0.1", "writes": True},
-            "admits": {"authorization": "Bearer x"},
-            "permits": {"authorization": "Bearer x", "permission": Permission.WRITE},
-        },
-    )
-    yield serving.VersionRules, {"labels": {"stable": 1}, "traffic": {"stable": 100}}
-    yield from methods(
-        lambda: serving.VersionRules({"stable": 1}, {"stable": 100}),
-        {"read": {"directory": exported()}, "write": {"directory": exported().parent}},
-    )
-    yield serving.ModelServer, {"directory": exported()}
+    asked: Arguments = {"authorization": "Bearer x", "permission": Permission.WRITE}
+    asked |= {"host": "127.0.0.1", "writes": True}
+    yield from methods(lambda: serving.Security(write_token="secret-token"), {"*": asked})
+    rules: Arguments = {"labels": {"stable": 1}, "traffic": {"stable": 100}}
+    yield serving.VersionRules, rules
+    directory = {"directory": exported()}
+    given: Given = {"*": directory, "write": {"directory": exported().parent}}
+    yield from methods(lambda: serving.VersionRules(**rules), given)
+    yield serving.ModelServer, directory
     yield from methods(lambda: serving.ModelServer(exported()))
 
 
@@ -142,16 +127,9 @@ def client_calls() -> Iterator[Call]:
     yield from methods(lambda: serving.PredictClient(registered(), "movies"), {"predict": request})
     nobody = discovery.StaticDiscovery([CLOSED])
     yield serving.PredictClient(nobody, "movies").predict, request | {"timeout": 0.01}
-    asked: Arguments = {
-        "input_tensor_alias": ["a_id"],
-        "input_tensors": [ids()],
-        "output_tensor_alias": ["a_result"],
-        "model_name": "movies",
-        "task": "entry",
-        "discovery": registered(),
-        "max_rpc_deadline_millis": 5000.0,
-    }
-    yield monolith.remote_predict, asked
+    names = {"input_tensor_alias": ["a_id"], "output_tensor_alias": ["a_result"], "model_name": "movies"}
+    asked: Arguments = names | {"input_tensors": [ids()], "task": "entry", "discovery": registered()}
+    yield monolith.remote_predict, asked | {"max_rpc_deadline_millis": 5000.0}
     yield monolith.set_default_discovery, {"discovery": None}
     yield serving.ClientCache, {}
     yield from methods(lambda: serving.ClientCache(registered()), {"open": {"url": f"static:{CLOSED}"}})
@@ -170,17 +148,15 @@ def sync_client_calls() -> Iterator[Call]:
     yield monolith.ParameterSyncClient, {"client": monolith.parameter_sync_client_from_config(sync)}
     for make in (monolith.parameter_sync_client_from_config, monolith.create_dummy_sync_client):
         yield from methods(make, {"attach": {"tables": local()}, "create_sync_op": {"config_str": sync}})
-    yield monolith.parameter_sync_client_from_config, {"config": sync}
-    yield monolith.create_parameter_sync_clients, {"ps_num": 2}
-    yield monolith.create_dummy_sync_client, {}
+    clients = [monolith.parameter_sync_client_from_config, monolith.create_parameter_sync_clients]
+    yield from calls(*clients, monolith.create_dummy_sync_client, config=sync, ps_num=2)
     subscribed = registered()
     subscribed.subscribe_model("movies")
     yield monolith.refresh_sync_config, {"sync_backend": subscribed, "ps_index": 0}
     yield monolith.create_dummy_sync_server, {"address": "localhost:0"}
     yield monolith.DummySyncServer, {}
-    yield from methods(
-        monolith.DummySyncServer, {"wait": {"n": 0, "timeout": 0.01}, "delay": {"seconds": 0.0}}
-    )
+    waiting: Given = {"wait": {"n": 0, "timeout": 0.01}, "delay": {"seconds": 0.0}}
+    yield from methods(monolith.DummySyncServer, waiting)
 
 
 # ---- discoveries
@@ -203,9 +179,9 @@ def discovery_calls() -> Iterator[Call]:
         "wait": {"count": 0, "timeout": 0.01},
         "start": {"timeout": 0.0},
     }
-    yield from methods(partial(_subscribed, discovery.StaticDiscovery, []), given)
-    yield from methods(partial(_subscribed, discovery.FileDiscovery, "servers.json"), given)
-    yield from methods(partial(_subscribed, discovery.ZooKeeperDiscovery, CLOSED), given)
+    closed = discovery.StaticDiscovery, discovery.FileDiscovery, discovery.ZooKeeperDiscovery
+    for kind, first in zip(closed, ([], "servers.json", CLOSED), strict=True):
+        yield from methods(partial(_subscribed, kind, first), given)
     yield from methods(partial(_subscribed, discovery.DNSDiscovery, "localhost", 8500), given)
 
 
@@ -222,55 +198,29 @@ def zk_backend() -> monolith.ZKBackend:
 
 
 def zookeeper_calls() -> Iterator[Call]:
-    meta: Arguments = {
-        "address": CLOSED,
-        "model_name": "movies",
-        "server_type": "ps",
-        "task": 0,
-        "replica": 0,
-    }
+    task: Arguments = {"server_type": "ps", "task": 0, "replica": 0}
     records: dict[type, Arguments] = {
         monolith.Container: {"ctx_cluster": "c", "ctx_id": "0"},
         monolith.ContainerServiceInfo: {"grpc": CLOSED},
-        monolith.ReplicaMeta: meta,
+        monolith.ReplicaMeta: task | {"address": CLOSED, "model_name": "movies"},
         monolith.SavedModel: {"model_name": "movies", "sub_graph": "entry"},
         monolith.SavedModelDeployConfig: {"model_base_path": "/models"},
         monolith.TargetExtraInfo: {"idc": "a", "cluster": "b", "replica_id": 0},
     }
     for kind, arguments in records.items():
         yield kind, arguments
-        yield from methods(
-            partial(kind, **arguments), {"from_json": {"data": b"{}"}, "get_path": {"root": "r"}}
-        )
+        yield from methods(partial(kind, **arguments), {"*": {"data": b"{}", "root": "r"}})
     yield monolith.ZKBackend, {"bzid": "bzid", "zk_servers": CLOSED}
-    saved = monolith.SavedModel("movies", "entry")
-    container = {"container": monolith.Container("c", "0")}
-    layout = {"layout": "l", "saved_model": saved}
-    yield from methods(
-        zk_backend,
-        {
-            "add_to_layout": layout,
-            "decl_saved_model": {"saved_model": saved, "deploy_config": monolith.SavedModelDeployConfig()},
-            "get_service_info": container,
-            "register": {"replica": discovery.Replica(CLOSED)},
-            "register_layout_callback": {"layout": "l"},
-            "remove_from_layout": layout,
-            "report_service_info": container | {"service_info": monolith.ContainerServiceInfo(grpc=CLOSED)},
-            "start": {"timeout": 0.0},
-            "sync_available_saved_models": container | {"saved_models": {saved}},
-            "unregister": {"address": CLOSED},
-            "wait": {"count": 0, "timeout": 0.01},
-        },
-    )
+    saved, info = monolith.SavedModel("movies", "entry"), monolith.ContainerServiceInfo(grpc=CLOSED)
+    values: Arguments = {"container": monolith.Container("c", "0"), "service_info": info, "layout": "l"}
+    values |= {"saved_model": saved, "saved_models": {saved}, "count": 0, "address": CLOSED}
+    given: Given = {
+        "*": values | {"deploy_config": monolith.SavedModelDeployConfig()},
+        "register": {"replica": discovery.Replica(CLOSED)},
+        "start": {"timeout": 0.0},
+        "wait": {"timeout": 0.01},
+    }
+    yield from methods(zk_backend, given)
     backend = zk_backend()
     yield monolith.ReplicaWatcher, {"zk": backend, "base_name": "movies"}
-    task = {"server_type": "ps", "task": 0}
-    yield from methods(
-        lambda: monolith.ReplicaWatcher(backend, "movies"),
-        {
-            "get_all_replicas": {"server_type": "ps"},
-            "get_replica": task | {"replica": 0},
-            "get_replicas": task,
-            "get_replicas_with_extra_info": task,
-        },
-    )
+    yield from methods(lambda: monolith.ReplicaWatcher(backend, "movies"), {"*": task})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -51,174 +51,89 @@ def count(*_: object) -> None:
 
 VALUES: Mapping[str, Callable[[], Any]] = {
     "base": lambda: SGD(0.1),
-    "batch_size": lambda: 2,
     "consumer": lambda: "sync",
     "device": lambda: "cpu",
     "ids": ids,
     "model_name": lambda: "movies",
-    "now": lambda: 1.0,
-    "parts": lambda: 2,
-    "rank": lambda: 0,
     "service": lambda: "movies:entry",
-    "step": lambda: 0,
     "sub_graph": lambda: "ps_0",
     "table": lambda: "a",
-    "time": lambda: 1.0,
+    **dict.fromkeys(("rank", "step"), lambda: 0),
+    **dict.fromkeys(("batch_size", "parts"), lambda: 2),
+    **dict.fromkeys(("now", "time", "world_size"), lambda: 1),
     "timeout": lambda: 5.0,
-    "world_size": lambda: 1,
 }
 """A valid value of a required argument, by its name, for calls that give none."""
 CALLBACKS = {"attach", "callback", "cancel", "on_batch", "on_bytes", "on_complete", "on_rows"}
 """Arguments that take a function, for which `count` is valid."""
 
 _RESULT = "a result, and data that the calls which take it validate"
-_BASE = "an abstract class, swept through its subclasses"
-CANNOT_BE_CALLED: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            "ArtifactManifest",
-            "Bags",
-            "Batch",
-            "Bucketized",
-            "CalibrationBins",
-            "CatchUp",
-            "Chunk",
-            "CommReport",
-            "Compressed",
-            "DataSource",
-            "Decision",
-            "Deduped",
-            "Difference",
-            "Evaluation",
-            "Fingerprint",
-            "FusedLookup",
-            "FusedReorder",
-            "GatherResult",
-            "Header",
-            "ImportReport",
-            "ListedCheckpoint",
-            "LoadReport",
-            "Manifest",
-            "MemoryUse",
-            "MergeCounts",
-            "MovieLens",
-            "OffsetMap",
-            "Overlap",
-            "Partial",
-            "Payload",
-            "Pooling",
-            "PreparedIds",
-            "Published",
-            "Record",
-            "HostTierUse",
-            "RowCounters",
-            "ShardedFids",
-            "ShardingSparseFidsOpParams",
-            "SyntheticBatch",
-            "TableReport",
-            "TableStats",
-            "State",
-            "UniqueKeys",
-            "UpdateReport",
-            "Verification",
-            "WindowReport",
+_RESULTS = """
+ArtifactManifest Bags Batch Bucketized CalibrationBins CatchUp Chunk CommReport Compressed DataSource
+Decision Deduped Difference Evaluation Fingerprint FusedLookup FusedReorder GatherResult Header HostTierUse
+ImportReport ListedCheckpoint LoadReport Manifest MemoryUse MergeCounts MovieLens OffsetMap Overlap Partial
+Payload Pooling PreparedIds Published Record RowCounters ShardedFids ShardingSparseFidsOpParams ShardsPart
+State SyntheticBatch TableReport TableStats UniqueKeys UpdateReport Verification WindowReport
+"""
+_BASES = """
+Admission Combiner Discovery Eviction Initializer Lookup Model MonolithCombiner Optimizer Reader
+ServingPrecision Shards SyncBackend
+"""
+
+
+def _methods(owners: str, names: str) -> list[str]:
+    return [f"{owner}.{name}" for owner in owners.split() for name in names.split()]
+
+
+_REASONS: Mapping[str, Iterable[str]] = {
+    _RESULT: _RESULTS.split(),
+    "an abstract class, swept through its subclasses": _BASES.split(),
+    "needs servers; tests/ps passes wrong input, and its base class is swept": [
+        "ServerPublisher",
+        *_methods("ServerPublisher", "checkpoint_taken close flush lagging publish report"),
+    ],
+    "an integer starts processes; tests/ps passes wrong input": ["ServerShards.resize"],
+    "parts of `OuterUpdate.apply` and `run_window`, which have validated the input": _methods(
+        "OuterUpdate", "local_tensors prepare step"
+    ),
+    "exchanges of `gather`, which has validated what it sends": _methods(
+        "ElasticRanks", "agree all_to_all exchange from_one messages reform total"
+    ),
+    "a protocol, satisfied by Shards": [
+        "TableShards",
+        *_methods("TableShards", "assign_add drain_touched router track"),
+    ],
+    "a field, whose value is a function": ["FetchOptions.now"],
+    "waits for the processes that a launcher has started": ["ElasticRanks.join"],
+    "made by a method that is swept": ["LocalLookup", "SyncLookup", "ServerLookup", "SaveHandle"],
+    "called by shards and engines, which have validated the input": _methods(
+        "CommMetrics Recorder", "created read requested sent waited"
+    ),
+    "takes entries of a manifest, which is validated when it is read": [
+        "ObjectStore.local_copy",
+        *_methods("Store", "local_copy read_file read_part read_verified verify"),
+    ],
+    "reads what `FeatureConfigs.encoded` returned, inside torch ops": ["FeatureConfigs.from_encoded"],
+    "raises UsageError; SyncShards overrides it": ["Shards.add_recorder"],
+    "for readers of files, which override it or are opened by path": ["Reader.from_config"],
+    "raises the error that it is given": [
+        "SyncShards.fail_update",
+        *_methods(
+            "EmbeddingCollection Lookup Shards SyncLookup SyncShards ServerShards ServerLookup", "fail"
         ),
-        _RESULT,
+    ],
+    "starts processes; its own tests pass wrong arguments": ["Servers"],
+    "takes no arguments": ["Servers.close"],
+    "needs a run on parameter servers: tests/distributed/test_server_training.py": ["Run.set_workers"],
+    "needs an accelerator": _methods("Batch Ragged", "pin_memory"),
+    "checks nothing, on purpose: for columns that were validated before": ["Ragged.trusted"],
+    "checks nothing, on purpose: for arguments that passed Servable.check": ["Servable.write"],
+    "the dense part, for torch.compile and torch.export; `forward` validates its input": _methods(
+        "Model DeepFM DLRM DCNv2 DIN", "score"
     ),
-    **dict.fromkeys(
-        (
-            "Admission",
-            "Combiner",
-            "Discovery",
-            "Eviction",
-            "Initializer",
-            "Lookup",
-            "Model",
-            "Optimizer",
-            "Reader",
-            "ServingPrecision",
-            "Shards",
-            "SyncBackend",
-        ),
-        _BASE,
-    ),
-    "MonolithCombiner": _BASE,
-    **dict.fromkeys(
-        (
-            "ServerPublisher",
-            *(
-                f"ServerPublisher.{name}"
-                for name in ("checkpoint_taken", "close", "flush", "lagging", "publish", "report")
-            ),
-        ),
-        "needs servers; tests/ps passes wrong input, and its base class is swept",
-    ),
-    "ServerShards.resize": "an integer starts processes; tests/ps passes wrong input",
-    **dict.fromkeys(
-        ("OuterUpdate.local_tensors", "OuterUpdate.prepare", "OuterUpdate.step"),
-        "parts of `OuterUpdate.apply` and `run_window`, which have validated the input",
-    ),
-    **dict.fromkeys(
-        [
-            f"ElasticRanks.{name}"
-            for name in ("agree", "all_to_all", "exchange", "from_one", "messages", "reform", "total")
-        ],
-        "exchanges of `gather`, which has validated what it sends",
-    ),
-    **dict.fromkeys(
-        ("TableShards", *(f"TableShards.{n}" for n in ("assign_add", "drain_touched", "router", "track"))),
-        "a protocol, satisfied by Shards",
-    ),
-    "FetchOptions.now": "a field, whose value is a function",
-    "ElasticRanks.join": "waits for the processes that a launcher has started",
-    "LocalLookup": "made by LocalShards.lookup",
-    "SyncLookup": "made by SyncShards.lookup",
-    "SaveHandle": "made by async_save",
-    **dict.fromkeys(
-        (
-            f"{owner}.{method}"
-            for owner in ("CommMetrics", "Recorder")
-            for method in ("created", "read", "requested", "sent", "waited")
-        ),
-        "called by shards and engines, which have validated the input",
-    ),
-    **dict.fromkeys(
-        (
-            "ObjectStore.local_copy",
-            "Store.local_copy",
-            "Store.read_file",
-            "Store.read_part",
-            "Store.read_verified",
-            "Store.verify",
-        ),
-        "takes entries of a manifest, which is validated when it is read",
-    ),
-    "FeatureConfigs.from_encoded": "reads what `FeatureConfigs.encoded` returned, inside torch ops",
-    "Shards.add_recorder": "raises UsageError; SyncShards overrides it",
-    "Reader.from_config": "for readers of files, which override it or are opened by path",
-    "EmbeddingCollection.fail": "raises the error that it is given",
-    "Lookup.fail": "raises the error that it is given",
-    "Shards.fail": "raises the error that it is given",
-    "SyncLookup.fail": "raises the error that it is given",
-    "SyncShards.fail": "raises the error that it is given",
-    "SyncShards.fail_update": "raises the error that it is given",
-    "ServerShards.fail": "raises the error that it is given",
-    "ServerLookup": "made by ServerShards.lookup",
-    "ServerLookup.fail": "raises the error that it is given",
-    "Servers": "starts processes; its own tests pass wrong arguments",
-    "Servers.close": "takes no arguments",
-    "Run.set_workers": "needs a run on parameter servers: tests/distributed/test_server_training.py",
-    "ShardsPart": _RESULT,
-    "Batch.pin_memory": "needs an accelerator",
-    "Ragged.pin_memory": "needs an accelerator",
-    "Ragged.trusted": "checks nothing, on purpose: for columns that were validated before",
-    "Servable.write": "checks nothing, on purpose: for arguments that passed Servable.check",
-    **dict.fromkeys(
-        [f"{name}.score" for name in ("Model", "DeepFM", "DLRM", "DCNv2", "DIN")],
-        "the dense part, for torch.compile and torch.export; `forward` validates its input",
-    ),
-    "Model.compile": "passes its arguments to torch.compile",
+    "passes its arguments to torch.compile": ["Model.compile"],
 }
+CANNOT_BE_CALLED = {name: reason for reason, names in _REASONS.items() for name in names}
 """Public names that the sweep leaves out, and why."""
 ON_SERVERS = ("ServerShards", "ServerRows", "ServerLookup", "Servers")
 """Classes that need Ray; `tests/ps` sweeps them."""
@@ -235,13 +150,23 @@ def is_swept(owner: type, method: str) -> bool:
     return not formula and f"{owner.__name__}.{method}" not in CANNOT_BE_CALLED
 
 
-def complete(call: Callable[..., Any], given: Arguments) -> Arguments:
+def calls(*functions: Callable[..., Any], **values: Any) -> Iterator[Call]:
+    """Yields functions, each with those of the values that it takes."""
+    taken = [values.keys() & inspect.signature(function).parameters.keys() for function in functions]
+    assert set().union(*taken) == values.keys(), f"{functions} do not take all of {sorted(values)}"
+    for function, names in zip(functions, taken, strict=True):
+        yield function, {name: value for name, value in values.items() if name in names}
+
+
+def complete(call: Callable[..., Any], given: Arguments, shared: Mapping[str, Any] = {}) -> Arguments:
     """Returns a value for every argument of a call, so that a new argument is varied too."""
     filled = dict(given)
     for name, parameter in inspect.signature(call).parameters.items():
         if name in filled or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if name in CALLBACKS:
+        if name in shared:
+            filled[name] = shared[name]
+        elif name in CALLBACKS:
             filled[name] = count
         elif parameter.default is not parameter.empty:
             filled[name] = parameter.default
@@ -288,8 +213,8 @@ def methods(make: Callable[[], Any], given: Given | Callable[[Any], Given] | Non
 
     Args:
         make: Returns a new object.
-        given: Arguments by method, for those that `VALUES` and defaults do not provide, or a function of the
-            object that returns them.
+        given: Arguments by method, and under "*" those of all methods, which `VALUES` and defaults do not
+            provide; or a function of the object that returns them.
     """
     for name in public_methods(type(made := make())):
         owner = next(base for base in type(made).__mro__ if name in vars(base))
@@ -298,7 +223,7 @@ def methods(make: Callable[[], Any], given: Given | Callable[[Any], Given] | Non
         made = make()
         arguments = given(made) if callable(given) else given or {}
         call = getattr(made, name)
-        yield call, complete(call, arguments.get(name, {}))
+        yield call, complete(call, arguments.get(name, {}), arguments.get("*", {}))
         release(made)
 
 

@@ -10,24 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.compat.monolith.feature_configs import (
-    FeatureConfig,
-    FeatureConfigs,
-    OutConfig,
-    OutType,
-    PoolingType,
-    SliceConfig,
-)
+from megalith.compat import monolith
+from megalith.compat.monolith import FeatureConfig, FeatureConfigs, OutConfig, OutType, SliceConfig
 from megalith.errors import InputError, UnknownNameError
+
+SUM, MEAN, FIRSTN = monolith.PoolingType
+CONCAT, STACK, ADDN, NONE = OutType
 
 FEATURES = {
     "uid": FeatureConfig(table="users", slice_dims=(1, 8)),
-    "gid": FeatureConfig(table="items", pooling_type=PoolingType.MEAN, slice_dims=(1, 4, 300)),
-    "hist": FeatureConfig(
-        table="items", pooling_type=PoolingType.FIRSTN, slice_dims=(16,), max_sequence_length=20
-    ),
-    "clicks": FeatureConfig("items", PoolingType.FIRSTN, (16,), 20),
-    "short": FeatureConfig("items", PoolingType.FIRSTN, (16,), 5),
+    "gid": FeatureConfig(table="items", pooling_type=MEAN, slice_dims=(1, 4, 300)),
+    "hist": FeatureConfig(table="items", pooling_type=FIRSTN, slice_dims=(16,), max_sequence_length=20),
+    "clicks": FeatureConfig("items", FIRSTN, (16,), 20),
+    "short": FeatureConfig("items", FIRSTN, (16,), 5),
 }
 
 
@@ -42,15 +37,11 @@ def layout(kind: OutType, *slices: tuple[str, int, int], shape: Any = ()) -> Fea
 
 def test_the_parts_by_hand() -> None:
     assert SliceConfig("uid", 1, 9).to_proto().hex(" ") == "0a 03 75 69 64 10 01 18 09"
-    filled = SliceConfig(
-        "g", feature_idx=1, slice_idx=2, pooling_type=PoolingType.FIRSTN, max_sequence_length=7
-    )
+    filled = SliceConfig("g", feature_idx=1, slice_idx=2, pooling_type=FIRSTN, max_sequence_length=7)
     assert filled.to_proto().hex(" ") == "0a 01 67 20 01 28 02 50 03 58 07"
-    feature = FeatureConfig(
-        table="t", pooling_type=PoolingType.MEAN, slice_dims=(1, 300), max_sequence_length=4
-    )
+    feature = FeatureConfig(table="t", pooling_type=MEAN, slice_dims=(1, 300), max_sequence_length=4)
     assert feature.to_proto().hex(" ") == "0a 01 74 10 01 1a 03 01 ac 02 20 04"
-    out = OutConfig(slice_configs=(SliceConfig("g", 0, 1),), out_type=OutType.ADDN, shape=((4, 1), ()))
+    out = OutConfig(slice_configs=(SliceConfig("g", 0, 1),), out_type=ADDN, shape=((4, 1), ()))
     assert out.to_proto().hex(" ") == "0a 05 0a 01 67 18 01 10 02 1a 04 0a 02 04 01 1a 00"
     for part in (filled, feature, out):
         assert type(part).from_proto(part.to_proto()) == part
@@ -66,22 +57,14 @@ MODEL = bytes.fromhex(
 
 
 def test_protobufs_own_bytes() -> None:
-    mean = PoolingType.MEAN
+    gid = SliceConfig("gid", 0, 1, feature_idx=1, slice_idx=2, pooling_type=MEAN, max_sequence_length=7)
+    deep = OutConfig((SliceConfig("uid", 1, 9), SliceConfig("gid", 5, 305)), shape=((-1, 308),))
     configs = FeatureConfigs(
         feature_configs={name: FEATURES[name] for name in ("uid", "gid", "hist")},
         out_configs={
-            "deep": OutConfig((SliceConfig("uid", 1, 9), SliceConfig("gid", 5, 305)), shape=((-1, 308),)),
-            "bias": OutConfig(
-                (
-                    SliceConfig("uid", 0, 1),
-                    SliceConfig(
-                        "gid", 0, 1, feature_idx=1, slice_idx=2, pooling_type=mean, max_sequence_length=7
-                    ),
-                ),
-                OutType.ADDN,
-                ((-1, 1),),
-            ),
-            "seq": OutConfig((SliceConfig("hist", 0, 16),), OutType.NONE, ((64, 20, 16),)),
+            "deep": deep,
+            "bias": OutConfig((SliceConfig("uid", 0, 1), gid), ADDN, ((-1, 1),)),
+            "seq": OutConfig((SliceConfig("hist", 0, 16),), NONE, ((64, 20, 16),)),
         },
     )
     assert configs.to_proto() == MODEL
@@ -100,19 +83,9 @@ def test_empty_names_and_messages_are_written_as_protobuf_does() -> None:
     )
 
 
-def test_the_order_of_entries_does_not_matter() -> None:
+def test_the_order_of_entries_does_not_matter_and_the_last_of_two_wins() -> None:
     there, back = dict(FEATURES), dict(reversed(FEATURES.items()))
     assert FeatureConfigs(there).to_proto() == FeatureConfigs(back).to_proto()
-
-
-def test_unpacked_numbers_and_unknown_fields_are_read() -> None:
-    message = bytes.fromhex(
-        "18 01 18 08 1a 02 10 03 f8 07 05 fa 07 02 ff ff"
-    )  # 3: 1, 8, (16, 3); 127: unknown
-    assert FeatureConfig.from_proto(message) == FeatureConfig(slice_dims=(1, 8, 16, 3))
-
-
-def test_the_last_of_two_wins() -> None:
     twice = SliceConfig("a", 1, 2).to_proto() + SliceConfig("b", 3, 4).to_proto()
     assert SliceConfig.from_proto(twice) == SliceConfig("b", 3, 4)
     one, two = (FeatureConfigs({"a": FeatureConfig(table)}) for table in ("x", "y"))
@@ -121,26 +94,14 @@ def test_the_last_of_two_wins() -> None:
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 NAMES = st.text(max_size=5)
-SLICES = st.builds(
-    SliceConfig,
-    NAMES,
-    INT32,
-    INT32,
-    feature_idx=INT32,
-    slice_idx=INT32,
-    pooling_type=st.sampled_from(PoolingType),
-    max_sequence_length=INT32,
-)
+NUMBERS = dict.fromkeys(("start", "end", "feature_idx", "slice_idx", "max_sequence_length"), INT32)
+SLICES = st.builds(SliceConfig, NAMES, pooling_type=st.sampled_from(monolith.PoolingType), **NUMBERS)
 SHAPES = st.lists(st.lists(INT32, max_size=3).map(tuple), max_size=3)
 OUTS = st.builds(OutConfig, st.lists(SLICES, max_size=3), st.sampled_from(OutType), SHAPES)
-FEATURE = st.builds(
-    FeatureConfig, NAMES, st.sampled_from(PoolingType), st.lists(INT32, max_size=3), max_sequence_length=INT32
-)
-CONFIGS = st.builds(
-    FeatureConfigs,
-    st.dictionaries(NAMES, FEATURE, max_size=3),
-    st.dictionaries(NAMES, OUTS, max_size=3),
-)
+POOLINGS = st.sampled_from(monolith.PoolingType)
+FEATURE = st.builds(FeatureConfig, NAMES, POOLINGS, st.lists(INT32, max_size=3), max_sequence_length=INT32)
+DICTS = [st.dictionaries(NAMES, each, max_size=3) for each in (FEATURE, OUTS)]
+CONFIGS = st.builds(FeatureConfigs, *DICTS)
 
 
 @given(configs=CONFIGS)
@@ -193,21 +154,17 @@ def read_or_refuse(message: bytes) -> None:
                 continue
 
 
-@given(message=st.binary(max_size=60))
-def test_random_bytes(message: bytes) -> None:
-    read_or_refuse(message)
-
-
 @given(
+    random=st.binary(max_size=60),
     changes=st.lists(st.tuples(st.integers(0, len(MODEL) - 1), st.integers(0, 255)), max_size=4),
     end=st.integers(0, len(MODEL)),
 )
-def test_mutated_bytes(changes: list[tuple[int, int]], end: int) -> None:
+def test_any_bytes_are_configs_or_refused(random: bytes, changes: list[tuple[int, int]], end: int) -> None:
     message = bytearray(MODEL)
     for place, byte in changes:
         message[place] = byte
-    read_or_refuse(bytes(message))
-    read_or_refuse(bytes(message[:end]))
+    for each in (random, bytes(message), bytes(message[:end])):
+        read_or_refuse(each)
 
 
 # ---- values that a message cannot have
@@ -225,8 +182,6 @@ def test_mutated_bytes(changes: list[tuple[int, int]], end: int) -> None:
         (lambda: OutConfig(shape=(-1, 3)), r"OutConfig: shape\[0\] must be a sequence, got -1"),
         (lambda: OutConfig(shape=((-1, "3"),)), r"OutConfig: shape\[0\]\[1\] must be a 32-bit int"),
         (lambda: OutConfig(out_type="CONCAT"), "OutConfig: out_type must be one of .*, got 'CONCAT'"),
-        (lambda: FeatureConfig(None), "FeatureConfig: table must be a str"),
-        (lambda: FeatureConfig("t", slice_dims=8), "FeatureConfig: slice_dims must be a sequence, got 8"),
         (lambda: FeatureConfig("t", slice_dims="8"), "FeatureConfig: slice_dims must be a sequence"),
         (lambda: FeatureConfig("t", slice_dims=[1, None]), r"slice_dims\[1\] must be a 32-bit int"),
         (lambda: FeatureConfigs([]), "feature_configs must be a dict of FeatureConfig by name"),
@@ -243,11 +198,11 @@ def test_values_that_cannot_be(make: Callable[[], Any], said: str) -> None:
 
 def test_lists_and_plain_numbers_are_taken() -> None:
     config = FeatureConfig("t", 3, [1, 2], 4)  # type: ignore[arg-type]
-    assert config.pooling_type is PoolingType.FIRSTN
+    assert config.pooling_type is FIRSTN
     assert config.slice_dims == (1, 2)
     out = OutConfig([SliceConfig()], 1, [[-1, 2]])  # type: ignore[arg-type]
-    assert out == OutConfig((SliceConfig(),), OutType.STACK, ((-1, 2),))
-    assert hash(config) == hash(FeatureConfig("t", PoolingType.FIRSTN, (1, 2), 4))
+    assert out == OutConfig((SliceConfig(),), STACK, ((-1, 2),))
+    assert hash(config) == hash(FeatureConfig("t", FIRSTN, (1, 2), 4))
 
 
 # ---- names
@@ -262,6 +217,8 @@ def test_names_are_in_order() -> None:
     assert FEATURES["gid"].dim == 305
     with pytest.raises(UnknownNameError, match="no feature uses table 'ads'; tables: items, users"):
         configs.features_of("ads")
+    with pytest.raises(UnknownNameError, match="no layout 'deep'; layouts: a, z"):
+        configs.output_shapes("deep")
 
 
 # ---- shapes
@@ -270,13 +227,13 @@ def test_names_are_in_order() -> None:
 @pytest.mark.parametrize(
     ("configs", "shapes"),
     [
-        (layout(OutType.CONCAT, ("uid", 0, 9), ("gid", 1, 5), ("uid", 0, 1)), ((-1, 14),)),
-        (layout(OutType.CONCAT, ("hist", 0, 16), ("clicks", 4, 8)), ((-1, 20, 20),)),
-        (layout(OutType.STACK, ("uid", 1, 5), ("gid", 1, 5), ("gid", 5, 9)), ((-1, 3, 4),)),
-        (layout(OutType.STACK, ("hist", 0, 8), ("clicks", 8, 16)), ((-1, 2, 20, 8),)),
-        (layout(OutType.ADDN, ("uid", 0, 1), ("gid", 0, 1)), ((-1, 1),)),
+        (layout(CONCAT, ("uid", 0, 9), ("gid", 1, 5), ("uid", 0, 1)), ((-1, 14),)),
+        (layout(CONCAT, ("hist", 0, 16), ("clicks", 4, 8)), ((-1, 20, 20),)),
+        (layout(STACK, ("uid", 1, 5), ("gid", 1, 5), ("gid", 5, 9)), ((-1, 3, 4),)),
+        (layout(STACK, ("hist", 0, 8), ("clicks", 8, 16)), ((-1, 2, 20, 8),)),
+        (layout(ADDN, ("uid", 0, 1), ("gid", 0, 1)), ((-1, 1),)),
         (
-            layout(OutType.NONE, ("uid", 0, 1), ("hist", 0, 16), ("short", 0, 2)),
+            layout(NONE, ("uid", 0, 1), ("hist", 0, 16), ("short", 0, 2)),
             ((-1, 1), (-1, 20, 16), (-1, 5, 2)),
         ),
     ],
@@ -291,50 +248,39 @@ def test_shapes_are_what_slices_give(configs: FeatureConfigs, shapes: tuple[tupl
         assert same.output_shapes("out") == declared
 
 
-@pytest.mark.parametrize(
-    ("configs", "said"),
-    [
-        (
-            layout(OutType.CONCAT, ("uid", 0, 1), ("who", 0, 1)),
-            r"layout 'out', slice 1 \(feature 'who'\): feature_name is not in feature_configs",
-        ),
-        (
-            layout(OutType.CONCAT, ("uid", 0, 10)),
-            r"slice 0 \(feature 'uid'\): start 0 and end 10 must satisfy 0 <= start < end <= 9, the sum",
-        ),
-        (layout(OutType.CONCAT, ("uid", -1, 1)), "start -1 and end 1"),
-        (layout(OutType.CONCAT, ("uid", 3, 3)), "start 3 and end 3"),
-        (layout(OutType.CONCAT), "layout 'out': slice_configs is empty"),
-        (layout(OutType.NONE), "layout 'out': slice_configs is empty"),
-        (
-            layout(OutType.CONCAT, ("uid", 0, 1), ("hist", 0, 1)),
-            r"slice 1 \(feature 'hist'\): its feature is FIRSTN of 20, but that of slice 0 is pooled",
-        ),
-        (
-            layout(OutType.CONCAT, ("hist", 0, 1), ("gid", 0, 1)),
-            "is pooled, but that of slice 0 is FIRSTN of",
-        ),
-        (layout(OutType.STACK, ("hist", 0, 1), ("short", 0, 1)), "FIRSTN of 5, but that of slice 0 is FIRST"),
-        (layout(OutType.STACK, ("uid", 0, 1), ("gid", 0, 2)), "its width is 2, but that of slice 0 is 1"),
-        (layout(OutType.ADDN, ("uid", 0, 1), ("gid", 0, 2)), "its width is 2, but that of slice 0 is 1"),
-        (layout(OutType.ADDN, ("hist", 0, 1)), "ADDN cannot add a FIRSTN feature"),
-        (
-            layout(OutType.CONCAT, ("uid", 0, 9), shape=[[-1, 8]]),
-            r"layout 'out': shape\[0\] is \[-1, 8\], but its slices give \[batch, 9\]",
-        ),
-        (layout(OutType.CONCAT, ("hist", 0, 9), shape=[[-1, 9]]), r"its slices give \[batch, 20, 9\]"),
-        (layout(OutType.CONCAT, ("uid", 0, 9), shape=[[9]]), r"its slices give \[batch, 9\]"),
-        (layout(OutType.CONCAT, ("uid", 0, 9), shape=[[]]), r"shape\[0\] is \[\]"),
-        (layout(OutType.CONCAT, ("uid", 0, 9), shape=[[0, 9]]), "its batch must be -1 or positive"),
-        (layout(OutType.CONCAT, ("uid", 0, 9), shape=[[-2, 9]]), "its batch must be -1 or positive"),
-        (layout(OutType.CONCAT, ("uid", 0, 9), shape=[[-1, 9], [-1, 9]]), "shape declares 2 tensors, .* 1"),
-        (layout(OutType.NONE, ("uid", 0, 1), ("gid", 0, 1), shape=[[-1, 1]]), "declares 1 tensors, .* 2"),
-        (
-            layout(OutType.NONE, ("uid", 0, 1), ("gid", 0, 1), shape=[[-1, 1], [-1, 2]]),
-            r"shape\[1\] is \[-1, 2\], but its slices give \[batch, 1\]",
-        ),
-    ],
-)
+A_SLICE, WITH = ("uid", 0, 9), "but its slices give"
+MISFITS: list[tuple[FeatureConfigs, str]] = [
+    (
+        layout(CONCAT, ("uid", 0, 1), ("who", 0, 1)),
+        r"'out', slice 1 \(feature 'who'\): feature_name is",
+    ),
+    (
+        layout(CONCAT, ("uid", 0, 10)),
+        r"slice 0 \(feature 'uid'\): start 0 and end 10 must satisfy .* <= 9",
+    ),
+    (layout(CONCAT, ("uid", -1, 1)), "start -1 and end 1"),
+    (layout(CONCAT, ("uid", 3, 3)), "start 3 and end 3"),
+    (layout(CONCAT), "layout 'out': slice_configs is empty"),
+    (layout(NONE), "layout 'out': slice_configs is empty"),
+    (layout(CONCAT, A_SLICE, ("hist", 0, 1)), "its feature is FIRSTN of 20, but that of slice 0 is pooled"),
+    (layout(CONCAT, ("hist", 0, 1), A_SLICE), "is pooled, but that of slice 0 is FIRSTN of"),
+    (layout(STACK, ("hist", 0, 1), ("short", 0, 1)), "FIRSTN of 5, but that of slice 0 is FIRST"),
+    (layout(STACK, ("uid", 0, 1), ("gid", 0, 2)), "its width is 2, but that of slice 0 is 1"),
+    (layout(ADDN, ("uid", 0, 1), ("gid", 0, 2)), "its width is 2, but that of slice 0 is 1"),
+    (layout(ADDN, ("hist", 0, 1)), "ADDN cannot add a FIRSTN feature"),
+    (layout(CONCAT, A_SLICE, shape=[[-1, 8]]), rf"'out': shape\[0\] is \[-1, 8\], {WITH} \[batch, 9\]"),
+    (layout(CONCAT, ("hist", 0, 9), shape=[[-1, 9]]), rf"{WITH} \[batch, 20, 9\]"),
+    (layout(CONCAT, A_SLICE, shape=[[9]]), rf"{WITH} \[batch, 9\]"),
+    (layout(CONCAT, A_SLICE, shape=[[]]), r"shape\[0\] is \[\]"),
+    (layout(CONCAT, A_SLICE, shape=[[0, 9]]), "its batch must be -1 or positive"),
+    (layout(CONCAT, A_SLICE, shape=[[-2, 9]]), "its batch must be -1 or positive"),
+    (layout(CONCAT, A_SLICE, shape=[[-1, 9], [-1, 9]]), "shape declares 2 tensors, .* 1"),
+    (layout(NONE, A_SLICE, A_SLICE, shape=[[-1, 9]]), "declares 1 tensors, .* 2"),
+    (layout(NONE, A_SLICE, A_SLICE, shape=[[-1, 9], [-1, 2]]), rf"\[1\] is \[-1, 2\], {WITH} \[batch, 9\]"),
+]
+
+
+@pytest.mark.parametrize(("configs", "said"), MISFITS)
 def test_layouts_that_do_not_fit(configs: FeatureConfigs, said: str) -> None:
     with pytest.raises(InputError, match=said):
         configs.validate()
@@ -348,18 +294,10 @@ def test_layouts_that_do_not_fit(configs: FeatureConfigs, said: str) -> None:
         (FeatureConfig("", slice_dims=(1,)), "feature 'f': table is empty"),
         (FeatureConfig("t"), r"slice_dims must be positive sizes, got \[\]"),
         (FeatureConfig("t", slice_dims=(4, 0)), r"slice_dims must be positive sizes, got \[4, 0\]"),
-        (
-            FeatureConfig("t", PoolingType.FIRSTN, (4,)),
-            "max_sequence_length must be at least 1 for FIRSTN, got 0",
-        ),
-        (FeatureConfig("t", PoolingType.SUM, (4,), -1), "max_sequence_length must be 0 or more, got -1"),
+        (FeatureConfig("t", FIRSTN, (4,)), "max_sequence_length must be at least 1 for FIRSTN, got 0"),
+        (FeatureConfig("t", SUM, (4,), -1), "max_sequence_length must be 0 or more, got -1"),
     ],
 )
 def test_features_that_cannot_be(feature: FeatureConfig, said: str) -> None:
     with pytest.raises(InputError, match=said):
         FeatureConfigs({"f": feature}).validate()
-
-
-def test_an_unknown_layout_names_the_known_ones() -> None:
-    with pytest.raises(UnknownNameError, match="no layout 'deep'; layouts: out"):
-        layout(OutType.CONCAT, ("uid", 0, 1)).output_shapes("deep")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +22,16 @@ from tests.serving.plain_server import LIMIT, Refused, Seen, plain_server
 
 MILLIS = 1000 * LIMIT
 X = torch.tensor([1.0, 2.5])
+CALL: dict[str, Any] = {"input_tensor_alias": ["x"], "input_tensors": [X], "output_tensor_alias": ["y"]}
+CALL |= {"model_name": "movies", "task": 0, "max_rpc_deadline_millis": MILLIS}
+SLOT: dict[str, Any] = {"input_tensor_alias": ["fc_slot_1"], "input_tensors": [torch.tensor([2])]}
+SLOT |= {"output_tensor_alias": ["fc_slot_1"], "model_name": "m:ps_0", "signature_name": "lookup"}
+
+
+def predict(**changed: Any) -> list[Tensor]:
+    return remote_predict(**CALL | changed)
+
+
 SLOT_DIMS = {"fc_slot_1": 1, "fc_slot_2": 3}
 IDS = {"fc_slot_1": [1, 2, 5, 8], "fc_slot_2": [3, 4]}
 
@@ -105,27 +114,23 @@ def test_an_entry_looks_up_flat_rows_in_each_ps(servers: StaticDiscovery) -> Non
 
 def test_rows_that_raw_assign_writes_are_looked_up(servers: StaticDiscovery) -> None:
     ids, splits = torch.tensor([42]), torch.tensor([0, 0, 1])
-    spec: dict[str, Any] = {"model_name": "m:ps_0", "task": 0, "max_rpc_deadline_millis": MILLIS}
-    (result,) = remote_predict(
-        ["id", "id_split", "flat_value"],
-        [ids, splits, torch.tensor([1.0, 2.0, 3.0])],
-        ["result"],
+    (result,) = predict(
+        input_tensor_alias=["id", "id_split", "flat_value"],
+        input_tensors=[ids, splits, torch.tensor([1.0, 2.0, 3.0])],
+        output_tensor_alias=["result"],
         signature_name="tables/raw_assign",
+        model_name="m:ps_0",
         discovery=servers,
-        **spec,
     )
     assert result.tolist() == [0]
-    (row,) = remote_predict(
-        ["fc_slot_2"], [ids], ["fc_slot_2"], signature_name="lookup", discovery=servers, **spec
-    )
+    names = ["fc_slot_2"]
+    looked_up = SLOT | {"input_tensor_alias": names, "input_tensors": [ids], "output_tensor_alias": names}
+    (row,) = predict(**looked_up, discovery=servers)
     assert row.tolist() == [[1.0, 2.0, 3.0]]
 
 
 MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
-    "input": (
-        {"input_tensor_alias": ["fc_slot_3"]},
-        "input 'fc_slot_3' is unknown; lookup takes fc_slot_1, fc_slot_2",
-    ),
+    "input": ({"input_tensor_alias": ["fc_slot_3"]}, "'fc_slot_3' is unknown; lookup takes fc_slot_1, fc_sl"),
     "output": ({"output_tensor_alias": ["fc_slot_3"]}, "output 'fc_slot_3' is unknown"),
     "signature": ({"signature_name": "lokup"}, "signature 'lokup' is unknown"),
     "dtype": ({"input_tensors": [torch.tensor([2.0])]}, "input 'fc_slot_1' must be int64"),
@@ -137,21 +142,10 @@ MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("fail", [True, False])
 def test_a_wrong_request_always_raises(servers: StaticDiscovery, case: str, fail: bool) -> None:
     changes, message = MISSPELT[case]
-    call: dict[str, Any] = {
-        "input_tensor_alias": ["fc_slot_1"],
-        "input_tensors": [torch.tensor([2])],
-        "output_tensor_alias": ["fc_slot_1"],
-        "model_name": "m:ps_0",
-        "task": 0,
-        "old_model_name": "ps_0",
-        "signature_name": "lookup",
-        "max_rpc_deadline_millis": MILLIS,
-        "fail_op_on_rpc_error": fail,
-        "discovery": servers,
-    }
-    assert remote_predict(**call)[0].tolist() == [[2.0]]
+    call = SLOT | {"old_model_name": "ps_0", "fail_op_on_rpc_error": fail, "discovery": servers}
+    assert predict(**call)[0].tolist() == [[2.0]]
     with pytest.raises(RemoteError, match=message) as raised:
-        remote_predict(**call | changes)
+        predict(**call | changes)
     assert raised.value.code == "INVALID_ARGUMENT"
 
 
@@ -168,70 +162,23 @@ def test_a_wrong_request_always_raises(servers: StaticDiscovery, case: str, fail
 def test_a_model_or_version_that_no_server_has_is_a_failure_with_every_reason(
     servers: StaticDiscovery, model_name: str, old_model_name: str | None, code: str, reasons: list[str]
 ) -> None:
-    def ask(fail: bool) -> list[Tensor]:
-        return remote_predict(
-            ["fc_slot_1"],
-            [torch.tensor([2])],
-            ["fc_slot_1"],
-            model_name,
-            0,
-            old_model_name,
-            77,
-            fail,
-            MILLIS,
-            signature_name="lookup",
-            discovery=servers,
-        )
-
+    call = SLOT | {"model_name": model_name, "old_model_name": old_model_name, "discovery": servers}
     with pytest.raises(RemoteError, match=".*; .*".join(reasons)) as raised:
-        ask(fail=True)
+        predict(**call, model_version=77)
     assert raised.value.code == code
-    assert ask(fail=False)[0].shape == (0,)
+    assert predict(**call, model_version=77, fail_op_on_rpc_error=False)[0].shape == (0,)
 
 
 def test_a_model_of_one_process_has_the_parts_names(tmp_path: Path) -> None:
     out = export_model(tables(), tmp_path, name="m", version=7)
     with ModelServer(out) as server:
-        for model_name, task in (("m:ps_0", 0), ("m", 0), ("m", "ps_0"), ("m:standalone", "standalone")):
-            (found,) = remote_predict(
-                ["fc_slot_1"],
-                [torch.tensor([5, 2])],
-                ["fc_slot_1"],
-                model_name,
-                task,
-                None,
-                7,
-                max_rpc_deadline_millis=MILLIS,
-                signature_name="lookup",
-                discovery=f"static:{server.address}",
-            )
+        call = SLOT | {"input_tensors": [torch.tensor([5, 2])], "discovery": f"static:{server.address}"}
+        for name, task in (("m:ps_0", 0), ("m", 0), ("m", "ps_0"), ("m:standalone", "standalone")):
+            (found,) = predict(**call | {"model_name": name, "task": task}, model_version=7)
             assert found.tolist() == [[5.0], [2.0]]
 
 
 # ---- arguments
-
-
-def test_the_arguments_are_monoliths() -> None:
-    positional = [
-        (name, each.default)
-        for name, each in inspect.signature(remote_predict).parameters.items()
-        if each.kind is each.POSITIONAL_OR_KEYWORD
-    ]
-    none = inspect.Parameter.empty
-    assert positional == [
-        ("input_tensor_alias", none),
-        ("input_tensors", none),
-        ("output_tensor_alias", none),
-        ("model_name", none),
-        ("task", none),
-        ("old_model_name", None),
-        ("model_version", -1),
-        ("fail_op_on_rpc_error", True),
-        ("max_rpc_deadline_millis", 30),
-        ("output_types", None),
-        ("name", None),
-        ("signature_name", "serving_default"),
-    ]
 
 
 def doubled(seen: Seen) -> dict[str, Tensor]:
@@ -244,56 +191,37 @@ def test_positional_arguments_and_names_on_the_wire() -> None:
         z, y = remote_predict(["x"], [X], ["z", "y"], "movies", "entry", max_rpc_deadline_millis=MILLIS)
         assert (z.tolist(), y.tolist()) == ([0.0], [2.0, 5.0])
         remote_predict(["x"], [X], ["y"], "movies", 0, None, 3, True, MILLIS, [torch.float32], "op", "lookup")
-        remote_predict(["x"], [X], ["y"], "movies:dense_0", 0, "dense_0", max_rpc_deadline_millis=MILLIS)
+        predict(model_name="movies:dense_0", old_model_name="dense_0")
         specs = [seen.message.model_spec for seen in server.seen]
         assert [spec.name for spec in specs] == ["movies:entry", "movies:ps_0", "movies:dense_0"]
         assert (specs[1].version.value, specs[1].signature_name) == (3, "lookup")
 
 
 @pytest.mark.parametrize(
-    ("old_model_name", "asked"),
-    [
-        ("ps_0", ["movies:ps_0", "ps_0"]),
-        ("films", ["movies:ps_0", "films:ps_0"]),
-        ("films:ps_0", ["movies:ps_0", "films:ps_0"]),
-    ],
+    ("old", "asked"), [("ps_0", "ps_0"), ("films", "films:ps_0"), ("films:ps_0", "films:ps_0")]
 )
-def test_the_old_name_is_asked_for_if_no_server_knows_the_new_one(
-    old_model_name: str, asked: list[str]
-) -> None:
+def test_the_old_name_is_asked_for_if_no_server_knows_the_new_one(old: str, asked: str) -> None:
     def answer(seen: Seen) -> dict[str, Tensor]:
-        if seen.message.model_spec.name != asked[1]:
+        if seen.message.model_spec.name != asked:
             raise Refused("NOT_FOUND")
         return doubled(seen)
 
     with plain_server(answer) as server:
-        (y,) = remote_predict(
-            ["x"],
-            [X],
-            ["y"],
-            model_name="movies:ps_0",
-            task=0,
-            old_model_name=old_model_name,
-            max_rpc_deadline_millis=MILLIS,
-            discovery=f"static:{server.address}",
-        )
+        discovery = f"static:{server.address}"
+        (y,) = predict(model_name="movies:ps_0", old_model_name=old, discovery=discovery)
         assert y.tolist() == [2.0, 5.0]
-        assert [seen.message.model_spec.name for seen in server.seen] == asked
+        assert [seen.message.model_spec.name for seen in server.seen] == ["movies:ps_0", asked]
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"model_name": None}, "model_name must name a model"),
-    "an empty model": ({"model_name": ""}, "model_name must name a model"),
     "a part without a model": ({"model_name": ":ps_0"}, "model_name must name a model"),
     "another task": ({"model_name": "movies:ps_1"}, "'movies:ps_1' names another part than task 0"),
     "another part": ({"model_name": "movies:ps_0", "task": "entry"}, "another part than task 'entry'"),
     "another old part": ({"old_model_name": "films:ps_1"}, "'films:ps_1' names another part than 'ps_0'"),
     "too few tensors": ({"input_tensors": []}, "1 input aliases for 0 tensors"),
     "a string": ({"input_tensor_alias": "x"}, "input_tensor_alias must be a list of names"),
-    "an input twice": (
-        {"input_tensor_alias": ["x", "x"], "input_tensors": [X, X]},
-        "input_tensor_alias contains a name twice",
-    ),
+    "an input twice": ({"input_tensor_alias": ["x", "x"], "input_tensors": [X, X]}, "input_tensor_alias contains"),
     "an output twice": ({"output_tensor_alias": ["y", "y"]}, "output_tensor_alias contains a name twice"),
     "no output": ({"output_tensor_alias": []}, "output_tensor_alias must name an output"),
     "too many dtypes": ({"output_types": [torch.float32] * 2}, "output_types must be 1 torch dtypes"),
@@ -305,23 +233,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments_raise_even_where_failures_do_not(case: str) -> None:
     changes, message = WRONG[case]
-    call: dict[str, Any] = {
-        "input_tensor_alias": ["x"],
-        "input_tensors": [X],
-        "output_tensor_alias": ["y"],
-        "model_name": "movies",
-        "task": 0,
-        "fail_op_on_rpc_error": False,
-        "discovery": "static:localhost:1",
-        "name": "op_1",
-    }
+    given = {"fail_op_on_rpc_error": False, "discovery": "static:localhost:1", "name": "op_1"}
     with pytest.raises(InputError, match=message):
-        remote_predict(**call | changes)
+        predict(**given | changes)
 
 
-def test_a_name_is_part_of_messages_and_a_missing_discovery_has_a_remedy() -> None:
+def test_without_a_discovery_the_error_has_the_name_and_a_remedy() -> None:
+    with pytest.raises(InputError, match="nope"):
+        set_default_discovery("nope:localhost")
     with pytest.raises(UsageError, match="remote_predict 'op_1': no discovery: call set_default_discovery"):
-        remote_predict(["x"], [X], ["y"], "movies", 0, name="op_1")
+        predict(name="op_1")
 
 
 # ---- failures
@@ -331,35 +252,25 @@ def test_a_failure_raises_or_gives_empty_outputs_of_the_types() -> None:
     with DummySyncServer() as server:
         set_default_discovery(f"static:{server.address}")
         server.fail_next(3, "INTERNAL")
-        call: dict[str, Any] = {"model_name": "movies", "task": 0, "max_rpc_deadline_millis": MILLIS}
         with pytest.raises(RemoteError) as raised:
-            remote_predict(["x"], [X], ["y", "z"], **call)
+            predict(output_tensor_alias=["y", "z"])
         assert raised.value.code == "INTERNAL"
-        call["fail_op_on_rpc_error"] = False
-        outputs = remote_predict(["x"], [X], ["y", "z"], **call)
-        assert [(tensor.dtype, tensor.shape) for tensor in outputs] == [(torch.float32, (0,))] * 2
-        (empty,) = remote_predict(["x"], [X], ["y"], **call, output_types=[torch.int64])
-        assert (empty.dtype, empty.shape) == (torch.int64, (0,))
+        outputs = predict(output_tensor_alias=["y", "z"], fail_op_on_rpc_error=False)
+        outputs += predict(output_types=[torch.int64], fail_op_on_rpc_error=False)
+        assert [tensor.dtype for tensor in outputs] == [torch.float32, torch.float32, torch.int64]
+        assert [tensor.shape for tensor in outputs] == [(0,)] * 3
         assert len(server.failed) == 3
 
 
 def test_a_malformed_response_is_a_failure_and_another_dtype_is_not() -> None:
     answers: list[Any] = [b"\xff\xff\xff", {"y": X}, {"z": X}]
     with plain_server(lambda seen: answers.pop(0)) as server:
-        call: dict[str, Any] = {"model_name": "movies", "task": 0, "max_rpc_deadline_millis": MILLIS}
-        call |= {"discovery": f"static:{server.address}", "fail_op_on_rpc_error": False}
-        assert remote_predict(["x"], [X], ["y"], **call)[0].shape == (0,)
+        given = {"discovery": f"static:{server.address}", "fail_op_on_rpc_error": False}
+        assert predict(**given)[0].shape == (0,)
         with pytest.raises(InputError, match=r"'y' is torch\.float32, but output_types has torch\.int64"):
-            remote_predict(["x"], [X], ["y"], **call, output_types=[torch.int64])
+            predict(**given, output_types=[torch.int64])
         with pytest.raises(RemoteError, match="output 'y' is missing from the response; found z"):
-            remote_predict(["x"], [X], ["y"], **call)
-
-
-def test_a_discovery_that_cannot_be_opened_leaves_no_default() -> None:
-    with pytest.raises(InputError, match="nope"):
-        set_default_discovery("nope:localhost")
-    with pytest.raises(UsageError, match="no discovery"):
-        remote_predict(["x"], [X], ["y"], "movies", 0)
+            predict(**given)
 
 
 # ---- clients
@@ -368,10 +279,7 @@ def test_a_discovery_that_cannot_be_opened_leaves_no_default() -> None:
 def test_calls_share_the_clients_they_are_given() -> None:
     with plain_server(doubled) as server, ClientCache(StaticDiscovery([server.address])) as clients:
         for _ in range(3):
-            (y,) = remote_predict(
-                ["x"], [X], ["y"], "movies", 0, max_rpc_deadline_millis=MILLIS, clients=clients
-            )
-            assert y.tolist() == [2.0, 5.0]
+            assert predict(clients=clients)[0].tolist() == [2.0, 5.0]
         assert len(clients) == 1
 
 
@@ -382,7 +290,7 @@ def test_the_clients_of_the_process_are_closed_at_exit(monkeypatch: pytest.Monke
     with plain_server(doubled) as server:
         set_default_discovery(f"static:{server.address}")
         for _ in range(2):
-            remote_predict(["x"], [X], ["y"], "movies", 0, max_rpc_deadline_millis=MILLIS)
+            predict()
         assert len(module._process_clients()) == len(at_exit) == 1
         at_exit[0]()
         assert len(module._process_clients()) == 0

@@ -15,27 +15,22 @@ from megalith.compat.monolith import (
     ReplicaMeta,
     ReplicaWatcher,
     SavedModel,
-    SavedModelDeployConfig,
     TargetExtraInfo,
     ZKBackend,
     refresh_sync_config,
 )
+from megalith.compat.monolith import SavedModelDeployConfig as DeployConfig
 from megalith.errors import DiscoveryError, InputError, UsageError
 from megalith.serving.discovery import Replica
 from megalith.serving.proto import ClientConfig
 from megalith.serving.wire_names import ModelState
-from tests.serving.zookeeper import (
-    LIMIT,
-    Changes,
-    ZooKeeper,
-    opening,
-    root,
-    within_limit,
-    zookeeper,
-)
+from tests.serving.zookeeper import LIMIT, Changes, ZooKeeper, opening, root, within_limit, zookeeper
 
 __all__ = ["root", "zookeeper"]
 AVAILABLE = ModelState.AVAILABLE
+CONTAINER = Container("default", "asdf")
+INFO = ContainerServiceInfo("localhost:8888", "localhost:8889", "localhost:8890", "localhost:8891", "lf", "x")
+PS_0 = SavedModel("movies", "ps_0")
 Open = Callable[..., ZKBackend]
 
 
@@ -47,10 +42,9 @@ def opened(zookeeper: ZooKeeper, root: str) -> Iterator[Open]:
 
 def test_declarations_and_layouts_last(zookeeper: ZooKeeper, root: str, opened: Open) -> None:
     discovery = opened()
-    saved_model = SavedModel("movies", "ps_0")
-    discovery.decl_saved_model(saved_model, SavedModelDeployConfig("old", "latest"))
-    discovery.decl_saved_model(saved_model, SavedModelDeployConfig("/models/ps_0", "latest"))
-    discovery.add_to_layout("main", saved_model)
+    discovery.decl_saved_model(PS_0, DeployConfig("old", "latest"))
+    discovery.decl_saved_model(PS_0, DeployConfig("/models/ps_0", "latest"))
+    discovery.add_to_layout("main", PS_0)
     discovery.stop()
 
     with zookeeper.client() as client:
@@ -62,13 +56,9 @@ def test_declarations_and_layouts_last(zookeeper: ZooKeeper, root: str, opened: 
 
 def test_service_info_goes_there_and_back(zookeeper: ZooKeeper, root: str, opened: Open) -> None:
     discovery = opened()
-    container = Container("default", "asdf")
-    info = ContainerServiceInfo(
-        "localhost:8888", "localhost:8889", "localhost:8890", "localhost:8891", "lf", "x"
-    )
-    assert discovery.get_service_info(container) is None
-    discovery.report_service_info(container, info)
-    assert discovery.get_service_info(container) == info
+    assert discovery.get_service_info(CONTAINER) is None
+    discovery.report_service_info(CONTAINER, INFO)
+    assert discovery.get_service_info(CONTAINER) == INFO
     with zookeeper.client() as client:
         client.create(f"/{root}/container_service/default:bad", b"no json")
     assert discovery.get_service_info(Container("default", "bad")) is None
@@ -78,7 +68,7 @@ def test_layouts_are_told_with_their_configs(opened: Open) -> None:
     discovery = opened()
     parts = ["entry", "ps_0", "ps_1", "ps_2"]
     for part in parts:
-        discovery.decl_saved_model(SavedModel("movies", part), SavedModelDeployConfig(f"/m/{part}", "latest"))
+        discovery.decl_saved_model(SavedModel("movies", part), DeployConfig(f"/m/{part}", "latest"))
         discovery.add_to_layout("main", SavedModel("movies", part))
     discovery.add_to_layout("main", SavedModel("movies", "undeclared"))
     changes = Changes()
@@ -89,7 +79,7 @@ def test_layouts_are_told_with_their_configs(opened: Open) -> None:
 
     first = changes.until(bool)
     assert names(first) == [f"movies:{part}" for part in parts]
-    assert first[1] == (SavedModel("movies", "ps_0"), SavedModelDeployConfig("/m/ps_0", "latest"))
+    assert first[1] == (PS_0, DeployConfig("/m/ps_0", "latest"))
     discovery.remove_from_layout("main", SavedModel("movies", "entry"))
     changes.until(lambda layout: names(layout) == ["movies:ps_0", "movies:ps_1", "movies:ps_2"])
     watch.cancel()
@@ -99,32 +89,29 @@ def test_layouts_are_told_with_their_configs(opened: Open) -> None:
 def test_a_callback_may_register(opened: Open) -> None:
     """As a server does that loads the models of a layout and then registers them."""
     server, client = opened(), opened()
-    client.decl_saved_model(SavedModel("movies", "ps_0"), SavedModelDeployConfig())
+    client.decl_saved_model(PS_0, DeployConfig())
 
     def load(layout: Any) -> None:
         for saved_model, _ in layout:
             server.register(str(saved_model), Replica("10.0.0.1:8500"))
 
     server.register_layout_callback("main", load)
-    client.add_to_layout("main", SavedModel("movies", "ps_0"))
+    client.add_to_layout("main", PS_0)
     assert client.wait("movies:ps_0", timeout=LIMIT)
 
 
 def test_sync_targets_of_bindings(opened: Open) -> None:
     backend = opened()
-    container = Container("default", "asdf")
-    info = ContainerServiceInfo("localhost:8888", "localhost:8889", "localhost:8890", "localhost:8891", "lf")
-    backend.report_service_info(container, info)
+    backend.report_service_info(CONTAINER, INFO)
     parts = {SavedModel("test_ffm_model", f"ps_{k}") for k in range(3)}
-    backend.sync_available_saved_models(container, parts)
+    backend.sync_available_saved_models(CONTAINER, parts)
     backend.subscribe_model("test_ffm_model")
     backend.subscribe_model("test_ffm_model")
     backend.wait("test_ffm_model:ps_1", timeout=LIMIT)
 
     config = ClientConfig.FromString(refresh_sync_config(backend, 1))
 
-    assert config.model_name == "test_ffm_model:ps_1"
-    assert list(config.targets) == ["localhost:8888"]
+    assert (config.model_name, list(config.targets)) == ("test_ffm_model:ps_1", ["localhost:8888"])
     assert (config.signature_name, config.timeout_in_ms) == ("hashtable_assign", 3000)
     assert not config.targets_extra_info
     assert backend.get_sync_targets("ps_7") == ("test_ffm_model:ps_7", [])
@@ -136,16 +123,10 @@ def test_sync_targets_of_replicas(zookeeper: ZooKeeper, root: str, opened: Open)
     with zookeeper.client() as client:
         meta = ReplicaMeta("localhost:8500", stat=AVAILABLE)
         client.create(f"/{root}/service/test_ffm_model/ps:1/-1", meta.to_json(), makepath=True)
-    watcher = ReplicaWatcher(opened(), "test_ffm_model")
-    backend = watcher.to_sync_wrapper()
+    backend = ReplicaWatcher(opened(), "test_ffm_model").to_sync_wrapper()
     backend.subscribe_model("anything")
 
-    data = refresh_sync_config(backend, 1)
-
-    config = ClientConfig.FromString(data)
-    assert config.model_name == "ps_1"
-    assert list(config.targets) == ["localhost:8500"]
-    assert data == (
+    assert refresh_sync_config(backend, 1) == (
         b"\x0a\x04ps_1\x12\x10hashtable_assign\x1a\x0elocalhost:8500\x20\xb8\x17"
         b"\x2a\x0b\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"
     )
@@ -175,32 +156,22 @@ def announce(zookeeper: ZooKeeper, root: str) -> Iterator[Callable[..., None]]:
         yield write
 
 
-def test_only_available_replicas_are_given_out(opened: Open, announce: Callable[..., None]) -> None:
+def test_available_replicas_are_found_by_type_and_task(opened: Open, announce: Callable[..., None]) -> None:
     for k, stat in enumerate(ModelState):
-        announce(replica(replica=k, stat=stat))
-    watcher = ReplicaWatcher(opened(), "movies")
-    assert watcher.get_replicas("ps", 0) == [f"10.0.0.{list(ModelState).index(AVAILABLE)}:8500"]
-
-
-def test_replicas_are_found_by_type_and_task(opened: Open, announce: Callable[..., None]) -> None:
-    for meta in (
-        replica(0, 1),
-        replica(0, 0),
-        replica(1),
-        replica(0, server_type="dense", address="10.9.9.9:1"),
-    ):
+        announce(replica(task=2, replica=k, stat=stat))
+    dense = replica(0, server_type="dense", address="10.9.9.9:1")
+    for meta in (replica(0, 1), replica(0, 0), replica(1), dense):
         announce(meta)
     watcher = ReplicaWatcher(opened(), "movies")
 
-    assert watcher.get_replicas("ps", 0) == ["10.0.0.0:8500", "10.0.0.1:8500"]
+    available = [f"10.0.2.{list(ModelState).index(AVAILABLE)}:8500"]
+    every = {"ps:0": ["10.0.0.0:8500", "10.0.0.1:8500"], "ps:1": ["10.0.1.0:8500"], "ps:2": available}
+    assert watcher.get_all_replicas("ps") == every
+    assert watcher.get_replicas("ps", 0) == every["ps:0"]
     assert watcher.get_replica("ps", 0, 1) == ["10.0.0.1:8500"]
     assert watcher.get_replica("ps", 0, 7) == []
     assert watcher.get_replicas("dense", 0) == ["10.9.9.9:1"]
     assert watcher.get_replicas("entry", 0) == []
-    assert watcher.get_all_replicas("ps") == {
-        "ps:0": ["10.0.0.0:8500", "10.0.0.1:8500"],
-        "ps:1": ["10.0.1.0:8500"],
-    }
     assert watcher.get_replicas_with_extra_info("ps", 1) == {"10.0.1.0:8500": TargetExtraInfo(replica_id=0)}
 
 
@@ -236,15 +207,10 @@ def test_replica_nodes_that_cannot_be_read_are_passed_over(
     zookeeper: ZooKeeper, root: str, opened: Open, announce: Callable[..., None]
 ) -> None:
     announce(replica())
+    bad = {"ps:0/1": b"no json", "ps:0/2": b'{"stat": "30"}', "ps:0/x": b"", "what": b""}
+    bad["ps:0/3"] = b'{"stat": 30, "address": "0.0.0.0:1"}'
+    bad["ps:0/" + "9" * 40] = replica().to_json()
     with zookeeper.client() as client:
-        bad: dict[str, bytes] = {
-            "ps:0/1": b"no json",
-            "ps:0/2": b'{"stat": "30"}',
-            "ps:0/x": b"",
-            "what": b"",
-        }
-        bad["ps:0/3"] = b'{"stat": 30, "address": "0.0.0.0:1"}'
-        bad["ps:0/" + "9" * 40] = replica().to_json()
         for path, data in bad.items():
             client.create(f"/{root}/service/movies/{path}", data, makepath=True)
     assert ReplicaWatcher(opened(), "movies").get_all_replicas("ps") == {"ps:0": ["10.0.0.0:8500"]}
@@ -255,7 +221,7 @@ def test_requests_need_a_started_backend(opened: Open) -> None:
     stopped.stop()
     for backend in (ZKBackend("demo", "localhost:1"), stopped):
         with pytest.raises(UsageError, match="not started, or stopped"):
-            backend.decl_saved_model(SavedModel("movies", "entry"), SavedModelDeployConfig())
+            backend.decl_saved_model(PS_0, DeployConfig())
 
 
 def test_what_zookeeper_refuses_is_an_error_and_harms_nothing_else(
@@ -280,7 +246,7 @@ def test_requests_say_that_zookeeper_is_away_and_stop_does_not_wait_for_it(
     zookeeper.kill()
     try:
         with pytest.raises(DiscoveryError, match=zookeeper.hosts):
-            other.decl_saved_model(SavedModel("movies", "entry"), SavedModelDeployConfig())
+            other.decl_saved_model(PS_0, DeployConfig())
         within_limit(watcher.stop)
         within_limit(discovery.stop)
     finally:
