@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from tests import stacks
 
 # `make test` repeats the same examples on every machine; `make soak` explores new ones.
-settings.register_profile("fixed", deadline=None, print_blob=True, derandomize=True)
+# Neither shrinks nor explains there: an example that fails is reported at once.
+SEARCH = (Phase.explicit, Phase.generate)
+settings.register_profile("fixed", deadline=None, print_blob=True, derandomize=True, phases=SEARCH)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=300)
 settings.load_profile(os.environ.get("MEGALITH_EXAMPLES", "fixed"))
 

@@ -112,7 +112,7 @@ def saved_with_deltas(router: Router) -> tuple[MemoryStore, Rows]:
     return store, rows_of(models)
 
 
-@pytest.mark.parametrize(("number", "there"), enumerate(routers()), ids=repr)
+@pytest.mark.parametrize(("number", "there"), [*enumerate(routers())], ids=repr)
 def test_rows_move_from_any_routing_to_any_other(number: int, there: Router) -> None:
     """To a third of the routings; all pairs of modes and all pairs of numbers of shards occur."""
     store, rows = saved(there)
@@ -123,7 +123,7 @@ def test_rows_move_from_any_routing_to_any_other(number: int, there: Router) -> 
         assert {model.weight.tolist()[0] for model in models} == {1.0}
 
 
-@pytest.mark.parametrize(("number", "there"), enumerate(routers(skip_first=True)[::2]), ids=repr)
+@pytest.mark.parametrize(("number", "there"), [*enumerate(routers(skip_first=True)[::2])], ids=repr)
 def test_rows_move_with_deltas_and_with_an_empty_first_shard(number: int, there: Router) -> None:
     store, rows = saved_with_deltas(there)
     for here in routers(skip_first=there.num_shards % 2 == 0)[number % 5 :: 5]:  # all modes

@@ -244,7 +244,9 @@ def test_wrong_input_prints_one_line_with_the_remedy(
 
 def test_a_bad_row_is_named_or_skipped_and_counted_and_warnings_are_one_line(tmp_path: Path) -> None:
     flags = csv_flags(tmp_path, "click,user\n1,1 2\nmaybe,3 4\n" + "0,5 6\n" * 8)
-    error = _error(megalith("train", *flags))
+    refused = megalith("train", *flags)
+    assert refused.exit_code == 1
+    error = refused.stderr.partition("error: ")[2]
     assert all(word in error for word in ("c.csv", "line 3", "--on-error skip"))
     result = megalith("train", *flags, "--on-error", "skip")
     assert result.exit_code == 0, result.output

@@ -154,7 +154,7 @@ BAD: dict[str, tuple[Callable[[Calls], str], str]] = {
         "ids must be int64",
     ),
     "feature of other rows": (lambda c: c.forward({"y": Ragged.from_lists([[1]])}), "feature 'y' has 1 rows"),
-    "no batch": (lambda c: c.forward(5), "InputError: a batch must be a mapping of columns"),
+    "no batch": (lambda c: c.forward(5), "a batch must be a mapping of columns"),
     "NaN in backward": (lambda c: c.backward("backward"), "NaN or Inf"),
     "NaN to clip": (lambda c: c.backward("clipped"), "NaN or Inf"),
     "NaN in a step of two": (lambda c: c.backward("step", 2), "NaN or Inf"),

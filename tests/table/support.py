@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,11 +31,14 @@ from megalith import (
     Table,
     TableConfig,
     Zeros,
-    _native,
 )
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk, Initializer, Optimizer
 from megalith.table.engines.cpu import CpuEngine
+
+
+if TYPE_CHECKING:  # the tests on a GPU run without the native module
+    from megalith import _native
 
 
 class TorchSGD(Optimizer):

@@ -80,7 +80,7 @@ GOOD_IDS, GOOD_VALUES = ints(1, 2), torch.zeros(2, 3)
 @pytest.mark.usefixtures("exchange_api")
 def test_the_native_layer_refuses_tensors_it_cannot_borrow() -> None:
     ids: list[Any] = [GOOD_IDS.int(), GOOD_IDS.float(), GOOD_IDS.view(torch.uint64), ints(1, 2, 3)[::2]]
-    ids += [GOOD_IDS.to("meta"), [1, 2], None, "ids", torch.zeros(1, 1, 1, 1, 1, dtype=torch.int64)]
+    ids += [GOOD_IDS.to("meta"), [1, 2], "ids", torch.zeros(1, 1, 1, 1, 1, dtype=torch.int64)]
     values: list[Any] = [GOOD_VALUES.double(), GOOD_VALUES.half(), torch.zeros(2, dtype=torch.complex64)]
     values += [GOOD_VALUES.T, GOOD_VALUES[:, ::2], torch.zeros(1).expand(4), GOOD_VALUES.to_sparse()]
     values += [GOOD_VALUES.to("meta"), [[1.0]]]

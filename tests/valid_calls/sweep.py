@@ -96,9 +96,11 @@ _REASONS: Mapping[str, Iterable[str]] = {
     "parts of `OuterUpdate.apply` and `run_window`, which have validated the input": _methods(
         "OuterUpdate", "local_tensors prepare step"
     ),
-    "exchanges of `gather`, which has validated what it sends": _methods(
-        "ElasticRanks", "agree all_to_all exchange from_one messages reform total"
-    ),
+    "exchanges of `gather`, which has validated what it sends": [
+        *_methods("Ranks ElasticRanks", "agree all_to_all gather"),
+        *_methods("ElasticRanks", "exchange from_one reform total"),
+        "Ranks.broadcast",
+    ],
     "a protocol, satisfied by Shards": [
         "TableShards",
         *_methods("TableShards", "assign_add drain_touched router track"),
