@@ -188,11 +188,12 @@ void bind_group(nb::module_& m) {
               } else {
                 lists.emplace_back(f[4], grads, ids.n, table.dim(), &known);
                 u.bags = lists.back().views;
+                // Without bags no occurrence reaches an output, but the table has made a step.
+                if (u.bags.empty()) u.n = 0;
               }
               read_step(f[6], f[7], table, u, steps[k]);
               u.occurrences = borrow_per_id(f[8], "occurrences", ids.n);
-              // Without bags no occurrence reaches an output.
-              if (f[4].is_none() || !u.bags.empty()) calls.push_back(std::move(call));
+              calls.push_back(std::move(call));
             });
           }
           nb::gil_scoped_release release;
