@@ -34,11 +34,11 @@ from megalith import (
 )
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk, Initializer, Optimizer
-from megalith.table.engines.cpu import CpuEngine
 
 
 if TYPE_CHECKING:  # the tests on a GPU run without the native module
     from megalith import _native
+    from megalith.table.engines.cpu import CpuEngine
 
 
 class TorchSGD(Optimizer):
@@ -110,6 +110,8 @@ def sgd_table(
 
 def cpu_table(config: TableConfig, **options: Any) -> Table:
     """A table of the cpu engine with options that users do not have: kernels, max_rows."""
+    from megalith.table.engines.cpu import CpuEngine
+
     table = Table(config)
     table.engine_impl = CpuEngine(config, **options)
     return table
@@ -117,8 +119,8 @@ def cpu_table(config: TableConfig, **options: Any) -> Table:
 
 def native_table(table: Table) -> _native.Table:
     """The native object of a table of the cpu engine."""
-    assert isinstance(table.engine_impl, CpuEngine)
-    return table.engine_impl._native
+    engine: CpuEngine = table.engine_impl  # type: ignore[assignment]
+    return engine._native
 
 
 def summed(table: str, offsets: Tensor, dim: int, **bags: Tensor) -> Pooling:
