@@ -35,7 +35,6 @@ from megalith import (
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk, Initializer, Optimizer
 
-
 if TYPE_CHECKING:  # the tests on a GPU run without the native module
     from megalith import _native
     from megalith.table.engines.cpu import CpuEngine

@@ -221,7 +221,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another old part": ({"old_model_name": "films:ps_1"}, "'films:ps_1' names another part than 'ps_0'"),
     "too few tensors": ({"input_tensors": []}, "1 input aliases for 0 tensors"),
     "a string": ({"input_tensor_alias": "x"}, "input_tensor_alias must be a list of names"),
-    "an input twice": ({"input_tensor_alias": ["x", "x"], "input_tensors": [X, X]}, "input_tensor_alias contains"),
+    "an input twice": (
+        {"input_tensor_alias": ["x", "x"], "input_tensors": [X, X]},
+        "input_tensor_alias contains",
+    ),
     "an output twice": ({"output_tensor_alias": ["y", "y"]}, "output_tensor_alias contains a name twice"),
     "no output": ({"output_tensor_alias": []}, "output_tensor_alias must name an output"),
     "too many dtypes": ({"output_types": [torch.float32] * 2}, "output_types must be 1 torch dtypes"),
