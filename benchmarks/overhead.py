@@ -2,11 +2,11 @@
 
     python benchmarks/overhead.py [--device cuda] [--batch 1024,4096,16384] [--output PATH]
 
-The model has 26 features of one table each; a batch has one id per feature and example ("single") or 1 to 5
-("ragged"). Every batch is another one. A step is forward, backward and update of the embeddings, without a
-dense part. Printed for each shape: wall time of a step, functions of ours and calls of them (`sys.setprofile`),
-and the time that Python spends in each package, by cProfile, which makes Python about twice as slow: read it as
-shares. With --profile, the functions that take most time. A full run saves results/overhead-DATE.json.
+The model has 26 features of one table each; a batch has one id per feature and example ("single") or 1 to
+5 ("ragged"). Every batch is another one. A step is forward, backward and update of the embeddings, without a
+dense part. Printed for each shape: wall time of a step, functions of ours and calls of them
+(`sys.setprofile`), and the time that Python spends in each package, by cProfile, which makes Python about
+twice as slow: read it as shares. With --profile, the functions that take most time.
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ def measure(shape: str, size: int, dim: int, device: str, show: int) -> dict[str
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batch", default="1024,4096,16384")
     parser.add_argument("--shapes", default="single,ragged")
