@@ -63,9 +63,10 @@ from torch import Tensor
 
 from megalith import Router
 from megalith.distributed.exchange import Exchange
+from megalith.shards.gradients import Gradients
 from megalith.shards.preparer import RoutedIds, RoutingPreparer
-from megalith.shards.rank_messages import GradientPush, RankMessages
-from megalith.table.table_data import FoundRows
+from megalith.shards.rank_messages import RankMessages
+from megalith.table.table_data import FoundRows, Update
 
 PACKAGES = ("megalith", "torch", "torchrec", "fbgemm_gpu-cpu", "numpy")
 RANKS = 2
@@ -200,8 +201,8 @@ class Exchanges:
     def _all_four(self, prepared: RoutedIds, flat: Tensor) -> None:
         asked = self._messages.request("lookup", prepared)
         self._messages.send_rows(asked, prepared)
-        rates = {name: [0.0] for name in TABLES}
-        self._messages.push(asked, prepared, GradientPush(flat, None, 0, None, 1.0, 0.0, rates), None)
+        update = Update(0, None, 1.0, 0.0, {name: [0.0] for name in TABLES})
+        self._messages.push(asked, prepared, (Gradients(prepared.deduped.ids, flat), update))
 
     def calls(self, number: int) -> None:
         def work() -> None:

@@ -36,7 +36,7 @@ from megalith.ps import link as ps_link
 from megalith.ps.launch import ray_module
 from megalith.ps.link import ServerLink
 from megalith.ps.lookup import ServerLookup
-from megalith.shards.gradient_sums import GradientSum, total
+from megalith.shards.gradients import Gradients, total
 from tests.ps.support import (
     NAMES,
     Make,
@@ -59,7 +59,7 @@ def test_synchronous_workers_have_the_bits_of_one_process(servers: Servers, step
     """Four micro-batches a step, on 1, 2 and 4 workers, which sum those of their own by the tree."""
     config = TableConfig("t", dim=2, optimizer=Adagrad(0.1))
 
-    def summed(parts: Sequence[Sequence[tuple[int, float]]]) -> GradientSum:
+    def summed(parts: Sequence[Sequence[tuple[int, float]]]) -> Gradients:
         sums = []
         for part in parts:
             ids, values = ints(*(id for id, _ in part)), torch.tensor([[x, x / 3] for _, x in part])
@@ -67,20 +67,20 @@ def test_synchronous_workers_have_the_bits_of_one_process(servers: Servers, step
             grads = torch.zeros(own.numel(), 2)
             for id, value in zip(ids, values.view(-1, 2), strict=True):
                 grads[own == id] += value
-            sums.append(GradientSum(own, grads))
+            sums.append(Gradients(own, grads))
         return total(sums)
 
     expected = LocalShards([config])
     for step, batches in enumerate(steps):
         one = summed(batches)
-        expected.apply_gradients({"t": one.ids}, {"t": one.grads}, step=step, time=7.0)
+        expected.apply_gradients({"t": one.ids}, {"t": one.values}, step=step, time=7.0)
     for count in (1, 2, 4):
         options: Any = {"servers": servers, "name": next(NAMES), "mode": "sync", "num_workers": count}
         workers = [ServerShards([config], worker=w, timeout=60.0, **options) for w in range(count)]
         for step, batches in enumerate(steps):
             for w in reversed(range(count)):  # the order of arrival does not matter
                 own = summed(batches[w * 4 // count : (w + 1) * 4 // count])
-                workers[w].apply_gradients({"t": own.ids}, {"t": own.grads}, step=step, time=7.0)
+                workers[w].apply_gradients({"t": own.ids}, {"t": own.values}, step=step, time=7.0)
         for each in workers:
             each.flush()
         assert rows_of(workers[0]) == rows_of(expected)

@@ -13,15 +13,16 @@ from torch import Tensor
 from megalith import library
 from megalith.errors import InputError
 from megalith.shards import rank_messages
+from megalith.shards.gradients import Gradients
 from megalith.shards.rank_messages import (
     GradientMessage,
-    GradientPush,
     begins_of,
     join_blocks,
     push_head,
     read_head,
 )
 from megalith.shards.wire import make_wire
+from megalith.table.table_data import Update
 from tests.fixed_examples import fixed_examples
 from tests.table.support import assert_same_bits
 
@@ -55,11 +56,12 @@ def test_an_owner_decodes_by_table_what_ranks_sent(precision: str, counting: boo
     message = GradientMessage(wire, dims, with_counts=counting, new_buffer=new_buffer)
     parts = []
     for rank, (flat, mask, seen) in enumerate(ranks):
-        push = GradientPush(flat, mask, 7, None, 1.0, 0.0, {}, seen if counting else None)
-        own = counts[rank : rank + 1]
-        parts.append(message.encode(push_head(3, 0, push), push, own, message.sizes(own)))
+        gradients = Gradients(torch.empty(0), flat, seen if counting else None, mask)
+        own, head = counts[rank : rank + 1], push_head(3, 0, Update(7, None, 1.0, 0.0))
+        parts.append(message.encode(head, gradients, own, message.sizes(own)))
         assert read_head(parts[-1])[:3] == [3, 0, 7]
-    received = message.decode(torch.cat(parts), counts, message.sizes(counts))
+    ids = [torch.arange(n) for n in counts.sum(0).tolist()]
+    received = message.decode(torch.cat(parts), ids, counts, message.sizes(counts))
 
     for t, dim in enumerate(dims):
         values, masks, occurrences = [], [], []
@@ -71,14 +73,12 @@ def test_an_owner_decodes_by_table_what_ranks_sent(precision: str, counting: boo
             )
             masks.append(torch.ones(n, dtype=torch.bool) if mask is None else mask[first : first + n])
             occurrences.append(seen[first : first + n])
-        assert_same_bits(received.values[t], torch.cat(values).view(-1, dim))
-        if received.masks is None:
-            assert torch.cat(masks).all()
-        else:
-            assert torch.equal(received.masks[t], torch.cat(masks))
+        assert received[t].ids is ids[t]
+        assert_same_bits(received[t].values, torch.cat(values).view(-1, dim))
+        mask = received[t].mask
+        assert torch.cat(masks).all() if mask is None else torch.equal(mask, torch.cat(masks))
         if counting:
-            assert received.occurrences is not None
-            assert torch.equal(received.occurrences[t], torch.cat(occurrences))
+            assert torch.equal(received[t].counts, torch.cat(occurrences))
 
 
 @fixed_examples(20, 60)

@@ -16,7 +16,7 @@ from megalith import SGD, LocalShards, Router, TableConfig
 from megalith.errors import InputError, UnknownNameError
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.routing import MODES
-from megalith.shards.gradient_sums import GradientSum, add, halves, total
+from megalith.shards.gradients import Gradients, add, halves, total
 from megalith.shards.joint_pooling import JointPooling, sum_gradients
 from megalith.shards.preparer import RoutingPreparer, make_routers
 from megalith.shards.wire import ROW_WIRES, check_wire, make_wire
@@ -119,14 +119,14 @@ def test_a_wire_is_named_for_both_ways_or_for_each() -> None:
 
 
 @st.composite
-def some_parts(draw: st.DrawFn, sizes: Any) -> list[GradientSum]:
+def some_parts(draw: st.DrawFn, sizes: Any) -> list[Gradients]:
     """Summed gradients of few ids, so that parts share them; some parts have none."""
     made = []
     for _ in range(draw(sizes)):
         ids = draw(st.lists(st.sampled_from(EXTREME_IDS), max_size=5, unique=True))
         seed = draw(st.integers(0, 99))
         made.append(
-            GradientSum(ints(*ids), torch.randn(len(ids), 2, generator=torch.Generator().manual_seed(seed)))
+            Gradients(ints(*ids), torch.randn(len(ids), 2, generator=torch.Generator().manual_seed(seed)))
         )
     return made
 
@@ -140,13 +140,13 @@ def tree(values: Sequence[Tensor | None]) -> Tensor | None:
     return level[0]
 
 
-def by_id(part: GradientSum) -> dict[int, Tensor]:
-    return dict(zip(part.ids.tolist(), part.grads, strict=True))
+def by_id(part: Gradients) -> dict[int, Tensor]:
+    return dict(zip(part.ids.tolist(), part.values, strict=True))
 
 
 @fixed_examples(50)
 @given(parts=some_parts(st.integers(1, 8)))
-def test_sums_go_by_the_tree_and_absent_ids_add_nothing(parts: list[GradientSum]) -> None:
+def test_sums_go_by_the_tree_and_absent_ids_add_nothing(parts: list[Gradients]) -> None:
     summed = by_id(total(parts))
     assert set(summed) == {i for part in parts for i in part.ids.tolist()}
     for i, got in summed.items():
@@ -157,7 +157,7 @@ def test_sums_go_by_the_tree_and_absent_ids_add_nothing(parts: list[GradientSum]
 
 @fixed_examples(50)
 @given(parts=some_parts(st.sampled_from([2, 4, 8])))
-def test_the_bits_of_a_sum_do_not_know_where_ranks_begin(parts: list[GradientSum]) -> None:
+def test_the_bits_of_a_sum_do_not_know_where_ranks_begin(parts: list[Gradients]) -> None:
     whole = by_id(total(parts))
     for ranks in (2, 4):
         share = max(1, len(parts) // ranks)
@@ -169,14 +169,14 @@ def test_the_bits_of_a_sum_do_not_know_where_ranks_begin(parts: list[GradientSum
 
 @fixed_examples(50)
 @given(parts=some_parts(st.integers(1, 5)))
-def test_halves_are_left_for_whoever_makes_the_last_sum(parts: list[GradientSum]) -> None:
-    before = [GradientSum(part.ids.clone(), part.grads.clone()) for part in parts]
+def test_halves_are_left_for_whoever_makes_the_last_sum(parts: list[Gradients]) -> None:
+    before = [Gradients(part.ids.clone(), part.values.clone()) for part in parts]
     both = halves(parts)
     assert len(both) == min(2, len(parts))
     for a, b in zip(parts, before, strict=True):
-        assert_same_bits(a.grads, b.grads)  # what was given is left alone
+        assert_same_bits(a.values, b.values)  # what was given is left alone
     joined = both[0] if len(both) == 1 else add(*both)
-    assert_same_bits(joined.grads, total(parts).grads)
+    assert_same_bits(joined.values, total(parts).values)
 
 
 # ---- preparing
@@ -357,9 +357,9 @@ def test_gradients_are_summed_per_distinct_id_that_reached_an_output(given_poole
     parts = sum_gradients(CONFIGS, ids, pooling, grads)
     assert set(parts) == {name for name in CONFIGS if pooling.of(name)}
     for name, table in shards.local.items():
-        part = parts.get(name, GradientSum(ints(), torch.empty(0, DIMS[name])))
+        part = parts.get(name, Gradients(ints(), torch.empty(0, DIMS[name])))
         assert {i for i in range(6) if i in table} == set(part.ids.tolist())
-        assert_close(table.lookup(part.ids), before[name][part.ids] - part.grads)
+        assert_close(table.lookup(part.ids), before[name][part.ids] - part.values)
 
 
 def test_a_pooling_of_what_was_not_looked_up_raises() -> None:

@@ -130,7 +130,6 @@ def shards_methods(made: megalith.Shards) -> Given:
     given: Given = {
         "*": {"ids": by_table, "rows": {"a": (ids(), ROWS)}, "time": 1.0, "now": 1.0, "missing_ok": False},
         "apply_gradients": update | {"lookup": by_table, "pooling": pooling()},
-        "check_occurrences": {"occurrences": by_table, "pooling": None},
         "each_part": {"function": where},
         "known": {"names": ["a"]},
         "remove_recorder": {"recorder": SilentRecorder()},

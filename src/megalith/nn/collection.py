@@ -39,7 +39,7 @@ from megalith.nn.shards_choice import ShardsChoice
 from megalith.ops.checks import as_number, flag, integer
 from megalith.ops.pooling import Pooling
 from megalith.shards import Lookup, Shards
-from megalith.shards.gradient_sums import GradientSum, empty_sum, total
+from megalith.shards.gradients import Gradients, no_gradients, total
 from megalith.shards.joint_pooling import sum_gradients
 from megalith.table import Table, TableConfig
 
@@ -404,10 +404,8 @@ class EmbeddingCollection(nn.Module):
                 with span("megalith.gradients"):
                     sums = self._tree(pending, gradients)
                 lookup = {table: part.ids for table, part in sums.items()}
-                gradients = {table: part.grads for table, part in sums.items()}
-                occurrences = {
-                    t: part.occurrences for t, part in sums.items() if part.occurrences is not None
-                }
+                gradients = {table: part.values for table, part in sums.items()}
+                occurrences = {t: part.counts for t, part in sums.items() if part.counts is not None}
                 pooling = None
         except Exception as error:  # the other ranks wait, for new ids or for the gradients of the lookup
             if summing:
@@ -430,7 +428,7 @@ class EmbeddingCollection(nn.Module):
         if self._eviction is not None:
             self._eviction.after_step(self.shards, max(times) if times else None, self.global_step - 1)
 
-    def _tree(self, pending: Sequence[BatchLookup], grads: Sequence[Tensor]) -> dict[str, GradientSum]:
+    def _tree(self, pending: Sequence[BatchLookup], grads: Sequence[Tensor]) -> dict[str, Gradients]:
         """Sum the gradients of several forwards per distinct id, by a binary tree in their order."""
         if not _finite(grads):
             raise InputError("EmbeddingCollection: output gradients contain NaN or Inf")
@@ -443,7 +441,7 @@ class EmbeddingCollection(nn.Module):
         tables = [table for table in self.configs if any(table in each for each in sums)]
         # A micro-batch without gradients for a table keeps its position in the tree of sums.
         return {
-            table: total([each.get(table) or empty_sum(self.configs[table], device) for each in sums])
+            table: total([each.get(table) or no_gradients(self.configs[table], device) for each in sums])
             for table in tables
         }
 

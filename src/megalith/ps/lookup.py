@@ -15,12 +15,12 @@ from torch import Tensor
 from megalith.errors import UsageError
 from megalith.ps.link import LinkGroup, PendingRead
 from megalith.ps.messages import ServerWrite, array_of
-from megalith.shards.contract import Shards
+from megalith.shards.gradients import Gradients
 from megalith.shards.owner_rows import blocks_by_table
 from megalith.shards.preparer import RoutedIds
-from megalith.shards.routed_lookup import RoutedGradients, RoutedLookup
+from megalith.shards.routed_lookup import RoutedLookup
 from megalith.shards.wire import Wire
-from megalith.table.table_data import Step
+from megalith.table.table_data import Update
 
 if TYPE_CHECKING:
     from megalith.ps.shards import ServerShards
@@ -39,9 +39,10 @@ class ServerLookup(RoutedLookup):
         links: The connections to the servers.
     """
 
+    shards: ServerShards
+
     def __init__(self, shards: ServerShards, links: LinkGroup, routed: RoutedIds, step: int | None) -> None:
-        super().__init__(shards.configs, routed, step)
-        self.shards = shards
+        super().__init__(shards, routed, step)
         self.links = links
         self._reads: list[PendingRead | None] | None = None
         self._received: Tensor | None = None
@@ -98,27 +99,18 @@ class ServerLookup(RoutedLookup):
 
 
 def push_writes(
-    shards: Shards,
-    routed: RoutedIds,
-    summed: RoutedGradients,
-    numbers: Step,
-    seen: Tensor | None,
-    *,
-    timed: bool,
-    wire: Wire,
-    everyone: bool,
+    routed: RoutedIds, gradients: Gradients, update: Update, dims: list[int], wire: Wire, everyone: bool
 ) -> list[ServerWrite | None]:
-    dims = [config.dim for config in shards.configs.values()]
+    """Return what to send to each server; None: nothing, if it is not for everyone."""
     widths = torch.tensor(dims, dtype=torch.int64, device="cpu")
     header = {
-        "step": numbers.step,
-        "time": numbers.time if timed else None,
-        "scale": numbers.scale,
-        "clip_norm": numbers.clip_norm,
-        # Evaluated now: a callable without an argument may return something else later.
-        "rates": {name: shards.checks[name].rates(numbers.step) for name in summed.names},
+        "step": update.step,
+        "time": update.time,
+        "scale": update.scale,
+        "clip_norm": update.clip_norm,
+        "rates": dict(update.rates),
     }
-    ids, flat, counts, seen = _with_gradients(routed, summed.flat, summed.mask(routed), seen, widths)
+    ids, flat, counts, seen = _with_gradients(routed, gradients, widths)
     sizes = counts.sum(1).tolist()
     own_ids = ids.split_with_sizes(sizes)
     own_flat = flat.split_with_sizes((counts @ widths).tolist())
@@ -140,10 +132,11 @@ def push_writes(
 
 
 def _with_gradients(
-    routed: RoutedIds, flat: Tensor, mask: Tensor | None, seen: Tensor | None, widths: Tensor
+    routed: RoutedIds, gradients: Gradients, widths: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return ids, gradients, counts and occurrences of the distinct ids that have a gradient."""
-    ids, counts = routed.deduped.ids, routed.deduped.counts
+    ids, flat, seen, mask = gradients
+    counts = routed.deduped.counts
     if mask is None:
         return ids, flat, counts, seen
     blocks = blocks_by_table(flat, counts * widths)

@@ -55,14 +55,14 @@ from megalith.shards.contract import (
     described,
     row_shares,
 )
-from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds, check_lookup_step
+from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds
 from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import RoutingPreparer, make_routers
-from megalith.shards.routed_lookup import checked_update
 from megalith.shards.wire import check_wire, make_wire
 from megalith.table import Chunk, MemoryUse, RowCounters, Table, TableConfig, TableStats
 from megalith.table.engines import engine_class
 from megalith.table.serving_precision import ServingView
+from megalith.table.table_data import Update
 from megalith.table.validation import InputChecks, check_flag, check_start, check_step
 
 MODES = ("async", "sync")
@@ -512,7 +512,7 @@ class ServerShards(ServerRows):
         self.routers: Mapping[str, Router] = MappingProxyType(make_routers(self.configs, router, count))
         self.preparer = RoutingPreparer(self.configs, self.routers)
         views = {name: ServingView.of(config) for name, config in self.configs.items()}
-        self._stepwise = [name for name, view in views.items() if view is not None and view.depends_on_step]
+        self.stepwise = [name for name, view in views.items() if view is not None and view.depends_on_step]
         spec = options.spec(self.configs, self.routers)
         self._closed = False
         self._owns_servers = servers is None
@@ -747,72 +747,57 @@ class ServerShards(ServerRows):
         """
         self._pushes.report_failure(error)
 
-    def apply_gradients(
+    def _look_up_to_update(self, ids: Ids, step: int) -> ServerLookup:
+        self._check_trains()
+        try:
+            return self.lookup(ids, step=step)
+        except Exception as error:
+            self.fail(error, "apply_gradients")
+
+    def _fail_update(self, lookup: Lookup | None, error: Exception) -> NoReturn:
+        self._check_trains()
+        if lookup is not None:
+            lookup.used = True  # it does not report a second time
+        self.fail(error, "apply_gradients")
+
+    def _check_trains(self) -> None:
+        if self.observer:
+            raise UsageError("ServerShards: an observer does not train: make it without observer=True")
+
+    def _update(
         self,
-        lookup: Lookup | Ids,
-        grads: Mapping[str, Tensor] | Sequence[Tensor],
-        *,
-        step: int,
-        time: float | None = None,
-        scale: float = 1.0,
-        clip_norm: float | None = None,
-        pooling: Pooling | None = None,
-        occurrences: Mapping[str, Tensor] | None = None,
-        wait: bool = True,
+        lookup: Lookup,
+        gradients: Mapping[str, list[Tensor]],
+        pooling: Pooling | None,
+        update: Update,
+        wait: bool,
     ) -> None:
         # It returns when the gradients are sent; see `window`.
         #
         # An error on a server is raised by the next call, or by `flush`. With mode="sync", step, scale and
         # clip_norm must be equal on all workers.
-        if self.observer:
-            raise UsageError("ServerShards: an observer does not train: make it without observer=True")
+        assert isinstance(lookup, ServerLookup)
+        self._check_trains()
         try:
-            check_flag(wait, "wait")
-            if not isinstance(lookup, Lookup):
-                lookup = self.lookup(lookup, step=step)
-            if not isinstance(lookup, ServerLookup) or lookup.shards is not self:
-                raise InputError("this Lookup belongs to another Shards object")
             lookup.check_place()
             self._pushes.raise_errors()
             with span("megalith.gradients"):
-                writes = self._gradient_writes(
-                    lookup, grads, pooling, occurrences, step, time, scale, clip_norm
+                summed = lookup._sum_gradients(gradients, pooling, update.occurrences)
+                # Evaluated now: a callable without an argument may return something else later.
+                update = update._replace(rates=self._rates(gradients, update.step))
+                lookup.use()
+                everyone = self.mode == "sync" or self._options.staleness is not None
+                writes = push_writes(
+                    lookup.routed,
+                    summed,
+                    update,
+                    [c.dim for c in self.configs.values()],
+                    self._grads_wire,
+                    everyone,
                 )
         except Exception as error:
-            if isinstance(lookup, ServerLookup) and lookup.shards is self:
-                lookup.used = True  # it does not report a second time
-            self.fail(error, "apply_gradients")
+            self._fail_update(lookup, error)
         self._pushes.send(writes)
-
-    def _gradient_writes(
-        self,
-        lookup: ServerLookup,
-        grads: Mapping[str, Tensor] | Sequence[Tensor],
-        pooling: Pooling | None,
-        occurrences: Mapping[str, Tensor] | None,
-        step: int,
-        time: float | None,
-        scale: float,
-        clip_norm: float | None,
-    ) -> list[ServerWrite | None]:
-        """Return what to send to each server; None: nothing."""
-        check_lookup_step(lookup, self._stepwise)
-        summed, numbers, seen = checked_update(
-            self, lookup, grads, pooling, occurrences, step, time, scale, clip_norm
-        )
-        lookup.use()
-        if numbers is None:  # there is no table that could have gradients
-            return [None] * len(self.links)
-        return push_writes(
-            self,
-            lookup.routed,
-            summed,
-            numbers,
-            seen,
-            timed=time is not None,
-            wire=self._grads_wire,
-            everyone=self.mode == "sync" or self._options.staleness is not None,
-        )
 
     def flush(self) -> None:
         self._pushes.flush()

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megalith.errors import InputError, UsageError
 from megalith.ps.messages import Array, ServerWrite, array_of, chunk_of, tensor_of
-from megalith.shards.gradient_sums import GradientSum
+from megalith.shards.gradients import Gradients, concatenated
 from megalith.shards.local import LocalShards
 from megalith.shards.owner_rows import OwnerRows
 from megalith.shards.wire import Wire
-from megalith.table.table_data import FoundRows, Step
+from megalith.table.table_data import FoundRows, Update
 
 
 class OwnedTables:
@@ -66,7 +66,7 @@ class OwnedTables:
         return out
 
     def read_before(
-        self, received: Mapping[str, GradientSum], step: int
+        self, received: Mapping[str, Gradients], step: int
     ) -> tuple[dict[str, FoundRows], dict[str, tuple[Tensor, Tensor]]]:
         """Read the rows that an update will change."""
         # returns: where the rows are, and by table the ids and rows, float32 [n, dim], in new memory.
@@ -125,23 +125,21 @@ def apply_pushes(
     rates: dict[str, list[float]] = {}
     for push in reversed(pushes):
         rates |= push.header["rates"]
-    parts: dict[str, list[GradientSum]] = {name: [] for name in tables.names}
+    parts: dict[str, list[Gradients]] = {name: [] for name in tables.names}
     for push in pushes:
         for name, part in _sums(tables, push).items():
             parts[name].append(part)
-    received = {name: _concatenated(each) for name, each in parts.items() if each}
-    steps_of = {
-        name: Step(rates[name], time, first["scale"], first["clip_norm"], first["step"]) for name in received
-    }
+    received = {name: concatenated(each) for name, each in parts.items() if each}
+    update = Update(first["step"], time, first["scale"], first["clip_norm"], rates)
     found: dict[str, FoundRows] = {}
     before: dict[str, tuple[Tensor, Tensor]] = {}
     if keep:
         found, before = tables.read_before(received, first["step"])
-    tables.rows.update(received, counts, None, steps_of, found)
+    tables.rows.update(received, counts, update, found)
     return before
 
 
-def _sums(tables: OwnedTables, push: ServerWrite) -> dict[str, GradientSum]:
+def _sums(tables: OwnedTables, push: ServerWrite) -> dict[str, Gradients]:
     counts = push.header["counts"]
     ids = tables.by_table(tensor_of(push.arrays["ids"]), counts)
     own = torch.tensor([counts], dtype=torch.int64, device="cpu")
@@ -152,18 +150,7 @@ def _sums(tables: OwnedTables, push: ServerWrite) -> dict[str, GradientSum]:
     if "seen" in push.arrays:
         seen = tables.by_table(tensor_of(push.arrays["seen"]), counts)
     dims = dict(zip(tables.names, tables.dims, strict=True))
-    return {name: GradientSum(x, grads[name].view(-1, dims[name]), seen.get(name)) for name, x in ids.items()}
-
-
-def _concatenated(parts: Sequence[GradientSum]) -> GradientSum:
-    if len(parts) == 1:
-        return parts[0]
-    seen = [part.occurrences for part in parts if part.occurrences is not None]
-    return GradientSum(
-        torch.cat([part.ids for part in parts]),
-        torch.cat([part.grads for part in parts]),
-        torch.cat(seen) if seen else None,
-    )
+    return {name: Gradients(x, grads[name].view(-1, dims[name]), seen.get(name)) for name, x in ids.items()}
 
 
 # ---- the kinds

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import time as clock
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import isfunction
 from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
@@ -29,10 +29,17 @@ from megalith.errors import InputError, UsageError
 from megalith.ops.checks import as_number
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
-from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds
+from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds, check_lookup_step
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
-from megalith.table.table_data import MAX_TIME
-from megalith.table.validation import InputChecks, check_by_table, check_flag, check_table_name
+from megalith.table.table_data import MAX_TIME, Update
+from megalith.table.validation import (
+    InputChecks,
+    check_by_table,
+    check_flag,
+    check_numbers,
+    check_pooling,
+    check_table_name,
+)
 
 EXCHANGES = ("sizes", "ids", "rows", "gradients")
 """The exchanges of a training step, in order."""
@@ -74,6 +81,7 @@ class Shards(ABC):
         configs: The configuration of each table, by name.
         local: The tables, or parts of tables, of this process.
         checks: The validation of each table's input, by name.
+        stepwise: The tables of which lookups depend on their step.
         ranks: The processes that hold a part of the tables.
         preparer: `prepare` as an object that can be pickled and sent to a data worker.
         device: Where outputs of a lookup are, and where gradients are taken without a copy.
@@ -82,6 +90,7 @@ class Shards(ABC):
     configs: Mapping[str, TableConfig]
     local: Mapping[str, Table]
     checks: Mapping[str, InputChecks]
+    stepwise: Sequence[str] = ()
     ranks: Ranks = Ranks()
     preparer: Callable[..., PreparedIds]
     device: torch.device = torch.device("cpu")
@@ -202,7 +211,6 @@ class Shards(ABC):
             UnknownNameError: For an unknown table (a KeyError).
         """
 
-    @abstractmethod
     def apply_gradients(
         self,
         lookup: Lookup | Ids,
@@ -234,6 +242,81 @@ class Shards(ABC):
             wait: Whether to wait until the gradients are applied. With False, placements over several
                 processes may return earlier; `flush` waits and raises the errors.
         """
+        own = lookup if isinstance(lookup, Lookup) else self._look_up_to_update(lookup, step)
+        if own.shards is not self:
+            self._fail_update(None, InputError("this Lookup belongs to another Shards object"))
+        try:
+            check_flag(wait, "wait")
+            own.check_unchanged()
+            check_lookup_step(own, self.stepwise)
+            checked = self._check_gradients(own, grads, pooling)
+            update = self._check_numbers(checked, step, time, scale, clip_norm)
+            counts = self._check_occurrences(own.ids, occurrences, pooling)
+        except Exception as error:
+            self._fail_update(own, error)
+        self._update(own, checked, pooling, update._replace(occurrences=counts), wait)
+
+    @abstractmethod
+    def _look_up_to_update(self, ids: Ids, step: int) -> Lookup:
+        """Look up the ids of an update that has no lookup."""
+
+    def _fail_update(self, lookup: Lookup | None, error: Exception) -> NoReturn:
+        """Raise an error in an update, on all ranks that take part. None: the lookup of other shards."""
+        raise error
+
+    @abstractmethod
+    def _update(
+        self,
+        lookup: Lookup,
+        gradients: Mapping[str, list[Tensor]],
+        pooling: Pooling | None,
+        update: Update,
+        wait: bool,
+    ) -> None:
+        """Apply validated gradients, in the form of `EngineGroup.update`; fill in the learning rates."""
+
+    def _check_gradients(
+        self, lookup: Lookup, grads: Mapping[str, Tensor] | Sequence[Tensor], pooling: Pooling | None
+    ) -> dict[str, list[Tensor]]:
+        """Check the gradients of an update; with a pooling all of its tables have the same list."""
+        if pooling is None:
+            if not isinstance(grads, Mapping):
+                raise InputError("without pooling, grads must map tables to tensors")
+            for name in self.known(grads, missing_ok=False):
+                if name not in lookup.ids:
+                    raise InputError(f"table {name!r}: gradients for a table that was not looked up")
+            return {
+                name: self.checks[name].grads(lookup.ids[name], grad, None) for name, grad in grads.items()
+            }
+        check_pooling(pooling)
+        if not isinstance(grads, list | tuple):
+            raise InputError("with pooling, grads must be a list of one gradient per output")
+        lookup.check_fits(pooling)
+        names = [name for name in lookup.ids if pooling.bags.get(name)]
+        if not names:
+            return {}
+        checked = self.checks[names[0]].grads(lookup.ids[names[0]], grads, pooling)
+        return dict.fromkeys(names, checked)
+
+    def _check_numbers(
+        self,
+        tables: Collection[str],
+        step: int,
+        time: float | None,
+        scale: float,
+        clip_norm: float | None,
+    ) -> Update:
+        """Check the numbers of an update of these tables."""
+        for name in tables:
+            self.checks[name].trainable()
+        # They are checked without gradients too; an error names a table that has some.
+        named = next(iter(tables), next(iter(self.checks), None))
+        where = "apply_gradients" if named is None else f"table {named!r}"
+        return check_numbers(where, step, time, scale, clip_norm)
+
+    def _rates(self, tables: Iterable[str], step: int) -> dict[str, list[float]]:
+        """Evaluate the learning rates of tables."""
+        return {name: self.checks[name].rates(step) for name in tables}
 
     @abstractmethod
     def flush(self) -> None:
@@ -438,22 +521,10 @@ class Shards(ABC):
         """
         check_table_name(table, self.configs)
 
-    def check_occurrences(
+    def _check_occurrences(
         self, ids: Ids, occurrences: Mapping[str, Tensor] | None, pooling: Pooling | None
     ) -> dict[str, Tensor]:
-        """Check the occurrences of ids of an update.
-
-        Args:
-            ids: int64 [n] per table.
-            occurrences: See `apply_gradients`.
-            pooling: The pooling of the update.
-
-        Returns:
-            int64 [n] per table.
-
-        Raises:
-            InputError: They are given with a pooling, or a table, type or shape is wrong.
-        """
+        """Check the occurrences of an update without pooling."""
         if occurrences is None:
             return {}
         if pooling is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.ops.pooling import Bags, Pooling, pool_flat, unpool_flat
 from megalith.routing import Router
-from megalith.shards.gradient_sums import GradientSum
+from megalith.shards.gradients import Gradients
 from megalith.shards.preparer import RoutedIds, RoutingPreparer
 from megalith.table import TableConfig
 
@@ -121,7 +121,7 @@ def sum_gradients(
     ids: Mapping[str, Tensor],
     pooling: Pooling,
     grads: Sequence[Tensor],
-) -> dict[str, GradientSum]:
+) -> dict[str, Gradients]:
     """Sum output gradients per distinct id, for each pooled table."""
     # ids: int64 [n] per table.
     tables = {name: configs[name] for name in ids}
@@ -140,7 +140,7 @@ def sum_gradients(
     parts = {}
     distinct = routed.deduped.ids.split(counts)
     for name, own, flat, keep, dim, count in zip(tables, distinct, values, masks, dims, seen, strict=True):
-        part = GradientSum(own, flat.view(-1, dim), count)
+        part = Gradients(own, flat.view(-1, dim), count)
         if name in joint.tables:
             parts[name] = part if keep is None else part.select(keep)
     return parts

@@ -6,7 +6,7 @@ It validates the input of a call once, for all tables, and then calls the `Engin
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -25,14 +25,13 @@ from megalith.shards.contract import (
     missing_status,
     row_shares,
 )
-from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds, check_lookup_step
+from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds
 from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.engines import engine_group
-from megalith.table.engines.group import EngineGroup
-from megalith.table.table_data import FoundRows, Step
-from megalith.table.validation import are_plain_ids, check_by_table, check_flag, check_pooling, check_step
+from megalith.table.table_data import FoundRows, Update
+from megalith.table.validation import are_plain_ids, check_by_table, check_pooling, check_step
 
 
 class LocalShards(Shards):
@@ -46,7 +45,6 @@ class LocalShards(Shards):
 
     Attributes:
         engines: The engines of the tables. They take validated input only.
-        stepwise: The tables of which lookups depend on their step.
         device: Where the rows are.
 
     Raises:
@@ -100,80 +98,27 @@ class LocalShards(Shards):
             # Made by hand or by other shards, or on the CPU for tables on a GPU.
             own = self.prepare(own).ids
             own = {name: x.to(self.device, non_blocking=True) for name, x in own.items()}
-        return LocalLookup(self.engines, own, step)
+        return LocalLookup(self, own, step)
 
-    def apply_gradients(
+    def _look_up_to_update(self, ids: Ids, step: int) -> Lookup:
+        return self.lookup(ids, step=step)
+
+    def _update(
         self,
-        lookup: Lookup | Ids,
-        grads: Mapping[str, Tensor] | Sequence[Tensor],
-        *,
-        step: int,
-        time: float | None = None,
-        scale: float = 1.0,
-        clip_norm: float | None = None,
-        pooling: Pooling | None = None,
-        occurrences: Mapping[str, Tensor] | None = None,
-        wait: bool = True,
-    ) -> None:
-        check_flag(wait, "wait")
-        if not isinstance(lookup, Lookup):
-            lookup = self.lookup(lookup, step=step)
-        if not isinstance(lookup, LocalLookup) or lookup.engines is not self.engines:
-            raise InputError("this Lookup belongs to another Shards object")
-        lookup.check_unchanged()
-        check_lookup_step(lookup, self.stepwise)
-        checked = self._check_gradients(lookup, grads, pooling)
-        now = clock.time() if time is None else time  # the same for all tables
-        steps = self._steps(checked.keys(), step, now, scale, clip_norm)
-        if not checked and self.local:  # a wrong time raises without gradients too
-            next(iter(self.local.values())).checks.time(now)
-        seen = self.check_occurrences(lookup.ids, occurrences, pooling)
-        lookup.use()
-        self.engines.update(lookup.ids, lookup.found, checked, pooling, steps, seen)
-
-    def _steps(
-        self, names: Set[str], step: int, time: float, scale: float, clip_norm: float | None
-    ) -> dict[str, Step]:
-        """Return the numbers of an update by table; only learning rates differ between tables."""
-        first = next(iter(names), None)
-        if first is None:
-            return {}
-        _, seconds, factor, norm, at = self.checks[first].step_numbers(step, time, scale, clip_norm)
-        if names <= self._constant_rates.keys():
-            rates = self._constant_rates
-            return {name: Step(rates[name], seconds, factor, norm, at) for name in names}
-        steps: dict[str, Step] = {}
-        for name in names:
-            self.checks[name].trainable()
-            steps[name] = Step(self.checks[name].rates(at), seconds, factor, norm, at)
-        return steps
-
-    def _check_gradients(
-        self,
-        lookup: LocalLookup,
-        grads: Mapping[str, Tensor] | Sequence[Tensor],
+        lookup: Lookup,
+        gradients: Mapping[str, list[Tensor]],
         pooling: Pooling | None,
-    ) -> dict[str, list[Tensor]]:
-        """Return the gradients by table, in the form of `Engine.update`."""
-        if pooling is None:
-            if not isinstance(grads, Mapping):
-                raise InputError("without pooling, grads must map tables to tensors")
-            for name in self.known(grads, missing_ok=False):
-                if name not in lookup.ids:
-                    raise InputError(f"table {name!r}: gradients for a table that was not looked up")
-            return {
-                name: self.checks[name].grads(lookup.ids[name], grad, None) for name, grad in grads.items()
-            }
-        check_pooling(pooling)
-        if isinstance(grads, Mapping):
-            raise InputError("with pooling, grads must be a list of one gradient per output")
-        if lookup.pooled is not pooling:  # a pooling that was pooled is known to fit
-            lookup.check(pooling)
-        names = [name for name in lookup.ids if pooling.bags.get(name)]
-        if not names:
-            return {}
-        checked = self.checks[names[0]].grads(lookup.ids[names[0]], grads, pooling)
-        return dict.fromkeys(names, checked)
+        update: Update,
+        wait: bool,
+    ) -> None:
+        assert isinstance(lookup, LocalLookup)
+        constant = gradients.keys() <= self._constant_rates.keys()
+        rates = self._constant_rates if constant else self._rates(gradients, update.step)
+        time = int(clock.time()) if update.time is None else update.time  # the same for all tables
+        lookup.use()
+        self.engines.update(
+            lookup.ids, lookup.found, gradients, pooling, update._replace(rates=rates, time=time)
+        )
 
     def flush(self) -> None:
         # Local updates are complete when they return.
@@ -279,18 +224,19 @@ class LocalLookup(Lookup):
     """A lookup in local tables: it reads rows directly from the tables' storage, and keeps row numbers.
 
     Args:
-        engines: The tables' engines.
+        shards: The shards that make it.
         ids: int64 [n] by table, validated.
         step: See `Lookup`.
 
     Attributes:
+        engines: The tables' engines.
         found: The rows of the ids by table, once they were read.
         pooled: The pooling that was used last, which therefore fits the ids.
     """
 
-    def __init__(self, engines: EngineGroup, ids: Mapping[str, Tensor], step: int | None = None) -> None:
-        super().__init__(ids, step)
-        self.engines = engines
+    def __init__(self, shards: LocalShards, ids: Mapping[str, Tensor], step: int | None = None) -> None:
+        super().__init__(shards, ids, step)
+        self.engines = shards.engines
         self.found: dict[str, FoundRows] = {}
         self.pooled: Pooling | None = None
 
@@ -318,15 +264,9 @@ class LocalLookup(Lookup):
             if bags and name not in self.ids:
                 raise InputError(f"table {name!r}: pooled, but it was not looked up")
 
-    def check(self, pooling: Pooling) -> None:
-        """Check that a pooling fits this lookup.
-
-        Args:
-            pooling: The pooling.
-
-        Raises:
-            InputError: It reads a table that was not looked up, or does not fit the ids or rows of a table.
-        """
+    def check_fits(self, pooling: Pooling) -> None:
+        if self.pooled is pooling:  # it was pooled, so it is known to fit
+            return
         self._check_tables(pooling)
         for name, ids in self.ids.items():
             engine = self.engines[name]

@@ -20,12 +20,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
 from megalith.errors import UnknownNameError, UsageError
 from megalith.ops.pooling import Pooling
+
+if TYPE_CHECKING:
+    from megalith.shards.contract import Shards
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Lookup(ABC):
     Applying gradients uses it up.
 
     Attributes:
+        shards: The shards that made it.
         ids: The ids that were looked up, int64 [n] per table.
         used: Whether gradients were applied.
         step: The global step of the training that reads the rows, for tables with a view
@@ -52,7 +56,8 @@ class Lookup(ABC):
             the step that they were fetched with.
     """
 
-    def __init__(self, ids: Mapping[str, Tensor], step: int | None = None) -> None:
+    def __init__(self, shards: Shards, ids: Mapping[str, Tensor], step: int | None = None) -> None:
+        self.shards = shards
         self.ids = ids
         self.used = False
         self.step = step
@@ -105,6 +110,14 @@ class Lookup(ABC):
             Exception: Always; it is `error`, unless the exchange with the other ranks fails.
         """
         raise error
+
+    @abstractmethod
+    def check_fits(self, pooling: Pooling) -> None:
+        """Raise InputError if a pooling does not fit: it reads another table, or the ids or rows differ.
+
+        Args:
+            pooling: The pooling of an update.
+        """
 
     @abstractmethod
     def wait(self) -> None:

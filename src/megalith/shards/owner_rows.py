@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megalith.library import span
-from megalith.shards.gradient_sums import GradientSum, sum_received
+from megalith.shards.gradients import Gradients, sum_received
 from megalith.shards.local import LocalShards
-from megalith.table.table_data import FoundRows, Step
+from megalith.table.table_data import FoundRows, Update
 
 
 class OwnerRows:
@@ -44,37 +44,34 @@ class OwnerRows:
 
     def update(
         self,
-        received: Mapping[str, GradientSum],
+        received: Mapping[str, Gradients],
         counts: Tensor,
-        masks: Mapping[str, Tensor] | None,
-        steps: Mapping[str, Step],
+        update: Update,
         found: Mapping[str, FoundRows],
     ) -> None:
         """Sum the gradients of all sources by a tree, and make one optimizer step per distinct id."""
-        # masks: which ids have a gradient, bool [n] per table.
+        # received: per table the gradients of all sources, concatenated.
         ids: dict[str, Tensor] = {}
         grads: dict[str, list[Tensor]] = {}
-        seen: dict[str, Tensor] = {}
+        occurrences: dict[str, Tensor] = {}
         known: dict[str, FoundRows] = {}
         sources = counts.t().tolist()
-        whole = masks is None and counts.shape[0] <= 2  # nothing has to be summed here
         for t, name in enumerate(self._names):
             one = received.get(name)
             if one is None or not one.ids.numel():
                 continue
-            own, summed, count = one
-            if not whole:
+            own = one
+            if one.mask is not None or len(sources[t]) > 2:
                 with span("megalith.gradients"):
-                    mask = None if masks is None else masks[name]
-                    own, summed, count = sum_received(one, sources[t], mask)
-                if not own.numel():
+                    own = sum_received(one, sources[t])
+                if not own.ids.numel():
                     continue
-            ids[name], grads[name] = own, [summed]
-            if count is not None:
-                seen[name] = count
-            if own is one.ids and name in found:
+            ids[name], grads[name] = own.ids, [own.values]
+            if own.counts is not None:
+                occurrences[name] = own.counts
+            if own.ids is one.ids and name in found:
                 known[name] = found[name]
-        self._engines.update(ids, known, grads, None, {name: steps[name] for name in grads}, seen)
+        self._engines.update(ids, known, grads, None, update._replace(occurrences=occurrences))
 
 
 def blocks_by_table(flat: Tensor, counts: Tensor) -> list[list[Tensor]]:

@@ -35,7 +35,8 @@ A rank that fails the update sends a header and zeros, as the other ranks expect
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+import time as clock
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -47,13 +48,13 @@ from megalith.distributed.exchange import Exchange
 from megalith.errors import InputError, RankFailedError, UsageError
 from megalith.library import native_module
 from megalith.shards.contract import Recorder
-from megalith.shards.gradient_sums import GradientSum
+from megalith.shards.gradients import Gradients
 from megalith.shards.local import LocalShards
 from megalith.shards.lookup import LookupSeries
 from megalith.shards.owner_rows import OwnerRows, blocks_by_table
 from megalith.shards.preparer import RoutedIds
 from megalith.shards.wire import Wire, make_wire
-from megalith.table.table_data import FoundRows, Step
+from megalith.table.table_data import FoundRows, Update
 
 
 def begins_of(sizes: Sequence[int]) -> list[int]:
@@ -85,32 +86,6 @@ _HEAD_WORDS = 6
 _HEAD_BYTES = 8 * _HEAD_WORDS
 
 
-@dataclass(frozen=True)
-class GradientPush:
-    """Gradients to send."""
-
-    flat: Tensor  # float32, the summed gradients of all distinct ids
-    mask: Tensor | None  # bool [u], which ids take part; None: all
-    step: int  # See `Shards.apply_gradients`, as are the others.
-    time: float | None
-    scale: float
-    clip_norm: float  # 0 for no limit
-    # The learning rate of each segment, for the trainable tables with requested ids
-    rates: Mapping[str, list[float]]
-    # int64 [u], how often each distinct id occurred; None if no table has an admission policy
-    occurrences: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class ReceivedGradients:
-    """The gradients that all ranks sent to an owner, by table. In each tensor they are in rank order."""
-
-    values: list[Tensor]  # float32 [n, dim] per table, for all requested ids
-    masks: list[Tensor] | None  # bool [n] per table: which ids have a gradient; None: all
-    # int64 [n] per table: how often each id occurred at its rank; None if no table has an admission policy
-    occurrences: list[Tensor] | None
-
-
 class GradientMessage:
     """Encodes and decodes messages.
 
@@ -140,22 +115,22 @@ class GradientMessage:
         bits = [_pad(-(-n // 8)) for n in ids]
         return [_HEAD_BYTES + b + _pad(v) + e for b, v, e in zip(bits, values, extra, strict=True)]
 
-    def encode(self, head: Tensor, push: GradientPush | None, counts: Tensor, sizes: list[int]) -> Tensor:
-        """Encode one message per rank."""
+    def encode(self, head: Tensor, gradients: Gradients | None, counts: Tensor, sizes: list[int]) -> Tensor:
+        """Encode one message per rank, of the gradients of all tables."""
         # returns: uint8 [sum of sizes].
         head = head.to(self._device)
-        if push is None:
+        if gradients is None:
             heads = [torch.nn.functional.pad(head, (0, size // 8 - _HEAD_WORDS)) for size in sizes]
             return torch.cat(heads).view(torch.uint8)
         ids = counts.sum(1).tolist()
-        values = self._wire.encode(push.flat, counts, self._dims)
+        values = self._wire.encode(gradients.values, counts, self._dims)
         parts = values.split_with_sizes(self._wire.sizes(counts, self._dims))
         masks: Sequence[Tensor | None] = [None] * len(ids)
-        if push.mask is not None:
-            masks = push.mask.split_with_sizes(ids)
+        if gradients.mask is not None:
+            masks = gradients.mask.split_with_sizes(ids)
         seen: Sequence[Tensor | None] = [None] * len(ids)
-        if push.occurrences is not None:
-            seen = push.occurrences.split_with_sizes(ids)
+        if gradients.counts is not None:
+            seen = gradients.counts.split_with_sizes(ids)
         pieces: list[Tensor] = []
         for n, mask, part, count in zip(ids, masks, parts, seen, strict=True):
             filler = torch.zeros(_pad(part.numel()) - part.numel(), dtype=torch.uint8, device=self._device)
@@ -166,9 +141,11 @@ class GradientMessage:
                 pieces.append(torch.nn.functional.pad(words, (0, n % 2)).view(torch.uint8))
         return torch.cat(pieces, out=self._new_buffer(sum(sizes)))
 
-    def decode(self, data: Tensor, counts: Tensor, sizes: list[int]) -> ReceivedGradients:
-        """Decode the messages of all ranks."""
-        # data: uint8 [sum of sizes], the messages in the order of the ranks.
+    def decode(
+        self, data: Tensor, ids_of: Sequence[Tensor], counts: Tensor, sizes: list[int]
+    ) -> list[Gradients]:
+        """Decode the messages of all ranks: the gradients of each table, in the order of the ranks."""
+        # data: uint8 [sum of sizes], the messages in the order of the ranks; ids_of: int64 [n] of each table.
         ids = counts.sum(1).tolist()
         totals = counts.sum(0).tolist()
         begins = begins_of(sizes)
@@ -180,17 +157,17 @@ class GradientMessage:
         floats = flat.split_with_sizes([n * dim for n, dim in zip(totals, self._dims, strict=True)])
         values = [own.view(-1, dim) for own, dim in zip(floats, self._dims, strict=True)]
         bits = [data[at + _HEAD_BYTES : end] for at, end in zip(begins, values_at, strict=True)]
-        masks = None
+        masks: Sequence[Tensor | None] = [None] * len(self._dims)
         if not all(bool((own == 255).all()) for own in bits):
             each = [_unpack_bits(own, n).view(torch.uint8) for own, n in zip(bits, ids, strict=True)]
             masks = [own.view(torch.bool) for own in self._by_table(torch.cat(each), begins_of(ids), counts)]
-        seen = None
+        seen: Sequence[Tensor | None] = [None] * len(self._dims)
         if self._with_counts:
             values_of = self._wire.sizes(counts, self._dims)
             at = [begin + _pad(size) for begin, size in zip(values_at, values_of, strict=True)]
             words = self._by_table(data, at, counts, 4)
             seen = [own.view(torch.int32).to(torch.int64) for own in words]
-        return ReceivedGradients(values, masks, seen)
+        return [Gradients(*own) for own in zip(ids_of, values, seen, masks, strict=True)]
 
     def _by_table(self, data: Tensor, begins: list[int], counts: Tensor, width: int = 1) -> Sequence[Tensor]:
         """Return the items of each table, of `width` bytes each, as bytes."""
@@ -199,13 +176,13 @@ class GradientMessage:
         return out.split_with_sizes([n * width for n in counts.sum(0).tolist()])
 
 
-def push_head(number: int, flags: int, push: GradientPush | None) -> Tensor:
+def push_head(number: int, flags: int, update: Update | None) -> Tensor:
     """Make a header."""
     # returns: int64 [6].
-    if push is None:
+    if update is None:
         return torch.tensor([number, flags, 0, NO_TIME, 0, 0], device="cpu")
-    bits = struct.unpack("=2q", struct.pack("=2d", push.scale, push.clip_norm))
-    return torch.tensor([number, flags, push.step, seconds_word(push.time), *bits], device="cpu")
+    bits = struct.unpack("=2q", struct.pack("=2d", update.scale, update.clip_norm))
+    return torch.tensor([number, flags, update.step, seconds_word(update.time), *bits], device="cpu")
 
 
 def read_head(part: Tensor) -> list[int]:
@@ -435,42 +412,40 @@ class RankMessages:
         self,
         requested: RequestedIds,
         routed: RoutedIds,
-        push: GradientPush | None,
-        error: Exception | None,
+        sent: tuple[Gradients, Update] | None,
+        error: Exception | None = None,
         leave: bool = False,
     ) -> None:
-        """Send gradients; sum the received ones by a tree over ranks, and make one optimizer step per id."""
+        """Send gradients; sum the received ones by a tree over ranks, and make one optimizer step per id.
+
+        A rank that fails sends an error instead.
+        """
         requested.series.check()
         mine, theirs = routed.deduped.counts, requested.counts
         sizes = self._gradients.sizes(mine), self._gradients.sizes(theirs)
         flags = (_FAILED if error is not None else 0) | (_LEFT if leave else 0)
-        head = push_head(requested.number, flags, push)
-        data = self._gradients.encode(head, push, mine, sizes[0])
-        step = "" if push is None else f" of step {push.step}"
+        gradients, update = sent or (None, None)
+        head = push_head(requested.number, flags, update)
+        data = self._gradients.encode(head, gradients, mine, sizes[0])
+        step = "" if update is None else f" of step {update.step}"
         what = self._what("apply_gradients", f"gradients{step}", requested.number)
         got = self._exchange.all_to_all(data, *sizes, what)
         self._report_wait("gradients")
         heads = [read_head(got[begin:]) for begin in begins_of(sizes[1])]
         time = self._check_push(heads, head.tolist(), error, requested.series)
-        if push is None:
+        if update is None:
             return
         if self._recorder is not None:
             row_bytes = [self._grads_wire.row_bytes(dim) for dim in self._dims]
             self._recorder.sent("gradients", mine, theirs, row_bytes)
-        received = self._gradients.decode(got, theirs, sizes[1])
-        wanted = {name: t for t, name in enumerate(self._names) if requested.ids[name].numel()}
-        sums, steps = {}, {}
-        for name, t in wanted.items():
-            seen = None if received.occurrences is None else received.occurrences[t]
-            sums[name] = GradientSum(requested.ids[name], received.values[t], seen)
-            seconds = self._tables[name].checks.time(time)
-            if name in push.rates:
-                steps[name] = Step(push.rates[name], seconds, push.scale, push.clip_norm, push.step)
-        masks = None if received.masks is None else dict(zip(self._names, received.masks, strict=True))
+        ids = list(requested.ids.values())
+        parts = zip(self._names, self._gradients.decode(got, ids, theirs, sizes[1]), strict=True)
+        received = {name: part for name, part in parts if part.ids.numel()}
         before = {}
         if self._recorder is not None:
-            before = {name: self._engines[name].counters().created for name in wanted}
-        self._rows.update(sums, theirs, masks, steps, requested.found)
+            before = {name: self._engines[name].counters().created for name in received}
+        seconds = int(clock.time()) if time is None else int(time)
+        self._rows.update(received, theirs, update._replace(time=seconds), requested.found)
         for name, rows in before.items():
             assert self._recorder is not None
             self._recorder.created(name, self._engines[name].counters().created - rows)

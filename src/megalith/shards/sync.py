@@ -25,7 +25,6 @@ from torch import Tensor
 from megalith.distributed.exchange import Exchange
 from megalith.errors import InputError
 from megalith.library import span
-from megalith.ops.checks import as_integer
 from megalith.ops.pooling import Pooling
 from megalith.routing import Router
 from megalith.shards.contract import (
@@ -39,13 +38,14 @@ from megalith.shards.contract import (
     row_shares,
 )
 from megalith.shards.local import LocalShards
-from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds, check_lookup_step
+from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds
 from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
-from megalith.shards.rank_messages import GradientPush, RankMessages, RequestedIds
-from megalith.shards.routed_lookup import RoutedLookup, checked_update
+from megalith.shards.rank_messages import RankMessages, RequestedIds
+from megalith.shards.routed_lookup import RoutedLookup
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
+from megalith.table.table_data import Update
 from megalith.table.validation import check_flag, check_step
 
 
@@ -66,6 +66,8 @@ class SyncLookup(RoutedLookup):
         failed: Whether this rank has reported that it has no gradients.
     """
 
+    shards: SyncShards
+
     def __init__(
         self,
         shards: SyncShards,
@@ -76,9 +78,8 @@ class SyncLookup(RoutedLookup):
         step: int | None,
         out_of_data: bool,
     ) -> None:
-        super().__init__(shards.configs, routed, step)
+        super().__init__(shards, routed, step)
         shards.exchange.lend(routed.deduped.ids)
-        self.shards = shards
         self.failed = False
         self._messages = messages
         self.requested: Future[RequestedIds] = shards.exchange.submit(
@@ -91,7 +92,7 @@ class SyncLookup(RoutedLookup):
 
     def fail(self, error: Exception, *, leave: bool = False) -> NoReturn:
         if not (self.used or self.failed or self.requested.exception()):
-            self.shards.fail_update(self, error, leave=leave)
+            self.shards._fail_update(self, error, leave=leave)
         raise error
 
     def fetch(self) -> None:
@@ -167,6 +168,7 @@ class SyncShards(Shards):
         self.exchange.use_device(self.device)
         self.local: Mapping[str, Table] = self._own.local
         self.checks = self._own.checks
+        self.stepwise = self._own.stepwise
         self._part = ShardsPart(self._own, self.exchange.rank, self.exchange.size)
         self.routers = MappingProxyType(routers)
         self.push = push
@@ -253,91 +255,49 @@ class SyncShards(Shards):
         self.exchange.run(lambda: self._messages.request(call, None, error, series=series, leave=leave))
         raise error
 
-    def fail_update(self, lookup: SyncLookup, error: Exception, *, leave: bool = False) -> NoReturn:
-        """Take part in the exchange of gradients to report an error; see `Shards.fail`.
-
-        Args:
-            lookup: The lookup of the update.
-            error: The reason.
-            leave: Whether this rank leaves the series of the lookup.
-
-        Raises:
-            Exception: Always; it is `error`, unless the exchange with the other ranks fails.
-        """
-        lookup.failed = True
-        requested, routed, messages = lookup.requested, lookup.routed, self._messages
-        self.exchange.run(lambda: messages.push(requested.result(), routed, None, error, leave))
+    def _fail_update(self, lookup: Lookup | None, error: Exception, *, leave: bool = False) -> NoReturn:
+        # It takes part in the exchange of gradients, to report the error.
+        if isinstance(lookup, SyncLookup):
+            lookup.failed = True
+            requested, routed, messages = lookup.requested, lookup.routed, self._messages
+            self.exchange.run(lambda: messages.push(requested.result(), routed, None, error, leave))
         raise error
 
-    def apply_gradients(
+    def _look_up_to_update(self, ids: Ids, step: int) -> SyncLookup:
+        return self._request("apply_gradients", ids, step=step)
+
+    def _update(
         self,
-        lookup: Lookup | Ids,
-        grads: Mapping[str, Tensor] | Sequence[Tensor],
-        *,
-        step: int,
-        time: float | None = None,
-        scale: float = 1.0,
-        clip_norm: float | None = None,
-        pooling: Pooling | None = None,
-        occurrences: Mapping[str, Tensor] | None = None,
-        wait: bool = True,
+        lookup: Lookup,
+        gradients: Mapping[str, list[Tensor]],
+        pooling: Pooling | None,
+        update: Update,
+        wait: bool,
     ) -> None:
         # Sums over ranks.
         #
         # step, scale and clip_norm must be equal on all ranks. With wait=False it waits for the gradients of
         # the previous such call instead, so at most one update is in progress.
-        if not isinstance(lookup, Lookup):
-            lookup = self._request("apply_gradients", lookup, step=step)
-        if not isinstance(lookup, SyncLookup) or lookup.shards is not self:
-            raise InputError("this Lookup belongs to another Shards object")
+        assert isinstance(lookup, SyncLookup)
         requested, routed = lookup.requested, lookup.routed
         try:
-            check_flag(wait, "wait")
             with span("megalith.gradients"):
-                push = self._summed(lookup, grads, pooling, occurrences, step, time, scale, clip_norm)
+                summed = lookup._sum_gradients(gradients, pooling, update.occurrences)
+            # Evaluated now: a callable without an argument may return something else by the time gradients
+            # arrive. Only rows that ranks have requested from this one can be updated here.
+            wanted = requested.result().ids
+            trained = [name for name, own in wanted.items() if own.numel() and self.configs[name].trainable]
+            update = update._replace(rates=self._rates(trained, update.step))
+            lookup.use()
         except Exception as error:
-            self.fail_update(lookup, error)
-        self.exchange.lend(push.flat, push.mask, push.occurrences)
-        sent = self.exchange.submit(lambda: self._messages.push(requested.result(), routed, push, None))
+            self._fail_update(lookup, error)
+        self.exchange.lend(summed.values, summed.mask, summed.counts)
+        sent = self.exchange.submit(lambda: self._messages.push(requested.result(), routed, (summed, update)))
         if wait and not self.push:
             return sent.result()
         self._pushed.append(sent)
         if len(self._pushed) > 1:
             self._pushed.pop(0).result()
-
-    def _summed(
-        self,
-        lookup: SyncLookup,
-        grads: Mapping[str, Tensor] | Sequence[Tensor],
-        pooling: Pooling | None,
-        occurrences: Mapping[str, Tensor] | None,
-        step: int,
-        time: float | None,
-        scale: float,
-        clip_norm: float | None,
-    ) -> GradientPush:
-        """Return what to send: gradients summed per distinct id, and which ids take part."""
-        check_lookup_step(lookup, self._own.stepwise)
-        summed, numbers, seen = checked_update(
-            self, lookup, grads, pooling, occurrences, step, time, scale, clip_norm
-        )
-        mask = summed.mask(lookup.routed)
-        if numbers is None:  # there is no table that could have gradients; a rank sends its step all the same
-            lookup.use()
-            return GradientPush(summed.flat, mask, as_integer(step) or 0, None, 1.0, 0.0, {})
-        # Evaluated now: a callable without an argument may return something else by the time gradients
-        # arrive. Only rows that ranks have requested from this one can be updated here.
-        wanted = lookup.requested.result().ids
-        rates = {
-            name: self.checks[name].rates(numbers.step)
-            for name, config in self.configs.items()
-            if config.trainable and wanted[name].numel()
-        }
-        lookup.use()
-        seconds = None if time is None else numbers.time
-        return GradientPush(
-            summed.flat, mask, numbers.step, seconds, numbers.scale, numbers.clip_norm, rates, seen
-        )
 
     def flush(self) -> None:
         """Wait for all exchanges in progress and raise the errors of gradients that were not waited for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -118,6 +119,24 @@ class Step(NamedTuple):
     scale: float  # Factor of each summed gradient
     clip_norm: float  # Largest L2 norm of a summed gradient; 0 for no limit
     step: int  # The global step, from 0
+
+
+class Update(NamedTuple):
+    """The validated numbers of one update of several tables."""
+
+    step: int  # The global step, from 0
+    time: int | None  # Seconds; None: the clock of the owner of the rows
+    scale: float  # Factor of each summed gradient
+    clip_norm: float  # Largest L2 norm of a summed gradient; 0 for no limit
+    # Learning rate of each segment, by table. The owner of the rows may not need those of all tables.
+    rates: Mapping[str, list[float]] = MappingProxyType({})
+    # How many occurrences each id stands for, int64 [n] by table; one each for a table without an entry
+    occurrences: Mapping[str, Tensor] = MappingProxyType({})
+
+    def of(self, table: str) -> Step:
+        """Return the numbers for the engine of one table, when the time is known."""
+        assert self.time is not None
+        return Step(self.rates[table], self.time, self.scale, self.clip_norm, self.step)
 
 
 class RowCounters(NamedTuple):

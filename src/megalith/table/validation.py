@@ -22,7 +22,7 @@ from megalith.ops.pooling import Pooling
 from megalith.table.config import TableConfig
 from megalith.table.optimizers import Optimizer
 from megalith.table.schedules import FLOAT32_MAX
-from megalith.table.table_data import MAX_TIME, Chunk, Step
+from megalith.table.table_data import MAX_TIME, Chunk, Step, Update
 
 _NATIVE = native_module()
 
@@ -65,6 +65,26 @@ def check_step(step: Any, where: str) -> int:
     if at is None or not 0 <= at < 2**63:
         raise InputError(f"{where}: step must be an integer >= 0, got {step!r}")
     return at
+
+
+def check_time(time: Any, where: str) -> int:
+    """Check a time in seconds."""
+    seconds = as_number(time)
+    if seconds is None or not 0 <= seconds <= MAX_TIME:
+        raise InputError(f"{where}: time must be seconds between 0 and {MAX_TIME}, got {time!r}")
+    return int(seconds)
+
+
+def check_numbers(where: str, step: Any, time: Any, scale: Any, clip_norm: Any) -> Update:
+    """Check the numbers of an update."""
+    at = check_step(step, where)
+    factor = as_number(scale)
+    if factor is None or not abs(factor) <= FLOAT32_MAX:
+        raise InputError(f"{where}: scale must be finite, got {scale!r}")
+    norm = 0.0 if clip_norm is None else as_number(clip_norm)
+    if norm is None or not (clip_norm is None or 0 < norm <= FLOAT32_MAX):
+        raise InputError(f"{where}: clip_norm must be positive and finite, got {clip_norm!r}")
+    return Update(at, None if time is None else check_time(time, where), factor, norm)
 
 
 def check_start(start: Any, where: str) -> None:
@@ -171,20 +191,9 @@ class InputChecks:
 
     def step(self, step: int, time: float | None, scale: float, clip_norm: float | None) -> Step:
         """Check the numbers of an update and evaluate the learning rates."""
-        numbers = self.step_numbers(step, time, scale, clip_norm)
-        return numbers._replace(rates=self.rates(numbers.step))
-
-    def step_numbers(self, step: int, time: float | None, scale: float, clip_norm: float | None) -> Step:
-        """Check the numbers of an update without evaluating the learning rates."""
         self.trainable()
-        at = check_step(step, f"table {self.name!r}")
-        factor = as_number(scale)
-        if factor is None or not abs(factor) <= FLOAT32_MAX:
-            raise InputError(f"table {self.name!r}: scale must be finite, got {scale!r}")
-        norm = 0.0 if clip_norm is None else as_number(clip_norm)
-        if norm is None or not (clip_norm is None or 0 < norm <= FLOAT32_MAX):
-            raise InputError(f"table {self.name!r}: clip_norm must be positive and finite, got {clip_norm!r}")
-        return Step([], self.time(time), factor, norm, at)
+        at, seconds, factor, norm, *_ = check_numbers(f"table {self.name!r}", step, time, scale, clip_norm)
+        return Step(self.rates(at), self.time(seconds), factor, norm, at)
 
     def trainable(self) -> None:
         """Raise UsageError if the table is not trainable."""
@@ -204,14 +213,8 @@ class InputChecks:
         return rates
 
     def time(self, time: float | None) -> int:
-        if time is None:
-            return int(clock.time())
-        seconds = as_number(time)
-        if seconds is None or not 0 <= seconds <= MAX_TIME:
-            raise InputError(
-                f"table {self.name!r}: time must be seconds between 0 and {MAX_TIME}, got {time!r}"
-            )
-        return int(seconds)
+        """Check a time; None: now."""
+        return int(clock.time()) if time is None else check_time(time, f"table {self.name!r}")
 
     def row_count(self, n: int, call: str = "reserve") -> int:
         """Check a number of rows to reserve or allocate."""

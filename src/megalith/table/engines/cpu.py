@@ -39,6 +39,7 @@ from megalith.table.table_data import (
     RowCounters,
     SnapshotStart,
     Step,
+    Update,
 )
 
 try:
@@ -576,11 +577,10 @@ class CpuEngineGroup(EngineGroup):
         found: Mapping[str, FoundRows],
         grads: Mapping[str, list[Tensor]],
         pooling: Pooling | None,
-        steps: Mapping[str, Step],
-        occurrences: Mapping[str, Tensor] | None = None,
+        update: Update,
     ) -> None:
         # Tables that need Python in their update are written afterwards.
-        occurrences = occurrences or {}
+        occurrences = update.occurrences
         with span("megalith.optimizer"), ExitStack() as staged:
             calls = []
             bags = None if pooling is None else pooling.native_bags
@@ -589,7 +589,7 @@ class CpuEngineGroup(EngineGroup):
                 engine = self._cpu[name]
                 if not engine.joins_updates:
                     continue
-                seen, step = occurrences.get(name), steps[name]
+                seen, step = occurrences.get(name), update.of(name)
                 if bags is None:
                     call = engine.native_update(ids[name], found.get(name), None, own[0], step, seen)
                 else:
@@ -602,7 +602,12 @@ class CpuEngineGroup(EngineGroup):
             writes = [
                 staged.enter_context(
                     self._cpu[name].stage_update(
-                        ids[name], found.get(name), grads[name], pooling, steps[name], occurrences.get(name)
+                        ids[name],
+                        found.get(name),
+                        grads[name],
+                        pooling,
+                        update.of(name),
+                        occurrences.get(name),
                     )
                 )
                 for name in sorted(grads)

@@ -19,7 +19,7 @@ from torch import Tensor
 from megalith.library import span
 from megalith.ops.pooling import Pooling
 from megalith.table.engines.contract import Engine
-from megalith.table.table_data import FoundRows, Step
+from megalith.table.table_data import FoundRows, Update
 
 
 class EngineGroup:
@@ -138,8 +138,7 @@ class EngineGroup:
         found: Mapping[str, FoundRows],
         grads: Mapping[str, list[Tensor]],
         pooling: Pooling | None,
-        steps: Mapping[str, Step],
-        occurrences: Mapping[str, Tensor] | None = None,
+        update: Update,
     ) -> None:
         """Make one optimizer step per distinct id of each table in `grads`.
 
@@ -148,21 +147,23 @@ class EngineGroup:
             found: What `find` returned for these ids; a table without an entry is searched again.
             grads: By table, as for `Engine.update`.
             pooling: The pooling whose outputs the gradients belong to; it is known to fit every table.
-            steps: Learning rates, time, scale, clip_norm and step by table.
-            occurrences: Number of occurrences that each id stands for, int64 [n] by table; one each for a
-                table without an entry.
+            update: Its numbers, with the time and the learning rates of these tables.
 
         Raises:
             TableFullError: The rows of a table do not fit in its capacity. No table was changed, unless
                 another thread has used up the room in the meantime.
         """
-        occurrences = occurrences or {}
         with span("megalith.optimizer"), ExitStack() as staged:
             # What may raise comes before the first write. In one order, because tables may be locked.
             writes = [
                 staged.enter_context(
                     self._engines[name].stage_update(
-                        ids[name], found.get(name), grads[name], pooling, steps[name], occurrences.get(name)
+                        ids[name],
+                        found.get(name),
+                        grads[name],
+                        pooling,
+                        update.of(name),
+                        update.occurrences.get(name),
                     )
                 )
                 for name in sorted(grads)

@@ -33,7 +33,7 @@ from megalith.table.engines.cuda.streams import hold
 from megalith.table.engines.cuda.updates import Gradients, TableUpdate, stage_updates
 from megalith.table.engines.group import EngineGroup
 from megalith.table.engines.shard_capacity import check_capacity
-from megalith.table.table_data import FoundRows, Step
+from megalith.table.table_data import FoundRows, Update
 
 
 class JoinedRows(NamedTuple):
@@ -318,10 +318,9 @@ class CudaEngineGroup(EngineGroup):
         found: Mapping[str, FoundRows],
         grads: Mapping[str, list[Tensor]],
         pooling: Pooling | None,
-        steps: Mapping[str, Step],
-        occurrences: Mapping[str, Tensor] | None = None,
+        update: Update,
     ) -> None:
-        seen = occurrences or {}
+        seen = update.occurrences
         device = self._cuda[0].device
         pooling = None if pooling is None else self._ready(pooling)
         ids = _moved(ids, device)
@@ -337,16 +336,22 @@ class CudaEngineGroup(EngineGroup):
                 for engine in shared.limited:
                     name = engine.name
                     if name in grads:
-                        check_capacity(engine, ids[name], pooling, steps[name], seen.get(name))
+                        check_capacity(engine, ids[name], pooling, update.of(name), seen.get(name))
             writes = []
             for shared in self._shared:
                 own = {name: ids[name] for name in shared.names if name in grads}
                 if not own:
                     continue
                 columns = shared.columns(own)
-                any_step = steps[next(iter(own))]
+                any_step = update.of(next(iter(own)))
                 updates = [
-                    TableUpdate(engine, column, steps.get(name, any_step), seen.get(name), name in found)
+                    TableUpdate(
+                        engine,
+                        column,
+                        update.of(name) if name in own else any_step,
+                        seen.get(name),
+                        name in found,
+                    )
                     for engine, name, column in zip(shared.engines, shared.names, columns, strict=True)
                 ]
                 known = None
