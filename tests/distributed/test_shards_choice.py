@@ -34,7 +34,7 @@ class Model(nn.Module):
 def train(model: Model) -> dict[str, Any]:
     """Wraps a model in DDP and trains it; its rows of all ranks and its dense weights."""
     wrapped = DistributedDataParallel(model)
-    undecided = model.embeddings._choice.decided is None
+    undecided = model.embeddings._shards is None
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
@@ -96,7 +96,7 @@ def on_a_rank(path: Path) -> dict[str, Any]:
         "ddp": train(model),
         "built after": train(Model()),
         "accumulated": accumulate(Model()),
-        "at construction": type(new()._choice.decided).__name__,
+        "at construction": type(new()._shards).__name__,
     }
 
 

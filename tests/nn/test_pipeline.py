@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megalith import EmbeddingCollection, Feature, Pipeline, Ragged
 from megalith.data import Batch
 from megalith.errors import InputError, UsageError
-from megalith.nn.batch_lookup import StartedBatch
+from megalith.nn.collection import StartedBatch
 from tests.nn.support import Keyed, collection, column, contents, floats, zeros
 
 COLUMNS = [{"a": column([1, 2], [2])}, {"a": column([2], [3, 3])}, {"a": column([1], [])}]

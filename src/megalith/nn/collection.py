@@ -3,27 +3,42 @@
 It compiles its features once (`FeaturePlan`), looks up ids in a `Shards`, and turns output gradients into one
 optimizer step per distinct id. The rows are in the tables of the shards; the only nn.Parameter here is an
 anchor, through which `requires_grad_` of a model reaches the collection.
+
+A list of tables becomes `SyncShards` over the default process group if it has more than one rank, and
+`LocalShards` otherwise. Frameworks build a model before they create the process group, so the choice waits:
+
+    state          a process group exists             no process group
+    undecided      chosen at construction             waits; the first use chooses LocalShards, or raises
+                                                      UsageError if a launcher started several processes
+    LocalShards    of several ranks: UsageError       unchanged
+    SyncShards     unchanged                          unchanged
+
+Shards that the user passes are never questioned.
 """
 
 from __future__ import annotations
 
-import math
+import logging
+import os
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import get_worker_info
 
 from megalith.distributed.dense_parameters import ANCHOR
-from megalith.distributed.ranks import has_process_group
+from megalith.distributed.ranks import has_process_group, world_size
 from megalith.errors import InputError, RankFailedError, UsageError
 from megalith.library import span
-from megalith.nn.batch_lookup import BatchLookup, StartedBatch
-from megalith.nn.batch_preparer import BatchPreparer
 from megalith.nn.collection_state import (
     CheckpointState,
     StatePath,
+    check_trainer,
     collect_state,
     is_state_key,
     is_state_path,
@@ -35,18 +50,27 @@ from megalith.nn.eviction_schedule import EvictionSchedule
 from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.nn.features import Feature, Layout
 from megalith.nn.micro_steps import MicroStepGuard
-from megalith.nn.shards_choice import ShardsChoice
 from megalith.ops.checks import as_number, flag, integer
 from megalith.ops.pooling import Pooling
-from megalith.shards import Lookup, Shards
+from megalith.ragged import Ragged
+from megalith.shards import LocalShards, Lookup, Shards, SyncShards
+from megalith.shards.contract import check_configs
 from megalith.shards.gradients import Gradients, no_gradients, total
 from megalith.shards.joint_pooling import sum_gradients
 from megalith.table import Table, TableConfig
+from megalith.table.engines import engine_class
+from megalith.table.schedules import FLOAT32_MAX
+from megalith.table.table_data import Update
+from megalith.table.validation import check_time, contiguous_rows
 
+logger = logging.getLogger(__name__)
+
+OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UPDATES = ("backward", "step")
 REDUCTIONS = ("mean", "sum")
 WARN_PENDING = 64
 """Number of pending backwards at which a forgotten `step()` is likely."""
+_KEEP_LOCAL = "pass LocalShards(tables) instead of a list if each process should train its own tables"
 
 
 class EmbeddingCollection(nn.Module):
@@ -97,10 +121,13 @@ class EmbeddingCollection(nn.Module):
         max_pending: With update="step", how many backwards may wait for `step()`; one more raises.
         allow_micro_steps: With update="backward", do not raise if the dense part accumulates gradients over
             several backwards or uses a GradScaler.
+        output_dtype: The dtype of the outputs and so of their gradients: float32, bfloat16 or float16, for a
+            dense part under autocast. Rows are pooled, and gradients summed, in float32.
         engine: As for `Table`.
         seed: As for `Table`.
 
     Attributes:
+        configs: The configuration of each table, by name. Reading it does not choose the shards.
         global_step: The number of applied steps.
     """
 
@@ -117,6 +144,7 @@ class EmbeddingCollection(nn.Module):
         evict_every: int | None = None,
         max_pending: int = 256,
         allow_micro_steps: bool = False,
+        output_dtype: torch.dtype = torch.float32,
         engine: str | None = None,
         seed: int | None = None,
     ) -> None:
@@ -124,17 +152,41 @@ class EmbeddingCollection(nn.Module):
         for name, value, known in (("update", update, UPDATES), ("reduction", reduction, REDUCTIONS)):
             if not isinstance(value, str) or value not in known:
                 raise InputError(f"EmbeddingCollection: {name} must be one of {known}, got {value!r}")
-        self._choice = ShardsChoice(tables, engine, seed)
+        self._shards: Shards | None = None
+        self._given = isinstance(tables, Shards)
+        self._choosing = threading.Lock()
+        self.configs: Mapping[str, TableConfig]
+        if isinstance(tables, Shards):
+            if engine is not None or seed is not None:
+                raise InputError(
+                    "EmbeddingCollection: engine and seed cannot be combined with Shards: they have their own"
+                )
+            self._shards, self.configs = tables, tables.configs
+        else:
+            if not isinstance(tables, list | tuple):
+                raise InputError(f"tables must be a list of TableConfig, or Shards, got {tables!r}")
+            self.configs = MappingProxyType(check_configs(tables))
+            self._engine = "cpu" if engine is None else engine
+            self._seed = 0 if seed is None else seed
+            engine_class(self._engine)
+            if isinstance(self._seed, bool) or not isinstance(self._seed, int):
+                raise InputError(f"EmbeddingCollection: seed must be an integer, got {seed!r}")
         self.update = update
         self.reduction = reduction
+        if output_dtype not in OUTPUT_DTYPES:
+            raise InputError(
+                f"EmbeddingCollection: output_dtype must be one of {OUTPUT_DTYPES}, got {output_dtype!r}"
+            )
+        self.output_dtype = output_dtype
         self.clip_value = _bound("clip_value", clip_value)
         self.clip_norm = _bound("clip_norm", clip_norm)
         self._eviction = None if evict_every is None else EvictionSchedule(evict_every)
         self.global_step = 0
         self.checkpoint_state = CheckpointState()
         self.plan = FeaturePlan(features, layouts, self.configs)
-        self._preparer: BatchPreparer | None = None
-        self._pending: list[BatchLookup] = []
+        if self._shards is None and has_process_group():
+            self._shards = self._choose_shards()
+        self._pending: list[Lookup] = []
         self.max_pending = integer(max_pending, "EmbeddingCollection: max_pending")
         self._warned = False
         allowed = flag(allow_micro_steps, "EmbeddingCollection: allow_micro_steps")
@@ -152,18 +204,41 @@ class EmbeddingCollection(nn.Module):
         return list(self.plan.features.values())
 
     @property
-    def configs(self) -> Mapping[str, TableConfig]:
-        """The configuration of each table, by name. Reading it does not choose the shards."""
-        return self._choice.configs
-
-    @property
     def shards(self) -> Shards:
         """The tables, wherever they are stored. Over ranks, the first use is a collective call.
 
         Raises:
             UsageError: If the tables would be separate ones on each of several ranks.
         """
-        return self._choice.shards()
+        shards = self._shards
+        if shards is None:
+            with self._choosing:  # the first forwards of several threads must use the same tables
+                if self._shards is None:
+                    self._shards = self._choose_shards()
+            return self._shards
+        if not self._given and type(shards) is LocalShards and has_process_group() and world_size() > 1:
+            raise UsageError(
+                f"EmbeddingCollection: tables {', '.join(map(repr, self.configs))} were used before the "
+                f"process group of {world_size()} ranks existed, so they are tables of this process alone: "
+                "call torch.distributed.init_process_group before the first use of the collection (a "
+                f"forward, .shards, .tables, a load), or {_KEEP_LOCAL}"
+            )
+        return shards
+
+    def _choose_shards(self) -> Shards:
+        configs = list(self.configs.values())
+        if world_size() > 1:
+            if get_worker_info() is not None:
+                raise UsageError(
+                    "EmbeddingCollection: a data worker cannot be the first to use the collection: read "
+                    "collection.shards on all ranks before the DataLoader starts its workers"
+                )
+            check_trainer(world_size())
+            logger.info("tables %s are distributed over %d ranks", ", ".join(self.configs), world_size())
+            return SyncShards(configs, engine=self._engine, seed=self._seed)
+        if not has_process_group():
+            _check_launcher()
+        return LocalShards(configs, engine=self._engine, seed=self._seed)
 
     @property
     def tables(self) -> Mapping[str, Table]:
@@ -182,8 +257,8 @@ class EmbeddingCollection(nn.Module):
             time: Seconds; the last-update time of the rows that this forward trains. None: the clock.
 
         Returns:
-            The embeddings by feature (or layout) name, float32 on the device of the ids; see the class for
-            their shapes.
+            The embeddings by feature (or layout) name, `output_dtype` on the device of the ids; see the class
+            for their shapes.
 
         Raises:
             InputError: For a batch or column of a wrong type, shape, dtype or device.
@@ -193,21 +268,29 @@ class EmbeddingCollection(nn.Module):
         return outputs
 
     def _forward(self, batch: Any, time: float | None) -> dict[str, Any]:
-        started = batch.take(self) if isinstance(batch, StartedBatch) else None
-        if started is not None and started.lookup.moved:
-            own = BatchLookup(started.batch, self.shards.lookup(started.batch.prepared), started.push)
-        else:
-            own = started or self._start(batch)
-        compiled = own.batch
-        trains = self.trains
-        own.lookup.step = self.global_step if trains else None
+        lookup = batch.take(self) if isinstance(batch, StartedBatch) else None
+        if lookup is None:
+            lookup = self._start(batch)
+        elif lookup.moved:
+            moved = lookup
+            lookup = self.shards.lookup(moved.batch.prepared)
+            lookup.attach(moved.batch, moved.batch.row_splits, moved.push)
+        compiled, trains = lookup.batch, self.trains
+        lookup.step = self.global_step if trains else None
         if trains or self._in_graph():
-            own.step, own.time = self.global_step, time
-            outputs = _Pool.apply(self._anchor, self, own, trains)
+            lookup.time = time
+            outputs = _Pool.apply(self._anchor, self, lookup, trains)
         else:
-            outputs = own.lookup.pool(compiled.pooling)
-        outputs = to_device(outputs, compiled.device)
+            outputs = self._pool(lookup)
+        if lookup.shards.device != compiled.device:
+            outputs = to_device(outputs, compiled.device)
         return self.plan.assemble(compiled, outputs)
+
+    def _pool(self, lookup: Lookup) -> list[Tensor]:
+        outputs = lookup.pool(lookup.batch.pooling)
+        if self.output_dtype is torch.float32:
+            return outputs
+        return [output.to(self.output_dtype) for output in outputs]
 
     @property
     def trains(self) -> bool:
@@ -241,13 +324,26 @@ class EmbeddingCollection(nn.Module):
         """
         return StartedBatch(batch, {self: self._start(batch)})
 
-    def _start(self, batch: Any) -> BatchLookup:
+    def _start(self, batch: Any) -> Lookup:
         shards = self.shards
-        try:
-            compiled = self.prepare(batch)
-        except Exception as error:
-            shards.fail(error)  # otherwise the other ranks would wait for this one
-        return BatchLookup(compiled, shards.lookup(compiled.prepared))
+        if isinstance(batch, CompiledBatch):  # another process may have made it
+            lookup, compiled = shards.lookup(batch.prepared), batch
+        else:
+            try:
+                compiled = self._compile(batch, shards)
+            except Exception as error:
+                shards.fail(error)  # otherwise the other ranks would wait for this one
+            lookup = shards._lookup(compiled.prepared)
+        lookup.attach(compiled, compiled.row_splits)
+        return lookup
+
+    def _compile(self, batch: Any, shards: Shards) -> CompiledBatch:
+        if isinstance(batch, StartedBatch):
+            batch = batch.columns
+        if isinstance(batch, CompiledBatch):
+            return batch
+        with span("megalith.ids"):
+            return self.plan.read(batch, shards.preparer, shards.world_size > 1)
 
     def prepare(self, batch: Any) -> CompiledBatch:
         """Do the part of forward that needs no table; forward takes the result and returns the same bits.
@@ -263,26 +359,18 @@ class EmbeddingCollection(nn.Module):
         Raises:
             InputError, UnknownNameError: As `forward`.
         """
-        if isinstance(batch, StartedBatch):
-            batch = batch.columns
-        if isinstance(batch, CompiledBatch):
-            return batch
-        with span("megalith.ids"):
-            return self.preparer()(batch)
+        return self._compile(batch, self.shards)
 
-    def preparer(self) -> BatchPreparer:
+    def preparer(self) -> Callable[[Any], CompiledBatch]:
         """Return `prepare` as an object that can be pickled."""
-        shards, preparer = self.shards, self._preparer
-        if preparer is None or preparer.prepare_ids is not shards.preparer:  # it changes with a resize
-            preparer = BatchPreparer(self.plan, shards.preparer, shards.world_size > 1)
-            self._preparer = preparer
-        return preparer
+        shards = self.shards
+        return partial(self.plan.read, prepare_ids=shards.preparer, absent_ok=shards.world_size > 1)
 
     # ---- updates
 
-    def _collect(self, own: BatchLookup, grads: Sequence[Tensor | None]) -> None:
+    def _collect(self, lookup: Lookup, grads: Sequence[Tensor | None]) -> None:
         """Take the gradients of outputs (None: not used); apply them with update="backward"."""
-        if own.grads is not None:
+        if lookup.grads is not None:
             raise UsageError(
                 "backward has already run through this forward; run forward again for another update"
             )
@@ -290,20 +378,42 @@ class EmbeddingCollection(nn.Module):
         keep = self.update == "step"
         if keep:
             self._count_backward()
-        own.backward = torch._C._current_graph_task_id()
-        given = own.select_trained(self.configs, grads)
-        if self.shards.device.type == "cpu":
+        lookup.backward = torch._C._current_graph_task_id()
+        given = self._select_trained(lookup, grads)
+        device = lookup.shards.device
+        if device.type == "cpu":
             given = to_host(given)
-        own.grads = [g.to(self.shards.device, torch.float32, copy=keep) for g in given]
+        lookup.grads = [g.to(device, torch.float32, copy=keep) for g in given]
         if keep:
-            self._pending.append(own)
+            self._pending.append(lookup)
             return
         if self._guard is not None:
             try:
                 self._guard.updating()
             except UsageError as error:
-                own.lookup.fail(error)  # the other ranks wait for the gradients
-        self._update_rows([own], 1.0)
+                lookup.fail(error)  # the other ranks wait for the gradients
+        self._update_rows([lookup], 1.0)
+
+    def _select_trained(self, lookup: Lookup, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Set which outputs are trained; return a gradient for each, zeros for one that was not used."""
+        # Only features of trainable tables are updated, and only those whose outputs have a gradient: rows
+        # must not be created because another output of the same forward was used.
+        pooling: Pooling = lookup.batch.pooling
+        lookup.trained = pooling
+        present = [grad for grad in grads if grad is not None]
+        if len(present) == len(grads) and self.plan.trainable:
+            return present
+        bags = {
+            table: tuple(b for b in own if any(grads[part.output] is not None for part in b.parts))
+            for table, own in pooling.bags.items()
+            if self.configs[table].trainable
+        }
+        lookup.trained = Pooling(pooling.outputs, {table: own for table, own in bags.items() if own})
+        device = present[0].device if present else torch.device("cpu")
+        return [
+            torch.zeros(shape, dtype=torch.float32, device=device) if grad is None else grad
+            for grad, shape in zip(grads, pooling.outputs, strict=True)
+        ]
 
     def _count_backward(self) -> None:
         """Count the backwards that wait for `step()`; a loop that never calls it would train nothing."""
@@ -339,7 +449,7 @@ class EmbeddingCollection(nn.Module):
         if self.update != "step":
             raise UsageError('step() is for EmbeddingCollection(update="step"); this one updates in backward')
         factor = as_number(scale)
-        if factor is None or not math.isfinite(factor):
+        if factor is None or not abs(factor) <= FLOAT32_MAX:
             raise InputError(f"EmbeddingCollection: scale must be a finite number, got {scale!r}")
         pending, self._pending = self._pending, []
         if not pending:
@@ -383,52 +493,60 @@ class EmbeddingCollection(nn.Module):
             Exception: Always; it is `error`, unless the exchange with the other ranks fails.
         """
         trains = self.training and self._anchor.requires_grad
-        if trains and all(each.lookup is lookup for each in self._pending):
+        if trains and all(each is lookup for each in self._pending):
             lookup.fail(error, leave=leave)
         raise error
 
-    def _update_rows(self, pending: Sequence[BatchLookup], scale: float) -> None:
+    def _update_rows(self, pending: Sequence[Lookup], scale: float) -> None:
         first = pending[0]
+        shards = first.shards
         if self.reduction == "mean":
-            scale = scale / self.shards.sources  # before clipping, so that it does not depend on the size
+            scale = scale / shards.sources  # before clipping, so that it does not depend on the size
+        times = [lookup.time for lookup in pending if lookup.time is not None]
+        time = max(times) if times else None
         # Of several forwards, or after the tables have moved, ids with their sums are sent.
-        summing = len(pending) > 1 or first.lookup.moved
-        lookup: Any = first.lookup
-        pooling: Pooling | None = first.trained
-        occurrences: dict[str, Tensor] | None = None
-        try:
-            for each in pending:
-                each.check_unchanged()
-            gradients: Any = self._clipped([g for p in pending for g in p.grads or ()], scale)
-            if summing:
-                with span("megalith.gradients"):
-                    sums = self._tree(pending, gradients)
-                lookup = {table: part.ids for table, part in sums.items()}
-                gradients = {table: part.values for table, part in sums.items()}
-                occurrences = {t: part.counts for t, part in sums.items() if part.counts is not None}
-                pooling = None
-        except Exception as error:  # the other ranks wait, for new ids or for the gradients of the lookup
-            if summing:
-                self.shards.fail(error, "apply_gradients")
-            first.lookup.fail(error)
-        times = [p.time for p in pending if p.time is not None]
-        self.shards.apply_gradients(
-            lookup,
-            gradients,
-            # One forward has its own step; several use the step of the update.
-            step=first.step if len(pending) == 1 else self.global_step,
-            time=max(times) if times else None,
-            scale=scale,
-            clip_norm=self.clip_norm,
-            pooling=pooling,
-            occurrences=occurrences,
-            wait=not any(p.push for p in pending),
-        )
+        if len(pending) > 1 or first.moved:
+            self._update_sums(pending, scale, time)
+        else:
+            try:
+                first.check_unchanged()
+                grads = self._clipped(list(first.grads or ()), scale)
+                tables = first.trained.tables
+                seconds = None if time is None else check_time(time, "EmbeddingCollection")
+                if tables:
+                    grads = [contiguous_rows(grad) for grad in grads]
+                    shards.checks[tables[0]].finite(grads, True)
+            except Exception as error:  # the other ranks wait for the gradients
+                first.fail(error)
+            update = Update(first.step or 0, seconds, scale, self.clip_norm or 0.0)
+            shards._update(first, dict.fromkeys(tables, grads), first.trained, update, not first.push)
         self.global_step += 1
         if self._eviction is not None:
-            self._eviction.after_step(self.shards, max(times) if times else None, self.global_step - 1)
+            self._eviction.after_step(self.shards, time, self.global_step - 1)
 
-    def _tree(self, pending: Sequence[BatchLookup], grads: Sequence[Tensor]) -> dict[str, Gradients]:
+    def _update_sums(self, pending: Sequence[Lookup], scale: float, time: float | None) -> None:
+        shards = self.shards
+        try:
+            for lookup in pending:
+                lookup.check_unchanged()
+            grads = self._clipped([g for lookup in pending for g in lookup.grads or ()], scale)
+            with span("megalith.gradients"):
+                sums = self._tree(pending, grads)
+        except Exception as error:  # the other ranks wait for the ids
+            shards.fail(error, "apply_gradients")
+        shards.apply_gradients(
+            {table: part.ids for table, part in sums.items()},
+            {table: part.values for table, part in sums.items()},
+            # One forward has its own step; several use the step of the update.
+            step=self.global_step if len(pending) > 1 else pending[0].step or 0,
+            time=time,
+            scale=scale,
+            clip_norm=self.clip_norm,
+            occurrences={table: part.counts for table, part in sums.items() if part.counts is not None},
+            wait=not any(lookup.push for lookup in pending),
+        )
+
+    def _tree(self, pending: Sequence[Lookup], grads: Sequence[Tensor]) -> dict[str, Gradients]:
         """Sum the gradients of several forwards per distinct id, by a binary tree in their order."""
         if not _finite(grads):
             raise InputError("EmbeddingCollection: output gradients contain NaN or Inf")
@@ -436,7 +554,7 @@ class EmbeddingCollection(nn.Module):
         for each in pending:
             own = grads[at : at + len(each.trained.outputs)]
             at += len(own)
-            sums.append(sum_gradients(self.configs, each.lookup.ids, each.trained, own))
+            sums.append(sum_gradients(self.configs, each.ids, each.trained, own))
         device = self.shards.device
         tables = [table for table in self.configs if any(table in each for each in sums)]
         # A micro-batch without gradients for a table keeps its position in the tree of sums.
@@ -463,7 +581,7 @@ class EmbeddingCollection(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Add the rows of this rank, for `state_dict`. It does not choose the shards."""
-        state = collect_state(self._choice.decided, self.configs, self.global_step)
+        state = collect_state(self._shards, self.configs, self.global_step)
         # torch.distributed.checkpoint misses a parameter that has no key.
         state[ANCHOR] = self._anchor if keep_vars else self._anchor.detach()
         destination.update({prefix + key: tensor for key, tensor in state.items()})
@@ -509,28 +627,78 @@ class EmbeddingCollection(nn.Module):
         return f"features={list(self.plan.features)}, tables={tables}, update={self.update!r}"
 
 
+class StartedBatch(Mapping[str, Any]):
+    """The columns of a batch, with lookups in progress; `EmbeddingCollection.start` and `Pipeline` return it.
+
+    It reads like the columns that it was made from. The first forward of a collection takes the lookup of
+    that collection; another forward of the same batch looks up again.
+    """
+
+    def __init__(self, columns: Any, lookups: Mapping[Any, Lookup]) -> None:
+        self.columns = columns
+        self._lookups: dict[Any, Lookup] = dict(lookups)
+
+    def add(self, collection: object, lookup: Lookup) -> None:
+        self._lookups[collection] = lookup
+
+    def take(self, collection: object) -> Lookup | None:
+        """Remove and return the lookup of a collection."""
+        return self._lookups.pop(collection, None)
+
+    @cached_property
+    def _named(self) -> Mapping[str, Any]:
+        if isinstance(self.columns, CompiledBatch):
+            return self.columns.columns
+        return self.columns if isinstance(self.columns, Mapping) else Ragged.from_keyed(self.columns)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._named[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+
 class _Pool(torch.autograd.Function):
     """Reads outputs; passes their gradients to the collection."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, collection: EmbeddingCollection, own: BatchLookup, trains: bool
+        ctx: Any, anchor: Tensor, collection: EmbeddingCollection, lookup: Lookup, trains: bool
     ) -> Any:
-        ctx.collection, ctx.own, ctx.anchor, ctx.trains = collection, own, anchor, trains
+        ctx.collection, ctx.lookup, ctx.anchor, ctx.trains = collection, lookup, anchor, trains
         ctx.set_materialize_grads(False)
-        return tuple(own.lookup.pool(own.batch.pooling))
+        return tuple(collection._pool(lookup))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if ctx.trains:
-            ctx.collection._collect(ctx.own, grads)
+            ctx.collection._collect(ctx.lookup, grads)
         return torch.zeros_like(ctx.anchor), None, None, None
+
+
+def _check_launcher() -> None:
+    """Raise UsageError if a launcher started several processes; there is no process group."""
+    for rank, size in (
+        ("RANK", "WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        # Of a step: the variables of a job are set in its scripts and shells, which are single processes.
+        ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
+    ):
+        if rank in os.environ and os.environ.get(size, "").isdecimal() and int(os.environ[size]) > 1:
+            raise UsageError(
+                f"EmbeddingCollection: {size} is {os.environ[size]}, but there is no process group, so every "
+                "process would train its own tables: call torch.distributed.init_process_group before the "
+                f"first use of the collection (a forward, .shards, .tables, a load), or {_KEEP_LOCAL}"
+            )
 
 
 def _bound(name: str, value: Any) -> float | None:
     bound = None if value is None else as_number(value)
-    if value is not None and (bound is None or not 0 < bound < math.inf):
+    if value is not None and (bound is None or not 0 < bound <= FLOAT32_MAX):
         raise InputError(f"EmbeddingCollection: {name} must be a positive, finite number, got {value!r}")
     return bound
 

@@ -1,26 +1,40 @@
 """FeaturePlan: the features and layouts of a collection, compiled once for all batches.
 
-`FeaturePlan.compile` turns the columns of a batch into ids per table and a Pooling; `FeaturePlan.assemble`
-gives the pooled outputs their names and shapes. It needs the configs of the tables, not the tables.
+`FeaturePlan.read` turns what the user passes into ids per table and a Pooling; `FeaturePlan.assemble` gives
+the pooled outputs their names and shapes. It needs the configs of the tables, not the tables, so a data
+worker can run it ahead of the forward.
+
+A batch has three forms:
+
+    form                      class                                  made by
+    what the user passes      a mapping of columns, `data.Batch`     a reader, or the user
+    the compiled batch        `CompiledBatch`, plain data            EmbeddingCollection.prepare
+    the lookup in progress    `Lookup`                               EmbeddingCollection.start, forward
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError, UnknownNameError
+from megalith.bits import show_id_dtype
+from megalith.errors import InputError, UnknownNameError, UsageError
+from megalith.nn.combiners import FirstN
 from megalith.nn.device_copies import columns_to_host
 from megalith.nn.features import Feature, Layout
 from megalith.ops.pooling import Bags, Coverage, OutputSlice, Pooling
 from megalith.ragged import Ragged
 from megalith.shards import PreparedIds
+from megalith.shards.lookup import versions
+from megalith.shards.preparer import LocalPreparer
 from megalith.table import TableConfig
+from megalith.table.validation import are_plain_ids
 
 
 @dataclass(frozen=True)
@@ -44,8 +58,10 @@ class CompiledBatch:
     prepared: PreparedIds  # The validated ids of each table, as the shards take them
     pooling: Pooling  # How their rows become outputs
     size: int
-    columns: Mapping[str, Ragged]  # The column of each feature
+    columns: Mapping[str, Any]  # The column of each feature: a Ragged, or as the user passed it
     device: torch.device  # The device of the columns
+    # Tensors of the user that the pooling refers to, which must not change before the update, by feature
+    row_splits: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def ids(self) -> Mapping[str, Tensor]:
@@ -79,15 +95,24 @@ class FeaturePlan:
         self._pooling: Pooling | None = None  # of the last batch; the next one is often equal
         # The row_splits and the pooling of the last batch with one id per example and feature.
         self._single_pooling: tuple[Tensor, Pooling] | None = None
+        self._splits = SingleSplits()
         self._one_bag = all(
             f.combiner is not None and f.combiner.inner == 1 and not f.shared for f in self.features.values()
         )
         self.tables: dict[str, list[Feature]] = {}
         for feature in self.features.values():
             self.tables.setdefault(feature.table, []).append(feature)
+        self._places = {name: number for number, name in enumerate(self.features)}
+        self.trainable = all(config.trainable for config in configs.values())
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_single_bags": {}, "_pooling": None, "_single_pooling": None}
+        caches: dict[str, object] = {
+            "_single_bags": {},
+            "_pooling": None,
+            "_single_pooling": None,
+            "_splits": SingleSplits(),
+        }
+        return {**vars(self), **caches}
 
     # ---- at construction
 
@@ -166,26 +191,91 @@ class FeaturePlan:
 
     # ---- for every batch
 
+    def read(self, batch: Any, prepare_ids: LocalPreparer, absent_ok: bool = False) -> CompiledBatch:
+        """Compile a batch: anything that `EmbeddingCollection.forward` accepts."""
+        return self._repeated(batch, prepare_ids) or self.compile(
+            self._columns(batch, absent_ok), prepare_ids, getattr(prepare_ids, "device", None)
+        )
+
+    def _repeated(self, batch: Any, prepare_ids: LocalPreparer) -> CompiledBatch | None:
+        """Compile a batch with one id per example and feature whose shapes are those of the last such batch.
+
+        The rest is as it was then: no other check, and the same pooling, by which engines know it again.
+        """
+        known = self._single_pooling  # read once: another thread may replace it
+        if known is None or not isinstance(batch, Mapping):
+            return None
+        try:
+            columns = [batch[name] for name in self.features]
+        except KeyError:
+            return None
+        splits, pooling = known
+        device, size = splits.device, splits.shape[0] - 1
+        values, same = [], splits
+        for column in columns:
+            if type(column) is not Ragged:
+                values.append(column)
+                continue
+            if column.row_splits is not same and not _are_equal(column.row_splits, splits):
+                return None
+            if column.weights is not None:
+                return None
+            same = column.row_splits  # the columns of a batch often share them
+            values.append(column.values)
+        if not are_plain_ids(values, device) or [x.shape[0] for x in values].count(size) < len(values):
+            return None
+        if versions([splits]) != [0]:
+            return None
+        if len(self.tables) == len(values):
+            ids = dict(zip(self.tables, values, strict=True))
+        else:
+            ids = {
+                table: torch.cat([values[self._places[feature.name]] for feature in own])
+                for table, own in self.tables.items()
+            }
+        compiled = dict(zip(self.features, columns, strict=True))
+        return CompiledBatch(prepare_ids.trusted(ids), pooling, size, compiled, device)
+
+    def _columns(self, batch: Any, absent_ok: bool) -> dict[str, Ragged]:
+        if not isinstance(batch, Mapping):
+            if not all(callable(getattr(batch, name, None)) for name in ("keys", "values", "lengths")):
+                raise InputError(
+                    "EmbeddingCollection: a batch must be a mapping of columns, or have keys(), values() and "
+                    f"lengths() like a KeyedJaggedTensor; got {type(batch).__name__}"
+                )
+            batch = Ragged.from_keyed(batch)
+        columns: dict[str, Ragged] = {}
+        self._splits.begin_batch()
+        absent = []
+        for name, feature in self.features.items():
+            if name in batch:
+                columns[name] = column_of(feature, batch[name], self._splits)
+                continue
+            known = ", ".join(map(repr, batch)) or "nothing"
+            if not absent_ok:
+                raise UnknownNameError(f"feature {name!r} is not in the batch (it holds {known})")
+            warnings.warn(f"feature {name!r} is not in this rank's batch (it holds {known})", stacklevel=6)
+            absent.append(name)
+        rows = next((len(c) for n, c in columns.items() if not self.features[n].shared), 0)
+        for name in absent:
+            splits = torch.zeros(
+                (1 if self.features[name].shared else rows) + 1, dtype=torch.int64, device="cpu"
+            )
+            columns[name] = Ragged(torch.empty(0, dtype=torch.int64, device="cpu"), splits)
+        return columns
+
     def compile(
         self,
         columns: Mapping[str, Ragged],
         prepare_ids: Callable[[Mapping[str, Tensor]], PreparedIds] = PreparedIds,
+        tables_at: torch.device | None = None,
     ) -> CompiledBatch:
+        """Compile the column of each feature."""
         splits = self._common_splits(columns)
-        known = self._single_pooling  # read once: another thread may replace it
-        if splits is not None and known is not None and known[0] is splits:
-            ids = {
-                table: columns[features[0].name].values
-                if len(features) == 1
-                else torch.cat([columns[feature.name].values for feature in features])
-                for table, features in self.tables.items()
-            }
-            size = splits.shape[0] - 1
-            return CompiledBatch(prepare_ids(ids), known[1], size, columns, splits.device)
         size = self._batch_size(columns)
         device = _device(columns)
         # Columns stay on the device of the tables; from any other device they come to the CPU.
-        keep = device.type == "cpu" or device == getattr(prepare_ids, "device", None)
+        keep = device.type == "cpu" or device == tables_at
         place = device if keep else torch.device("cpu")
         here = columns if keep else columns_to_host(columns)
         rows = [size] * len(self.outputs)
@@ -216,7 +306,9 @@ class FeaturePlan:
             pooling = self._pooling = Pooling(shapes, bags, self._coverage)
         if splits is not None and keep:
             self._single_pooling = splits, pooling
-        return CompiledBatch(prepare_ids(ids), pooling, size, columns, device)
+        mine = {} if splits is not None or device.type != "cpu" else columns
+        watched = {name: column.row_splits for name, column in mine.items()}
+        return CompiledBatch(prepare_ids(ids), pooling, size, columns, device, watched)
 
     def _common_splits(self, columns: Mapping[str, Ragged]) -> Tensor | None:
         """Return the row_splits of all columns if they share them and every example has one id in each."""
@@ -324,3 +416,101 @@ def _weights(columns: Sequence[Ragged]) -> Tensor | None:
         for c in columns
     ]
     return torch.cat(pieces)
+
+
+class SingleSplits:
+    """The row_splits of columns with one id per example, which batches share if nobody changed them.
+
+    With equal row_splits, a batch is compiled like the one before it; see `FeaturePlan._repeated`.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, torch.device], Tensor] = {}
+        self._given: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def begin_batch(self) -> None:
+        """Forget row_splits that were changed in place, and those of the batch before."""
+        self._given.clear()
+        if len(self._known) > 4:
+            self._known.clear()
+        for key, splits in list(self._known.items()):
+            if versions([splits]) != [0]:
+                self._known.pop(key, None)  # another thread may have removed it
+
+    def of(self, size: int, device: torch.device) -> Tensor:
+        """Return the row_splits of a column."""
+        # returns: int64 [size + 1], the numbers from 0 on.
+        found = self._known.get((size, device))
+        if found is None:
+            found = self._known[size, device] = torch.arange(size + 1, device=device)
+        return found
+
+    def recognise(self, column: Ragged) -> Ragged:
+        """Return a column with shared row_splits if every example has exactly one id."""
+        if column.single or column.weights is not None:
+            return column
+        splits = column.row_splits
+        given = self._given.get(id(splits))
+        if given is None:  # the columns of a batch often have the same row_splits
+            given = self._given[id(splits)] = splits, self._equal_to(splits, column.values.shape[0])
+        return column if given[1] is None else Ragged.trusted(column.values, given[1], single=True)
+
+    def _equal_to(self, splits: Tensor, size: int) -> Tensor | None:
+        """Return the shared row_splits that equal those of a column with this number of ids, or None."""
+        if splits.shape[0] != size + 1 or type(splits) is not Tensor or not splits.is_cpu:
+            return None
+        shared = self.of(size, splits.device)
+        return shared if torch.equal(splits, shared) else None
+
+
+def _are_equal(splits: Tensor, shared: Tensor) -> bool:
+    """Compare row_splits with shared ones. A GPU is not waited for: there only the same ones are equal."""
+    return splits.is_cpu and splits.shape == shared.shape and torch.equal(splits, shared)
+
+
+def column_of(feature: Feature, value: Any, shared: SingleSplits | None = None) -> Ragged:
+    """Return the column of a feature."""
+    # value: A Ragged, a jagged nested tensor, int64 or int32 [B], or [B, L] padded with `feature.pad`.
+    if type(value) is Tensor and value.dtype is torch.int64 and shared is not None and _is_vector(value):
+        return Ragged.trusted(value, shared.of(value.shape[0], value.device), single=True)
+    if isinstance(value, Ragged):
+        column = value if shared is None else shared.recognise(value)
+    elif isinstance(value, Tensor) and value.is_nested:
+        if value.layout != torch.jagged:
+            raise InputError(f"feature {feature.name!r}: a nested tensor must have layout=torch.jagged")
+        column = Ragged.from_nested(value)
+    elif isinstance(value, Tensor) and value.dim() == 1:
+        shared = SingleSplits() if shared is None else shared
+        column = Ragged.trusted(value, shared.of(value.shape[0], value.device), single=True)
+    elif isinstance(value, Tensor) and value.dim() == 2:
+        column = Ragged.from_padded(value, pad=feature.pad)
+    else:
+        shape = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(
+            f"feature {feature.name!r}: expected a Ragged or a tensor [batch] or [batch, length]; got {shape}"
+        )
+    if column.values.dtype not in (torch.int64, torch.int32) or column.values.dim() != 1:
+        raise InputError(
+            f"feature {feature.name!r}: ids must be int64 or int32 [n], got "
+            f"{show_id_dtype(column.values.dtype)} {list(column.values.shape)} (for strings use "
+            "megalith.hash_strings)"
+        )
+    if column.weights is not None and column.weights.requires_grad and feature.combiner is not None:
+        raise UsageError(
+            f"feature {feature.name!r}: weights cannot have a gradient: detach them, or use combiner=None "
+            "and multiply the rows"
+        )
+    return column
+
+
+def _is_vector(value: Tensor) -> bool:
+    return value.dim() == 1 and not value.is_nested
+
+
+def real_places(feature: Feature, column: Ragged) -> Tensor:
+    """Return which positions of a FirstN feature hold a row."""
+    # returns: bool [B, n].
+    if not isinstance(feature.combiner, FirstN):
+        raise InputError(f"feature {feature.name!r}: only a FirstN feature has positions")
+    lengths = column.lengths()
+    return torch.arange(feature.combiner.n, device=lengths.device) < lengths[:, None]

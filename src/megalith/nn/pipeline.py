@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 from megalith.distributed.ranks import ABSENCE_SECONDS
 from megalith.errors import InputError, MegalithError, UsageError
-from megalith.nn.batch_lookup import BatchLookup, StartedBatch
-from megalith.nn.collection import EmbeddingCollection
+from megalith.nn.collection import EmbeddingCollection, StartedBatch
 from megalith.nn.feature_plan import CompiledBatch
 from megalith.ops import checks
 from megalith.shards import Lookup, Shards
@@ -185,7 +184,8 @@ class _PipelineEpoch:
             for each, own in zip(self._collections, compiled, strict=True):
                 silent.pop(0)
                 lookup = each.shards.lookup(own.prepared, series=self._series_of(each))
-                started.add(each, BatchLookup(own, lookup, self._pipeline.push))
+                lookup.attach(own, own.row_splits, self._pipeline.push)
+                started.add(each, lookup)
                 lookups.append(lookup)
             ahead.set_result((attached, lookups))
         except Exception as error:

@@ -240,6 +240,11 @@ class Pooling:
         return self.native_bags.get(_check_name(table), ())
 
     @cached_property
+    def tables(self) -> list[str]:
+        """The tables that fill an output."""
+        return [name for name, bags in self.bags.items() if bags]
+
+    @cached_property
     def native_bags(self) -> dict[str, list[tuple[Any, ...]]]:
         """The bags of each table that fills an output, as arguments for the native module."""
         return {name: [own.native for own in bags] for name, bags in self.bags.items() if bags}

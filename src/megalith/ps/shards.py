@@ -57,13 +57,13 @@ from megalith.shards.contract import (
 )
 from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds
 from megalith.shards.part import ShardsPart
-from megalith.shards.preparer import RoutingPreparer, make_routers
+from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
 from megalith.shards.wire import check_wire, make_wire
 from megalith.table import Chunk, MemoryUse, RowCounters, Table, TableConfig, TableStats
 from megalith.table.engines import engine_class
 from megalith.table.serving_precision import ServingView
 from megalith.table.table_data import Update
-from megalith.table.validation import InputChecks, check_flag, check_start, check_step
+from megalith.table.validation import InputChecks, check_flag, check_start
 
 MODES = ("async", "sync")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
@@ -713,18 +713,16 @@ class ServerShards(ServerRows):
 
     # ---- a batch
 
-    def lookup(
-        self,
-        ids: Ids | PreparedIds,
-        *,
-        missing_ok: bool = False,
-        series: LookupSeries | None = None,
-        step: int | None = None,
+    def _prepared(self, ids: Ids | PreparedIds, missing_ok: bool) -> RoutedIds:
+        return self.preparer.routed(ids, missing_ok=missing_ok)
+
+    def _lookup(
+        self, prepared: PreparedIds, *, series: LookupSeries | None = None, step: int | None = None
     ) -> ServerLookup:
         # Rows are requested by the first use or by `Lookup.fetch`.
+        assert isinstance(prepared, RoutedIds)
         self._pushes.raise_errors()
-        step = None if step is None else check_step(step, "lookup")
-        return ServerLookup(self, self.links, self.preparer.routed(ids, missing_ok=missing_ok), step)
+        return ServerLookup(self, self.links, prepared, step)
 
     def fail(
         self,
@@ -747,7 +745,7 @@ class ServerShards(ServerRows):
         """
         self._pushes.report_failure(error)
 
-    def _look_up_to_update(self, ids: Ids, step: int) -> ServerLookup:
+    def _look_up_to_update(self, ids: Ids, step: int) -> Lookup:
         self._check_trains()
         try:
             return self.lookup(ids, step=step)

@@ -19,7 +19,7 @@ import time as clock
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import isfunction
-from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,8 +38,12 @@ from megalith.table.validation import (
     check_flag,
     check_numbers,
     check_pooling,
+    check_step,
     check_table_name,
 )
+
+if TYPE_CHECKING:
+    from megalith.shards.preparer import LocalPreparer
 
 EXCHANGES = ("sizes", "ids", "rows", "gradients")
 """The exchanges of a training step, in order."""
@@ -92,7 +96,7 @@ class Shards(ABC):
     checks: Mapping[str, InputChecks]
     stepwise: Sequence[str] = ()
     ranks: Ranks = Ranks()
-    preparer: Callable[..., PreparedIds]
+    preparer: LocalPreparer
     device: torch.device = torch.device("cpu")
 
     @property
@@ -187,7 +191,6 @@ class Shards(ABC):
         """
         return self.preparer(ids, missing_ok=missing_ok)
 
-    @abstractmethod
     def lookup(
         self,
         ids: Ids | PreparedIds,
@@ -210,6 +213,21 @@ class Shards(ABC):
         Raises:
             UnknownNameError: For an unknown table (a KeyError).
         """
+        return self._lookup(self._prepared(ids, missing_ok), series=series, step=self._check_step(step))
+
+    @staticmethod
+    def _check_step(step: int | None) -> int | None:
+        return None if step is None else check_step(step, "lookup")
+
+    @abstractmethod
+    def _prepared(self, ids: Ids | PreparedIds, missing_ok: bool) -> PreparedIds:
+        """Check the ids of a lookup, or those that another process has prepared."""
+
+    @abstractmethod
+    def _lookup(
+        self, prepared: PreparedIds, *, series: LookupSeries | None = None, step: int | None = None
+    ) -> Lookup:
+        """Start to look up ids that the preparer of these shards has prepared."""
 
     def apply_gradients(
         self,

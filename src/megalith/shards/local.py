@@ -31,7 +31,7 @@ from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.engines import engine_group
 from megalith.table.table_data import FoundRows, Update
-from megalith.table.validation import are_plain_ids, check_by_table, check_pooling, check_step
+from megalith.table.validation import are_plain_ids, check_by_table, check_pooling
 
 
 class LocalShards(Shards):
@@ -81,24 +81,21 @@ class LocalShards(Shards):
 
     # ---- a batch
 
-    def lookup(
-        self,
-        ids: Ids | PreparedIds,
-        *,
-        missing_ok: bool = False,
-        series: LookupSeries | None = None,
-        step: int | None = None,
+    def _prepared(self, ids: Ids | PreparedIds, missing_ok: bool) -> PreparedIds:
+        if not isinstance(ids, PreparedIds):
+            return self.prepare(ids, missing_ok=missing_ok)
+        plain = self.local.keys() >= ids.ids.keys() and are_plain_ids(ids.ids.values(), self.device)
+        # Made by hand or by other shards, or on the CPU for tables on a GPU.
+        return ids if plain else self.prepare(ids.ids)
+
+    def _lookup(
+        self, prepared: PreparedIds, *, series: LookupSeries | None = None, step: int | None = None
     ) -> LocalLookup:
         # Rows are found and read when they are used. A series has no effect.
-        step = None if step is None else check_step(step, "lookup")
-        if not isinstance(ids, PreparedIds):
-            ids = self.prepare(ids, missing_ok=missing_ok)
-        own = ids.ids
-        if not (self.local.keys() >= own.keys() and are_plain_ids(own.values(), self.device)):
-            # Made by hand or by other shards, or on the CPU for tables on a GPU.
-            own = self.prepare(own).ids
-            own = {name: x.to(self.device, non_blocking=True) for name, x in own.items()}
-        return LocalLookup(self, own, step)
+        ids = prepared.ids
+        if self.device.type != "cpu":
+            ids = {name: x.to(self.device, non_blocking=True) for name, x in ids.items()}
+        return LocalLookup(self, ids, step)
 
     def _look_up_to_update(self, ids: Ids, step: int) -> Lookup:
         return self.lookup(ids, step=step)

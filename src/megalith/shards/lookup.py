@@ -18,9 +18,9 @@ every rank leaves out the same exchanges, which raise the error of the event ins
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -54,7 +54,20 @@ class Lookup(ABC):
         step: The global step of the training that reads the rows, for tables with a view
             (`Segment.serving`); None: the rows are those that servers return. Rows that were fetched keep
             the step that they were fetched with.
+        batch: What the ids were compiled from, for the caller.
+        time: The last-update time of the rows in seconds, for the update; None: the clock of the owner.
+        push: Whether the update returns while gradients are sent.
+        grads: Gradients of outputs that wait for the update; None: backward has not run.
+        trained: The pooling of the outputs that have gradients.
+        backward: The number of the backward that made the gradients.
     """
+
+    batch: Any = None
+    time: float | None = None
+    push: bool = False
+    grads: Sequence[Tensor] | None = None
+    trained: Pooling
+    backward: int = -1
 
     def __init__(self, shards: Shards, ids: Mapping[str, Tensor], step: int | None = None) -> None:
         self.shards = shards
@@ -62,9 +75,23 @@ class Lookup(ABC):
         self.used = False
         self.step = step
         self._versions = versions(ids.values())
+        self._splits: Mapping[str, Tensor] = {}
+        self._splits_versions: list[int] = []
+
+    def attach(self, batch: Any, row_splits: Mapping[str, Tensor], push: bool = False) -> None:
+        """Set what the ids were compiled from; row_splits, by feature, must not change before the update.
+
+        Args:
+            batch: See the attribute.
+            row_splits: int64 [n + 1] each.
+            push: See the attribute.
+        """
+        self.batch, self.push = batch, push
+        if row_splits:
+            self._splits, self._splits_versions = row_splits, versions(row_splits.values())
 
     def check_unchanged(self) -> None:
-        """Raise UsageError if an ids tensor was modified in place since the lookup."""
+        """Raise UsageError if ids or row_splits were modified in place since the lookup."""
         now = versions(self.ids.values())
         if now != self._versions:
             pairs = zip(self.ids, now, self._versions, strict=True)
@@ -72,6 +99,14 @@ class Lookup(ABC):
             raise UsageError(
                 f"table {name!r}: its ids were changed in place after the lookup; "
                 "keep them until the update, or look up a copy"
+            )
+        splits = self._splits
+        if splits and (changed := versions(splits.values())) != self._splits_versions:
+            pairs = zip(splits, changed, self._splits_versions, strict=True)
+            name = next(name for name, new, old in pairs if new != old)
+            raise UsageError(
+                f"feature {name!r}: its row_splits were changed in place after forward; keep them until "
+                "the update"
             )
 
     def check_table(self, table: str) -> None:

@@ -79,6 +79,10 @@ class LocalPreparer:
     def __call__(self, ids: Ids, *, missing_ok: bool = False) -> PreparedIds:
         return PreparedIds(self.checked(ids, missing_ok))
 
+    def trusted(self, ids: Mapping[str, Tensor]) -> PreparedIds:
+        """Prepare ids that need no validation: contiguous int64 [n] per table."""
+        return PreparedIds(ids)
+
     def checked(self, ids: Ids, missing_ok: bool = False) -> dict[str, Tensor]:
         """Validate ids."""
         # ids: int64 or int32 [n] per table; returns: int64 [n] per known table.
@@ -113,6 +117,9 @@ class RoutingPreparer(LocalPreparer):
     def __call__(self, ids: Ids, *, missing_ok: bool = False, distinct: bool = True) -> RoutedIds:
         # Distinct=False keeps repeated ids, in their order.
         return self.route(self.checked(ids, missing_ok), distinct=distinct)
+
+    def trusted(self, ids: Mapping[str, Tensor]) -> RoutedIds:
+        return self.route(ids)
 
     def routed(self, ids: Ids | PreparedIds, *, missing_ok: bool = False) -> RoutedIds:
         """Return the ids of a lookup with their routes."""

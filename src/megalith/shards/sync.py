@@ -46,7 +46,7 @@ from megalith.shards.routed_lookup import RoutedLookup
 from megalith.shards.wire import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.table_data import Update
-from megalith.table.validation import check_flag, check_step
+from megalith.table.validation import check_flag
 
 
 class SyncLookup(RoutedLookup):
@@ -224,24 +224,28 @@ class SyncShards(Shards):
         Returns:
             The lookup, in progress. An error on any rank is raised when it is used.
         """
-        if series is not None and not isinstance(series, LookupSeries):
-            self.fail(InputError(f"series must be a LookupSeries, got {type(series).__name__}"))
-        return self._request("lookup", ids, missing_ok, series, step, out_of_data)
+        try:
+            if series is not None and not isinstance(series, LookupSeries):
+                raise InputError(f"series must be a LookupSeries, got {type(series).__name__}")
+            step, prepared = self._check_step(step), self._prepared(ids, missing_ok)
+        except Exception as error:
+            self.fail(error, series=series if isinstance(series, LookupSeries) else None)
+        return self._lookup(prepared, series=series, step=step, out_of_data=out_of_data)
 
-    def _request(
+    def _prepared(self, ids: Ids | PreparedIds, missing_ok: bool) -> RoutedIds:
+        return self.preparer.routed(ids, missing_ok=missing_ok)
+
+    def _lookup(
         self,
-        call: str,
-        ids: Ids | PreparedIds,
-        missing_ok: bool = False,
+        prepared: PreparedIds,
+        *,
         series: LookupSeries | None = None,
         step: int | None = None,
+        call: str = "lookup",
         out_of_data: bool = False,
     ) -> SyncLookup:
-        try:
-            step = None if step is None else check_step(step, call)
-            routed = self.preparer.routed(ids, missing_ok=missing_ok).to(self.device)
-        except Exception as error:
-            self.fail(error, call, series=series)
+        assert isinstance(prepared, RoutedIds)
+        routed = prepared.to(self.device)
         return SyncLookup(self, self._messages, routed, call, series, step, out_of_data)
 
     def fail(
@@ -264,7 +268,11 @@ class SyncShards(Shards):
         raise error
 
     def _look_up_to_update(self, ids: Ids, step: int) -> SyncLookup:
-        return self._request("apply_gradients", ids, step=step)
+        try:
+            prepared = self._prepared(ids, False)
+            return self._lookup(prepared, step=self._check_step(step), call="apply_gradients")
+        except Exception as error:
+            self.fail(error, "apply_gradients")
 
     def _update(
         self,

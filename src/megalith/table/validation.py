@@ -174,12 +174,15 @@ class InputChecks:
             if not isinstance(grads, list | tuple):
                 raise InputError(f"table {self.name!r}: with pooling, grads must be a list, one per output")
             checked = self._matrices("grads", grads, pooling, strided=True)
-        for number, grad in enumerate(checked):
-            # On a GPU that would wait for it: the kernels skip and count such rows.
-            if grad.is_cpu and not _all_finite(grad):
-                field = "grads" if pooling is None else f"grads of output {number}"
-                raise InputError(f"table {self.name!r}: {field} hold NaN or Inf")
+        self.finite(checked, pooling is not None)
         return [self._moved(grad) for grad in checked]
+
+    def finite(self, grads: Sequence[Tensor], pooled: bool) -> None:
+        """Raise InputError if a gradient is not finite. On a GPU the kernels skip and count such rows."""
+        for number, grad in enumerate(grads):
+            if grad.is_cpu and not _all_finite(grad):
+                field = f"grads of output {number}" if pooled else "grads"
+                raise InputError(f"table {self.name!r}: {field} hold NaN or Inf")
 
     def epoch(self, epoch: int | None) -> int | None:
         """Check an epoch that the caller remembered."""
