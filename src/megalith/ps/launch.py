@@ -50,6 +50,10 @@ def ray_module() -> Any:
 def loopback_ray() -> Any:
     """Import Ray such that what it starts on this machine listens on the loopback address only."""
     os.environ.setdefault(_LOOPBACK, "0")
+    # By default the processes of Ray's workers have niceness 15, so busy processes of the same session take
+    # nearly all of the CPU: with four of them on two cores, a training worker was imported in 120 s, and with
+    # niceness 0 in 16 s.
+    os.environ.setdefault(_NICENESS, "0")
     return ray_module()
 
 
@@ -57,10 +61,6 @@ def start_ray(address: str | None = None, *, object_store_bytes: int | None = No
     """Connect this process to Ray, unless it is connected."""
     if address is not None:
         return connect_ray(address)
-    # By default the processes of Ray's workers have niceness 15, so busy processes of the same session take
-    # nearly all of the CPU: with four of them on two cores, a training worker was imported in 120 s, and with
-    # niceness 0 in 16 s.
-    os.environ.setdefault(_NICENESS, "0")
     ray = loopback_ray()
     if ray.is_initialized():
         return False
