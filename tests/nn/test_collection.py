@@ -27,6 +27,7 @@ from megalith import (
     Sum,
     TableConfig,
 )
+from megalith.errors import InputError
 from megalith.ops import Pooling
 from tests.nn.support import Keyed, assign, collection, column, contents, floats, ints, zeros
 
@@ -498,3 +499,34 @@ def test_the_phases_of_a_step_are_spans_of_the_profiler() -> None:
         model({"a": ints(1, 2)})["a"].sum().backward()
     names = {event.key for event in profile.key_averages()}
     assert {"megalith.ids", "megalith.pool", "megalith.optimizer"} <= names
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_of_another_dtype_are_pooled_and_summed_in_float32(
+    engine: str, dtype: torch.dtype, update: str
+) -> None:
+    options: dict[str, Any] = {"engine": engine, "update": update, "dim": 3}
+    features = Feature("a", "t"), Feature("rows", "t", None)
+    plain, other = collection(*features, **options), collection(*features, **options, output_dtype=dtype)
+    rows = {n: [n / 7, 1 / (n + 1), 1000.5] for n in range(4)}
+    batch = {"a": column([1, 2, 2], [], [3]), "rows": column([0], [1, 3], [2])}
+    for made in (plain, other):
+        assign(made, rows)
+    expected, out = plain(batch), other(batch)
+    assert out["a"].dtype is out["rows"].values.dtype is dtype
+    assert torch.equal(out["a"], expected["a"].to(dtype))
+    assert torch.equal(out["rows"].values, expected["rows"].values.to(dtype))
+    grad = torch.tensor([[1.0, 3e-3, 257.0]], dtype=dtype).expand(3, 3)
+    out["a"].backward(grad)
+    expected["a"].backward(grad.float())
+    if update == "step":
+        for made in (plain, other):
+            made.step()
+    assert contents(other) == contents(plain) != rows
+    assert other.eval()(batch)["a"].dtype is dtype
+
+
+def test_an_output_dtype_is_a_float_type() -> None:
+    with pytest.raises(InputError, match="output_dtype must be one of"):
+        collection(Feature("a", "t"), output_dtype=torch.float64)
