@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megalith.bits import show_id_dtype
 from megalith.errors import InputError, UnknownNameError, UsageError
-from megalith.nn.combiners import FirstN
+from megalith.nn.combiners import Combiner, FirstN
 from megalith.nn.device_copies import columns_to_host
 from megalith.nn.features import Feature, Layout
 from megalith.ops.pooling import Bags, Coverage, OutputSlice, Pooling
@@ -102,6 +102,11 @@ class FeaturePlan:
         self.tables: dict[str, list[Feature]] = {}
         for feature in self.features.values():
             self.tables.setdefault(feature.table, []).append(feature)
+        # The others need no call per batch: their bags are the rows of the column, and nothing is divided.
+        combiners = {f.name: type(f.combiner) for f in self.features.values() if f.combiner is not None}
+        plain = Combiner.cut, Combiner.offsets
+        self._cutting = {name for name, kind in combiners.items() if (kind.cut, kind.offsets) != plain}
+        self._dividing = {name for name, kind in combiners.items() if kind.divisor is not Combiner.divisor}
         self._places = {name: number for number, name in enumerate(self.features)}
         self.trainable = all(config.trainable for config in configs.values())
 
@@ -291,7 +296,7 @@ class FeaturePlan:
                 if feature.combiner is None:
                     offsets = torch.arange(column.values.shape[0] + 1, device=place)
                     rows[self._parts[feature.name][0].output] = column.values.shape[0]
-                else:
+                elif feature.name in self._cutting:
                     column = feature.combiner.cut(column)
                     offsets = feature.combiner.offsets(column)
                 values.append(column.values)
@@ -339,7 +344,8 @@ class FeaturePlan:
             return known
         weighted = weights if column.weights is not None else None
         first = begin if column.single and feature.combiner.inner == 1 else None
-        return Bags(offsets, parts, weighted, feature.combiner.divisor(column), feature.shared, first)
+        divisor = feature.combiner.divisor(column) if feature.name in self._dividing else None
+        return Bags(offsets, parts, weighted, divisor, feature.shared, first)
 
     def _batch_size(self, columns: Mapping[str, Ragged]) -> int:
         size: int | None = None
