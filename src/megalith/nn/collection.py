@@ -274,7 +274,7 @@ class EmbeddingCollection(nn.Module):
         elif lookup.moved:
             moved = lookup
             lookup = self.shards.lookup(moved.batch.prepared)
-            lookup.attach(moved.batch, moved.batch.row_splits, moved.push)
+            lookup._attach(moved.batch, moved.batch.row_splits, moved.push)
         compiled, trains = lookup.batch, self.trains
         lookup.step = self.global_step if trains else None
         if trains or self._in_graph():
@@ -334,7 +334,7 @@ class EmbeddingCollection(nn.Module):
             except Exception as error:
                 shards.fail(error)  # otherwise the other ranks would wait for this one
             lookup = shards._lookup(compiled.prepared)
-        lookup.attach(compiled, compiled.row_splits)
+        lookup._attach(compiled, compiled.row_splits)
         return lookup
 
     def _compile(self, batch: Any, shards: Shards) -> CompiledBatch:

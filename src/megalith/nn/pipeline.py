@@ -184,7 +184,7 @@ class _PipelineEpoch:
             for each, own in zip(self._collections, compiled, strict=True):
                 silent.pop(0)
                 lookup = each.shards.lookup(own.prepared, series=self._series_of(each))
-                lookup.attach(own, own.row_splits, self._pipeline.push)
+                lookup._attach(own, own.row_splits, self._pipeline.push)
                 started.add(each, lookup)
                 lookups.append(lookup)
             ahead.set_result((attached, lookups))

@@ -78,14 +78,8 @@ class Lookup(ABC):
         self._splits: Mapping[str, Tensor] = {}
         self._splits_versions: list[int] = []
 
-    def attach(self, batch: Any, row_splits: Mapping[str, Tensor], push: bool = False) -> None:
-        """Set what the ids were compiled from; row_splits, by feature, must not change before the update.
-
-        Args:
-            batch: See the attribute.
-            row_splits: int64 [n + 1] each.
-            push: See the attribute.
-        """
+    def _attach(self, batch: Any, row_splits: Mapping[str, Tensor], push: bool = False) -> None:
+        """Set what the ids were compiled from; row_splits, by feature, must not change before the update."""
         self.batch, self.push = batch, push
         if row_splits:
             self._splits, self._splits_versions = row_splits, versions(row_splits.values())
