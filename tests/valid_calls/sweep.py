@@ -119,7 +119,6 @@ _REASONS: Mapping[str, Iterable[str]] = {
     "raises UsageError; SyncShards overrides it": ["Shards.add_recorder"],
     "for readers of files, which override it or are opened by path": ["Reader.from_config"],
     "raises the error that it is given": [
-        "SyncShards.fail_update",
         *_methods(
             "EmbeddingCollection Lookup Shards SyncLookup SyncShards ServerShards ServerLookup", "fail"
         ),
