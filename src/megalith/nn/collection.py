@@ -23,7 +23,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -192,8 +192,6 @@ class EmbeddingCollection(nn.Module):
         allowed = flag(allow_micro_steps, "EmbeddingCollection: allow_micro_steps")
         watched = update == "backward" and not allowed
         self._guard = MicroStepGuard() if watched else None
-        # torch.compile leaves `_forward` alone. Not at import: torch's compiler takes seconds to import.
-        self._eager_forward = torch.compiler.disable(EmbeddingCollection._forward)
         # It connects outputs to the graph, and a model's requires_grad_ reaches it. It has an element and a
         # gradient of 0 because FSDP2, some optimizers and the checkpoints of optimizers fail without.
         self.register_parameter(ANCHOR, nn.Parameter(torch.zeros(1, device=torch.get_default_device())))
@@ -264,8 +262,10 @@ class EmbeddingCollection(nn.Module):
             InputError: For a batch or column of a wrong type, shape, dtype or device.
             UnknownNameError: For a feature that is not in the batch.
         """
-        outputs: dict[str, Any] = self._eager_forward(self, batch, time)
-        return outputs
+        if torch.compiler.is_compiling():
+            outputs: dict[str, Any] = _uncompiled_forward()(self, batch, time)
+            return outputs
+        return self._forward(batch, time)
 
     def _forward(self, batch: Any, time: float | None) -> dict[str, Any]:
         lookup = batch.take(self) if isinstance(batch, StartedBatch) else None
@@ -659,6 +659,12 @@ class StartedBatch(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._named)
+
+
+@cache
+def _uncompiled_forward() -> Callable[..., dict[str, Any]]:
+    """Return `_forward` as torch.compile leaves it alone. Not made before: its import takes seconds."""
+    return torch.compiler.disable(EmbeddingCollection._forward)
 
 
 class _Pool(torch.autograd.Function):
