@@ -1,12 +1,16 @@
 """Python time per training step: how many functions of ours a batch enters, and what they cost.
 
-    python benchmarks/overhead.py [--device cuda] [--batch 1024,4096,16384] [--output PATH]
+    python benchmarks/overhead.py [--device cuda] [--batch 1024,4096,16384] [--paths] [--output PATH]
 
 The model has 26 features of one table each; a batch has one id per feature and example ("single") or 1 to
 5 ("ragged"). Every batch is another one. A step is forward, backward and update of the embeddings, without a
 dense part. Printed for each shape: wall time of a step, functions of ours and calls of them
 (`sys.setprofile`), and the time that Python spends in each package, by cProfile, which makes Python about
 twice as slow: read it as shares. With --profile, the functions that take most time.
+
+With --paths, the functions and calls of other paths too, in all threads of the process that is named: a step
+of the same model on rank 0 of 2 (SyncShards) and on a worker with 2 servers (ServerShards), a Predict request
+(client and model server), a push of changed rows (publisher and model server), and a save.
 """
 
 from __future__ import annotations
@@ -20,14 +24,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from harness import command_line, machine, print_table, result_path, versions, write_result
 from torch import Tensor
 
-from megalith import Adagrad, EmbeddingCollection, Feature, Layout, Ragged, Slice, TableConfig
+from megalith import Adagrad, EmbeddingCollection, Feature, Layout, Ragged, ServerShards, Slice, TableConfig
 
 FEATURES, ROWS = 26, 200_000
 NAMES = [f"f{i}" for i in range(FEATURES)]
@@ -57,23 +65,33 @@ def make_batch(shape: str, size: int, generator: torch.Generator, device: str) -
     }
 
 
-def count_calls(work: Callable[[], object]) -> tuple[int, int]:
-    """Return how many functions of ours a call enters, and how often; comprehensions are not counted."""
-    found: Counter[tuple[str, str]] = Counter()
+class CallCount:
+    """Counts the functions of ours that all threads enter, and their calls; comprehensions are not counted.
 
-    def note(frame: Any, event: str, argument: object) -> None:
+    Only threads that start while it exists are seen, besides the one that makes it.
+    """
+
+    def __init__(self) -> None:
+        self._found: Counter[tuple[str, str]] = Counter()
+        self._counting = False
+        threading.setprofile(self._note)
+
+    def _note(self, frame: Any, event: str, argument: object) -> None:
         code = frame.f_code
-        if event == "call" and PACKAGE in code.co_filename and not code.co_name.startswith("<"):
-            found[code.co_filename, code.co_qualname] += 1
+        if self._counting and event == "call" and PACKAGE in code.co_filename and code.co_name[0] != "<":
+            self._found[code.co_filename, code.co_qualname] += 1
 
-    threading.setprofile(note)  # backward runs in a thread of torch, on a GPU
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
-    return len(found), sum(found.values())
+    def of(self, work: Callable[[], object]) -> tuple[int, int]:
+        """Return how many functions of ours a call enters, and how often."""
+        self._found.clear()
+        self._counting = True
+        sys.setprofile(self._note)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+            self._counting = False
+        return len(self._found), sum(self._found.values())
 
 
 def package_of(path: str) -> str:
@@ -130,7 +148,7 @@ def measure(shape: str, size: int, dim: int, device: str, show: int) -> dict[str
         alone.append(time.perf_counter() - start)
     # On a GPU, backward runs in a thread of its own: forced into this one, so that it is counted.
     with torch.autograd.set_multithreading_enabled(False):
-        functions, calls = count_calls(step)
+        functions, calls = CallCount().of(step)
         spent, stats = profile(step, rounds)
     if show:
         stats.sort_stats("tottime").print_stats(show)
@@ -143,6 +161,95 @@ def measure(shape: str, size: int, dim: int, device: str, show: int) -> dict[str
     }
 
 
+# ---- other paths
+
+
+def warm_count(count: CallCount, work: Callable[[], object]) -> tuple[int, int]:
+    for _ in range(4):
+        work()
+    return count.of(work)
+
+
+def training_step(tables: Any) -> Callable[[], None]:
+    """A step of the model with one id per feature, over these shards."""
+    layout = Layout("all", [Slice(name, 0, 16) for name in NAMES])
+    collection = EmbeddingCollection(tables, [Feature(name, name) for name in NAMES], layouts=[layout])
+    generator = torch.Generator().manual_seed(0)
+    batches = cycle([make_batch("single", 1024, generator, "cpu") for _ in range(4)])
+    gradient = torch.full((1024, FEATURES * 16), 1e-3)
+    return lambda: collection(next(batches))["all"].backward(gradient)
+
+
+def configs() -> list[TableConfig]:
+    return [TableConfig(name, dim=16, optimizer=Adagrad(0.05)) for name in NAMES]
+
+
+def rank_step(rank: int, folder: str, found: Any) -> None:
+    torch.set_num_threads(1)
+    count = CallCount()
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    result = warm_count(count, training_step(configs()))
+    if rank == 0:
+        found.put(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def sync_step(folder: Path) -> tuple[int, int]:
+    context = torch.multiprocessing.get_context("spawn")
+    found = context.SimpleQueue()
+    torch.multiprocessing.start_processes(rank_step, (str(folder), found), nprocs=2, start_method="spawn")
+    result: tuple[int, int] = found.get()
+    return result
+
+
+def server_step() -> tuple[int, int]:
+    count = CallCount()
+    with ServerShards(configs(), num_servers=2) as shards:
+        step = training_step(shards)
+
+        def whole() -> None:
+            step()
+            shards.flush()
+
+        return warm_count(count, whole)
+
+
+def served_paths(folder: Path) -> dict[str, tuple[int, int]]:
+    """A request, a push and a save; grpc's threads and those of the publisher are counted too."""
+    from serving_roles import SYNC_NAME, SYNC_TABLE, sync_model
+
+    from megalith import checkpoint
+    from megalith.serving import Publisher, export_model
+    from megalith.serving.client.predict_client import PredictClient
+    from megalith.serving.discovery import StaticDiscovery
+    from megalith.serving.server.model_server import ModelServer
+    from megalith.serving.server.server_config import ServerConfig
+
+    count, model, ids = CallCount(), sync_model(), torch.arange(100)
+    shards = model.embeddings.shards
+    shards.apply_gradients({SYNC_TABLE: ids}, {SYNC_TABLE: torch.ones(100, 16)}, step=0)
+    export_model(model, folder / "export", name=SYNC_NAME, version=1)
+    with ModelServer(folder / "export", ServerConfig(allow_writes=True)) as server:
+        with PredictClient(f"static:{server.address}", SYNC_NAME) as client:
+            predict = warm_count(count, lambda: client.predict({SYNC_TABLE: ids[:32]}, timeout=60.0))
+        with Publisher(model, StaticDiscovery([server.address]), model_name=SYNC_NAME, interval=3600) as out:
+
+            def push() -> None:
+                shards.apply_gradients({SYNC_TABLE: ids}, {SYNC_TABLE: torch.ones(100, 16)}, step=0)
+                out.flush(60.0)
+
+            pushed = warm_count(count, push)
+    saved = warm_count(count, lambda: checkpoint.save(model, folder / "checkpoint"))
+    return {"Predict, client and server": predict, "push, publisher and server": pushed, "save": saved}
+
+
+def other_paths() -> dict[str, tuple[int, int]]:
+    with TemporaryDirectory() as folder:
+        served = served_paths(Path(folder))
+        return {"sync, rank 0 of 2": sync_step(Path(folder)), "2 servers, worker": server_step(), **served}
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -153,6 +260,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--dim", type=int, help="default: 16 on the CPU, 64 on a GPU")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profile", type=int, default=0, help="print this number of functions")
+    parser.add_argument("--paths", action="store_true", help="count the calls of other paths too")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -176,12 +284,17 @@ def main(arguments: list[str]) -> None:
             for name, own in results.items()
         ],
     )
+    paths = other_paths() if options.paths else {}
+    if paths:
+        rows = [[name, str(functions), str(calls)] for name, (functions, calls) in paths.items()]
+        print_table("Other paths", ["path", "functions", "calls"], rows)
     content = {
         "benchmark": "overhead",
         "command": command_line(arguments),
         "machine": machine(),
         "versions": versions(("megalith", "torch", "triton")),
         "results": results,
+        "paths": {name: {"functions": f, "calls": c} for name, (f, c) in paths.items()},
     }
     write_result(options.output or result_path(f"overhead_{options.device}"), content)
 
