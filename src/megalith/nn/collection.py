@@ -23,7 +23,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -262,8 +262,9 @@ class EmbeddingCollection(nn.Module):
             InputError: For a batch or column of a wrong type, shape, dtype or device.
             UnknownNameError: For a feature that is not in the batch.
         """
-        if torch.compiler.is_compiling():
-            outputs: dict[str, Any] = _uncompiled_forward()(self, batch, time)
+        if torch.compiler.is_compiling():  # not before: the import of torch's compiler takes a second
+            uncompiled = torch.compiler.disable(EmbeddingCollection._forward)
+            outputs: dict[str, Any] = uncompiled(self, batch, time)
             return outputs
         return self._forward(batch, time)
 
@@ -659,12 +660,6 @@ class StartedBatch(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._named)
-
-
-@cache
-def _uncompiled_forward() -> Callable[..., dict[str, Any]]:
-    """Return `_forward` as torch.compile leaves it alone. Not made before: its import takes seconds."""
-    return torch.compiler.disable(EmbeddingCollection._forward)
 
 
 class _Pool(torch.autograd.Function):

@@ -101,7 +101,7 @@ class Bags:
         tensors = move(self.offsets), self.parts, move(self.weights), move(self.divisor)
         return Bags(*tensors, self.shared, self.first)
 
-    @property
+    @cached_property
     def native(self) -> tuple[Any, ...]:
         """The arguments for the native module."""
         weights, divisor = self.weights, self.divisor

@@ -782,7 +782,8 @@ class ServerShards(ServerRows):
             with span("megalith.gradients"):
                 summed = lookup._sum_gradients(gradients, pooling, update.occurrences)
                 # Evaluated now: a callable without an argument may return something else later.
-                update = update._replace(rates=self._rates(gradients, update.step))
+                rates = self._rates(gradients.keys(), update.step)
+                update = update._replace(rates={name: rates[name] for name in gradients})
                 lookup.use()
                 everyone = self.mode == "sync" or self._options.staleness is not None
                 writes = push_writes(

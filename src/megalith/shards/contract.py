@@ -17,7 +17,8 @@ from __future__ import annotations
 import re
 import time as clock
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from functools import cached_property
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
@@ -43,6 +44,7 @@ from megalith.table.validation import (
 )
 
 if TYPE_CHECKING:
+    from megalith.shards.joint_pooling import JointPooling
     from megalith.shards.preparer import LocalPreparer
 
 EXCHANGES = ("sizes", "ids", "rows", "gradients")
@@ -95,9 +97,21 @@ class Shards(ABC):
     local: Mapping[str, Table]
     checks: Mapping[str, InputChecks]
     stepwise: Sequence[str] = ()
+    last_joint: tuple[Pooling, JointPooling] | None = None  # of the last lookup, if rows are elsewhere
     ranks: Ranks = Ranks()
     preparer: LocalPreparer
     device: torch.device = torch.device("cpu")
+
+    @cached_property
+    def dims(self) -> dict[str, int]:
+        """The dim of each table, by name."""
+        return {name: config.dim for name, config in self.configs.items()}
+
+    @cached_property
+    def _constant_rates(self) -> dict[str, list[float]]:
+        """The learning rates of the trainable tables whose rates are numbers."""
+        rates = {name: own.constant_rates for name, own in self.checks.items() if own.config.trainable}
+        return {name: own for name, own in rates.items() if own is not None}
 
     @property
     def world_size(self) -> int:
@@ -332,8 +346,10 @@ class Shards(ABC):
         where = "apply_gradients" if named is None else f"table {named!r}"
         return check_numbers(where, step, time, scale, clip_norm)
 
-    def _rates(self, tables: Iterable[str], step: int) -> dict[str, list[float]]:
-        """Evaluate the learning rates of tables."""
+    def _rates(self, tables: Set[str], step: int) -> dict[str, list[float]]:
+        """Return the learning rates of tables, perhaps of others too: the same object if all are constant."""
+        if tables <= self._constant_rates.keys():
+            return self._constant_rates
         return {name: self.checks[name].rates(step) for name in tables}
 
     @abstractmethod

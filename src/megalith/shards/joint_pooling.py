@@ -7,13 +7,14 @@ occurrences per table; here they become occurrences of one list, so that one ker
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.ops.pooling import Bags, Pooling, pool_flat, unpool_flat
+from megalith.ops.pooling import Bags, Pooling, covered, pool_flat, unpool_flat
 from megalith.routing import Router
 from megalith.shards.gradients import Gradients
 from megalith.shards.preparer import RoutedIds, RoutingPreparer
@@ -28,6 +29,7 @@ class JointPooling:
         for name in self.tables:
             if name not in routed.ids:
                 raise InputError(f"table {name!r}: pooled, but it was not looked up")
+        self._begin, self._total, self._names = routed.begin, routed.total, routed.ids.keys()
         device = routed.deduped.inverse.device
         on_host, pooling = pooling.to("cpu"), pooling.to(device)
         self._pooling = on_host
@@ -38,9 +40,8 @@ class JointPooling:
         # On a GPU, rows of one width are addressed as rows: sums then sort row numbers, not elements.
         one_width = device.type != "cpu" and set(dims.values()) == {self._dim}
         self._stride = self._dim if one_width else 1
-        places = routed.deduped.offsets if self._stride == 1 else routed.deduped.inverse
-        assert places is not None
-        self._index = _index(places, slices)
+        self._slices = slices
+        self._index = self._index_of(routed)
         self._bags: list[Bags] = []
         self.used: list[tuple[int, int]] = []
         begin = 0
@@ -53,6 +54,23 @@ class JointPooling:
                 offsets = bags.offsets + begin if begin else bags.offsets
                 self._bags.append(Bags(offsets, bags.parts, own, bags.divisor, bags.shared))
             begin += self._sizes[name]
+        self._whole = covered(self._bags, pooling.outputs)
+
+    def fits(self, routed: RoutedIds) -> bool:
+        """Return whether other ids have the same tables and sizes, so that `at` may be called."""
+        same = routed.begin == self._begin and routed.total == self._total
+        return same and routed.ids.keys() == self._names and routed.deduped.inverse.device == self._device
+
+    def at(self, routed: RoutedIds) -> JointPooling:
+        """Return the same pooling for other ids that fit. Only the places of their rows differ."""
+        other = copy(self)
+        other._index = self._index_of(routed)
+        return other
+
+    def _index_of(self, routed: RoutedIds) -> Tensor:
+        places = routed.deduped.offsets if self._stride == 1 else routed.deduped.inverse
+        assert places is not None
+        return _index(places, self._slices)
 
     def mask(self, routed: RoutedIds) -> Tensor | None:
         """Return which distinct ids are in some bag."""
@@ -64,7 +82,7 @@ class JointPooling:
         # source: the rows of the distinct ids, in their order, float32 [size].
         try:
             return pool_flat(
-                source, self._index, self._bags, self._pooling.outputs, self._dim, None, self._stride
+                source, self._index, self._bags, self._pooling.outputs, self._dim, self._whole, self._stride
             )
         except InputError:
             self._name_table()

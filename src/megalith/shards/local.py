@@ -69,11 +69,6 @@ class LocalShards(Shards):
         self.device = devices.pop() if devices else torch.device("cpu")
         self.preparer = LocalPreparer(self.configs, self.device)
         self._kept: dict[str, Any] = {}
-        self._constant_rates = {
-            name: checks.constant_rates
-            for name, checks in self.checks.items()
-            if checks.constant_rates is not None and checks.config.trainable
-        }
 
     def __repr__(self) -> str:
         tables = ", ".join(f"{name}: {len(table)} rows" for name, table in self.local.items())
@@ -109,8 +104,7 @@ class LocalShards(Shards):
         wait: bool,
     ) -> None:
         assert isinstance(lookup, LocalLookup)
-        constant = gradients.keys() <= self._constant_rates.keys()
-        rates = self._constant_rates if constant else self._rates(gradients, update.step)
+        rates = self._rates(gradients.keys(), update.step)
         time = int(clock.time()) if update.time is None else update.time  # the same for all tables
         lookup.use()
         self.engines.update(

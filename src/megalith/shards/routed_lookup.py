@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -35,24 +36,21 @@ class RoutedLookup(Lookup):
 
     Attributes:
         routed: The distinct ids, their owners, and the place of each occurrence.
+        size: The number of floats of the rows of all distinct ids.
     """
 
     def __init__(self, shards: Shards, routed: RoutedIds, step: int | None) -> None:
         super().__init__(shards, routed.ids, step)
         self.routed = routed
-        self._dims = {name: config.dim for name, config in shards.configs.items()}
+        self._dims = shards.dims
+        counts = routed.deduped.counts.sum(0).tolist()
+        self.size = sum(map(mul, counts, self._dims.values()))
         self._joint: tuple[Pooling, JointPooling] | None = None
 
     @property
     @abstractmethod
     def source(self) -> Tensor:
         """The received rows, float32 [size], in the order of the distinct ids."""
-
-    @property
-    def size(self) -> int:
-        """The number of floats of the rows of all distinct ids."""
-        counts = self.routed.deduped.counts.sum(0).tolist()
-        return sum(n * dim for n, dim in zip(counts, self._dims.values(), strict=True))
 
     def wait(self) -> None:
         _ = self.source
@@ -81,7 +79,13 @@ class RoutedLookup(Lookup):
         """
         check_pooling(pooling)
         if self._joint is None or self._joint[0] is not pooling:
-            self._joint = (pooling, JointPooling(pooling, self.routed, self._dims))
+            # Collections keep the pooling of batches with equal shapes; then only places of rows differ.
+            known = self.shards.last_joint
+            if known is not None and known[0] is pooling and known[1].fits(self.routed):
+                joint = known[1].at(self.routed)
+            else:
+                joint = JointPooling(pooling, self.routed, self._dims)
+            self._joint = self.shards.last_joint = (pooling, joint)
         return self._joint[1]
 
     def check_fits(self, pooling: Pooling) -> None:

@@ -294,7 +294,7 @@ class SyncShards(Shards):
             # Evaluated now: a callable without an argument may return something else by the time gradients
             # arrive. Only rows that ranks have requested from this one can be updated here.
             wanted = requested.result().ids
-            trained = [name for name, own in wanted.items() if own.numel() and self.configs[name].trainable]
+            trained = {name for name, own in wanted.items() if own.numel() and self.configs[name].trainable}
             update = update._replace(rates=self._rates(trained, update.step))
             lookup.use()
         except Exception as error:

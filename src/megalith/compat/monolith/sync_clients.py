@@ -95,7 +95,7 @@ class SyncHandle:
         self._targets: dict[tuple[str, str], _Target] = {}
         """By address and model; those that have been missing from the config for longest come first."""
 
-    def _attach(self, tables: Mapping[str, Table]) -> None:
+    def attach(self, tables: Mapping[str, Table]) -> None:
         """Add tables; their changes are tracked from now on."""
         self._check_open()
         for name, table in tables.items():
@@ -289,7 +289,7 @@ class SyncHandle:
 class DummySyncHandle(SyncHandle):
     """Reports success for every push without sending anything; its tables track no changes."""
 
-    def _attach(self, tables: Mapping[str, Table]) -> None: ...
+    def attach(self, tables: Mapping[str, Table]) -> None: ...
 
     def push(self, config_str: bytes | str | None = None) -> Message:
         if _is_given(config_str):
@@ -330,7 +330,7 @@ class ParameterSyncClient:
         """Monolith's name of the client; several clients may have the same one."""
         return self._handle.name
 
-    def _attach(self, tables: Shards | Table) -> None:
+    def attach(self, tables: Shards | Table) -> None:
         """Add tables; their changes are tracked from now on.
 
         Args:

@@ -47,7 +47,7 @@ class TrackedChanges:
         for journal in (self._journal, self._removals):
             journal.begin_epoch("")
 
-    def _attach(self, client: object, name: str, table: Table) -> None:
+    def attach(self, client: object, name: str, table: Table) -> None:
         """Record the changes of a table for a client from now on; a second call has no effect."""
         key = str(id(table))
         with self._lock:
