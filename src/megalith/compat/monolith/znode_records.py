@@ -13,19 +13,8 @@ from typing import Literal
 from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.serving.discovery.contract import ServiceName, check_address, check_name, is_wildcard
-from megalith.serving.discovery.zookeeper import Container, ContainerServiceInfo, ZnodeRecord
+from megalith.serving.discovery.zookeeper import ZnodeRecord
 from megalith.serving.wire_names import ModelState
-
-__all__ = [
-    "AddressFamily",
-    "Container",
-    "ContainerServiceInfo",
-    "ReplicaMeta",
-    "SavedModel",
-    "SavedModelDeployConfig",
-    "ServerType",
-    "TargetExtraInfo",
-]
 
 AddressFamily = Literal["ipv4", "ipv6"]
 ServerType = Literal["ps", "entry", "dense"]
