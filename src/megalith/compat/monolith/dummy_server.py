@@ -154,9 +154,6 @@ class DummySyncServer:
         Args:
             n: The number of requests.
             code: The name of a gRPC status.
-
-        Raises:
-            InputError: There is no such status, or it is not the status of a failure.
         """
         checks.integer(n, "fail_next: n", least=0)
         status = grpc_module().StatusCode.__members__.get(checks.text(code, "fail_next: code"))
@@ -231,10 +228,6 @@ def create_dummy_sync_server(address: str) -> DummySyncServer:
 
     Returns:
         The server. Monolith returns a handle, and its class DummySyncServer wraps it.
-
-    Raises:
-        InputError: The address is not on loopback.
-        UsageError: The port is in use.
     """
     return DummySyncServer(address)
 

@@ -61,9 +61,6 @@ class PartitionedHashTable:
     Attributes:
         params: What `gen_feature_configs` returned.
         shards: The tables. `shards.close()` ends servers that were started here.
-
-    Raises:
-        InputError: An argument is wrong, or the tables are not those of the params.
     """
 
     def __init__(
@@ -134,9 +131,6 @@ class PartitionedHashTable:
 
         Returns:
             The tables and features, for the constructor.
-
-        Raises:
-            InputError: An argument is wrong, or features, slices and layouts do not match.
         """
         where = "gen_feature_configs"
         count = max(1, checks.integer(num_ps, f"{where}: num_ps", 0))
@@ -454,9 +448,6 @@ class PartitionedHashTable:
 
         Returns:
             The tensors, layouts sorted by name.
-
-        Raises:
-            InputError: A layout is missing, or has a wrong number of tensors.
         """
         configs = self.params.feature_configs.out_configs
         if not isinstance(layouts, Mapping) or set(layouts) != set(configs):
@@ -478,9 +469,6 @@ class PartitionedHashTable:
 
         Returns:
             The layouts by name.
-
-        Raises:
-            InputError: The number of tensors is wrong.
         """
         configs = self.params.feature_configs.out_configs
         total = sum(self._size(name) for name in configs)

@@ -307,9 +307,6 @@ class ParameterSyncClient:
 
     Args:
         client: A client or its handle; both clients then have the same tables and targets.
-
-    Raises:
-        InputError: It is not a client.
     """
 
     def __init__(self, client: ParameterSyncClient | SyncHandle) -> None:
@@ -394,9 +391,6 @@ def parameter_sync_client_from_config(
 
     Returns:
         The client.
-
-    Raises:
-        InputError: The config is malformed, or the credentials have the wrong type.
     """
     handle = SyncHandle(f"MonolithSyncClient_{name_suffix}", config, credentials=credentials)
     return ParameterSyncClient(handle)
@@ -416,9 +410,6 @@ def create_parameter_sync_clients(
 
     Returns:
         The clients.
-
-    Raises:
-        InputError: The number is negative, or the credentials have the wrong type.
     """
     checks.integer(ps_num, "ps_num", least=0)
     changes = TrackedChanges()

@@ -59,9 +59,6 @@ def get_sub_table_name(strs: Sequence[str]) -> tuple[str, str]:
 
     Returns:
         The names joined by commas, and the md5 of that in hexadecimal.
-
-    Raises:
-        InputError: It is not a list of names.
     """
     if not isinstance(strs, list | tuple) or not all(isinstance(name, str) for name in strs):
         raise InputError(f"get_sub_table_name: strs must be a list of names, got {strs!r}")

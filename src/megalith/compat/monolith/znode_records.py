@@ -122,9 +122,6 @@ class ReplicaMeta(ZnodeRecord):
         Returns:
             The address of the preferred family, otherwise that of the other family, otherwise None. Wildcards
             such as 0.0.0.0 do not count as addresses.
-
-        Raises:
-            InputError: The address family is unknown.
         """
         checks.flag(use_archon, "use_archon")
         if not isinstance(address_family, str) or address_family not in ("ipv4", "ipv6"):
@@ -146,9 +143,6 @@ class ReplicaMeta(ZnodeRecord):
 
         Returns:
             The path.
-
-        Raises:
-            InputError: The model name or the server type is not set, or only one of idc and cluster is given.
         """
         if (idc is None) != (cluster is None):
             raise InputError(f"idc and cluster must be given together, got {idc!r} and {cluster!r}")
