@@ -87,7 +87,7 @@ def test_a_dump_without_dist_type_was_routed_by_roundrobin(tmp_path: Path) -> No
 
 
 def test_hash_roundrobin_keeps_global_ids(tmp_path: Path) -> None:
-    """fmix64 of 0, 1, 7, 8: 0x0, ...cb2c, ...d1dd, ...c687; so by 3 shards: 0, 2, 1 and 0."""
+    """fmix64 of 0, 1, 7, 8: 0x0, ...cb2c, ...d1dd, ...c687; so by 3 shards: 0, 2, 1 and 2."""
     hashes = {0: 0x0, 1: 0xB456BCFC34C2CB2C, 7: 0x740729CBE468D1DD, 8: 0x46ABCCA593A3C687}
     ranks = [[key for key, mixed in hashes.items() if mixed % 3 == rank] for rank in range(3)]
     made = collection(PLAIN)

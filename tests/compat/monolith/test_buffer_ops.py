@@ -92,27 +92,17 @@ def test_where_positions_overlap_the_last_value_is_copied() -> None:
     assert by_hand.tolist() == [1, 10, 1, 10]  # Monolith's op counts it
 
 
-def test_a_later_fill_overwrites_an_earlier_one() -> None:
-    _, where, buffer = keys([[9]], [2])
-    first, second = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([3.0, 4.0], requires_grad=True)
-    pos = Ragged.from_lists([[0]])
-    handles = [monolith.fill_with_offset_map(pos, v, where, buffer, [2]) for v in (first, second)]
-    filled = monolith.finalize_shared_tensor(handles, torch.float64, [1, None])
-    assert filled.tolist() == [[3, 4]]
-    assert filled.dtype == torch.float64
-    grads = torch.autograd.grad(filled.sum(), [first, second])
-    assert [g.tolist() for g in grads] == [[0, 0], [1, 1]]
-
-
 def test_chunks_that_overlap_in_part_are_copied_one_after_the_other() -> None:
     offsets = Ragged.from_lists([[0, 3], [2], [1]])  # of 3 elements each, in a buffer of 7
     where = monolith.OffsetMap(offsets, ints(0, 3))
     value = torch.arange(1.0, 10.0, dtype=torch.float64).requires_grad_()
 
     def fill(value: torch.Tensor) -> torch.Tensor:
+        """The first chunk in a fill of its own: a later fill overwrites it."""
         buffer = monolith.SharedBuffer(7)
-        handle = monolith.fill_with_offset_map(Ragged.from_lists([[0, 1, 2]]), value, where, buffer, [3])
-        return monolith.finalize_shared_tensor([handle], torch.float64)
+        for pos, own in (([[0]], value[:3]), ([[1, 2]], value[3:])):
+            monolith.fill_with_offset_map(Ragged.from_lists(pos), own, where, buffer, [3])
+        return monolith.finalize_shared_tensor([buffer], torch.float64, [1, None])[0]
 
     plain = [0.0] * 7
     for chunk, starts in ((value[:3], [0, 3]), (value[3:6], [2]), (value[6:], [1])):
