@@ -165,33 +165,27 @@ def test_a_learning_rate_function() -> None:
 
 
 def test_parameter_sync_as_monoliths_own_test_makes_it() -> None:
-    servers = [monolith.DummySyncServer("localhost:0"), monolith.create_dummy_sync_server("localhost:0")]
-    config = ClientConfig(model_name="m", signature_name="hashtable_assign", timeout_in_ms=3000)
-    config.targets.extend(f"localhost:{server.get_port()}" for server in servers)
-    table = Table(TableConfig("t", dim=3, optimizer=SGD(0.1), initializer=Zeros()))
-    ids = torch.tensor([0, 0, 1])
-    try:
-        client = monolith.parameter_sync_client_from_config(config)
+    with (
+        monolith.DummySyncServer("localhost:0") as one,
+        monolith.create_dummy_sync_server("localhost:0") as two,
+        monolith.parameter_sync_client_from_config() as client,
+    ):
+        servers = (one, two)
+        config = ClientConfig(model_name="m", signature_name="hashtable_assign", timeout_in_ms=3000)
+        config.targets.extend(f"localhost:{server.get_port()}" for server in servers)
+        table = Table(TableConfig("t", dim=3, optimizer=SGD(0.1), initializer=Zeros()))
         client.attach(table)
-        table.apply_gradients(ids, -torch.ones(3, 3), step=0)
+        table.apply_gradients(torch.tensor([0, 0, 1]), -torch.ones(3, 3), step=0)
         sync_client = monolith.ParameterSyncClient(client)
-        result = json.loads(sync_client.create_sync_op(config_str=config.SerializeToString()))
-        assert [(r["target"], r["update_num"]) for r in result["responses"]] == [
-            (t, 2) for t in config.targets
+        text = sync_client.create_sync_op(config_str=config.SerializeToString())
+        assert "\n" in text  # pretty
+        assert json.loads(text)["responses"] == [
+            {"status_code": 0, "target": target, "update_num": 2} for target in config.targets
         ]
         for server in servers:
             (request,) = server.wait()
             pushed, rows = request.tables["t"]
-            assert dict(zip(pushed.tolist(), rows.tolist(), strict=True)) == {
-                0: pytest.approx([0.2] * 3),
-                1: pytest.approx([0.1] * 3),
-            }
+            assert (pushed.tolist(), rows.tolist()) == ([0, 1], table.lookup(pushed).tolist())
+            torch.testing.assert_close(rows, torch.tensor([[0.2] * 3, [0.1] * 3]))
         assert sync_client.handle is client.handle
-        assert servers[0].handle is servers[0]
-        dummy = monolith.ParameterSyncClient(client=monolith.create_dummy_sync_client())
-        assert json.loads(dummy.create_sync_op(config.SerializeToString()))["responses"][0]["target"]
-        assert [len(server.requests) for server in servers] == [1, 1]
-    finally:
-        client.close()
-        for server in servers:
-            server.shutdown()
+        assert one.handle is one

@@ -62,27 +62,6 @@ def pushed(client: ParameterSyncClient, config: bytes | str | None = None) -> li
     return [each["update_num"] for each in responses(client.create_sync_op(config))]
 
 
-def test_a_trained_table_is_pushed_to_every_target(client: ParameterSyncClient, servers: Servers) -> None:
-    shards = shards_of(table=3)
-    client.attach(shards)
-    lookup = shards.lookup({"table": torch.tensor([0, 0, 1])})
-    shards.apply_gradients(lookup, {"table": -torch.ones(3, 3)}, step=0)  # the gradient of -emb
-    rows = shards.lookup({"table": torch.tensor([0, 1])}).rows["table"]
-    assert torch.equal(rows, torch.tensor([[0.2] * 3, [0.1] * 3]))
-
-    text = client.create_sync_op(config_for(servers))
-
-    assert responses(text) == [
-        {"status_code": 0, "target": server.address, "update_num": 2} for server in servers
-    ]
-    assert "\n" in text  # pretty
-    for server in servers:
-        (request,) = server.requests
-        ids, values = request.tables["table"]
-        assert ids.tolist() == [0, 1]
-        assert torch.equal(values, rows)
-
-
 def test_what_was_touched_before_attach_is_not_sent(client: ParameterSyncClient, servers: Servers) -> None:
     shards = shards_of(table=3)
     put(shards, 5)
