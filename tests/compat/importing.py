@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import pyarrow as pa
 
 from megalith import EmbeddingCollection, Feature, TableConfig
 from megalith.compat.monolith.entry_dumps import EntryLayout, SegmentLayout
+from megalith.data.record_files import masked_crc32c
 from megalith.table import Chunk
 from tests.table.support import whole
 
@@ -111,22 +111,8 @@ def meta(table: str, entries: int) -> bytes:
 # ---- TFRecords
 
 
-@cache
-def _crc_table() -> list[int]:
-    table = []
-    for crc in range(256):
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-        table.append(crc)
-    return table
-
-
 def checksum(data: bytes) -> bytes:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _crc_table()[(crc ^ byte) & 0xFF]
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    return struct.pack("<I", masked_crc32c(data))  # tests/data/test_record_files.py has an oracle of it
 
 
 def record(body: bytes) -> bytes:

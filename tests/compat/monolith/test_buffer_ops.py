@@ -18,62 +18,67 @@ KEY = [[], [0, 1, 2, 1, 0], [0, 1, 0], []]
 DIMS = [1, 2, 3, 4]
 
 
-def pos() -> Ragged:
-    return Ragged.from_lists([[], [0, 1, 2], [3, 4], []])
+POS = [[], [0, 1, 2], [3, 4], []]
 
 
-def test_unique_key_with_value_and_offset() -> None:
-    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(KEY), DIMS)
-    assert found.unique_key.to_lists() == [[], [0, 1, 2], [0, 1], []]
-    assert found.value_offset.to_lists() == [[], [[0, 8], [2, 6], [4]], [[10, 16], [13]], []]
+def keys(key: list[list[int]] = KEY, dims: list[int] = DIMS) -> tuple[Any, Any, monolith.SharedBuffer]:
+    """The distinct keys, their offsets and the buffer."""
+    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(key), dims)
     assert found.value_buffer is not None
-    assert found.value_buffer.size == 19
+    return found.unique_key, found.value_offset, found.value_buffer
 
 
-def test_fill_with_offset_map_and_its_gradient() -> None:
-    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(KEY), DIMS)
-    assert found.value_buffer is not None
-    value = torch.arange(12.0).requires_grad_()
+@pytest.mark.parametrize(
+    ("key", "dims", "distinct", "offsets", "size"),
+    [
+        (KEY, DIMS, [[], [0, 1, 2], [0, 1], []], [[], [[0, 8], [2, 6], [4]], [[10, 16], [13]], []], 19),
+        ([[], [], []], [1, 2, 3], [[], [], []], [[], [], []], 0),
+    ],
+)
+def test_unique_key_with_value_and_offset(
+    key: Any, dims: Any, distinct: Any, offsets: Any, size: int
+) -> None:
+    unique, where, buffer = keys(key, dims)
+    assert unique.to_lists() == distinct
+    assert where.to_lists() == offsets
+    assert monolith.finalize_shared_tensor([buffer]).tolist() == [0.0] * size
+    given = Ragged.from_lists(key)
+    assert monolith.unique_key_with_value_and_offset(given, dims, generate_buffer=False).value_buffer is None
 
-    handle = monolith.fill_with_offset_map(pos(), value, found.value_offset, found.value_buffer, DIMS)
-    filled = monolith.finalize_shared_tensor([handle], torch.float32, [19])
 
-    assert handle is found.value_buffer
-    assert filled.tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 0, 1, 6, 7, 8, 9, 10, 11, 6, 7, 8]
-    expected = [8.0, 10.0, 8.0, 10.0, 4.0, 5.0, 26.0, 28.0, 30.0, 13.0, 14.0, 15.0]
-    (grad,) = torch.autograd.grad(filled, value, torch.arange(19.0))
-    assert grad.tolist() == expected
-    by_hand = monolith.fill_with_offset_map_gradient(pos(), torch.arange(19.0), found.value_offset, DIMS)
-    assert by_hand.tolist() == expected
-
-
-def test_several_fills_make_one_buffer() -> None:
-    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(KEY), DIMS)
-    buffer = found.value_buffer
-    assert buffer is not None
-    values = [torch.arange(4.0).requires_grad_(), torch.arange(4.0, 12.0).requires_grad_()]
-    parts = [Ragged.from_lists([[], [0, 1], [], []]), Ragged.from_lists([[], [2], [3, 4], []])]
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([POS], [[8, 10, 8, 10, 4, 5, 26, 28, 30, 13, 14, 15]]),
+        (
+            [[[], [0, 1], [], []], [[], [2], [3, 4], []]],
+            [[8, 10, 8, 10], [4, 5, 26, 28, 30, 13, 14, 15]],
+        ),
+    ],
+    ids=["one fill", "two fills"],
+)
+def test_fill_with_offset_map_and_its_gradient(parts: Any, expected: list[list[float]]) -> None:
+    _, where, buffer = keys()
+    sizes = [len(grad) for grad in expected]
+    values = [x.clone().requires_grad_() for x in torch.arange(12.0).split(sizes)]
+    positions = [Ragged.from_lists(part) for part in parts]
 
     handles = [
-        monolith.fill_with_offset_map(p, v, found.value_offset, buffer, DIMS)
-        for p, v in zip(parts, values, strict=True)
+        monolith.fill_with_offset_map(each, value, where, buffer, DIMS)
+        for each, value in zip(positions, values, strict=True)
     ]
-    filled = monolith.finalize_shared_tensor(handles)
+    filled = monolith.finalize_shared_tensor(handles, torch.float32, [19])
 
+    assert all(handle is buffer for handle in handles)
     assert filled.tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 0, 1, 6, 7, 8, 9, 10, 11, 6, 7, 8]
-    grads = torch.autograd.grad(filled, values, torch.arange(19.0))
-    assert [g.tolist() for g in grads] == [[8, 10, 8, 10], [4, 5, 26, 28, 30, 13, 14, 15]]
-
-
-def one_key() -> tuple[Any, monolith.SharedBuffer]:
-    """The offsets and the buffer of one key of size 2."""
-    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists([[9]]), [2])
-    assert found.value_buffer is not None
-    return found.value_offset, found.value_buffer
+    upstream = torch.arange(19.0)
+    assert [g.tolist() for g in torch.autograd.grad(filled, values, upstream)] == expected
+    by_hand = [monolith.fill_with_offset_map_gradient(each, upstream, where, DIMS) for each in positions]
+    assert [g.tolist() for g in by_hand] == expected
 
 
 def test_where_positions_overlap_the_last_value_is_copied() -> None:
-    where, buffer = one_key()
+    _, where, buffer = keys([[9]], [2])
     value = torch.tensor([5.0, 6.0, 7.0, 8.0], requires_grad=True)
     twice = Ragged.from_lists([[0, 0]])
 
@@ -87,27 +92,17 @@ def test_where_positions_overlap_the_last_value_is_copied() -> None:
     assert by_hand.tolist() == [1, 10, 1, 10]  # Monolith's op counts it
 
 
-def test_a_later_fill_overwrites_an_earlier_one() -> None:
-    where, buffer = one_key()
-    first, second = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([3.0, 4.0], requires_grad=True)
-    pos = Ragged.from_lists([[0]])
-    handles = [monolith.fill_with_offset_map(pos, v, where, buffer, [2]) for v in (first, second)]
-    filled = monolith.finalize_shared_tensor(handles, torch.float64, [1, None])
-    assert filled.tolist() == [[3, 4]]
-    assert filled.dtype == torch.float64
-    grads = torch.autograd.grad(filled.sum(), [first, second])
-    assert [g.tolist() for g in grads] == [[0, 0], [1, 1]]
-
-
 def test_chunks_that_overlap_in_part_are_copied_one_after_the_other() -> None:
     offsets = Ragged.from_lists([[0, 3], [2], [1]])  # of 3 elements each, in a buffer of 7
     where = monolith.OffsetMap(offsets, ints(0, 3))
     value = torch.arange(1.0, 10.0, dtype=torch.float64).requires_grad_()
 
     def fill(value: torch.Tensor) -> torch.Tensor:
+        """The first chunk in a fill of its own: a later fill overwrites it."""
         buffer = monolith.SharedBuffer(7)
-        handle = monolith.fill_with_offset_map(Ragged.from_lists([[0, 1, 2]]), value, where, buffer, [3])
-        return monolith.finalize_shared_tensor([handle], torch.float64)
+        for pos, own in (([[0]], value[:3]), ([[1, 2]], value[3:])):
+            monolith.fill_with_offset_map(Ragged.from_lists(pos), own, where, buffer, [3])
+        return monolith.finalize_shared_tensor([buffer], torch.float64, [1, None])[0]
 
     plain = [0.0] * 7
     for chunk, starts in ((value[:3], [0, 3]), (value[3:6], [2]), (value[6:], [1])):
@@ -126,8 +121,8 @@ def test_chunks_that_overlap_in_part_are_copied_one_after_the_other() -> None:
         ({"dtype": torch.int64}, "dtype must be a float dtype"),
     ],
 )
-def test_an_error_does_not_use_the_buffer_up(arguments: dict[str, Any], message: str) -> None:
-    where, buffer = one_key()
+def test_a_buffer_is_finalized_once_and_not_by_an_error(arguments: dict[str, Any], message: str) -> None:
+    _, where, buffer = keys([[9]], [2])
     pos = Ragged.from_lists([[0]])
     with pytest.raises(InputError, match="value is too short"):
         monolith.fill_with_offset_map(pos, torch.ones(1), where, buffer, [2])
@@ -135,34 +130,16 @@ def test_an_error_does_not_use_the_buffer_up(arguments: dict[str, Any], message:
     with pytest.raises(InputError, match=message):
         monolith.finalize_shared_tensor([buffer], **arguments)
     assert monolith.finalize_shared_tensor([buffer], torch.float32, [None]).tolist() == [1, 1]
-
-
-def test_a_value_too_short_is_refused() -> None:
-    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists(KEY), DIMS)
-    assert found.value_buffer is not None
-    with pytest.raises(InputError, match="value is too short"):
-        monolith.fill_with_offset_map(pos(), torch.arange(10.0), found.value_offset, found.value_buffer, DIMS)
-
-
-def test_unique_keys_of_empty_rows() -> None:
-    found = monolith.unique_key_with_value_and_offset(Ragged.from_lists([[], [], []]), [1, 2, 3])
-    assert found.unique_key.to_lists() == [[], [], []]
-    assert found.value_offset.to_lists() == [[], [], []]
-    assert found.value_buffer is not None
-    assert monolith.finalize_shared_tensor([found.value_buffer]).tolist() == []
-
-
-def test_the_buffer_is_optional_and_finalized_once() -> None:
-    key = Ragged.from_lists(KEY)
-    assert monolith.unique_key_with_value_and_offset(key, DIMS, generate_buffer=False).value_buffer is None
-    found = monolith.unique_key_with_value_and_offset(key, DIMS)
-    buffer = found.value_buffer
-    assert buffer is not None
-    assert monolith.finalize_shared_tensor([buffer]).tolist() == [0.0] * 19
     with pytest.raises(UsageError, match="already finalized"):
         monolith.finalize_shared_tensor([buffer])
     with pytest.raises(UsageError, match="already finalized"):
-        monolith.fill_with_offset_map(pos(), torch.arange(12.0), found.value_offset, buffer, DIMS)
+        monolith.fill_with_offset_map(pos, torch.ones(2), where, buffer, [2])
+
+
+def test_a_value_too_short_is_refused() -> None:
+    _, where, buffer = keys()
+    with pytest.raises(InputError, match="value is too short"):
+        monolith.fill_with_offset_map(Ragged.from_lists(POS), torch.arange(10.0), where, buffer, DIMS)
 
 
 # ---- splits and flat buffers

@@ -28,26 +28,17 @@ def gradients(loss: Tensor, *inputs: Tensor) -> list[list[list[float]]]:
 # ---- ids by shard
 
 
-def test_split_by_indices() -> None:
+def test_split_by_indices_and_its_gradient() -> None:
     ids = ints(0, 1, 2, 2, 3)
     assert [s.tolist() for s in monolith.split_by_indices(ids % 3, ids, 3)] == [[0, 3], [1], [2, 2]]
-
-
-def test_split_by_indices_gives_each_row_its_gradient_back() -> None:
     tensor = rows([0, 0], [1, 1], [2, 2]).requires_grad_()
     first, second, third = monolith.split_by_indices(ints(0, 1, 0), tensor, 3)
-
-    assert first.tolist() == [[0, 0], [2, 2]]
-    assert second.tolist() == [[1, 1]]
-    assert third.shape == (0, 2)
+    assert (first.tolist(), second.tolist(), third.shape) == ([[0, 0], [2, 2]], [[1, 1]], (0, 2))
     assert gradients(first.sum() + second.sum() + third.sum(), tensor) == [[[1, 1], [1, 1], [1, 1]]]
-
-
-def test_split_by_indices_of_nothing() -> None:
-    tensor = torch.empty(0, requires_grad=True)
-    parts = monolith.split_by_indices(ints(), tensor, 3)
+    nothing = torch.empty(0, requires_grad=True)
+    parts = monolith.split_by_indices(ints(), nothing, 3)
     assert [p.shape for p in parts] == [(0,)] * 3
-    assert gradients(sum(p.sum() for p in parts), tensor) == [[]]  # type: ignore[arg-type]
+    assert gradients(sum(p.sum() for p in parts), nothing) == [[]]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, *FLOATS])
@@ -70,39 +61,24 @@ def test_ragged_split_by_indices() -> None:
     assert positions[1].to_lists() == [[], [], [1], [3], [], []]
 
 
-def test_reorder_by_indices_reverses_each_shard() -> None:
+def test_reorder_by_indices_reverses_each_shard_and_compares_first_columns() -> None:
     ids = ints(0, 1, 2, 2, 3, 5)
     output, sizes = monolith.reorder_by_indices(ids, (ids % 3).int(), 3)
-    assert output.tolist() == [3, 0, 1, 5, 2]
-    assert sizes.tolist() == [2, 1, 2]
-    assert sizes.dtype == torch.int32
-
-
-def test_reorder_by_indices_of_rows_compares_their_first_column() -> None:
+    assert (output.tolist(), sizes.tolist(), sizes.dtype) == ([3, 0, 1, 5, 2], [2, 1, 2], torch.int32)
     table = rows([7, 1], [-0.0, 2], [7, 3], [0, 4], [8, 5])
     output, sizes = monolith.reorder_by_indices(table, ints(1, 0, 0, 1, 1), 2)
     assert output.tolist() == [[-0.0, 2], [8, 5], [7, 1]]  # -0 is 0; the first occurrence's shard counts
     assert sizes.tolist() == [1, 2]
-
-
-def test_reorder_by_indices_of_nothing() -> None:
     output, sizes = monolith.reorder_by_indices(ints(), ints(), 2)
-    assert output.tolist() == []
-    assert sizes.tolist() == [0, 0]
+    assert (output.tolist(), sizes.tolist()) == ([], [0, 0])
 
 
+ONE = [0, 1, 2, 2, 3, 5]
 REORDERS = {
-    "one": ([[0, 1, 2, 2, 3, 5]], 3, [0, 3, 1, 2, 5], [2, 1, 2], [2, 1, 2], [0, 4, 6, 6, 2, 8]),
-    "an empty one": (
-        [[0, 1, 2, 2, 3, 5], []],
-        3,
-        [0, 3, 1, 2, 5],
-        [2, 1, 2],
-        [2, 0, 1, 0, 2, 0],
-        [0, 4, 6, 6, 2, 8],
-    ),
+    "one": ([ONE], 3, [0, 3, 1, 2, 5], [2, 1, 2], [2, 1, 2], [0, 4, 6, 6, 2, 8]),
+    "an empty one": ([ONE, []], 3, [0, 3, 1, 2, 5], [2, 1, 2], [2, 0, 1, 0, 2, 0], [0, 4, 6, 6, 2, 8]),
     "two": (
-        [[0, 1, 2, 2, 3, 5], [6, 7, 8, 8, 9, 11]],
+        [ONE, [6, 7, 8, 8, 9, 11]],
         3,
         [0, 3, 6, 9, 1, 7, 2, 5, 8, 11],
         [4, 2, 4],
@@ -133,12 +109,6 @@ def test_fused_reorder_by_indices(case: tuple, dtype: torch.dtype) -> None:  # t
     assert found.sharded_slot_sizes.tolist() == slot_sizes
     assert found.emb_offset_sz.tolist() == [len(i) for i in inputs]
     assert found.fused_emb_offset.tolist() == offsets
-
-
-def test_fused_reorder_of_concatenated_slots_is_that_of_the_whole() -> None:
-    a, b, c, d = ints(0, 1), ints(2, 3), ints(4, 5), ints(6, 7)
-    found = monolith.fused_reorder_by_indices([torch.cat([a, c]), torch.cat([b, d])], 2, [2, 2])
-    assert found.output.tolist() == REORDERS["two shards"][2]
 
 
 def reorder_model(inputs: list[list[int]], router: Router, dims: list[int]) -> tuple[list[int], ...]:
@@ -189,13 +159,6 @@ def test_fused_reorder_smoke_run(router: Router) -> None:
 # ---- rows of ids
 
 
-def test_map_id_to_embedding() -> None:
-    out = monolith.map_id_to_embedding(
-        [ints(1), ints(2)], [rows([1, 1]), rows([2, 2])], rows([1], [2]).long()
-    )
-    assert out.tolist() == [[[1, 1]], [[2, 2]]]
-
-
 @pytest.mark.parametrize("use_multi_threads", [False, True])
 def test_map_id_to_embedding_of_many_shards(use_multi_threads: bool) -> None:
     ids = torch.arange(1000)
@@ -205,13 +168,13 @@ def test_map_id_to_embedding_of_many_shards(use_multi_threads: bool) -> None:
     assert torch.equal(monolith.map_id_to_embedding(parts, tables, ids, use_multi_threads), embeddings)
 
 
-def test_map_id_to_embedding_gradient() -> None:
-    embeddings = [rows([1, 1]).requires_grad_(), rows([2, 2]).requires_grad_()]
-    out = monolith.map_id_to_embedding([ints(1), ints(2)], embeddings, ints(1, 1, 2))
+def test_map_id_to_embedding_and_its_gradient() -> None:
+    ids, embeddings = [ints(1), ints(2)], [rows([1, 1]).requires_grad_(), rows([2, 2]).requires_grad_()]
+    out = monolith.map_id_to_embedding(ids, embeddings, ints(1, 2).view(2, 1))
+    assert out.tolist() == [[[1, 1]], [[2, 2]]]
+    out = monolith.map_id_to_embedding(ids, embeddings, ints(1, 1, 2))
     assert gradients((torch.zeros(3, 2) - out).sum(), *embeddings) == [[[-2, -2]], [[-1, -1]]]
-    by_hand = monolith.map_id_to_embedding_gradient_back_prop(
-        [ints(1), ints(2)], ints(1, 1, 2), -torch.ones(3, 2)
-    )
+    by_hand = monolith.map_id_to_embedding_gradient_back_prop(ids, ints(1, 1, 2), -torch.ones(3, 2))
     assert [g.tolist() for g in by_hand] == [[[-2, -2]], [[-1, -1]]]
 
 
@@ -222,16 +185,12 @@ def test_an_id_in_two_pieces_is_read_and_learns_in_the_first() -> None:
     assert gradients(out.sum(), *embeddings) == [[[2], [0]], [[0]]]
 
 
-def test_gather_embeddings_by_input() -> None:
-    embeddings = rows([1, 1], [2, 2], [3, 3])
-    out, mapping = monolith.gather_embeddings_by_input(ints(1, 2, 3), embeddings, ints(2, 1, 2).view(3, 1))
+def test_gather_embeddings_by_input_and_its_gradient() -> None:
+    ids, embeddings = ints(1, 2, 3), rows([1, 1], [2, 2], [3, 3]).requires_grad_()
+    out, mapping = monolith.gather_embeddings_by_input(ids, embeddings, ints(2, 1, 2).view(3, 1))
     assert out.tolist() == [[[2, 2]], [[1, 1]], [[2, 2]]]
     assert mapping.tolist() == [[1], [0], [1]]
-
-
-def test_gather_embeddings_gradient() -> None:
-    embeddings = rows([1, 1], [2, 2], [3, 3]).requires_grad_()
-    out, _ = monolith.gather_embeddings_by_input(ints(1, 2, 3), embeddings, ints(1, 2, 1).view(3, 1))
+    out, _ = monolith.gather_embeddings_by_input(ids, embeddings, ints(1, 2, 1).view(3, 1))
     assert gradients((torch.ones(3, 1, 2) - out).sum(), embeddings) == [[[-2, -2], [-1, -1], [0, 0]]]
     by_hand = monolith.gather_embeddings_by_ids_gradient_back_prop(
         ints(2, 3, 1), rows([1, 1], [2, 2], [4, 4], [8, 8]), ints(1, 0, 1, 2)

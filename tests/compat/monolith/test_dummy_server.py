@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from megalith.serving.proto import (
 )
 
 LIMIT = 30.0
+Served = tuple[DummySyncServer, Connection]
 
 
 def request(**inputs: Tensor) -> Message:
@@ -41,50 +43,47 @@ def push(connection: Connection, sent: Message | bytes, **metadata: str) -> dict
 IDS, ROWS = torch.tensor([3, -1]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 
-def test_a_push_is_recorded_and_answered() -> None:
+@pytest.fixture
+def served() -> Iterator[tuple[DummySyncServer, Connection]]:
     with DummySyncServer() as server, Connection(server.address) as connection:
-        sent = request(user_id=IDS, user_value=ROWS)
-        sent.model_spec.version.value = 4
-        assert push(connection, sent, megalith_sequence="1") == {"user_result": [2]}
-        (recorded,) = server.wait(1, timeout=LIMIT)
+        yield server, connection
+
+
+def test_a_push_is_recorded_and_answered(served: Served) -> None:
+    server, connection = served
+    sent = request(user_id=IDS, user_value=ROWS)
+    sent.model_spec.version.value = 4
+    assert push(connection, sent, megalith_sequence="1") == {"user_result": [2]}
+    assert connection.predict(request(), timeout=LIMIT).model_spec == request().model_spec
+    recorded, plain = server.wait(2, timeout=LIMIT)
     assert (recorded.model, recorded.signature, recorded.version) == ("movies:ps_0", "hashtable_assign", 4)
     assert torch.equal(recorded.tables["user"][0], IDS)
     assert torch.equal(recorded.tables["user"][1], ROWS)
     assert recorded.metadata["megalith-sequence"] == "1"
+    assert plain.version is None
 
 
-def test_the_model_spec_is_echoed() -> None:
-    with DummySyncServer() as server, Connection(server.address) as connection:
-        sent = request()
-        assert connection.predict(sent, timeout=LIMIT).model_spec == sent.model_spec
-        assert server.requests[0].version is None
+def test_raw_pushes_and_names_of_any_kind_are_recorded(served: Served) -> None:
+    server, connection = served
+    raw = request(id=IDS, id_split=torch.tensor([0, 2]), flat_value=ROWS.reshape(-1))
+    assert push(connection, raw) == {"result": [0]}
+    odd = request(**{"_id": IDS, "user:removed": IDS, "": IDS, "x_value": ROWS, "y_id": ROWS})
+    odd.inputs["words_id"].CopyFrom(strings_to_tensor_proto([b"a"]))
+    assert push(connection, odd) == {"_result": [2], "y_result": [4]}
+    assert sorted(server.requests[1].inputs) == ["", "_id", "user:removed", "words_id", "x_value", "y_id"]
+    assert server.requests[1].tables == {}
 
 
-def test_a_raw_push_is_answered_too() -> None:
-    with DummySyncServer() as server, Connection(server.address) as connection:
-        raw = request(id=IDS, id_split=torch.tensor([0, 2]), flat_value=ROWS.reshape(-1))
-        assert push(connection, raw) == {"result": [0]}
-
-
-def test_names_of_any_kind_are_recorded() -> None:
-    with DummySyncServer() as server, Connection(server.address) as connection:
-        odd = request(**{"_id": IDS, "user:removed": IDS, "": IDS, "x_value": ROWS, "y_id": ROWS})
-        odd.inputs["words_id"].CopyFrom(strings_to_tensor_proto([b"a"]))
-        assert push(connection, odd) == {"_result": [2], "y_result": [4]}
-        assert sorted(server.requests[0].inputs) == ["", "_id", "user:removed", "words_id", "x_value", "y_id"]
-        assert server.requests[0].tables == {}
-
-
-def test_what_cannot_be_decoded_is_refused_and_counted() -> None:
+def test_what_cannot_be_decoded_is_refused_and_counted(served: Served) -> None:
+    server, connection = served
     huge = request(user_id=IDS)
     huge.inputs["user_id"].tensor_shape.dim[0].size = 2**60
-    with DummySyncServer() as server, Connection(server.address) as connection:
-        for bad in (b"\xff\xff", huge):
-            with pytest.raises(RemoteError) as raised:
-                push(connection, bad)
-            assert raised.value.code == "INVALID_ARGUMENT"
-        assert (server.refused, server.requests) == (2, [])
-        assert push(connection, request(user_id=IDS)) == {"user_result": [2]}
+    for bad in (b"\xff\xff", huge):
+        with pytest.raises(RemoteError) as raised:
+            push(connection, bad)
+        assert raised.value.code == "INVALID_ARGUMENT"
+    assert (server.refused, server.requests) == (2, [])
+    assert push(connection, request(user_id=IDS)) == {"user_result": [2]}
 
 
 def test_damaged_requests_never_end_it() -> None:
@@ -112,35 +111,34 @@ def test_damaged_requests_never_end_it() -> None:
         assert push(connection, request(user_id=IDS)) == {"user_result": [2]}
 
 
-def test_failures_on_request() -> None:
-    with DummySyncServer() as server, Connection(server.address) as connection:
-        server.fail_next(2, "RESOURCE_EXHAUSTED")
-        server.fail_next()
-        codes = []
-        for _ in range(3):
-            with pytest.raises(RemoteError) as raised:
-                push(connection, request(user_id=IDS))
-            codes.append(raised.value.code)
-        assert codes == ["RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED", "UNAVAILABLE"]
-        assert push(connection, request(user_id=IDS)) == {"user_result": [2]}
-        assert (len(server.failed), len(server.requests)) == (3, 1)
+def test_failures_on_request(served: Served) -> None:
+    server, connection = served
+    server.fail_next(2, "RESOURCE_EXHAUSTED")
+    server.fail_next()
+    codes = []
+    for _ in range(3):
+        with pytest.raises(RemoteError) as raised:
+            push(connection, request(user_id=IDS))
+        codes.append(raised.value.code)
+    assert codes == ["RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED", "UNAVAILABLE"]
+    assert push(connection, request(user_id=IDS)) == {"user_result": [2]}
+    assert (len(server.failed), len(server.requests)) == (3, 1)
+    for code in ("OK", "NOTHING"):
+        with pytest.raises(InputError, match="not the status of a failure"):
+            server.fail_next(1, code)
+    with pytest.raises(RemoteError, match="1 of 2 requests after 0 seconds"):
+        server.wait(2, timeout=0)
 
 
-@pytest.mark.parametrize("code", ["OK", "NOTHING", ""])
-def test_a_failure_needs_a_code(code: str) -> None:
-    with DummySyncServer() as server, pytest.raises(InputError, match="not the status of a failure"):
-        server.fail_next(1, code)
-
-
-def test_a_late_answer_is_recorded_in_time() -> None:
-    with DummySyncServer() as server, Connection(server.address) as connection:
-        server.delay(LIMIT)
-        late = [connection.start_predict(request(user_id=IDS), timeout=LIMIT) for _ in range(20)]
-        server.wait(8, timeout=LIMIT)
-        for call in late:
-            call.cancel()
-        server.delay(0)
-        assert push(connection, request(user_id=IDS)) == {"user_result": [2]}
+def test_a_late_answer_is_recorded_in_time(served: Served) -> None:
+    server, connection = served
+    server.delay(LIMIT)
+    late = [connection.start_predict(request(user_id=IDS), timeout=LIMIT) for _ in range(20)]
+    server.wait(8, timeout=LIMIT)
+    for call in late:
+        call.cancel()
+    server.delay(0)
+    assert push(connection, request(user_id=IDS)) == {"user_result": [2]}
 
 
 def test_shutdown_ends_late_answers() -> None:
@@ -157,11 +155,6 @@ def test_shutdown_ends_late_answers() -> None:
     assert not [thread for thread in threading.enumerate() if "dummy-sync-server" in thread.name]
 
 
-def test_waiting_in_vain_says_what_came() -> None:
-    with DummySyncServer() as server, pytest.raises(RemoteError, match="0 of 2 requests after 0 seconds"):
-        server.wait(2, timeout=0)
-
-
 def test_ports() -> None:
     with DummySyncServer("localhost:0") as server:
         assert server.address == f"localhost:{server.get_port()}"
@@ -172,7 +165,7 @@ def test_ports() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["0.0.0.0:0", "[::]:0", "::1:0", "10.0.0.1:0", "localhost", "localhost:70000", "a:1", ""]
+    "address", ["0.0.0.0:0", "[::]:0", "::1:0", "10.0.0.1:0", "localhost", "localhost:70000"]
 )
 def test_only_loopback(address: str) -> None:
     with pytest.raises(InputError, match="is not on loopback"):

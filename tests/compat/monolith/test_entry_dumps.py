@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.compat.monolith import entry_dumps as entries
-from megalith.compat.monolith.entry_dumps import (
-    Entries,
-    EntryFile,
-    EntryLayout,
-    SegmentLayout,
-    read_entries,
-)
+from megalith.compat.monolith.entry_dumps import Entries, EntryFile, EntryLayout, SegmentLayout, read_entries
 from megalith.compat.monolith.monolith_protos import message_type
 from megalith.errors import CheckpointError, InputError, NativeMissingError
+from tests.compat import importing as wire
 from tests.compat.importing import (
     ADAGRAD,
     adagrad,
     adam,
-    checksum,
     entry,
-    floats,
     message,
-    packed,
     record,
     sgd,
     snappy,
     tfrecords,
-    varint,
     write,
 )
 
@@ -79,27 +71,21 @@ def test_a_file_plain_and_packed(tmp_path: Path, pack: Any, monkeypatch: pytest.
         read(path, ADAGRAD)
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
-    assert read(write(tmp_path / "t", b""), ADAGRAD) == []
-
-
-def test_ids_are_signed_and_may_be_any(tmp_path: Path) -> None:
-    ids = [0, -1, -(2**63), 2**63 - 1]
-    path = write(tmp_path / "t", tfrecords(*(entry(i, (1, 2)) for i in ids)))
-    assert [row[0] for row in read(path, WEIGHTS)] == ids
-
-
-def test_packed_floats_unknown_fields_and_any_order(tmp_path: Path) -> None:
+def test_packed_floats_unknown_fields_any_order_and_any_id(tmp_path: Path) -> None:
     body = (
-        varint(4 << 3) + varint(7)
-        + message(3, message(1, message(1, packed(1, 3, 4), message(9, b"new"))), floats(5, 1))
-        + packed(2, 1)
+        wire.varint(4 << 3) + wire.varint(7)
+        + message(3, message(1, message(1, wire.packed(1, 3, 4), message(9, b"new"))), wire.floats(5, 1))
+        + wire.packed(2, 1)
         + message(1000, b"later")
-        + floats(2, 2)
-        + varint(1 << 3 | 1) + struct.pack("<q", 5)
+        + wire.floats(2, 2)
+        + wire.varint(1 << 3 | 1) + struct.pack("<q", 5)
     )  # fmt: skip
     path = write(tmp_path / "t", tfrecords(body))
     assert read(path, ADAGRAD) == [(5, [1, 2, 3, 4], 7)]
+    assert read(write(tmp_path / "t", b""), ADAGRAD) == []
+    ids = [0, -1, -(2**63), 2**63 - 1]
+    path = write(tmp_path / "t", tfrecords(*(entry(i, (1, 2)) for i in ids)))
+    assert [row[0] for row in read(path, WEIGHTS)] == ids
 
 
 def test_tables_one_after_the_other(tmp_path: Path) -> None:
@@ -116,9 +102,7 @@ def test_more_or_less_than_was_promised(tmp_path: Path) -> None:
     path = write(tmp_path / "t", tfrecords(*some(5)))
     file = EntryFile(path)
     list(file.read(ADAGRAD, 4))
-    with pytest.raises(
-        CheckpointError, match=r"t: there are more entries at byte \d+ than its .meta file lists"
-    ):
+    with pytest.raises(CheckpointError, match=r"t: there are more entries at byte \d+ than its .meta file"):
         file.finish()
     with pytest.raises(CheckpointError, match=r"t: the file ends after 5 of 6 entries"):
         read(path, ADAGRAD, 6)
@@ -143,11 +127,7 @@ TWO_SEGMENTS = EntryLayout(
         (entry(1, (1, 2)), ADAGRAD, "optimizer state for 0 segments, but the table has 1"),
         (GOOD, TWO_SEGMENTS, "field 1 has more than 1 numbers"),
         (entry(1, (1, 2), adagrad(3)), TWO_SEGMENTS, "state for 1 segments, but the table has 2"),
-        (
-            entry(1, (1, 2), adagrad(3), sgd(), sgd()),
-            TWO_SEGMENTS,
-            "for more than the 2 segments",
-        ),
+        (entry(1, (1, 2), adagrad(3), sgd(), sgd()), TWO_SEGMENTS, "for more than the 2 segments"),
         (
             entry(1, (1, 2), adam((1, 2), (3, 4), 0.9, 0.99)),
             ADAGRAD,
@@ -160,15 +140,13 @@ TWO_SEGMENTS = EntryLayout(
         (GOOD + b"\x0b", ADAGRAD, "is a group, which is not supported"),
         (GOOD + b"\x20", ADAGRAD, "a varint is truncated"),
         (message(1, b"12345678"), ADAGRAD, "field 1 is length-delimited, not 8 bytes"),
-        (GOOD + varint(3 << 3) + b"\x01", WEIGHTS, "field 3 is a varint, not length-delimited"),
+        (GOOD + wire.varint(3 << 3) + b"\x01", WEIGHTS, "field 3 is a varint, not length-delimited"),
         (GOOD + message(2, b"123"), ADAGRAD, "field 2 has 3 bytes, not a multiple of 4"),
     ],
 )
 def test_wrong_entries_are_explained(tmp_path: Path, body: bytes, layout: EntryLayout, said: str) -> None:
-    path = write(
-        tmp_path / "t",
-        tfrecords(entry(0, (1, 2), adagrad(1), sgd()) if layout is TWO_SEGMENTS else GOOD, body),
-    )
+    good = entry(0, (1, 2), adagrad(1), sgd()) if layout is TWO_SEGMENTS else GOOD
+    path = write(tmp_path / "t", tfrecords(good, body))
     with pytest.raises(CheckpointError, match=rf"t: the entry at byte \d+: .*{said}"):
         read(path, layout)
 
@@ -178,9 +156,8 @@ def test_a_file_cut_off_anywhere(tmp_path: Path) -> None:
     half = len(data) // 2
     for cut in set(range(1, len(data))) - {half}:
         path = write(tmp_path / "t", data[:cut])
-        with pytest.raises(
-            CheckpointError, match=rf"t: the file ends within the record at byte {half if cut > half else 0}"
-        ):
+        start = half if cut > half else 0
+        with pytest.raises(CheckpointError, match=rf"t: the file ends within the record at byte {start}"):
             read(path, ADAGRAD)
 
 
@@ -195,7 +172,7 @@ def test_a_flipped_bit_anywhere(tmp_path: Path) -> None:
 
 def test_lengths_are_not_believed(tmp_path: Path) -> None:
     length = struct.pack("<Q", 2**40)
-    path = write(tmp_path / "t", length + checksum(length) + b"abc")
+    path = write(tmp_path / "t", length + wire.checksum(length) + b"abc")
     with pytest.raises(CheckpointError, match="the length at byte 0 is 1099511627776, over the limit"):
         read(path, ADAGRAD)
     with pytest.raises(CheckpointError, match="the Snappy block at byte 0 states"):
@@ -220,7 +197,7 @@ BODIES = [
 ]
 
 
-def protobuf_row(body: bytes, layout: EntryLayout) -> tuple[int, list[float], int] | None:
+def protobuf_row(body: bytes, layout: EntryLayout) -> Row | None:
     """The row that protobuf reads, or None if it refuses the entry or the entry does not fit the layout."""
     try:
         dump = message_type("monolith.hash_table.EntryDump").FromString(body)
@@ -247,7 +224,7 @@ def protobuf_row(body: bytes, layout: EntryLayout) -> tuple[int, list[float], in
     return dump.id, floats, dump.last_update_ts_sec
 
 
-def native_row(body: bytes, layout: EntryLayout) -> tuple[int, list[float], int] | str:
+def native_row(body: bytes, layout: EntryLayout) -> Row | str:
     into = room(1, layout.width)
     data = record(body)
     try:
@@ -279,15 +256,13 @@ def test_what_is_read_is_what_protobuf_reads(
         assert repr(got) == repr(protobuf_row(bytes(damaged[:cut]), layout))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("body", BODIES)
-def test_good_entries_are_read_if_and_only_if_they_fit(body: bytes, layout: EntryLayout) -> None:
-    expected = protobuf_row(body, layout)
-    got = native_row(body, layout)
-    if not isinstance(got, str):
-        assert repr(got) == repr(expected)
-    elif expected is not None:  # refused only because the state of another optimizer would be dropped
-        assert "holds" in got
+def test_good_entries_are_read_if_and_only_if_they_fit() -> None:
+    for layout, body in product(LAYOUTS, BODIES):
+        expected, got = protobuf_row(body, layout), native_row(body, layout)
+        if not isinstance(got, str):
+            assert repr(got) == repr(expected)
+        elif expected is not None:  # refused only because the state of another optimizer would be dropped
+            assert "holds" in got
 
 
 @given(data=st.binary(max_size=60), keep=st.integers(0, 100))

@@ -266,16 +266,12 @@ def features(draw: Any) -> Any:
 
 
 def special_features(name: str) -> Any:
+    feature = message_type(f"{IO}.Feature")
     if name == "__LINE_ID__":
-        return LINE_ID.map(
-            lambda line: message_type(f"{IO}.Feature")(
-                bytes_list=message_type(f"{IO}.BytesList")(value=[line.SerializeToString()])
-            )
-        )
-    values = st.lists(FLOAT, max_size=3)
-    return values.map(
-        lambda floats: message_type(f"{IO}.Feature")(float_list=message_type(f"{IO}.FloatList")(value=floats))
-    )
+        lines = message_type(f"{IO}.BytesList")
+        return LINE_ID.map(lambda line: feature(bytes_list=lines(value=[line.SerializeToString()])))
+    floats = message_type(f"{IO}.FloatList")
+    return st.lists(FLOAT, max_size=3).map(lambda values: feature(float_list=floats(value=values)))
 
 
 SPECIAL = ["__LABEL__", "__LINE_ID__", "instance_weight"]
@@ -309,9 +305,8 @@ def example_batches(draw: Any) -> bytes:
         kind = special_features(name) if name in SPECIAL else features()
         values = draw(st.lists(kind, min_size=1 if shared else count, max_size=2 if shared else count))
         batch.named_feature_list.add(name=name, feature=values, type=int(shared))
-    return bytes(batch.SerializeToString()) + (
-        b"\xfa\x01\x04    " if count else b""
-    )  # honest rows need bytes
+    padding = b"\xfa\x01\x04    " if count else b""  # honest rows need bytes
+    return bytes(batch.SerializeToString()) + padding
 
 
 @st.composite
@@ -330,11 +325,7 @@ def instances(draw: Any) -> bytes:
     return bytes(record.SerializeToString())
 
 
-RECORDS: dict[Kind, Any] = {
-    "example": examples(),
-    "example_batch": example_batches(),
-    "instance": instances(),
-}
+RECORDS: dict[Kind, Any] = dict(zip(KINDS, (examples(), example_batches(), instances()), strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -345,16 +336,9 @@ def test_valid_records_give_the_columns_that_protobuf_reads(kind: Kind, data: An
     expected = [oracle(kind, message, label_index) for message in messages]
     assert None not in expected
     assert same(decoded(kind, messages, label_index), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30)
-@given(data=st.data())
-def test_concatenated_records_are_merged_as_protobuf_merges_them(kind: Kind, data: Any) -> None:
-    merged = data.draw(RECORDS[kind]) + data.draw(RECORDS[kind])
-    expected = oracle(kind, merged, 0)
-    (got,) = decoded(kind, [merged])
-    assert isinstance(got, str) if expected is None else same(got, expected)
+    merged = b"".join(messages[:2])  # protobuf merges concatenated messages
+    (got,), wanted = decoded(kind, [merged], label_index), oracle(kind, merged, label_index)
+    assert isinstance(got, str) if wanted is None else same(got, wanted)
 
 
 # ---- any bytes
@@ -402,16 +386,13 @@ def test_any_bytes_are_refused_or_read_as_protobuf_reads_them(kind: Kind, data: 
     [
         ("80", "a varint is truncated", 0),
         ("08", "a varint is truncated", 1),
-        ("08 80 80", "a varint is truncated", 1),
         ("40 01 40 ff ff ff ff ff ff ff ff ff ff 01", "a varint has more than 64 bits", 3),
         ("40 ff ff ff ff ff ff ff ff ff 02", "a varint has more than 64 bits", 1),
         ("ff " * 20, "a varint has more than 5 bytes", 0),
         ("42 05 61", "field 8 has 5 bytes, but 1 are left", 2),
         ("42 ff ff ff ff 7f 61", "field 8 has 34359738367 bytes, but 1 are left", 6),
         ("41 01 02", "field 8 has 8 bytes, but 2 are left", 1),
-        ("45 01", "field 8 has 4 bytes, but 1 are left", 1),
         ("43 44", "field 8 is a group, which is not supported", 0),
-        ("44", "field 8 is a group, which is not supported", 0),
         ("46", "field 8 is of wire type 6", 0),
         ("00 01", "field number 0 is out of range", 0),
         ("80 80 80 80 10 01", "field number 536870912 is out of range", 0),
@@ -431,28 +412,24 @@ def test_problems_are_reported_with_their_byte(message: str, problem: str | None
     assert errors == ([] if problem is None else [(0, byte, problem)])
 
 
-def test_a_shared_column_cannot_expand_without_bound() -> None:
+@pytest.mark.parametrize(
+    ("column", "values", "rows", "problem"),
+    [
+        ("f", 1 << 17, 1 << 18, "column 'f' repeats 131072 values for 262144 rows"),
+        ("__LABEL__", 1 << 13, 1 << 14, "column '__LABEL__' repeats 8192 values for 16384 rows"),
+        ("f0", 1 << 13, 1 << 15, "repeats 4096 values for 32768 rows"),  # of many columns
+    ],
+)
+def test_shared_columns_cannot_expand_without_bound(
+    column: str, values: int, rows: int, problem: str
+) -> None:
     feature = message_type(f"{IO}.Feature")()
-    feature.fid_v2_list.value.extend(range(1 << 17))
-    batch = message_type(f"{IO}.ExampleBatch")(batch_size=1 << 18)
-    batch.named_feature_list.add(name="f", feature=[feature], type=1)
-    (got,) = decoded("example_batch", [batch.SerializeToString()])
-    assert "column 'f' repeats 131072 values for 262144 rows" in got
-
-
-def test_shared_labels_and_many_columns_cannot_expand_without_bound() -> None:
-    feature = message_type(f"{IO}.Feature")()
-    feature.float_list.value.extend([0.0] * (1 << 13))
-    batch = message_type(f"{IO}.ExampleBatch")(batch_size=1 << 14)
-    batch.named_feature_list.add(name="__LABEL__", feature=[feature], type=1)
-    (got,) = decoded("example_batch", [batch.SerializeToString()])
-    assert "column '__LABEL__' repeats 8192 values for 16384 rows" in got
-
-    wide = [f"f{i}" for i in range(4096)]
-    batch = message_type(f"{IO}.ExampleBatch")(batch_size=1 << 15)
-    batch.named_feature_list.add(name="f0", feature=[feature], type=1)
-    (error,) = decode_records("example_batch", [batch.SerializeToString()], wide).errors
-    assert "repeats 4096 values for 32768 rows" in error[2]
+    feature.float_list.value.extend([0.0] * values)
+    batch = message_type(f"{IO}.ExampleBatch")(batch_size=rows)
+    batch.named_feature_list.add(name=column, feature=[feature], type=1)
+    names = [f"f{i}" for i in range(4096)] if column == "f0" else NAMES
+    (error,) = decode_records("example_batch", [batch.SerializeToString()], names).errors
+    assert problem in error.problem
 
 
 def test_slots_of_an_instance_are_named_by_plain_numbers() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import pytest
@@ -76,20 +78,12 @@ def test_protobufs_own_bytes() -> None:
 def test_empty_names_and_messages_are_written_as_protobuf_does() -> None:
     configs = FeatureConfigs({"": FeatureConfig()}, {"é": OutConfig(shape=((),))})
     assert configs.to_proto().hex() == "0a040a00120012080a02c3a912021a00"
-    assert FeatureConfigs.from_proto(configs.to_proto()) == configs
     assert FeatureConfigs().to_proto() == b""
-    assert FeatureConfigs.from_proto(b"\x0a\x00\x12\x00") == FeatureConfigs(
-        {"": FeatureConfig()}, {"": OutConfig()}
-    )
 
 
-def test_the_order_of_entries_does_not_matter_and_the_last_of_two_wins() -> None:
+def test_the_order_of_entries_does_not_matter() -> None:
     there, back = dict(FEATURES), dict(reversed(FEATURES.items()))
     assert FeatureConfigs(there).to_proto() == FeatureConfigs(back).to_proto()
-    twice = SliceConfig("a", 1, 2).to_proto() + SliceConfig("b", 3, 4).to_proto()
-    assert SliceConfig.from_proto(twice) == SliceConfig("b", 3, 4)
-    one, two = (FeatureConfigs({"a": FeatureConfig(table)}) for table in ("x", "y"))
-    assert FeatureConfigs.from_proto(one.to_proto() + two.to_proto()) == two
 
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -120,12 +114,9 @@ def test_what_is_written_is_read(configs: FeatureConfigs) -> None:
     [
         (SliceConfig, "50 02", r"SliceConfig: pooling_type must be one of SUM \(0\), MEAN.*, got 2"),
         (FeatureConfig, "10 04", r"FeatureConfig: pooling_type must be one of .* FIRSTN \(3\), got 4"),
-        (OutConfig, "10 04", r"OutConfig: out_type must be one of .* NONE \(3\), got 4"),
         (OutConfig, "10 ff ff ff ff ff ff ff ff ff 01", "OutConfig: out_type must be one of .*, got -1"),
-        (SliceConfig, "10", "SliceConfig: 1 bytes are not a valid protobuf message"),
         (FeatureConfigs, "0a 02 0a 05", "FeatureConfigs: 4 bytes are not a valid protobuf message"),
         (FeatureConfigs, "0a 03 0a 01 ff", "not a valid protobuf message"),  # not UTF-8
-        (FeatureConfigs, "12 04 12 02 0a 7f", "not a valid protobuf message"),
     ],
 )
 def test_bytes_that_are_no_config(kind: Any, message: str, said: str) -> None:
@@ -133,25 +124,18 @@ def test_bytes_that_are_no_config(kind: Any, message: str, said: str) -> None:
         kind.from_proto(bytes.fromhex(message))
 
 
-def test_what_protobuf_accepts_is_read_as_protobuf_reads_it() -> None:
-    assert SliceConfig.from_proto(bytes.fromhex("12 00")) == SliceConfig()  # an unknown field
-    assert SliceConfig.from_proto(bytes.fromhex("10 80 80 80 80 08")) == SliceConfig(start=-(2**31))
-    assert FeatureConfigs.from_proto(bytes.fromhex("08 01")) == FeatureConfigs()
-
-
-def read_or_refuse(message: bytes) -> None:
-    """Reads, checks and writes the message; nothing but an InputError stops it."""
-    for kind in (SliceConfig, OutConfig, FeatureConfig, FeatureConfigs):
-        try:
-            read = kind.from_proto(message)
-        except InputError:
-            continue
-        assert kind.from_proto(read.to_proto()) == read
-        if isinstance(read, FeatureConfigs):
-            try:
-                read.validate()
-            except InputError:
-                continue
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        ("12 00", SliceConfig()),  # an unknown field
+        ("10 80 80 80 80 08", SliceConfig(start=-(2**31))),
+        ("0a 01 61 18 01 0a 01 62 18 03", SliceConfig("b", end=3)),  # the last of two wins
+        ("08 01", FeatureConfigs()),
+        ("0a 00 12 00", FeatureConfigs({"": FeatureConfig()}, {"": OutConfig()})),
+    ],
+)
+def test_what_protobuf_accepts_is_read_as_protobuf_reads_it(message: str, read: Any) -> None:
+    assert type(read).from_proto(bytes.fromhex(message)) == read
 
 
 @given(
@@ -160,11 +144,16 @@ def read_or_refuse(message: bytes) -> None:
     end=st.integers(0, len(MODEL)),
 )
 def test_any_bytes_are_configs_or_refused(random: bytes, changes: list[tuple[int, int]], end: int) -> None:
-    message = bytearray(MODEL)
+    changed = bytearray(MODEL)
     for place, byte in changes:
-        message[place] = byte
-    for each in (random, bytes(message), bytes(message[:end])):
-        read_or_refuse(each)
+        changed[place] = byte
+    kinds: tuple[Any, ...] = (SliceConfig, OutConfig, FeatureConfig, FeatureConfigs)
+    for message, kind in product((random, bytes(changed), bytes(changed[:end])), kinds):
+        with suppress(InputError):  # and nothing else
+            read = kind.from_proto(message)
+            assert kind.from_proto(read.to_proto()) == read
+            if kind is FeatureConfigs:
+                read.validate()
 
 
 # ---- values that a message cannot have
@@ -175,9 +164,7 @@ def test_any_bytes_are_configs_or_refused(random: bytes, changes: list[tuple[int
     [
         (lambda: SliceConfig(3), "SliceConfig: feature_name must be a str, got 3"),
         (lambda: SliceConfig("a", 0.5), "SliceConfig: start must be a 32-bit int, got 0.5"),
-        (lambda: SliceConfig("a", True), "SliceConfig: start must be a 32-bit int"),
         (lambda: SliceConfig("a", 0, 2**31), "SliceConfig: end must be a 32-bit int, got 2147483648"),
-        (lambda: SliceConfig("a", pooling_type=2), "SliceConfig: pooling_type must be one of"),
         (lambda: OutConfig([("a", 0, 1)]), r"OutConfig: slice_configs\[0\] must be a SliceConfig"),
         (lambda: OutConfig(shape=(-1, 3)), r"OutConfig: shape\[0\] must be a sequence, got -1"),
         (lambda: OutConfig(shape=((-1, "3"),)), r"OutConfig: shape\[0\]\[1\] must be a 32-bit int"),
@@ -187,7 +174,6 @@ def test_any_bytes_are_configs_or_refused(random: bytes, changes: list[tuple[int
         (lambda: FeatureConfigs([]), "feature_configs must be a dict of FeatureConfig by name"),
         (lambda: FeatureConfigs({1: FeatureConfig()}), "feature_configs must be a dict by str, got 1"),
         (lambda: FeatureConfigs({"a": OutConfig()}), r"feature_configs\['a'\] must be of type FeatureConfig"),
-        (lambda: FeatureConfigs({}, {"a": FeatureConfig()}), r"out_configs\['a'\] must be of type OutConfig"),
         (lambda: SliceConfig("\ud800").to_proto(), "cannot be encoded in UTF-8"),
     ],
 )
@@ -232,10 +218,7 @@ def test_names_are_in_order() -> None:
         (layout(STACK, ("uid", 1, 5), ("gid", 1, 5), ("gid", 5, 9)), ((-1, 3, 4),)),
         (layout(STACK, ("hist", 0, 8), ("clicks", 8, 16)), ((-1, 2, 20, 8),)),
         (layout(ADDN, ("uid", 0, 1), ("gid", 0, 1)), ((-1, 1),)),
-        (
-            layout(NONE, ("uid", 0, 1), ("hist", 0, 16), ("short", 0, 2)),
-            ((-1, 1), (-1, 20, 16), (-1, 5, 2)),
-        ),
+        (layout(NONE, ("uid", 0, 1), ("hist", 0, 9), ("short", 0, 2)), ((-1, 1), (-1, 20, 9), (-1, 5, 2))),
     ],
 )
 def test_shapes_are_what_slices_give(configs: FeatureConfigs, shapes: tuple[tuple[int, ...], ...]) -> None:
@@ -250,28 +233,19 @@ def test_shapes_are_what_slices_give(configs: FeatureConfigs, shapes: tuple[tupl
 
 A_SLICE, WITH = ("uid", 0, 9), "but its slices give"
 MISFITS: list[tuple[FeatureConfigs, str]] = [
-    (
-        layout(CONCAT, ("uid", 0, 1), ("who", 0, 1)),
-        r"'out', slice 1 \(feature 'who'\): feature_name is",
-    ),
-    (
-        layout(CONCAT, ("uid", 0, 10)),
-        r"slice 0 \(feature 'uid'\): start 0 and end 10 must satisfy .* <= 9",
-    ),
+    (layout(CONCAT, A_SLICE, ("who", 0, 1)), r"'out', slice 1 \(feature 'who'\): feature_name is"),
+    (layout(CONCAT, ("uid", 0, 10)), r"slice 0 \(feature 'uid'\): start 0 and end 10 must .* <= 9"),
     (layout(CONCAT, ("uid", -1, 1)), "start -1 and end 1"),
     (layout(CONCAT, ("uid", 3, 3)), "start 3 and end 3"),
     (layout(CONCAT), "layout 'out': slice_configs is empty"),
-    (layout(NONE), "layout 'out': slice_configs is empty"),
     (layout(CONCAT, A_SLICE, ("hist", 0, 1)), "its feature is FIRSTN of 20, but that of slice 0 is pooled"),
     (layout(CONCAT, ("hist", 0, 1), A_SLICE), "is pooled, but that of slice 0 is FIRSTN of"),
     (layout(STACK, ("hist", 0, 1), ("short", 0, 1)), "FIRSTN of 5, but that of slice 0 is FIRST"),
     (layout(STACK, ("uid", 0, 1), ("gid", 0, 2)), "its width is 2, but that of slice 0 is 1"),
-    (layout(ADDN, ("uid", 0, 1), ("gid", 0, 2)), "its width is 2, but that of slice 0 is 1"),
     (layout(ADDN, ("hist", 0, 1)), "ADDN cannot add a FIRSTN feature"),
     (layout(CONCAT, A_SLICE, shape=[[-1, 8]]), rf"'out': shape\[0\] is \[-1, 8\], {WITH} \[batch, 9\]"),
     (layout(CONCAT, ("hist", 0, 9), shape=[[-1, 9]]), rf"{WITH} \[batch, 20, 9\]"),
     (layout(CONCAT, A_SLICE, shape=[[9]]), rf"{WITH} \[batch, 9\]"),
-    (layout(CONCAT, A_SLICE, shape=[[]]), r"shape\[0\] is \[\]"),
     (layout(CONCAT, A_SLICE, shape=[[0, 9]]), "its batch must be -1 or positive"),
     (layout(CONCAT, A_SLICE, shape=[[-2, 9]]), "its batch must be -1 or positive"),
     (layout(CONCAT, A_SLICE, shape=[[-1, 9], [-1, 9]]), "shape declares 2 tensors, .* 1"),
@@ -292,7 +266,6 @@ def test_layouts_that_do_not_fit(configs: FeatureConfigs, said: str) -> None:
     ("feature", "said"),
     [
         (FeatureConfig("", slice_dims=(1,)), "feature 'f': table is empty"),
-        (FeatureConfig("t"), r"slice_dims must be positive sizes, got \[\]"),
         (FeatureConfig("t", slice_dims=(4, 0)), r"slice_dims must be positive sizes, got \[4, 0\]"),
         (FeatureConfig("t", FIRSTN, (4,)), "max_sequence_length must be at least 1 for FIRSTN, got 0"),
         (FeatureConfig("t", SUM, (4,), -1), "max_sequence_length must be 0 or more, got -1"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,23 +37,21 @@ def filled(engine: str) -> LocalShards:
     return shards
 
 
-def test_fused_lookup_of_one_shard(engine: str) -> None:
-    found = fused_lookup(filled(engine), ids(0, 1, 2, 3), torch.tensor([1, 1, 2]), 1)
-
-    assert found.embeddings.tolist() == [1, 2, 2, 4, 4, 8, 8]
-    assert found.embedding_splits.tolist() == [7]
-    assert found.id_offsets.tolist() == [0, 1, 2, 4]
-    assert found.emb_offsets.tolist() == [0, 1, 3, 7]
-    assert found.indices.tolist() == [0, 1, 2, 3]
-
-
-def test_fused_lookup_of_two_shards(engine: str) -> None:
-    found = fused_lookup(filled(engine), ids(0, 2, 1, 3), torch.tensor([1, 0, 1, 0, 1, 1]), 2)
-
-    assert found.embeddings.tolist() == [1, 4, 4, 2, 2, 8, 8]
-    assert found.embedding_splits.tolist() == [3, 4]
-    assert found.id_offsets.tolist() == [0, 1, 1, 2, 2, 3, 4]
-    assert found.emb_offsets.tolist() == [0, 1, 1, 3, 3, 5, 7]
+@pytest.mark.parametrize(
+    ("asked", "sizes", "expected"),
+    [
+        ([0, 1, 2, 3], [[1, 1, 2]], [[1, 2, 2, 4, 4, 8, 8], [7], [0, 1, 2, 4], [0, 1, 3, 7]]),
+        (
+            [0, 2, 1, 3],
+            [[1, 0, 1], [0, 1, 1]],
+            [[1, 4, 4, 2, 2, 8, 8], [3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 1, 3, 3, 5, 7]],
+        ),
+    ],
+    ids=["one shard", "two shards"],
+)
+def test_fused_lookup(engine: str, asked: list[int], sizes: list[list[int]], expected: Any) -> None:
+    found = fused_lookup(filled(engine), ids(*asked), torch.tensor(sizes).flatten(), len(sizes))
+    assert [x.tolist() for x in found] == [*expected, asked]
 
 
 def test_rows_of_one_bit_need_the_step_that_trains_them(engine: str) -> None:
@@ -74,27 +74,24 @@ def fused_apply(shards: LocalShards, of: Tensor, sizes: Tensor, grads: Tensor, n
     )
 
 
+def slots(engine: str = "cpu", first: TableConfig = zeros("slot0", 1)) -> LocalShards:  # noqa: B008
+    return LocalShards([first, zeros("slot1", 2)], engine=engine)
+
+
 def test_fused_apply(engine: str) -> None:
-    shards = LocalShards([zeros("slot0", 1), zeros("slot1", 2)], engine=engine)
-    sizes = torch.tensor([1, 2])
-
+    shards, sizes = slots(engine), torch.tensor([1, 2])
     fused_apply(shards, ids(0, 1, 2), sizes, torch.tensor([2.0, 1, 3, 2, 4]), 1)
-
     assert fused_lookup(shards, ids(0, 1, 2), sizes, 1).embeddings.tolist() == [-2, -1, -3, -2, -4]
 
 
 def test_fused_apply_makes_one_summed_step_for_an_id_of_two_shards(engine: str) -> None:
-    sizes = torch.tensor([1, 0, 1, 0])
-    shards = LocalShards([zeros("slot0", 1), zeros("slot1", 2)], engine=engine)
-    fused_apply(shards, ids(1, 1), sizes, torch.tensor([1.0, 2.0]), 2)
-    assert fused_lookup(shards, ids(1, 1), sizes, 2).embeddings.tolist() == [-3, -3]
-
     # With SGD two steps give the same result, with Adagrad they do not: n = (1 + 2)^2 = 9, w = -lr * 3 / 3.
     # (Monolith makes two steps.)
     adagrad = TableConfig("slot0", dim=1, optimizer=Adagrad(1.0, eps=0.0), initializer=Zeros())
-    shards = LocalShards([adagrad, zeros("slot1", 2)], engine=engine)
-    fused_apply(shards, ids(1, 1), sizes, torch.tensor([1.0, 2.0]), 2)
-    assert fused_lookup(shards, ids(1, 1), sizes, 2).embeddings.tolist() == [-1, -1]
+    for first, row in ((zeros("slot0", 1), -3), (adagrad, -1)):
+        shards, sizes = slots(engine, first), torch.tensor([1, 0, 1, 0])
+        fused_apply(shards, ids(1, 1), sizes, torch.tensor([1.0, 2.0]), 2)
+        assert fused_lookup(shards, ids(1, 1), sizes, 2).embeddings.tolist() == [row, row]
 
 
 @pytest.mark.parametrize(
@@ -102,28 +99,16 @@ def test_fused_apply_makes_one_summed_step_for_an_id_of_two_shards(engine: str) 
     [([1, 1], 2, "2 shards x 2 tables"), ([1, 5], 1, "add up to 2"), ([-1, 3], 1, "negative")],
 )
 def test_fused_slot_sizes_must_match_the_ids(sizes: list[int], num_of_shards: int, message: str) -> None:
-    shards = LocalShards([zeros("a", 1), zeros("b", 2)])
     with pytest.raises(InputError, match=message):
-        fused_lookup(shards, ids(1, 2), torch.tensor(sizes), num_of_shards)
+        fused_lookup(slots(), ids(1, 2), torch.tensor(sizes), num_of_shards)
 
 
 def test_fused_gradients_and_offsets_must_be_those_of_the_lookup() -> None:
-    shards = LocalShards([zeros("a", 1), zeros("b", 2)])
-    sizes = torch.tensor([1, 1])
-    found = fused_lookup(shards, ids(1, 2), sizes, 1)
+    shards, sizes, of = slots(), torch.tensor([1, 1]), ids(1, 2)
+    found = fused_lookup(shards, of, sizes, 1)
     with pytest.raises(InputError, match="id_grads"):
-        fused_apply(shards, ids(1, 2), sizes, torch.ones(4), 1)
+        fused_apply(shards, of, sizes, torch.ones(4), 1)
+    offsets = found.id_offsets[:-1], found.emb_offsets
     with pytest.raises(InputError, match="id_offsets"):
-        fused_apply_gradients(
-            shards,
-            ids(1, 2),
-            found.indices,
-            sizes,
-            torch.ones(3),
-            found.id_offsets[:-1],
-            found.emb_offsets,
-            0,
-            0,
-            1,
-        )
-    assert [len(shards.local[name]) for name in "ab"] == [0, 0]
+        fused_apply_gradients(shards, of, found.indices, sizes, torch.ones(3), *offsets, 0, 0, 1)
+    assert [len(shards.local[name]) for name in shards.configs] == [0, 0]

@@ -38,7 +38,7 @@ def columns(rows: Rows) -> dict[str, Ragged]:
 
 
 def embeddings(
-    cfgs: FeatureConfigs, found: ShardedFids, ps: int, values: Values, dtype: torch.dtype = torch.float32
+    cfgs: FeatureConfigs, found: ShardedFids, ps: int, values: Values, dtype: Any = torch.float32
 ) -> list[Tensor]:
     """The flat rows of each list, as a lookup would give them."""
     lists = []
@@ -58,25 +58,13 @@ def row_splits(found: ShardedFids) -> list[Tensor]:
 
 def encoding(found: ShardedFids) -> tuple[Any, ...]:
     """The arguments of the layout op after the embeddings."""
-    return (
-        row_splits(found),
-        found.fid_offset,
-        found.feature_offset,
-        found.nfl_offset,
-        found.batch_size,
-    )
+    return row_splits(found), found.fid_offset, found.feature_offset, found.nfl_offset, found.batch_size
 
 
 def layouts(
-    cfgs: FeatureConfigs,
-    rows: Rows,
-    values: Values,
-    *,
-    ps: int = 2,
-    shared: Sequence[str] = (),
-    **options: Any,
+    cfgs: FeatureConfigs, rows: Rows, values: Values, *, ps: int = 2, shared: Sequence[str] = ()
 ) -> list[Tensor]:
-    found = shard(columns(rows), ps, cfgs, shared=shared, **options)
+    found = shard(columns(rows), ps, cfgs, shared=shared)
     return to_layout(embeddings(cfgs, found, ps, values), *encoding(found), "example_batch", cfgs, ps)
 
 
@@ -112,25 +100,33 @@ def pairs(fid_offset: Tensor) -> list[tuple[int, int]]:
 
 
 def test_the_worked_example_with_merged_tables() -> None:
-    found = shard(columns(EXAMPLE), 2, MERGED)
+    """The eleven tensors of version 5, in the order of Monolith's tuple."""
+    found = shard(columns(EXAMPLE), ps_num=2, feature_cfgs=MERGED, unique=True, input_type="example")
 
-    assert [f.tolist() for f in found.lists] == [
-        [0, 6, 12],
-        [3, 9, 15],
-        [2, 8, 14, 4, 10, 16],
-        [5, 11, 17, 1, 7, 13],
-    ]
-    assert [s.tolist() for s in row_splits(found)] == [[0, 3], [0, 3], [0, 3, 6], [0, 3, 6]]
-    assert pairs(found.fid_offset) == [
+    shards, fid_offset, feature_offset, nfl_offset, batch_size, nfl_size, feature_size, fid_size = found[:8]
+    emb_size, shards_row_split, shards_row_split_size, *of_version_4 = found[8:]
+
+    assert {key: ids.tolist() for key, ids in shards.items()} == {
+        f"{UID}:0": [0, 6, 12],
+        f"{UID}:1": [3, 9, 15],
+        f"{REST}:0": [2, 8, 14, 4, 10, 16],
+        f"{REST}:1": [5, 11, 17, 1, 7, 13],
+    }
+    assert {key: s.tolist() for key, s in shards_row_split.items()} == {
+        **{f"{UID}:{p}": [0, 3] for p in (0, 1)},
+        **{f"{REST}:{p}": [0, 3, 6] for p in (0, 1)},
+    }
+    assert [s.tolist() for s in shards_row_split_size.values()] == [[2], [2], [3], [3]]
+    assert pairs(fid_offset) == [
         *[(2, 0), (3, 0), (2, 13), (3, 13), (2, 26), (3, 26)],
         *[(3, 39), (2, 39), (3, 52), (2, 52), (3, 65), (2, 65)],
         *[(0, 0), (1, 0), (0, 5), (1, 5), (0, 10), (1, 10)],
     ]
-    assert found.feature_offset.tolist() == list(range(19))
-    assert found.nfl_offset.tolist() == [0, 6, 12, 19]
-    assert found.batch_size == 6
-    assert found.emb_size.tolist() == [15, 15, 78, 78]
-    assert [found.nfl_size.item(), found.feature_size.item(), found.fid_size.item()] == [4, 19, 18]
+    assert feature_offset.tolist() == list(range(19))
+    assert nfl_offset.tolist() == [0, 6, 12, 19]
+    assert [t.tolist() for t in (batch_size, nfl_size, feature_size, fid_size)] == [[6], [4], [19], [18]]
+    assert emb_size.tolist() == [15, 15, 78, 78]
+    assert of_version_4 == [None, None, None]
 
 
 def test_the_worked_example_with_one_table() -> None:
@@ -221,12 +217,13 @@ def by_id(name: str, id: int) -> list[float]:
 TWO = {"a": [[1, 2, 2], []], "b": [[3], [4, 5]]}
 
 
-def pooled(
-    a: PoolingType, kind: OutType, *cuts: tuple[str, int, int], length: int = 2, **options: Any
-) -> list[Tensor]:
-    features = {n: feature(a, 1, 1, length=length if a == FIRSTN else 0) for n in ("a", "b")}
-    cfgs = FeatureConfigs(features, {"out": OutConfig(slices(*cuts), kind)})
-    return layouts(cfgs, TWO, by_id, **options)
+def two_features(pooling: PoolingType, length: int = 2, names: str = "ab") -> dict[str, FeatureConfig]:
+    return {n: feature(pooling, 1, 1, length=length if pooling == FIRSTN else 0) for n in names}
+
+
+def pooled(a: PoolingType, kind: OutType, *cuts: tuple[str, int, int], length: int = 2) -> list[Tensor]:
+    cfgs = FeatureConfigs(two_features(a, length), {"out": OutConfig(slices(*cuts), kind)})
+    return layouts(cfgs, TWO, by_id)
 
 
 BOTH = (("a", 0, 2), ("b", 0, 2))
@@ -261,19 +258,12 @@ def test_first_n_with_every_out_type_that_makes_sense() -> None:
     assert longer.tolist() == [[[1.5], [2.5], [2.5], [0], [0]], [[0]] * 5]
 
 
-def test_first_n_cannot_be_added_up() -> None:
-    with pytest.raises(InputError, match="ADDN cannot add a FIRSTN feature"):
-        pooled(FIRSTN, OutType.ADDN, *BOTH)
-
-
 @pytest.mark.parametrize("pooling", [SUM, MEAN, FIRSTN])
 @pytest.mark.parametrize("kind", [OutType.CONCAT, OutType.STACK, OutType.ADDN, OutType.NONE])
 def test_a_shared_feature_is_the_same_in_every_row(pooling: PoolingType, kind: OutType) -> None:
     if (pooling, kind) == (FIRSTN, OutType.ADDN):
         return
-    length = 2 if pooling == FIRSTN else 0
-    features = {n: feature(pooling, 1, 1, length=length) for n in ("a", "b")}
-    cfgs = FeatureConfigs(features, {"out": OutConfig(slices(*BOTH), kind)})
+    cfgs = FeatureConfigs(two_features(pooling), {"out": OutConfig(slices(*BOTH), kind)})
     once = {"a": [[1, 2, 2]], "b": [[3], [4, 5], []]}
     written_out = {"a": [[1, 2, 2]] * 3, "b": [[3], [4, 5], []]}
     actual = layouts(cfgs, once, by_id, shared=["a"])
@@ -282,7 +272,7 @@ def test_a_shared_feature_is_the_same_in_every_row(pooling: PoolingType, kind: O
 
 
 def test_outputs_are_zero_where_a_feature_is_missing() -> None:
-    features = {n: feature(SUM, 1, 1) for n in ("a", "b", "c")}
+    features = two_features(SUM, names="abc")
     outs = {"x": OutConfig(slices(*BOTH, ("c", 0, 2)), OutType.ADDN), "y": OutConfig(slices(("c", 0, 2)))}
     added, missing = layouts(FeatureConfigs(features, outs), TWO, by_id)
     assert added.tolist() == [[10, 80], [10, 90]]
@@ -291,9 +281,7 @@ def test_outputs_are_zero_where_a_feature_is_missing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_rows_of_any_float_type_flat_or_not(dtype: torch.dtype) -> None:
-    cfgs = FeatureConfigs(
-        {n: feature(SUM, 1, 1) for n in ("a", "b")}, {"out": OutConfig(slices(*BOTH), OutType.NONE)}
-    )
+    cfgs = FeatureConfigs(two_features(SUM), {"out": OutConfig(slices(*BOTH), OutType.NONE)})
     found = shard(columns(TWO), 2, cfgs)
     rows = [e.view(-1, 2).requires_grad_() for e in embeddings(cfgs, found, 2, by_id, dtype)]
 
@@ -308,7 +296,7 @@ def test_rows_of_any_float_type_flat_or_not(dtype: torch.dtype) -> None:
 
 
 def test_offsets_in_monolith_s_own_types() -> None:
-    cfgs = FeatureConfigs({n: feature(SUM, 1, 1) for n in ("a", "b")}, {"out": OutConfig(slices(*BOTH))})
+    cfgs = FeatureConfigs(two_features(SUM), {"out": OutConfig(slices(*BOTH))})
     found = shard({"a": Ragged.from_lists([[1, 2]]), "b": columns(TWO)["b"]}, 2, cfgs, shared=["a"])
     rows = embeddings(cfgs, found, 2, by_id)
     offsets = found.fid_offset.to(torch.uint64), found.feature_offset.int(), found.nfl_offset.to(torch.uint32)
@@ -370,14 +358,12 @@ def test_gradcheck_of_a_feature_in_several_layouts(pooling: PoolingType) -> None
 
 def random_configs(slots: int, first: int, second: int) -> FeatureConfigs:
     """Slots below `first` SUM, below `second` MEAN, the others FIRSTN of 3; layouts as in Monolith's test."""
-    features: dict[str, FeatureConfig] = {}
-    for slot in range(slots):
-        if slot < first:
-            features[f"slot_{slot:03}"] = FeatureConfig("table_one", SUM, (1, 4, 8))
-        elif slot < second:
-            features[f"slot_{slot:03}"] = FeatureConfig("table_two", MEAN, (1, 4, 16))
-        else:
-            features[f"slot_{slot:03}"] = FeatureConfig("table_one", FIRSTN, (1, 4, 16), 3)
+    kinds = [
+        FeatureConfig("table_one", SUM, (1, 4, 8)),
+        FeatureConfig("table_two", MEAN, (1, 4, 16)),
+        FeatureConfig("table_one", FIRSTN, (1, 4, 16), 3),
+    ]
+    features = {f"slot_{slot:03}": kinds[(slot >= first) + (slot >= second)] for slot in range(slots)}
     names = list(features)
 
     def cut(chosen: list[str], start: int, end: int, kind: OutType) -> OutConfig:

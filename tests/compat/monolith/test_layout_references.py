@@ -15,15 +15,8 @@ from megalith.compat.monolith.layout_ops import (
     _layout_grad_reference,
     _layout_reference,
 )
-from tests.compat.monolith.test_layout_ops import (
-    FIRSTN,
-    MEAN,
-    SUM,
-    columns,
-    encoding,
-    random_configs,
-    random_rows,
-)
+from tests.compat.monolith import test_layout_ops as layouts
+from tests.compat.monolith.test_layout_ops import FIRSTN, MEAN, SUM, columns, encoding
 from tests.ops.support import assert_same, assert_threads_do_not_show, randn
 
 
@@ -59,12 +52,8 @@ def test_layouts_are_their_references(cfgs: FeatureConfigs, data: st.DataObject,
     batch, ps = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 3))
     ids = st.lists(st.integers(-2, 9), max_size=5)
     shared = [n for n in cfgs.feature_names if data.draw(st.booleans())]
-    rows = {
-        n: data.draw(
-            st.lists(ids, min_size=1 if n in shared else batch, max_size=1 if n in shared else batch)
-        )
-        for n in cfgs.feature_names
-    }
+    counts = {n: 1 if n in shared else batch for n in cfgs.feature_names}
+    rows = {n: data.draw(st.lists(ids, min_size=k, max_size=k)) for n, k in counts.items()}
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     found = shard(columns(rows), ps, cfgs, data.draw(st.booleans()), shared=shared, batch_size=batch)
     sizes = found.emb_size.tolist()
@@ -80,8 +69,8 @@ def test_layouts_are_their_references(cfgs: FeatureConfigs, data: st.DataObject,
 
 
 def test_threads_do_not_show(restore_threads: None) -> None:
-    cfgs = random_configs(29, 10, 20)
-    rows, shared = random_rows(cfgs, 700, seed=6)
+    cfgs = layouts.random_configs(29, 10, 20)
+    rows, shared = layouts.random_rows(cfgs, 700, seed=6)
     found = shard(columns(rows), 3, cfgs, shared=shared)
     assert found.fid_offset.numel() > 2 * 8192  # two shares of the gradient, several of the outputs
     lists = [randn(k, n).requires_grad_() for k, n in enumerate(found.emb_size.tolist())]

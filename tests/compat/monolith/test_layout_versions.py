@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith import Ragged
 from megalith.compat.monolith import ShardedFids
 from megalith.compat.monolith import fused_embedding_to_layout as to_layout
 from megalith.compat.monolith import fused_embedding_to_layout_grad as to_layout_grad
@@ -18,8 +17,6 @@ from megalith.errors import InputError
 from tests.compat.monolith.test_layout_ops import (
     EXAMPLE,
     MERGED,
-    REST,
-    UID,
     columns,
     random_configs,
     random_rows,
@@ -39,41 +36,25 @@ def requests() -> list[ShardedFids]:
     return found
 
 
+OFFSETS = ("fid_offset", "feature_offset", "nfl_offset", "batch_size")
+
+
 def flat_rows(found: ShardedFids, seed: int) -> list[Tensor]:
     assert found.emb_size is not None
+    return random_like([torch.empty(n) for n in found.emb_size.tolist()], seed)
+
+
+def random_like(tensors: list[Tensor], seed: int) -> list[Tensor]:
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
-    return [torch.randn(n, generator=generator) for n in found.emb_size.tolist()]
+    return [torch.randn(each.shape, generator=generator) for each in tensors]
 
 
 def one_by_one(found: ShardedFids, rows: list[Tensor]) -> list[Tensor]:
-    offsets = (found.fid_offset, found.feature_offset, found.nfl_offset, found.batch_size)
+    offsets = (getattr(found, name) for name in OFFSETS)
     return to_layout(rows, None, *offsets, "example_batch", CFGS, PS, version=3)
 
 
 # ---- what the encodings contain
-
-
-def test_version_5_is_monoliths_tuple() -> None:
-    found = shard(columns(EXAMPLE), ps_num=2, feature_cfgs=MERGED, unique=True, input_type="example")
-
-    shards, fid_offset, feature_offset, nfl_offset, batch_size, nfl_size, feature_size, fid_size = found[:8]
-    emb_size, shards_row_split, shards_row_split_size, *of_version_4 = found[8:]
-
-    assert {key: ids.tolist() for key, ids in shards.items()} == {
-        f"{UID}:0": [0, 6, 12],
-        f"{UID}:1": [3, 9, 15],
-        f"{REST}:0": [2, 8, 14, 4, 10, 16],
-        f"{REST}:1": [5, 11, 17, 1, 7, 13],
-    }
-    assert {key: s.tolist() for key, s in shards_row_split.items()} == {
-        **{f"{UID}:{p}": [0, 3] for p in (0, 1)},
-        **{f"{REST}:{p}": [0, 3, 6] for p in (0, 1)},
-    }
-    assert [s.tolist() for s in shards_row_split_size.values()] == [[2], [2], [3], [3]]
-    assert [t.tolist() for t in (batch_size, nfl_size, feature_size, fid_size)] == [[6], [4], [19], [18]]
-    assert emb_size.tolist() == [15, 15, 78, 78]
-    assert [fid_offset.shape[0], feature_offset.shape[0], nfl_offset.shape[0]] == [18, 19, 4]
-    assert of_version_4 == [None, None, None]
 
 
 def test_version_3_has_no_sizes_and_its_lists_may_be_a_list() -> None:
@@ -104,12 +85,6 @@ def test_version_4_is_one_tensor_by_server_then_table() -> None:
         found.lists  # noqa: B018
 
 
-def test_a_column_with_weights_is_refused() -> None:
-    weighted = Ragged(torch.tensor([1, 2]), torch.tensor([0, 1, 2]), torch.ones(2))
-    with pytest.raises(InputError, match=r"tensor\['uid'\] has weights"):
-        shard({"uid": weighted}, 2, MERGED, True, "example")
-
-
 # ---- layouts
 
 
@@ -124,41 +99,29 @@ def test_version_4_gives_the_layouts_and_gradients_of_version_3() -> None:
     four = shard(columns(rows), PS, CFGS, shared=shared, version=4)
     lists = [each.requires_grad_() for each in flat_rows(five, 4)]
     fused = server_major(lists).detach().requires_grad_()
-    offsets = (four.fid_offset, four.feature_offset, four.nfl_offset, four.batch_size)
 
     expected = one_by_one(five, lists)
-    actual = to_layout(
-        [fused],
-        None,
-        *offsets,
-        "example_batch",
-        CFGS,
-        PS,
-        fid_list_emb_row_lenth=four.fid_list_emb_row_lenth,
-        version=4,
-    )
+    given: dict[str, Any] = {
+        **{name: getattr(four, name) for name in OFFSETS},
+        **{"embeddings_list": [fused], "fid_list_row_split": None, "variant_type": "example_batch"},
+        **{"feature_cfgs": CFGS, "ps_num": PS, "version": 4},
+        "fid_list_emb_row_lenth": four.fid_list_emb_row_lenth,
+    }
+    actual = to_layout(**given)
 
     for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x, y)
-    grads = [
-        torch.randn(o.shape, generator=torch.Generator(torch.get_default_device()).manual_seed(6))
-        for o in expected
-    ]
+    grads = random_like(expected, 6)
     (grad,) = torch.autograd.grad(actual, fused, grads)
     assert torch.equal(grad, server_major(list(torch.autograd.grad(expected, lists, grads))))
-    (by_hand,) = to_layout_grad(
-        *(four.nfl_offset, four.feature_offset, four.fid_offset, four.batch_size, [fused], None, grads),
-        *("example_batch", CFGS, PS, four.fid_list_emb_row_lenth),
-        version=4,
-    )
+    (by_hand,) = to_layout_grad(layout_tensors_grad=grads, **given)
     assert torch.equal(by_hand, grad)
 
 
 def concatenated(found: list[ShardedFids]) -> dict[str, Any]:
     """The tensors of several requests, one after the other."""
-    names = ("fid_offset", "feature_offset", "nfl_offset", "batch_size")
     sizes = ("nfl_size", "feature_size", "fid_size", "emb_size")
-    joined: dict[str, Any] = {n: torch.cat([getattr(each, n) for each in found]) for n in (*names, *sizes)}
+    joined: dict[str, Any] = {n: torch.cat([getattr(each, n) for each in found]) for n in (*OFFSETS, *sizes)}
     return {**joined, "variant_type": "example_batch", "feature_cfgs": CFGS, "ps_num": PS, "version": 5}
 
 
@@ -179,10 +142,7 @@ def test_requests_of_version_5_are_laid_out_one_after_the_other() -> None:
     own_types |= {"nfl_offset": given["nfl_offset"].to(torch.uint32)}
     for x, y in zip(to_layout(lists, None, **own_types), outputs, strict=True):
         assert torch.equal(x, y)
-    grads = [
-        torch.randn(o.shape, generator=torch.Generator(torch.get_default_device()).manual_seed(7))
-        for o in outputs
-    ]
+    grads = random_like(outputs, 7)
     actual = torch.autograd.grad(outputs, lists, grads)
     by_request = zip(*(g.split([4, 1, 7]) for g in grads), strict=True)
     parts = [
@@ -202,10 +162,6 @@ def test_requests_of_version_5_are_laid_out_one_after_the_other() -> None:
         ({"nfl_size": None}, "nfl_size is missing"),
         ({"version": 3}, "nfl_size must not be given for version 3"),
         ({"version": 4}, "fid_list_emb_row_lenth must be given for version 4"),
-        (
-            {"fid_list_emb_row_lenth": torch.ones(9).long()},
-            "fid_list_emb_row_lenth must be given for version 4",
-        ),
         ({"fid_size": torch.tensor([1, 1, 1])}, "fid_size adds up to 3"),
         ({"feature_size": torch.tensor([1, 1])}, r"feature_size must have the shape \[3\]"),
         ({"nfl_size": torch.tensor([1, 1, 1])}, "nfl_size must be 10 for each request"),
@@ -230,10 +186,6 @@ def test_a_protobuf_message_is_a_config_too() -> None:
     same = shard(columns(EXAMPLE), 2, MERGED, True, "example")
     assert torch.equal(found.fid_offset, same.fid_offset)
     rows = flat_rows(found, 1)
-    offsets = (found.fid_offset, found.feature_offset, found.nfl_offset, found.batch_size)
-    for x, y in zip(
-        to_layout(rows, None, *offsets, "example", message, 2),
-        to_layout(rows, None, *offsets, "example", MERGED, 2),
-        strict=True,
-    ):
-        assert torch.equal(x, y)
+    offsets = [getattr(found, name) for name in OFFSETS]
+    one, two = (to_layout(rows, None, *offsets, "example", cfgs, 2) for cfgs in (message, MERGED))
+    assert all(torch.equal(x, y) for x, y in zip(one, two, strict=True))

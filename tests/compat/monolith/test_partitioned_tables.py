@@ -40,14 +40,11 @@ def layouts() -> dict[str, Any]:
 
 
 def config(dims: list[int]) -> TableConfig:
-    first = Segment(
-        dims[0], optimizer=FTRL(1.0, initial_accumulator_value=0.1, beta=0.0), initializer=Zeros()
-    )
-    others = [
-        Segment(dim, optimizer=Adagrad(1.0, initial_accumulator_value=0.1, eps=0.0), initializer=Zeros())
-        for dim in dims[1:]
-    ]
-    return TableConfig("any", segments=[first, *others])
+    ftrl = FTRL(1.0, initial_accumulator_value=0.1, beta=0.0)
+    adagrad = Adagrad(1.0, initial_accumulator_value=0.1, eps=0.0)
+    optimizers = [ftrl, *[adagrad] * (len(dims) - 1)]
+    parts = zip(dims, optimizers, strict=True)
+    return TableConfig("any", segments=[Segment(d, optimizer=o, initializer=Zeros()) for d, o in parts])
 
 
 def params(native: bool, num_ps: int = 2, **options: Any) -> Any:
@@ -165,11 +162,8 @@ def test_vectors(vector: Callable[[PartitionedHashTable], None], native: bool) -
 def test_features_with_equal_configs_share_a_table() -> None:
     merged, native = params(False), params(True)
     assert list(merged.sub_table_name_to_config) == [UID, REST]
-    assert {n: c.table for n, c in merged.feature_configs.feature_configs.items()} == {
-        "uid": UID,
-        "gid": REST,
-        "cid": REST,
-    }
+    tables = {n: c.table for n, c in merged.feature_configs.feature_configs.items()}
+    assert tables == {"uid": UID, "gid": REST, "cid": REST}
     assert list(native.sub_table_name_to_config) == ["cid", "gid", "uid"]
     assert {c.table for c in native.feature_configs.feature_configs.values()} == {FAKE_TABLE}
     assert native.use_native_multi_hash_table
@@ -180,16 +174,16 @@ def test_features_with_equal_configs_share_a_table() -> None:
 
 def test_combiners_become_poolings_and_slots_other_names() -> None:
     table = TableConfig("t", dim=2, optimizer=SGD(1.0))
-    names = ("fc_slot_1", "fc_slot_2", "x")
-    combiners = dict(
-        zip(names, (monolith.ReduceSum(), monolith.ReduceMean(), monolith.FirstN(3)), strict=True)
-    )
+    combiners = {
+        "fc_slot_1": monolith.ReduceSum(),
+        "fc_slot_2": monolith.ReduceMean(),
+        "x": monolith.FirstN(3),
+    }
     found = PartitionedHashTable.gen_feature_configs(
-        1, dict.fromkeys(names, table), {}, dict.fromkeys(names, (2,)), combiners, False
+        1, dict.fromkeys(combiners, table), {}, dict.fromkeys(combiners, (2,)), combiners, False
     )
-    kinds = [
-        (c.pooling_type.name, c.max_sequence_length) for c in found.feature_configs.feature_configs.values()
-    ]
+    features = found.feature_configs.feature_configs.values()
+    kinds = [(each.pooling_type.name, each.max_sequence_length) for each in features]
     assert kinds == [("SUM", 0), ("MEAN", 0), ("FIRSTN", 3)]
     (name,) = found.sub_table_name_to_config
     assert found.extra_restore_names == {name: (monolith.get_sub_table_name(["slot_1", "slot_2", "x"])[1],)}
@@ -200,19 +194,12 @@ def test_combiners_become_poolings_and_slots_other_names() -> None:
 
 
 def test_layouts_of_several_tensors_are_nested() -> None:
-    outs = {
-        "b": monolith.OutConfig(
-            (monolith.SliceConfig("f", 0, 1), monolith.SliceConfig("f", 1, 3)), monolith.OutType.NONE
-        ),
-        "a": monolith.OutConfig((monolith.SliceConfig("f", 0, 3),)),
-    }
+    cuts = (monolith.SliceConfig("f", 0, 1), monolith.SliceConfig("f", 1, 3))
+    outs = {"b": monolith.OutConfig(cuts, monolith.OutType.NONE)}
+    outs["a"] = monolith.OutConfig((monolith.SliceConfig("f", 0, 3),))
+    config = {"f": TableConfig("t", dim=3, optimizer=SGD(1.0))}
     found = PartitionedHashTable.gen_feature_configs(
-        0,
-        {"f": TableConfig("t", dim=3, optimizer=SGD(1.0))},
-        outs,
-        {"f": [1, 2]},
-        {"f": monolith.ReduceMean()},
-        True,
+        0, config, outs, {"f": [1, 2]}, {"f": monolith.ReduceMean()}, True
     )
     table = PartitionedHashTable(0, None, True, parser_ctx=found)
     table.assign({0: {"f": (ints(1, 2), torch.tensor([[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]]))}})
@@ -246,10 +233,6 @@ def test_wrong_calls_raise() -> None:
         PartitionedHashTable(3, local, False, parser_ctx=params(False))
     with pytest.raises(InputError, match="enable_gpu_emb"):
         params(False, enable_gpu_emb=True)
+    other = LocalShards([TableConfig("x", dim=1, optimizer=SGD(1.0))])
     with pytest.raises(InputError, match="must make the tables"):
-        PartitionedHashTable(
-            2,
-            lambda n, c: LocalShards([TableConfig("x", dim=1, optimizer=SGD(1.0))]),
-            False,
-            parser_ctx=params(False),
-        )
+        PartitionedHashTable(2, lambda count, configs: other, False, parser_ctx=params(False))

@@ -23,26 +23,19 @@ def monolith_push(**deltas: tuple[int, list[int]]) -> Any:
     return request
 
 
-def test_monolith_tables_become_an_id_and_a_value_each() -> None:
-    request = to_predict_request(monolith_push(table1=(2, [1, 2]), table2=(1, [3])))
-
-    inputs = from_tensor_protos(request.inputs)
-    assert {name: list(tensor.shape) for name, tensor in inputs.items()} == {
-        "table1_id": [2],
-        "table1_value": [2, 2],
-        "table2_id": [1],
-        "table2_value": [1, 1],
-    }
-    assert inputs["table1_value"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
-
-
-def test_monolith_multi_tables_become_three_inputs() -> None:
+def test_monolith_tables_become_an_id_and_a_value_each_and_multi_tables_three_inputs() -> None:
     request = monolith_push(table1=(2, [1, 2]), table2=(1, [3]))
+    inputs = from_tensor_protos(to_predict_request(request).inputs)
+    assert {name: tensor.tolist() for name, tensor in inputs.items()} == {
+        "table1_id": [1, 2],
+        "table1_value": [[1.0, 2.0], [3.0, 4.0]],
+        "table2_id": [3],
+        "table2_value": [[5.0]],
+    }
+
     request.delta_multi_hash_tables.extend(request.delta_hash_tables)
     del request.delta_hash_tables[:]
-
     inputs = from_tensor_protos(to_predict_request(request).inputs)
-
     assert {name: tensor.tolist() for name, tensor in inputs.items()} == {
         "id": [1, 2, 3],
         "id_split": [0, 2, 3],
@@ -72,9 +65,4 @@ def test_a_push_is_split_into_nearly_equal_parts_with_the_rest_in_the_last(field
     assert counts == [[0, 1, 1], [0, 1, 2]]
     assert [list(piece.__getattribute__(field)[2].embeddings) for piece in pieces] == [[3, 4], [5, 6, 7, 8]]
     assert all(piece.model_name == "movies" for piece in pieces)
-
-
-def test_a_push_within_the_limit_stays_whole() -> None:
-    request = monolith_push(a=(1, [1]))
-
-    assert split_push(request) == [request]
+    assert split_push(request) == [request]  # within the limit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,15 +18,34 @@ def column(*values: int) -> Tensor:
     return ints(*values).view(-1, 1)
 
 
-def test_reduce_mean() -> None:
-    out = monolith.reduce_mean(column(0, 0, 1), rows([4, 4], [2, 2], [1, 1]), ints(2))
-    assert out.tolist() == [[3, 3], [1, 1]]
+MINUS_ONES, ZEROS = [[-1, -1], [-1, -1]], [[0, 0], [0, 0]]
 
 
-def test_reduce_mean_gradient() -> None:
-    values = torch.zeros(2, 2, requires_grad=True)
-    out = monolith.reduce_mean(column(0, 0), values, ints(1))
-    assert gradients((torch.ones(1, 2) - 2 * out).sum(), values) == [[[-1, -1], [-1, -1]]]
+@pytest.mark.parametrize(
+    ("reduce", "values", "expected"),
+    [
+        (monolith.reduce_sum, [[1, 1], [2, 2], [4, 4]], [[3, 3], [4, 4]]),
+        (monolith.reduce_mean, [[4, 4], [2, 2], [1, 1]], [[3, 3], [1, 1]]),
+        (monolith.reduce_sqrtn, [[3, 3], [4, 4], [4, 4]], [[5, 5], [4, 4]]),  # the norm of each column
+    ],
+)
+def test_reductions(reduce: Any, values: Any, expected: Any) -> None:
+    assert reduce(column(0, 0, 1), rows(*values), ints(2)).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("reduce", "values", "factor", "expected"),
+    [
+        (monolith.reduce_sum, ZEROS, 1, MINUS_ONES),
+        (monolith.reduce_mean, ZEROS, 2, MINUS_ONES),
+        (monolith.reduce_sqrtn, [[3, 4], [4, 3]], 1, [[-0.6, -0.8], [-0.8, -0.6]]),
+        (monolith.reduce_sqrtn, ZEROS, 1, ZEROS),
+    ],
+)
+def test_gradients_of_reductions(reduce: Any, values: Any, factor: int, expected: Any) -> None:
+    leaf = rows(*values).requires_grad_()
+    loss = (1 - factor * reduce(column(0, 0), leaf, ints(1))).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], rows(*expected))
 
 
 def test_the_mean_of_an_empty_row_is_0_and_more_rows_than_columns_are_fine() -> None:
@@ -34,42 +55,11 @@ def test_the_mean_of_an_empty_row_is_0_and_more_rows_than_columns_are_fine() -> 
     assert gradients(out.sum(), values) == [[[1], [1]]]
 
 
-def test_reduce_sum() -> None:
-    out = monolith.reduce_sum(column(0, 0, 1), rows([1, 1], [2, 2], [4, 4]), ints(2))
-    assert out.tolist() == [[3, 3], [4, 4]]
-
-
-def test_reduce_sum_gradient() -> None:
-    values = torch.zeros(2, 2, requires_grad=True)
-    out = monolith.reduce_sum(column(0, 0), values, ints(1))
-    assert gradients((torch.ones(1, 2) - out).sum(), values) == [[[-1, -1], [-1, -1]]]
-
-
-def test_reduce_sqrtn_is_the_norm_of_each_column() -> None:
-    out = monolith.reduce_sqrtn(column(0, 0, 1), rows([3, 3], [4, 4], [4, 4]), ints(2))
-    assert out.tolist() == [[5, 5], [4, 4]]
-
-
-def test_reduce_sqrtn_gradient() -> None:
-    values = rows([3, 4], [4, 3]).requires_grad_()
-    out = monolith.reduce_sqrtn(column(0, 0), values, ints(1))
-    (grad,) = torch.autograd.grad((torch.ones(1, 2) - out).sum(), values)
-    torch.testing.assert_close(grad, rows([-0.6, -0.8], [-0.8, -0.6]))
-
-    zeros = torch.zeros(2, 2, requires_grad=True)
-    out = monolith.reduce_sqrtn(column(0, 0), zeros, ints(1))
-    assert gradients(out.sum(), zeros) == [[[0, 0], [0, 0]]]
-
-
-def test_nan_does_not_vanish() -> None:
-    values = rows([float("nan")], [1])
-    for reduce in (monolith.reduce_sum, monolith.reduce_mean, monolith.reduce_sqrtn):
-        assert reduce(ints(0, 0), values, 1).isnan().all()
-
-
 @pytest.mark.parametrize("reduce", [monolith.reduce_sum, monolith.reduce_mean, monolith.reduce_sqrtn])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_reductions_keep_the_type_and_take_strided_or_empty_values(reduce, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+def test_reductions_keep_type_and_nan_and_take_strided_or_empty_values(
+    reduce: Any, dtype: torch.dtype
+) -> None:
     values = torch.arange(12.0).view(3, 4).to(dtype)
     strided = reduce(ints(0, 0, 2), values[:, ::2], 3)
     assert strided.dtype == dtype
@@ -77,6 +67,7 @@ def test_reductions_keep_the_type_and_take_strided_or_empty_values(reduce, dtype
     assert reduce(ints(), values[:0], 2).tolist() == [[0] * 4] * 2
     assert reduce(ints(), values[:0], 0).shape == (0, 4)
     assert reduce(ints(0, 0, 2), values[:, :0], 3).shape == (3, 0)
+    assert reduce(ints(0, 0), rows([float("nan")], [1]).to(dtype), 1).isnan().all()
 
 
 def test_small_types_count_and_square_without_rounding_away() -> None:
@@ -90,7 +81,7 @@ def test_small_types_count_and_square_without_rounding_away() -> None:
 def test_fused_reduce_sum_and_split() -> None:
     values = rows([1, 1, 1], [2, 2, 1], [4, 4, 2]).requires_grad_()
 
-    first = monolith.fused_reduce_sum_and_split(ints(0, 0, 1), values, 2, [2, 1])
+    first = monolith.fused_reduce_sum_and_split(ints(0, 0, 1), values, ints(2)[0], [2, 1])
     second = monolith.fused_reduce_sum_and_split(ints(0, 0, 1), values, 2, [1, 2])
     third = monolith.fused_reduce_sum_and_split(ints(0, 0, 2), values, 4, [1, 2])
 
@@ -108,7 +99,7 @@ def test_fused_sorted_segment_sum() -> None:
     outs = monolith.fused_sorted_segment_sum(
         [ints(0, 0, 1).int(), ints(0, 0, 1), ints(), ints(0, 0, 2, 2)],
         leaves,
-        [(2, 3), (4, 3), (2, 3), (4, 5)],
+        [torch.tensor([2, 3], dtype=torch.int32), (4, 3), (2, 3), ints(4, 5)],
     )
 
     assert [o.tolist() for o in outs] == [
@@ -136,6 +127,7 @@ def test_fused_reduce_and_split_of_102_columns() -> None:
         slice_dims.append(dims)
         embeddings.append(torch.randn(int(cuts[-1]), width, generator=generator, requires_grad=True))
     assert len(embeddings) == 102
+    assert monolith.fused_reduce_and_split_gpu is monolith.fused_reduce_and_split
 
     actual = monolith.fused_reduce_and_split(splits, embeddings, slice_dims)
 
@@ -150,7 +142,3 @@ def test_fused_reduce_and_split_of_102_columns() -> None:
         torch.autograd.grad(actual, embeddings, upstream),
         torch.autograd.grad(expected, embeddings, upstream),
     )
-
-
-def test_the_gpu_name_is_the_same_op() -> None:
-    assert monolith.fused_reduce_and_split_gpu is monolith.fused_reduce_and_split

@@ -75,40 +75,28 @@ def test_an_entry_looks_up_slots_in_each_ps(servers: StaticDiscovery) -> None:
     slot_names = sorted(SLOT_DIMS)
     per_ps = [{"fc_slot_1": [2, 8, 102], "fc_slot_2": [4]}, {"fc_slot_1": [5, 1], "fc_slot_2": []}]
     for i, ids in enumerate(per_ps):
+        usual: dict[str, Any] = {"task": i, "old_model_name": f"ps_{i}", "model_name": f"m:ps_{i}"}
+        usual |= {"model_version": -1, "max_rpc_deadline_millis": MILLIS}
         results = remote_predict(
             slot_names,
             [torch.tensor(ids[slot], dtype=torch.int64) for slot in slot_names],
             slot_names,
-            task=i,
-            old_model_name=f"ps_{i}",
-            model_name=f"m:ps_{i}",
-            model_version=-1,
-            max_rpc_deadline_millis=MILLIS,
             output_types=[torch.float32] * len(slot_names),
             signature_name="lookup",
+            **usual,
         )
         for slot, result in zip(slot_names, results, strict=True):
             assert torch.equal(result, rows(ids[slot], SLOT_DIMS[slot])), slot
-
-
-def test_an_entry_looks_up_flat_rows_in_each_ps(servers: StaticDiscovery) -> None:
-    set_default_discovery(servers)
-    per_ps = [[[2, 8, 102], [4]], [[5, 1], []]]
-    for i, ids in enumerate(per_ps):
-        splitted_id = Ragged.from_lists(ids)
+        splitted_id = Ragged.from_lists([ids[slot] for slot in slot_names])
         (flat_emb,) = remote_predict(
             ["id", "id_split"],
             [splitted_id.values, splitted_id.row_splits],
             ["flat_emb"],
-            task=i,
-            old_model_name="ps_{}".format(i),  # noqa: UP032, as in Monolith's code
-            model_name=f"m:ps_{i}",
-            model_version=-1,
-            max_rpc_deadline_millis=MILLIS,
             output_types=[torch.float32],
             signature_name="raw_lookup",
+            **usual,
         )
-        expected = [rows(each, dim).reshape(-1) for each, dim in zip(ids, SLOT_DIMS.values(), strict=True)]
+        expected = [rows(ids[slot], SLOT_DIMS[slot]).reshape(-1) for slot in slot_names]
         assert torch.equal(flat_emb, torch.cat(expected))
 
 
@@ -129,24 +117,25 @@ def test_rows_that_raw_assign_writes_are_looked_up(servers: StaticDiscovery) -> 
     assert row.tolist() == [[1.0, 2.0, 3.0]]
 
 
-MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
-    "input": ({"input_tensor_alias": ["fc_slot_3"]}, "'fc_slot_3' is unknown; lookup takes fc_slot_1, fc_sl"),
-    "output": ({"output_tensor_alias": ["fc_slot_3"]}, "output 'fc_slot_3' is unknown"),
-    "signature": ({"signature_name": "lokup"}, "signature 'lokup' is unknown"),
-    "dtype": ({"input_tensors": [torch.tensor([2.0])]}, "input 'fc_slot_1' must be int64"),
-    "part": ({"input_tensors": [torch.tensor([3])]}, "id 3 belongs to another part than ps_0"),
-}
+MISSPELT: list[tuple[dict[str, Any], str]] = [
+    ({"input_tensor_alias": ["fc_slot_3"]}, "'fc_slot_3' is unknown; lookup takes fc_slot_1, fc_sl"),
+    ({"output_tensor_alias": ["fc_slot_3"]}, "output 'fc_slot_3' is unknown"),
+    ({"signature_name": "lokup"}, "signature 'lokup' is unknown"),
+    ({"input_tensors": [torch.tensor([2.0])]}, "input 'fc_slot_1' must be int64"),
+    ({"input_tensors": [torch.tensor([3])]}, "id 3 belongs to another part than ps_0"),
+]
 
 
-@pytest.mark.parametrize("case", MISSPELT)
-@pytest.mark.parametrize("fail", [True, False])
-def test_a_wrong_request_always_raises(servers: StaticDiscovery, case: str, fail: bool) -> None:
-    changes, message = MISSPELT[case]
-    call = SLOT | {"old_model_name": "ps_0", "fail_op_on_rpc_error": fail, "discovery": servers}
-    assert predict(**call)[0].tolist() == [[2.0]]
-    with pytest.raises(RemoteError, match=message) as raised:
-        predict(**call | changes)
-    assert raised.value.code == "INVALID_ARGUMENT"
+@pytest.mark.parametrize(("changes", "message"), MISSPELT)
+def test_a_wrong_request_always_raises(
+    servers: StaticDiscovery, changes: dict[str, Any], message: str
+) -> None:
+    for fail in (True, False):
+        call = SLOT | {"old_model_name": "ps_0", "fail_op_on_rpc_error": fail, "discovery": servers}
+        assert predict(**call)[0].tolist() == [[2.0]]
+        with pytest.raises(RemoteError, match=message) as raised:
+            predict(**call | changes)
+        assert raised.value.code == "INVALID_ARGUMENT"
 
 
 @pytest.mark.parametrize(
@@ -197,45 +186,39 @@ def test_positional_arguments_and_names_on_the_wire() -> None:
         assert (specs[1].version.value, specs[1].signature_name) == (3, "lookup")
 
 
-@pytest.mark.parametrize(
-    ("old", "asked"), [("ps_0", "ps_0"), ("films", "films:ps_0"), ("films:ps_0", "films:ps_0")]
-)
-def test_the_old_name_is_asked_for_if_no_server_knows_the_new_one(old: str, asked: str) -> None:
+@pytest.mark.parametrize("old", ["ps_0", "films", "films:ps_0"])
+def test_the_old_name_is_asked_for_if_no_server_knows_the_new_one(old: str) -> None:
+    asked = "films:ps_0" if old == "films" else old
+
     def answer(seen: Seen) -> dict[str, Tensor]:
         if seen.message.model_spec.name != asked:
             raise Refused("NOT_FOUND")
         return doubled(seen)
 
     with plain_server(answer) as server:
-        discovery = f"static:{server.address}"
-        (y,) = predict(model_name="movies:ps_0", old_model_name=old, discovery=discovery)
+        (y,) = predict(model_name="movies:ps_0", old_model_name=old, discovery=f"static:{server.address}")
         assert y.tolist() == [2.0, 5.0]
         assert [seen.message.model_spec.name for seen in server.seen] == ["movies:ps_0", asked]
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no model": ({"model_name": None}, "model_name must name a model"),
-    "a part without a model": ({"model_name": ":ps_0"}, "model_name must name a model"),
-    "another task": ({"model_name": "movies:ps_1"}, "'movies:ps_1' names another part than task 0"),
-    "another part": ({"model_name": "movies:ps_0", "task": "entry"}, "another part than task 'entry'"),
-    "another old part": ({"old_model_name": "films:ps_1"}, "'films:ps_1' names another part than 'ps_0'"),
-    "too few tensors": ({"input_tensors": []}, "1 input aliases for 0 tensors"),
-    "a string": ({"input_tensor_alias": "x"}, "input_tensor_alias must be a list of names"),
-    "an input twice": (
-        {"input_tensor_alias": ["x", "x"], "input_tensors": [X, X]},
-        "input_tensor_alias contains",
-    ),
-    "an output twice": ({"output_tensor_alias": ["y", "y"]}, "output_tensor_alias contains a name twice"),
-    "no output": ({"output_tensor_alias": []}, "output_tensor_alias must name an output"),
-    "too many dtypes": ({"output_types": [torch.float32] * 2}, "output_types must be 1 torch dtypes"),
-    "no dtypes": ({"output_types": ["float32"]}, "output_types must be 1 torch dtypes"),
-    "no time": ({"max_rpc_deadline_millis": 0}, "timeout must be"),
-}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model_name": None}, "model_name must name a model"),
+    ({"model_name": ":ps_0"}, "model_name must name a model"),
+    ({"model_name": "movies:ps_1"}, "'movies:ps_1' names another part than task 0"),
+    ({"model_name": "movies:ps_0", "task": "entry"}, "another part than task 'entry'"),
+    ({"old_model_name": "films:ps_1"}, "'films:ps_1' names another part than 'ps_0'"),
+    ({"input_tensors": []}, "1 input aliases for 0 tensors"),
+    ({"input_tensor_alias": ["x", "x"], "input_tensors": [X, X]}, "input_tensor_alias contains"),
+    ({"output_tensor_alias": ["y", "y"]}, "output_tensor_alias contains a name twice"),
+    ({"output_tensor_alias": []}, "output_tensor_alias must name an output"),
+    ({"output_types": [torch.float32] * 2}, "output_types must be 1 torch dtypes"),
+    ({"output_types": ["float32"]}, "output_types must be 1 torch dtypes"),
+    ({"max_rpc_deadline_millis": 0}, "timeout must be"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_raise_even_where_failures_do_not(case: str) -> None:
-    changes, message = WRONG[case]
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_wrong_arguments_raise_even_where_failures_do_not(changes: dict[str, Any], message: str) -> None:
     given = {"fail_op_on_rpc_error": False, "discovery": "static:localhost:1", "name": "op_1"}
     with pytest.raises(InputError, match=message):
         predict(**given | changes)
@@ -279,18 +262,15 @@ def test_a_malformed_response_is_a_failure_and_another_dtype_is_not() -> None:
 # ---- clients
 
 
-def test_calls_share_the_clients_they_are_given() -> None:
-    with plain_server(doubled) as server, ClientCache(StaticDiscovery([server.address])) as clients:
-        for _ in range(3):
-            assert predict(clients=clients)[0].tolist() == [2.0, 5.0]
-        assert len(clients) == 1
-
-
-def test_the_clients_of_the_process_are_closed_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_use_given_clients_or_those_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     at_exit: list[Callable[[], None]] = []
     monkeypatch.setattr(module.atexit, "register", at_exit.append)
     monkeypatch.setattr(module, "_process_clients", functools.cache(module._process_clients.__wrapped__))
-    with plain_server(doubled) as server:
+    with plain_server(doubled) as server, ClientCache(StaticDiscovery([server.address])) as given:
+        assert predict(clients=given)[0].tolist() == [2.0, 5.0]
+        assert len(given) == 1
         set_default_discovery(f"static:{server.address}")
         for _ in range(2):
             predict()

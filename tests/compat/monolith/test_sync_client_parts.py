@@ -63,17 +63,20 @@ class Parts:
     def restart(self, part: int) -> None:
         """Ends a server, if it still runs, and starts one with the rows of the export; clients reconnect."""
         self.servers[part].stop()
-        address = self.servers[part].address
-        self.servers[part] = self._start(part, int(address.rpartition(":")[2]))
-        connection = self.clients[part].handle._channels.get(address)
+        self.servers[part] = self._start(part, int(self.servers[part].address.rpartition(":")[2]))
+        self.await_connection(self.clients[part], part)
+
+    def await_connection(self, client: ParameterSyncClient, part: int) -> None:
+        connection = client.handle._channels.get(self.servers[part].address)
         grpc.channel_ready_future(connection.channel).result(LIMIT)
 
+    def push(self, client: ParameterSyncClient, part: int) -> list[dict[str, Any]]:
+        """The response of each target of a part."""
+        return responses(client.create_sync_op(refresh_sync_config(self.backend, part)))
+
     def sync(self) -> list[dict[str, Any]]:
-        """The response of each part's only target."""
-        found = []
-        for part, client in enumerate(self.clients):
-            found += responses(client.create_sync_op(refresh_sync_config(self.backend, part)))
-        return found
+        """The responses of the targets of both parts."""
+        return [each for part, client in enumerate(self.clients) for each in self.push(client, part)]
 
     def assert_equal(self) -> None:
         for server in self.servers:
@@ -124,34 +127,26 @@ def test_a_part_that_dies_and_comes_back_gets_everything(parts: Parts) -> None:
     parts.assert_equal()
 
 
-def test_a_part_that_restarts_unnoticed_is_sent_the_pushed_rows_again(parts: Parts) -> None:
+@pytest.mark.parametrize("how", ["restarted", "at a new address", "as a second replica"])
+def test_a_server_that_appears_is_sent_the_pushed_rows(parts: Parts, how: str) -> None:
     parts.trainer.step(3)
     parts.sync()
-    parts.restart(0)
-
-    found = parts.sync()
-
-    assert found[0]["update_num"] > 0  # although nothing was trained since
-    assert found[1]["update_num"] == 0
-    parts.assert_equal()
-
-
-@pytest.mark.parametrize("moves", [True, False], ids=["at a new address", "as a second replica"])
-def test_a_server_that_appears_is_sent_the_pushed_rows(parts: Parts, moves: bool) -> None:
-    parts.trainer.step(3)
-    parts.sync()
-    if moves:
-        parts.servers[0].stop()
-        parts.backend.unregister("movies:ps_0", parts.servers[0].address)
-    parts.servers.append(parts._start(0, 0))
-    address = parts.servers[-1].address
-    parts.backend.register("movies:ps_0", Replica(address))
+    if how == "restarted":
+        parts.restart(0)
+    else:
+        first = parts.servers[0]
+        if how == "at a new address":
+            first.stop()
+            parts.backend.unregister("movies:ps_0", first.address)
+            del parts.servers[0]
+        parts.servers.insert(0, parts._start(0, 0))
+        parts.backend.register("movies:ps_0", Replica(parts.servers[0].address))
 
     found = {each["target"]: each for each in parts.sync()}  # although nothing was trained since
 
-    assert (found[address]["status_code"], found[address]["update_num"] > 0) == (0, True)
-    assert sum(each["update_num"] > 0 for each in found.values()) == 1
-    del parts.servers[: int(moves)]
+    new = found.pop(parts.servers[0].address)
+    assert (new["status_code"], new["update_num"] > 0) == (0, True)
+    assert [each["update_num"] for each in found.values()] == [0] * len(found)
     parts.assert_equal()
 
 
@@ -164,19 +159,15 @@ def test_a_restarted_part_removes_rows_although_too_many_ids_have_changed(
     parts.export()
     parts.restart(0)
     changes = TrackedChanges(max_ids)
-    handle = SyncHandle("0", changes=changes)
-    with (
-        ParameterSyncClient(handle) as client,
-        ParameterSyncClient(SyncHandle("1", changes=changes)) as other,
-    ):
-        client.attach(shards)
-        other.attach(shards)
+    with ExitStack() as stack:
+        client, other = (ParameterSyncClient(SyncHandle(name, changes=changes)) for name in "01")
+        for each in (client, other):
+            stack.enter_context(each).attach(shards)
         shards.assign({"user": (torch.arange(1000, 1010, 2), torch.full((5, 5), 9.0))})
         shards.remove({"user": torch.tensor([1004, 1006])})
-        client.create_sync_op(refresh_sync_config(parts.backend, 0))
+        parts.push(client, 0)
         parts.restart(0)
-        connection = handle._channels.get(parts.servers[0].address)
-        grpc.channel_ready_future(connection.channel).result(LIMIT)
+        parts.await_connection(client, 0)
 
         (response,) = responses(client.create_sync_op())
 
@@ -185,9 +176,8 @@ def test_a_restarted_part_removes_rows_although_too_many_ids_have_changed(
     rows = newest.servable.lookup("user", torch.tensor([1002, 1004, 1006]))
     assert rows[:, 0].tolist() == [9.0, row, row]
     assert response["status_code"] == status
-    assert ("rows were removed since attach to remember" in response.get("error_message", "")) == (
-        status == 9
-    )
+    message = response.get("error_message", "")
+    assert ("rows were removed since attach to remember" in message) == (status == 9)
 
 
 def test_what_no_target_gets_is_reported(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
@@ -199,7 +189,7 @@ def test_what_no_target_gets_is_reported(parts: Parts, caplog: pytest.LogCapture
         other.assign({"other": (torch.tensor([1, 2]), torch.ones(2, 1))})
         parts.model.embeddings.shards.assign({"user": (torch.tensor([0, 1, 2]), torch.ones(3, 5))})
 
-        (response,) = responses(alone.create_sync_op(refresh_sync_config(parts.backend, 0)))
+        (response,) = parts.push(alone, 0)
 
     assert (response["status_code"], response["update_num"]) == (9, 2)
     assert response["error_message"].split("; ") == [
@@ -228,29 +218,25 @@ def test_one_client_per_rank_reports_the_parts_that_no_rank_pushes_to(
         servers = [stack.enter_context(ModelServer(tmp_path / f"ps_{i}", config)) for i in range(4)]
         backend = StaticDiscovery({f"m:ps_{i}": [server.address] for i, server in enumerate(servers)})
         backend.subscribe_model("m")
-        clients = [stack.enter_context(make()) for _ in ranks]
-        for rank, client in enumerate(clients):
-            client.attach(ranks[rank])
-        for step in range(2):
-            for rank, client in enumerate(clients):
-                ids = torch.arange(rank, 8, 2)
-                ranks[rank].assign({"t": (ids, torch.full((4, 1), step + 1.0))})
+        clients = [stack.enter_context(make()) for _ in range(3)]
+        for client, shards in zip(clients, [*ranks, ranks[0]], strict=True):
+            client.attach(shards)
 
-                (response,) = responses(client.create_sync_op(refresh_sync_config(backend, rank)))
+        def push(rank: int, part: int, *ids: int) -> dict[str, Any]:
+            ranks[rank % 2].assign({"t": (torch.tensor(ids), torch.ones(len(ids), 1))})
+            (response,) = responses(clients[rank].create_sync_op(refresh_sync_config(backend, part)))
+            return response
 
-                assert (response["status_code"], response["update_num"]) == (9, 2)
-                message = f"2 ids of table 't' belong to parts that no client has pushed to (ps_{rank + 2})"
-                assert message in response["error_message"]
+        for rank in (0, 1, 0, 1):
+            response = push(rank, rank, *range(rank, 8, 2))
+            assert (response["status_code"], response["update_num"]) == (9, 2)
+            message = f"2 ids of table 't' belong to parts that no client has pushed to (ps_{rank + 2})"
+            assert message in response["error_message"]
 
         # With more ranks than parts, a rank has no target.
-        with make() as extra:
-            extra.attach(ranks[0])
-            ranks[0].assign({"t": (torch.tensor([2, 4]), torch.ones(2, 1))})
-            (response,) = responses(extra.create_sync_op(refresh_sync_config(backend, 4)))
-            assert (response["target"], response["status_code"]) == ("", 9)
-            assert (
-                "no targets for 'm:ps_4', and changed ids wait: 2 of table 't'" in response["error_message"]
-            )
+        response = push(2, 4, 2, 4)
+        assert (response["target"], response["status_code"]) == ("", 9)
+        assert "no targets for 'm:ps_4', and changed ids wait: " in response["error_message"]
 
 
 def test_one_client_may_push_to_the_parts_in_turn(parts: Parts) -> None:
@@ -260,8 +246,7 @@ def test_one_client_may_push_to_the_parts_in_turn(parts: Parts) -> None:
         for _ in range(3):
             parts.trainer.step(2)
             for part in range(2):
-                (response,) = responses(client.create_sync_op(refresh_sync_config(parts.backend, part)))
-                statuses.append(response["status_code"])
+                statuses += [response["status_code"] for response in parts.push(client, part)]
             parts.assert_equal()
     # Only in the first call the other part is still unknown.
     assert statuses == [9, 0, 0, 0, 0, 0]

@@ -66,24 +66,19 @@ def test_service_info_goes_there_and_back(zookeeper: ZooKeeper, root: str, opene
 
 def test_layouts_are_told_with_their_configs(opened: Open) -> None:
     discovery = opened()
-    parts = ["entry", "ps_0", "ps_1", "ps_2"]
+    parts = [SavedModel("movies", part) for part in ("entry", "ps_0", "ps_1", "ps_2")]
     for part in parts:
-        discovery.decl_saved_model(SavedModel("movies", part), DeployConfig(f"/m/{part}", "latest"))
-        discovery.add_to_layout("main", SavedModel("movies", part))
+        discovery.decl_saved_model(part, DeployConfig(f"/m/{part.sub_graph}", "latest"))
+        discovery.add_to_layout("main", part)
     discovery.add_to_layout("main", SavedModel("movies", "undeclared"))
     changes = Changes()
     watch = discovery.register_layout_callback("main", changes)
 
-    def names(layout: Any) -> list[str]:
-        return [str(saved_model) for saved_model, _ in layout]
-
-    first = changes.until(bool)
-    assert names(first) == [f"movies:{part}" for part in parts]
-    assert first[1] == (PS_0, DeployConfig("/m/ps_0", "latest"))
-    discovery.remove_from_layout("main", SavedModel("movies", "entry"))
-    changes.until(lambda layout: names(layout) == ["movies:ps_0", "movies:ps_1", "movies:ps_2"])
+    assert changes.until(bool) == [(part, DeployConfig(f"/m/{part.sub_graph}", "latest")) for part in parts]
+    discovery.remove_from_layout("main", parts[0])
+    changes.until(lambda layout: [saved_model for saved_model, _ in layout] == parts[1:])
     watch.cancel()
-    discovery.remove_from_layout("main", SavedModel("movies", "entry"))
+    discovery.remove_from_layout("main", parts[0])
 
 
 def test_a_callback_may_register(opened: Open) -> None:
@@ -180,14 +175,15 @@ def test_replicas_know_their_data_centre(opened: Open, announce: Callable[..., N
     announce(replica(address="10.0.0.2:1"), idc="hl", cluster="blue")
     watcher = ReplicaWatcher(opened(), "movies", dc_aware=True)
 
-    assert watcher.get_replicas_with_extra_info("ps", 0) == {
+    places = {
         "10.0.0.1:1": TargetExtraInfo("lf", "blue", 0),
         "10.0.0.2:1": TargetExtraInfo("hl", "blue", 0),
     }
+    assert watcher.get_replicas_with_extra_info("ps", 0) == places
     assert watcher.get_replicas("ps", 0, idc="hl") == ["10.0.0.2:1"]
     assert watcher.get_replicas("ps", 0, idc="hl", cluster="red") == []
     assert watcher.get_all_replicas("ps", idc="lf") == {"lf:blue/ps:0": ["10.0.0.1:1"]}
-    assert sorted(watcher.get_replica("ps", 0, 0)) == ["10.0.0.1:1", "10.0.0.2:1"]
+    assert sorted(watcher.get_replica("ps", 0, 0)) == [*places]
 
 
 def test_a_replica_follows_its_state(opened: Open, announce: Callable[..., None]) -> None:

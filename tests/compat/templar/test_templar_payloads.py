@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import zipfile
 from contextlib import suppress
@@ -25,31 +26,33 @@ SHAPES = {"w": (128, 64), "b": (64,)}
 SCHEMA = PayloadSchema.of({name: torch.zeros(shape) for name, shape in SHAPES.items()}, padding=False)
 
 
-def pack(indices: Tensor) -> Tensor:
-    """Two indices in three bytes, as the layout has it."""
-    out = []
-    flat = indices.flatten().tolist()
-    for a, b in zip(flat[0::2], flat[1::2], strict=True):
-        out += [a & 0xFF, (a >> 8) | ((b & 0xF) << 4), b >> 4]
-    return torch.tensor(out, dtype=torch.uint8)
-
-
-def baseline(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def templar_object(
+    seed: int, window: int = 3, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """An object of Templar's format, encoded without Megalith's code, with the dense update it stands for."""
     make = torch.Generator().manual_seed(seed)
-    state: dict[str, Any] = {"metadata": {"window": 3, "sample_digest": "abc", "sample_count": 5}}
-    for spec in SCHEMA.parameters:
-        shape = (*spec.bands, spec.keep) if len(spec.shape) > 1 else (spec.bands[1], spec.keep)
-        order = torch.rand(spec.rows, spec.size, generator=make).argsort(dim=1)[:, : spec.keep]
-        state[spec.name + "idxs"] = pack(order)
-        state[spec.name + "vals"] = torch.randint(0, 4, shape, generator=make).to(torch.uint8)
-        state[spec.name + "quant_params"] = (
-            torch.randn((), generator=make),
-            0.5,
-            2,
-            torch.randn(4, generator=make),
-            dtype,
-        )
-    return {"state_dict": state, "global_step": 12}
+    state: dict[str, Any] = {"metadata": {"window": window, "sample_digest": "abc", "sample_count": 5}}
+    dense = {}
+    for name, shape in SHAPES.items():
+        lines, columns = shape if len(shape) == 2 else (1, shape[0])
+        down, across = math.ceil(lines / 64), math.ceil(columns / 64)
+        height, width = lines // down, columns // across
+        keep = min(64, height * width)
+        chunks = torch.zeros(down * across, height * width)
+        packed, codes = [], torch.randint(0, 4, (down * across, keep), generator=make)
+        shift, lookup = torch.randn((), generator=make), torch.randn(4, generator=make)
+        for row in range(down * across):
+            indices = torch.randperm(height * width, generator=make)[:keep].tolist()  # in any order
+            for a, b in zip(indices[0::2], indices[1::2], strict=True):  # two indices in three bytes
+                packed += [a % 256, a // 256 + b % 16 * 16, b // 16]
+            chunks[row, indices] = (lookup[codes[row]] + shift).to(dtype).float()
+        kept = (down, across, keep) if len(shape) == 2 else (across, keep)
+        state[name + "idxs"] = torch.tensor(packed, dtype=torch.uint8)
+        state[name + "vals"] = codes.to(torch.uint8).view(kept)
+        state[name + "quant_params"] = (shift, 0.5, 2, lookup, dtype)
+        tiles = chunks.view(down, across, height, width).permute(0, 2, 1, 3)
+        dense[name] = tiles.reshape(shape)
+    return {"state_dict": state, "global_step": 40 + seed}, dense
 
 
 def saved(value: Any) -> bytes:
@@ -66,29 +69,22 @@ def converted(data: bytes, **other: Any) -> tuple[Header, bytes]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_are_those_the_layout_describes(dtype: torch.dtype) -> None:
-    given_ = baseline(1, dtype)
-    header, data = converted(saved(given_), block_rows=1)
-    assert header.label.global_step == 12
+    value, dense = templar_object(1, dtype=dtype)
+    header, data = converted(saved(value), block_rows=1)
+    assert header.label.global_step == 41
     assert dict(header.label.metadata) == {"sample_digest": "abc", "sample_count": 5}
     ours = naive.read(data)
     for spec in SCHEMA.parameters:
-        shift, _, _, lookup, _ = given_["state_dict"][spec.name + "quant_params"]
-        codes = given_["state_dict"][spec.name + "vals"].view(-1, spec.keep)
-        packed = bytes(given_["state_dict"][spec.name + "idxs"].tolist())
-        p = ours.parameters[spec.name]
-        for row in range(spec.rows):
-            indices = naive.numbers(
-                packed[row * spec.index_bytes : (row + 1) * spec.index_bytes], 12, spec.keep
-            )
-            values = (lookup[codes[row].long()] + shift).to(dtype).float().tolist()
-            expected = dict(zip(indices, values, strict=True))
-            found = {i: float(p.lookup[c]) for i, c in zip(p.indices[row], p.codes[row], strict=True)}
-            assert found == expected
-            assert p.indices[row] == sorted(indices)
+        parameter = ours.parameters[spec.name]
+        chunks = torch.zeros(spec.rows, spec.size)
+        for row, (indices, codes) in enumerate(zip(parameter.indices, parameter.codes, strict=True)):
+            assert indices == sorted(indices)
+            chunks[row, indices] = torch.tensor([float(parameter.lookup[code]) for code in codes])
+        assert torch.equal(chunks.reshape(dense[spec.name].shape), dense[spec.name])
 
 
 def faulty(change: Any) -> Fault:
-    value = baseline()
+    value, _ = templar_object(0)
     change(value["state_dict"])
     with pytest.raises(Fault) as caught:
         converted(saved(value))
@@ -114,34 +110,33 @@ class Evil:
 
 
 def test_nothing_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    value = baseline()
+    value, _ = templar_object(0)
     value["state_dict"]["wquant_params"] = Evil()
-    file = io.BytesIO()
-    torch.save(value, file)
     with pytest.raises(Fault, match="calls PickledName") as caught:
-        converted(file.getvalue())
+        converted(saved(value))
     assert caught.value.status is Status.CORRUPT
     assert capsys.readouterr().out == ""
 
 
+def zipped(data: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", data)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize("protocol", [0, 1, 3, 4, 5])
 def test_other_pickles_are_faults(protocol: int) -> None:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps({"state_dict": [Evil()]}, protocol))
     with pytest.raises(Fault):
-        converted(file.getvalue())
+        converted(zipped(pickle.dumps({"state_dict": [Evil()]}, protocol)))
 
 
 def test_compressed_archives_are_refused() -> None:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", bytes(10_000_000))
     with pytest.raises(Fault, match="compressed"):
-        converted(file.getvalue())
+        converted(zipped(bytes(10_000_000), zipfile.ZIP_DEFLATED))
 
 
-DATA = saved(baseline())
+DATA = saved(templar_object(0)[0])
 
 
 @given(st.lists(st.tuples(st.integers(0, len(DATA) - 1), st.integers(1, 255)), min_size=1, max_size=4))

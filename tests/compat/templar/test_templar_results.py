@@ -1,17 +1,12 @@
-"""Templar's side of gather: results with real lists, aggregator objects, keys, buckets and metric names.
-
-`templar_object` encodes objects in Templar's format on its own, without Megalith's code.
-"""
+"""Templar's side of gather: results with real lists, aggregator objects, keys, buckets and metric names."""
 
 from __future__ import annotations
 
 import io
-import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megalith.compat import templar
 from megalith.errors import ArtifactError, InputError
@@ -30,39 +25,9 @@ from megalith.gather import (
     run_window,
 )
 from megalith.storage.retries import run_async
+from tests.compat.templar.test_templar_payloads import SCHEMA, SHAPES, saved, templar_object
 
-SHAPES = {"w": (128, 64), "b": (64,)}
-SCHEMA = PayloadSchema.of({name: torch.zeros(shape) for name, shape in SHAPES.items()}, padding=False)
 VERSION = "2.1.3"
-
-
-def templar_object(seed: int, window: int = 7) -> tuple[bytes, dict[str, Tensor]]:
-    """An object of Templar's format, and the dense update that it stands for."""
-    make = torch.Generator().manual_seed(seed)
-    state: dict[str, Any] = {"metadata": {"window": window, "sample_digest": "d", "sample_count": 3}}
-    dense = {}
-    for name, shape in SHAPES.items():
-        lines, columns = shape if len(shape) == 2 else (1, shape[0])
-        down, across = math.ceil(lines / 64), math.ceil(columns / 64)
-        height, width = lines // down, columns // across
-        keep = min(64, height * width)
-        chunks = torch.zeros(down * across, height * width)
-        packed, codes = [], torch.randint(0, 4, (down * across, keep), generator=make)
-        shift, lookup = torch.randn((), generator=make), torch.randn(4, generator=make)
-        for row in range(down * across):
-            indices = torch.randperm(height * width, generator=make)[:keep].tolist()  # in any order
-            for a, b in zip(indices[0::2], indices[1::2], strict=True):
-                packed += [a % 256, a // 256 + b % 16 * 16, b // 16]
-            chunks[row, indices] = lookup[codes[row]] + shift
-        kept = (down, across, keep) if len(shape) == 2 else (across, keep)
-        state[name + "idxs"] = torch.tensor(packed, dtype=torch.uint8)
-        state[name + "vals"] = codes.to(torch.uint8).view(kept)
-        state[name + "quant_params"] = (shift, 0.5, 2, lookup, torch.float32)
-        tiles = chunks.view(down, across, height, width).permute(0, 2, 1, 3)
-        dense[name] = tiles.reshape(shape)
-    file = io.BytesIO()
-    torch.save({"state_dict": state, "global_step": 40 + seed}, file)
-    return file.getvalue(), dense
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +36,7 @@ def buckets() -> dict[str, Any]:
     stores = {f"uid-{uid}": open_object_store("memory://") for uid in (1, 2, 3)}
     for uid in (1, 2, 3):
         key = templar.gradient_key(7, uid, VERSION)
-        run_async(stores[f"uid-{uid}"].put(key, templar_object(uid)[0], timeout=10))
+        run_async(stores[f"uid-{uid}"].put(key, saved(templar_object(uid, window=7)[0]), timeout=10))
     return stores
 
 
@@ -129,10 +94,10 @@ def test_results_have_real_lists_that_templars_consumers_accept(buckets: dict[st
 def test_aggregator_objects_come_back(buckets: dict[str, Any]) -> None:
     result = gather(plan(), SCHEMA, buckets)
     data = templar.write_aggregator(result)
-    saved = torch.load(io.BytesIO(data), weights_only=True)
-    assert saved["uids"] == [1, 2, 3]
-    assert isinstance(saved["state_dict"]["widxs"], list)
-    assert saved["success_rate"] == 1.0
+    loaded = torch.load(io.BytesIO(data), weights_only=True)
+    assert loaded["uids"] == [1, 2, 3]
+    assert isinstance(loaded["state_dict"]["widxs"], list)
+    assert loaded["success_rate"] == 1.0
     read = templar.read_aggregator(data, SCHEMA, run="r", window=7)
     for uid, payload in read.items():
         for name, tensor in decompress(payload).items():
@@ -144,14 +109,12 @@ def test_aggregator_objects_come_back(buckets: dict[str, Any]) -> None:
 
 
 def test_what_is_written_for_templar_is_read_by_torch() -> None:
-    update = {
-        name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in SHAPES.items()
-    }
+    _, update = templar_object(1)
     made = compress(update, SCHEMA)
     data = templar.write_payload(made, Label("r", 7, 1, global_step=5, metadata={"sample_count": 9}))
-    saved = torch.load(io.BytesIO(data), weights_only=True)
-    assert saved["global_step"] == 5
-    assert saved["state_dict"]["metadata"] == {"window": 7, "sample_count": 9}
+    loaded = torch.load(io.BytesIO(data), weights_only=True)
+    assert loaded["global_step"] == 5
+    assert loaded["state_dict"]["metadata"] == {"window": 7, "sample_count": 9}
     again = templar.read_payload(data, SCHEMA, run="r", window=7, uid=1)
     assert again.header.label.global_step == 5
     for name, tensor in decompress(made).items():

@@ -58,12 +58,8 @@ class _Dump:
     folder: Path
     world_size: int
     files: dict[str, list[Path]]
+    meta_path: Path
     meta: dict[str, Any]
-
-    @property
-    def dist_type(self) -> str:
-        """The routing mode of the keys."""
-        return str(self.meta.get("dist_type", "roundrobin"))
 
 
 def import_dynamicemb(
@@ -168,7 +164,7 @@ class _DumpedTable:
         whole_rows = here != "rowwise_adagrad" or len(config.segments) == 1
         if _OPTIMIZERS.get(there) != here or not whole_rows:
             raise CheckpointError(
-                f"{_json_path(dump.folder, dump.name)}: the dump was trained with {there!r}, table {name!r} "
+                f"{dump.meta_path}: the dump was trained with {there!r}, table {name!r} "
                 f"uses {here}: its state cannot be imported; with drop_optimizer_state=True it starts fresh"
             )
         width = {"sgd": 0, "adam": 2 * config.dim, "adagrad": config.dim, "rowwise_adagrad": 1}[here]
@@ -253,8 +249,9 @@ class _DumpedTable:
     def _iterations(self) -> int:
         value = self.dump.meta.get("iters")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-            where = _json_path(self.dump.folder, self.dump.name)
-            raise CheckpointError(f"{where}: iters must be Adam's number of steps, got {value!r}")
+            raise CheckpointError(
+                f"{self.dump.meta_path}: iters must be Adam's number of steps, got {value!r}"
+            )
         return value
 
 
@@ -302,11 +299,8 @@ def _dump(name: str, folder: Path, kinds: Mapping[str, Mapping[tuple[int, int], 
             wrong = f"also has rank {max(ranks, default=0)}" if lacks is None else f"lacks rank {lacks}"
             raise CheckpointError(f"{folder}: {name}_emb_{kind} with {world_size} ranks {wrong}")
     files = {kind: [files[rank, world_size] for rank in range(world_size)] for kind, files in kinds.items()}
-    return _Dump(name, folder, world_size, files, _read_json(_json_path(folder, name)))
-
-
-def _json_path(folder: Path, name: str) -> Path:
-    return folder / f"{name}_opt_args.json"
+    meta_path = folder / f"{name}_opt_args.json"
+    return _Dump(name, folder, world_size, files, meta_path, _read_json(meta_path))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -321,7 +315,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _router(dump: _Dump, table: str, num_embeddings: int | None) -> Router:
-    where, mode = _json_path(dump.folder, dump.name), dump.dist_type
+    where, mode = dump.meta_path, str(dump.meta.get("dist_type", "roundrobin"))
     if mode not in MODES:
         raise CheckpointError(f"{where}: unknown dist_type {mode!r}; known: {', '.join(MODES)}")
     if mode != "continuous":

@@ -1,7 +1,7 @@
 """Every Monolith name in one namespace: ops, configs, importers and sync clients over Megalith's core.
 
 A name is imported when it is first used, because some modules need optional packages. Nothing in the core
-imports this package.
+imports this package. A wrong argument raises InputError, which names it, before anything is written.
 """
 
 # ruff: noqa: F403 (for type checkers only: what each module defines)
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from megalith.ops import fid_v1_to_v2 as fid_v1_to_v2
     from megalith.ops import slot_of as slot_of
     from megalith.serving.discovery import SyncBackend as SyncBackend
+    from megalith.serving.discovery.zookeeper import Container as Container
+    from megalith.serving.discovery.zookeeper import ContainerServiceInfo as ContainerServiceInfo
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
@@ -73,9 +75,9 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".sync_config": "refresh_sync_config",
         ".table_grouping": "ShardingSparseFidsOpParams get_sub_table_name",
         ".zk_backend": "ZKBackend",
-        ".znode_records": "Container ContainerServiceInfo ReplicaMeta SavedModel SavedModelDeployConfig"
-        " TargetExtraInfo",
+        ".znode_records": "ReplicaMeta SavedModel SavedModelDeployConfig TargetExtraInfo",
         "megalith.ops": "fid_v1_to_v2 slot_of",
         "megalith.serving.discovery": "SyncBackend",
+        "megalith.serving.discovery.zookeeper": "Container ContainerServiceInfo",
     },
 )

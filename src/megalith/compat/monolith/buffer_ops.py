@@ -70,9 +70,6 @@ def unique_key_with_value_and_offset(
 
     Returns:
         The distinct keys, the offsets of their values, and the buffer (None without `generate_buffer`).
-
-    Raises:
-        InputError: `dims` does not have one size per row.
     """
     if not isinstance(key, Ragged):
         raise InputError(f"key must be a Ragged, got {checks.kind(key)}")
@@ -284,9 +281,6 @@ def normalize_merged_split(row_split: Tensor, size: Tensor) -> Tensor:
 
     Returns:
         int64 [n + 1 - k].
-
-    Raises:
-        InputError: The sizes do not add up to n, or a part does not begin at 0 or descends.
     """
     splits = checks.int64(row_split, "row_split")
     sizes = checks.int64(size, "size")
@@ -314,9 +308,6 @@ def aligned_flat_concat(inputs: Sequence[Tensor], scale: float = 1.0, alignment:
 
     Returns:
         A flat tensor of the dtype of the inputs.
-
-    Raises:
-        InputError: `inputs` is empty, dtypes differ, or the alignment does not fit the dtype.
     """
     tensors = checks.same_floats(inputs, "inputs")
     pieces = [
@@ -336,9 +327,6 @@ def aligned_flat_split(inputs: Sequence[Tensor], flat: Tensor, alignment: int = 
 
     Returns:
         A view of `flat` for each input, in its shape.
-
-    Raises:
-        InputError: `flat` does not have the length that the inputs give.
     """
     tensors = checks.same_floats(inputs, "inputs")
     sizes = [_aligned(t, alignment) for t in tensors]

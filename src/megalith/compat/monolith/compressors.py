@@ -23,9 +23,6 @@ def FixedR8Compressor(fixed_range: float = 1.0) -> FixedPoint:
 
     Returns:
         The value of `Segment.serving`.
-
-    Raises:
-        InputError: The range is not positive.
     """
     return FixedPoint(fixed_range)
 
@@ -39,8 +36,5 @@ def OneBitCompressor(step_size: int = 200, amplitude: float = 0.05) -> OneBit:
 
     Returns:
         The value of `Segment.serving`.
-
-    Raises:
-        InputError: An argument is not positive.
     """
     return OneBit(amplitude, step_size=step_size)

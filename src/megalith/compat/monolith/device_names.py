@@ -32,9 +32,6 @@ def ps_device(index: int) -> str:
 
     Returns:
         The name, such as "/job:ps/task:1/device:CPU:0".
-
-    Raises:
-        InputError: `index` is not an integer >= 0.
     """
     return f"/job:ps/task:{checks.integer(index, 'index', least=0)}/device:CPU:0"
 
@@ -59,9 +56,6 @@ def get_device_str(
 
     Returns:
         The name; the module's table lists all forms. The empty string means that the process places nothing.
-
-    Raises:
-        InputError: An argument has the wrong type, or the variables of the launcher contradict each other.
     """
     cpu = checks.flag(force_on_cpu, "force_on_cpu")
     num_ps = checks.integer(num_ps, "num_ps", least=0)

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, tensor
@@ -154,9 +153,6 @@ class DummySyncServer:
         Args:
             n: The number of requests.
             code: The name of a gRPC status.
-
-        Raises:
-            InputError: There is no such status, or it is not the status of a failure.
         """
         checks.integer(n, "fail_next: n", least=0)
         status = grpc_module().StatusCode.__members__.get(checks.text(code, "fail_next: code"))
@@ -184,9 +180,7 @@ class DummySyncServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def _answer(self, data: bytes, context: Any) -> bytes:
@@ -231,10 +225,6 @@ def create_dummy_sync_server(address: str) -> DummySyncServer:
 
     Returns:
         The server. Monolith returns a handle, and its class DummySyncServer wraps it.
-
-    Raises:
-        InputError: The address is not on loopback.
-        UsageError: The port is in use.
     """
     return DummySyncServer(address)
 

@@ -21,9 +21,6 @@ class MonolithCombiner(ABC):
 
     Args:
         max_seq_length: The number of embeddings of a row that are kept as a sequence; 0 if they are pooled.
-
-    Raises:
-        InputError: `max_seq_length` is not an integer >= 0.
     """
 
     def __init__(self, max_seq_length: int) -> None:
@@ -47,9 +44,6 @@ class MonolithCombiner(ABC):
 
         Returns:
             [B, d], or [B, max_seq_length, d] if a sequence is kept.
-
-        Raises:
-            InputError: `key` is not a Ragged, or `embedding` does not have one row per value.
         """
 
 

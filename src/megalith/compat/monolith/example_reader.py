@@ -104,8 +104,7 @@ class MonolithReader(Reader):
         super().__init__(
             batch_size=batch_size, drop_last=drop_last, on_error=on_error, binary_labels=binary_labels
         )
-        if not isinstance(kind, str) or kind not in KINDS:
-            raise InputError(f"monolith: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        checks.one_of(kind, KINDS, "monolith: kind")
         if not isinstance(header, list | tuple) or not all(
             isinstance(x, str) and x in HEADERS for x in header
         ):

@@ -8,9 +8,8 @@ shape is that of its slices). The ops themselves are in `layout_ops`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from operator import index
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megalith.errors import InputError, UnknownNameError
 from megalith.ops import checks
+from megalith.storage.json_codec import canonical_json, from_json, parse_json_object, to_json
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -201,7 +201,7 @@ class FeatureConfigs(_ConfigMessage):
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_configs", _named(self, "feature_configs", FeatureConfig))
         object.__setattr__(self, "out_configs", _named(self, "out_configs", OutConfig))
-        object.__setattr__(self, "encoded", self._encode())
+        object.__setattr__(self, "encoded", canonical_json(to_json(self)).decode())
 
     # ---- names, in the order that numbers them in Monolith's encodings
 
@@ -368,23 +368,7 @@ class FeatureConfigs(_ConfigMessage):
         Returns:
             Configs that are equal to those.
         """
-        features, outs = json.loads(encoded)
-        return cls(
-            {name: FeatureConfig(**each) for name, each in features.items()},
-            {
-                name: OutConfig(tuple(SliceConfig(**cut) for cut in slices), **rest)
-                for name, (slices, rest) in outs.items()
-            },
-        )
-
-    def _encode(self) -> str:
-        outs = {}
-        for name, out in self.out_configs.items():
-            rest = asdict(out)
-            outs[name] = rest.pop("slice_configs"), rest
-        return json.dumps(
-            [{name: asdict(each) for name, each in self.feature_configs.items()}, outs], sort_keys=True
-        )
+        return from_json(cls, parse_json_object(encoded, InputError))
 
 
 def as_feature_configs(value: Any) -> FeatureConfigs:

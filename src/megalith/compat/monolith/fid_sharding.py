@@ -126,7 +126,7 @@ def sharding_sparse_fids(
     if not isinstance(tensor, Mapping):
         raise InputError(f"tensor must be a dict of Ragged columns by feature, got {checks.kind(tensor)}")
     check_version(version)
-    check_input_type(input_type, "input_type")
+    checks.one_of(input_type, INPUT_TYPES, "input_type")
     checks.flag(unique, "unique")
     checks.flag(fid_list_ret_list, "fid_list_ret_list")
     router = ps_num
@@ -192,12 +192,6 @@ def check_version(version: int) -> None:
             f"version must be 3, 4 or 5, got {version!r}: 1 and 2 have another encoding; encode with "
             "sharding_sparse_fids"
         )
-
-
-def check_input_type(value: str, name: str) -> None:
-    """Raise unless a text names one of Monolith's records."""
-    if not isinstance(value, str) or value not in INPUT_TYPES:
-        raise InputError(f"{name} must be one of {', '.join(INPUT_TYPES)}, got {value!r}")
 
 
 def _columns(

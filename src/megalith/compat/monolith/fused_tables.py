@@ -169,10 +169,8 @@ def _blocks(shards: LocalShards, ids: Tensor, sizes: Tensor, num_of_shards: int)
     names = sorted(shards.configs)
     dims = [shards.configs[name].dim for name in names]
     tables = len(dims)
-    checks.integers(ids, "ids")
-    checks.integers(sizes, "fused_slot_size")
     for name, tensor in (("ids", ids), ("fused_slot_size", sizes)):
-        if not tensor.is_cpu:
+        if not checks.integers(tensor, name).is_cpu:
             raise InputError(f"{name} must be on the CPU, got {tensor.device}")
     num_of_shards = checks.integer(num_of_shards, "num_of_shards")
     if sizes.numel() != num_of_shards * tables:

@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 from megalith.compat.monolith.feature_configs import FeatureConfigs, as_feature_configs
-from megalith.compat.monolith.fid_sharding import SHARED, check_input_type
+from megalith.compat.monolith.fid_sharding import INPUT_TYPES, SHARED
 from megalith.compat.monolith.layout_plan import LayoutPlan, layout_plan, num_columns
-from megalith.compat.monolith.layout_requests import LayoutRequests, RequestSizes, layout_requests
+from megalith.compat.monolith.layout_requests import (
+    LayoutRequests,
+    RequestOffsets,
+    RequestSizes,
+    layout_requests,
+)
 from megalith.errors import InputError
 from megalith.library import copy_repeated, define_op, native_module, new_tensor
 from megalith.ops import checks
@@ -72,19 +77,11 @@ def fused_embedding_to_layout(
         InputError: An offset is outside its list, or the encoding does not match the config, the version or
             the sizes.
     """
-    check_input_type(variant_type, "variant_type")
+    checks.one_of(variant_type, INPUT_TYPES, "variant_type")
     configs = as_feature_configs(feature_cfgs)
-    found = layout_requests(
-        embeddings_list,
-        fid_offset,
-        feature_offset,
-        nfl_offset,
-        batch_size,
-        configs,
-        ps_num,
-        RequestSizes(fid_list_emb_row_lenth, nfl_size, feature_size, fid_size, emb_size),
-        version,
-    )
+    sizes = RequestSizes(fid_list_emb_row_lenth, nfl_size, feature_size, fid_size, emb_size)
+    offsets = RequestOffsets(fid_offset, feature_offset, nfl_offset, batch_size)
+    found = layout_requests(embeddings_list, offsets, configs, ps_num, sizes, version)
     parts = []
     for request in found.requests:
         encoding = _Encoding(*request[1:], configs.encoded)
@@ -145,20 +142,12 @@ def fused_embedding_to_layout_grad(
     Raises:
         InputError: As in the forward op, or a gradient does not have the shape of its output.
     """
-    check_input_type(variant_type, "variant_type")
+    checks.one_of(variant_type, INPUT_TYPES, "variant_type")
     configs = as_feature_configs(feature_cfgs)
     with torch.no_grad():
-        found = layout_requests(
-            embeddings_list,
-            fid_offset,
-            feature_offset,
-            nfl_offset,
-            batch_size,
-            configs,
-            ps_num,
-            RequestSizes(fid_list_emb_row_lenth, nfl_size, feature_size, fid_size, emb_size),
-            version,
-        )
+        sizes = RequestSizes(fid_list_emb_row_lenth, nfl_size, feature_size, fid_size, emb_size)
+        offsets = RequestOffsets(fid_offset, feature_offset, nfl_offset, batch_size)
+        found = layout_requests(embeddings_list, offsets, configs, ps_num, sizes, version)
     grads = checks.as_list(layout_tensors_grad, "layout_tensors_grad")
     dtype = found.requests[0].lists[0].dtype
     wide = [checks.floats(g, f"layout_tensors_grad[{i}]", None).to(dtype) for i, g in enumerate(grads)]
@@ -172,9 +161,9 @@ def fused_embedding_to_layout_grad(
         wide = [g * scale for g in wide]
     gradients = []
     for request, own in zip(found.requests, _by_request(wide, found), strict=True):
-        sizes = [rows.shape[0] for rows in request.lists]
-        flat = _layout_grad(own, sizes, *_Encoding(*request[1:], configs.encoded))
-        gradients.append(list(flat.split(sizes)))
+        lengths = [rows.shape[0] for rows in request.lists]
+        flat = _layout_grad(own, lengths, *_Encoding(*request[1:], configs.encoded))
+        gradients.append(list(flat.split(lengths)))
     return [g.to(e.dtype) for g, e in zip(found.join(gradients), embeddings_list, strict=True)]
 
 

@@ -25,6 +25,19 @@ from megalith.ops import checks
 from megalith.routing import Router
 
 
+class RequestOffsets(NamedTuple):
+    """The tensors of `sharding_sparse_fids`, those of all requests concatenated."""
+
+    fid_offset: Tensor
+    """int [n]."""
+    feature_offset: Tensor
+    """int [rows + 1 of each request]."""
+    nfl_offset: Tensor
+    """int [features + 1 of each request]."""
+    batch_size: int | Tensor
+    """The number of rows, or those of each request, int [R]."""
+
+
 class RequestSizes(NamedTuple):
     """The arguments that describe how the tensors of a call are divided; None where the version has none."""
 
@@ -58,11 +71,7 @@ class LayoutRequests(NamedTuple):
     def join(self, gradients: list[list[Tensor]]) -> list[Tensor]:
         """Combine the gradients of the lists of all requests."""
         # gradients: for each request, float [elements] for each list.
-        flat = (
-            gradients[0]
-            if len(gradients) == 1
-            else [torch.cat(each) for each in zip(*gradients, strict=True)]
-        )
+        flat = [each[0] if len(each) == 1 else torch.cat(each) for each in zip(*gradients, strict=True)]
         if self.server_major is not None:
             flat = [torch.cat([flat[number] for number in self.server_major])]
         return [each.view(shape) for each, shape in zip(flat, self.shapes, strict=True)]
@@ -70,18 +79,13 @@ class LayoutRequests(NamedTuple):
 
 def layout_requests(
     embeddings_list: Sequence[Tensor],
-    fid_offset: Tensor,
-    feature_offset: Tensor,
-    nfl_offset: Tensor,
-    batch_size: int | Tensor,
+    offsets: RequestOffsets,
     configs: FeatureConfigs,
     ps_num: int | Router,
     sizes: RequestSizes,
     version: int,
 ) -> LayoutRequests:
     """Check the arguments of a layout op and divide them into requests."""
-    # fid_offset: int [n], of all requests; feature_offset: int [rows + 1 of each request]; nfl_offset: int
-    # [features + 1 of each request]; batch_size: the number of rows, or those of each request, int [R].
     check_version(version)
     servers = ps_num.num_shards if isinstance(ps_num, Router) else checks.integer(ps_num, "ps_num", least=0)
     tables, servers = len(configs.table_names), max(1, servers)
@@ -89,9 +93,9 @@ def layout_requests(
         raise InputError("feature_cfgs has no features")
     given = checks.as_list(embeddings_list, "embeddings_list")
     shapes = [each.shape if isinstance(each, Tensor) else torch.Size() for each in given]
-    fid_offset = _unsigned(fid_offset, "fid_offset")
-    feature_offset = checks.int64(feature_offset, "feature_offset")
-    nfl_offset = _unsigned(nfl_offset, "nfl_offset")
+    fid_offset = _unsigned(offsets.fid_offset, "fid_offset")
+    feature_offset = checks.int64(offsets.feature_offset, "feature_offset")
+    nfl_offset = _unsigned(offsets.nfl_offset, "nfl_offset")
     _check_sizes(sizes, version)
     server_major = None
     if version == 4:
@@ -108,10 +112,11 @@ def layout_requests(
     features = len(configs.feature_names)
     if sizes.nfl_size is None:
         checks.int64(nfl_offset, "nfl_offset", (features + 1,))
-        batch = checks.scalar(batch_size, "batch_size")
+        batch = checks.scalar(offsets.batch_size, "batch_size")
         requests = [LayoutRequest(lists, fid_offset, feature_offset, nfl_offset, batch)]
     else:
-        requests = _concatenated(lists, fid_offset, feature_offset, nfl_offset, batch_size, sizes, features)
+        whole = RequestOffsets(fid_offset, feature_offset, nfl_offset, offsets.batch_size)
+        requests = _divided(lists, whole, sizes, features)
     return LayoutRequests(requests, shapes, server_major)
 
 
@@ -140,29 +145,23 @@ def _from_one_tensor(given: list[Tensor], lengths: Tensor | None, server_major: 
     return [found[number] for number in range(len(server_major))]
 
 
-def _concatenated(
-    lists: list[Tensor],
-    fid_offset: Tensor,
-    feature_offset: Tensor,
-    nfl_offset: Tensor,
-    batch_size: int | Tensor,
-    sizes: RequestSizes,
-    features: int,
+def _divided(
+    lists: list[Tensor], offsets: RequestOffsets, sizes: RequestSizes, features: int
 ) -> list[LayoutRequest]:
     """Divide the concatenated requests of version 5."""
-    batches = _lengths(
-        torch.tensor([batch_size], device="cpu") if isinstance(batch_size, int) else batch_size, "batch_size"
-    )
+    batch_size = offsets.batch_size
+    if isinstance(batch_size, int):
+        batch_size = torch.tensor([batch_size], device="cpu")
+    batches = _lengths(batch_size, "batch_size")
     count = len(batches)
     if not count:
         raise InputError("batch_size is empty; pass the batch size of at least one request")
-    expected = {"nfl_offset": features + 1}
     fids, rows_of_features, nfls = (
-        whole.split(_lengths(lengths, name, count, {what: whole.shape[0]}, expected.get(what)))
-        for what, whole, name, lengths in (
-            ("fid_offset", fid_offset, "fid_size", sizes.fid_size),
-            ("feature_offset", feature_offset, "feature_size", sizes.feature_size),
-            ("nfl_offset", nfl_offset, "nfl_size", sizes.nfl_size),
+        whole.split(_lengths(lengths, f"{what}_size", count, {f"{what}_offset": whole.shape[0]}, expected))
+        for what, whole, lengths, expected in (
+            ("fid", offsets.fid_offset, sizes.fid_size, None),
+            ("feature", offsets.feature_offset, sizes.feature_size, None),
+            ("nfl", offsets.nfl_offset, sizes.nfl_size, features + 1),
         )
     )
     totals = {f"embeddings_list[{number}]": flat.shape[0] for number, flat in enumerate(lists)}
@@ -183,8 +182,6 @@ def _lengths(
 ) -> list[int]:
     """Check a vector of sizes; return it as a list."""
     # Inside torch.compile the values are unknown, and the checks are parts of the graph.
-    #
-    # tensor: int [count].
     given = checks.with_data(checks.integers(tensor, name, (count,)), name)
     divided = {} if totals is None else totals
     if not torch.compiler.is_compiling():

@@ -26,8 +26,5 @@ def PolynomialDecay(  # Monolith's name, which is a class there
 
     Returns:
         The schedule, for the `lr` of an optimizer.
-
-    Raises:
-        InputError: A rate is negative, or `decay_steps` is below 1.
     """
     return schedules.PolynomialDecay(initial_learning_rate, decay_steps, end_learning_rate, power, cycle)

@@ -17,10 +17,18 @@ import torch
 from torch import Tensor
 
 from megalith.compat.monolith.embedding_combiners import MonolithCombiner
-from megalith.compat.monolith.feature_configs import OutConfig, OutType
+from megalith.compat.monolith.feature_configs import FeatureConfig, FeatureConfigs, OutConfig, OutType
 from megalith.compat.monolith.fid_sharding import ShardedFids, sharding_sparse_fids
 from megalith.compat.monolith.layout_ops import fused_embedding_to_layout, fused_embedding_to_layout_grad
-from megalith.compat.monolith.table_grouping import ShardingSparseFidsOpParams, sharding_params
+from megalith.compat.monolith.table_grouping import (
+    FAKE_TABLE,
+    POOLING,
+    ShardingSparseFidsOpParams,
+    check_configs,
+    grouped,
+    named,
+    restore_names,
+)
 from megalith.errors import InputError, UsageError
 from megalith.ops import checks
 from megalith.ps import ServerShards
@@ -53,9 +61,6 @@ class PartitionedHashTable:
     Attributes:
         params: What `gen_feature_configs` returned.
         shards: The tables. `shards.close()` ends servers that were started here.
-
-    Raises:
-        InputError: An argument is wrong, or the tables are not those of the params.
     """
 
     def __init__(
@@ -126,21 +131,52 @@ class PartitionedHashTable:
 
         Returns:
             The tables and features, for the constructor.
-
-        Raises:
-            InputError: An argument is wrong, or features, slices and layouts do not match.
         """
-        return sharding_params(
-            num_ps,
-            feature_name_to_config,
-            layout_configs,
-            feature_to_unmerged_slice_dims,
-            feature_to_combiner,
-            use_native_multi_hash_table,
-            transfer_float16,
-            unique,
-            enable_gpu_emb,
-            use_gpu,
+        where = "gen_feature_configs"
+        count = max(1, checks.integer(num_ps, f"{where}: num_ps", 0))
+        native = checks.flag(use_native_multi_hash_table, f"{where}: use_native_multi_hash_table")
+        half = checks.flag(transfer_float16, f"{where}: transfer_float16")
+        checks.flag(use_gpu, f"{where}: use_gpu")
+        if checks.flag(enable_gpu_emb, f"{where}: enable_gpu_emb"):
+            raise InputError(
+                f'{where}: enable_gpu_emb is not supported: make shards with engine="cuda" instead'
+            )
+        if unique is not None:
+            checks.callback(unique, f"{where}: unique", required=True)
+        check_configs(feature_name_to_config)
+        for name, value in (
+            ("feature_to_unmerged_slice_dims", feature_to_unmerged_slice_dims),
+            ("feature_to_combiner", feature_to_combiner),
+        ):
+            if not isinstance(value, Mapping) or set(value) != set(feature_name_to_config):
+                raise InputError(f"{where}: {name} must have the features of feature_name_to_config")
+        native = native and not half
+        groups = grouped(feature_name_to_config, native)
+        table_of = {name: FAKE_TABLE if native else table for table, group in groups for name in group}
+        features = {}
+        for name, config in sorted(feature_name_to_config.items()):
+            combiner = feature_to_combiner[name]
+            if type(combiner) not in POOLING:
+                raise InputError(f"{where}: the combiner of {name!r} must be ReduceSum, ReduceMean or FirstN")
+            dims = tuple(feature_to_unmerged_slice_dims[name])
+            feature = FeatureConfig(table_of[name], POOLING[type(combiner)], dims, combiner.max_seq_length)
+            if feature.dim != config.dim:
+                raise InputError(
+                    f"{where}: the slices of {name!r} have {feature.dim} columns, its rows {config.dim}"
+                )
+            features[name] = feature
+        configs = FeatureConfigs(features, layout_configs)
+        configs.validate()
+        tables = {table: named(feature_name_to_config[group[0]], table) for table, group in groups}
+        extra = {table: names for table, group in groups if (names := restore_names(group))}
+        return ShardingSparseFidsOpParams(
+            count,
+            native,
+            unique or (lambda: True),
+            half,
+            dict(sorted(tables.items())),
+            configs,
+            extra_restore_names={} if native else extra,
         )
 
     # ---- a batch
@@ -412,9 +448,6 @@ class PartitionedHashTable:
 
         Returns:
             The tensors, layouts sorted by name.
-
-        Raises:
-            InputError: A layout is missing, or has a wrong number of tensors.
         """
         configs = self.params.feature_configs.out_configs
         if not isinstance(layouts, Mapping) or set(layouts) != set(configs):
@@ -436,9 +469,6 @@ class PartitionedHashTable:
 
         Returns:
             The layouts by name.
-
-        Raises:
-            InputError: The number of tensors is wrong.
         """
         configs = self.params.feature_configs.out_configs
         total = sum(self._size(name) for name in configs)
@@ -457,11 +487,7 @@ class PartitionedHashTable:
         return len(out.slice_configs) if out.out_type == OutType.NONE else 1
 
     def get_queue_hooks(self) -> list[object]:
-        """Return the hooks of prefetch queues: there are none.
-
-        Returns:
-            An empty list.
-        """
+        """Return the hooks of prefetch queues: there are none."""
         return []
 
 

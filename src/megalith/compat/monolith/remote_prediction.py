@@ -197,13 +197,9 @@ def _model_and_part(model_name: str | None, task: str | int, where: str) -> tupl
     if not colon:
         return part, task
     number = re.search(r"_(\d+)$", part)
-    if isinstance(task, bool) or not isinstance(task, str | int):
-        agrees = False
-    elif isinstance(task, str):
-        agrees = task == part
-    else:
-        agrees = number is None or int(number[1]) == task
-    if not agrees:
+    is_number = isinstance(task, int) and not isinstance(task, bool)
+    same_number = is_number and (number is None or int(number[1]) == task)
+    if not (task == part if isinstance(task, str) else same_number):
         raise InputError(f"{where}: model_name {model_name!r} names another part than task {task!r}")
     return model, part
 

@@ -51,9 +51,6 @@ class ReplicaWatcher:
         dc_aware: Whether there is a level idc:cluster between the service and its tasks.
         use_archon: Return archon addresses.
         address_family: The preferred family of addresses.
-
-    Raises:
-        InputError: `zk` is not a backend in ZooKeeper, or the name is malformed.
     """
 
     def __init__(
@@ -181,24 +178,20 @@ class ReplicaWatcher:
     def _read(self, reader: NodeReader) -> tuple[_TaskReplica, ...]:
         places: dict[str, tuple[str | None, str | None]] = {self._prefix: (None, None)}
         if self._dc_aware:
-            places = {}
-            for name in reader.children(self._prefix):
-                place = _PLACE.fullmatch(name)
-                if place:
-                    places[f"{self._prefix}/{name}"] = (place["idc"], place["cluster"])
+            matches = map(_PLACE.fullmatch, reader.children(self._prefix))
+            places = {
+                f"{self._prefix}/{match[0]}": (match["idc"], match["cluster"]) for match in matches if match
+            }
         found: list[_TaskReplica] = []
-        for path, (idc, cluster) in places.items():
+        for path, place in places.items():
             for name in reader.children(path):
                 task = _TASK.fullmatch(name)
                 if task is None:
                     logger.warning("%s/%s is not a task, which is named type:number", path, name)
                     continue
-                for replica_id, address in self._read_task(reader, f"{path}/{name}"):
-                    found.append(
-                        _TaskReplica(
-                            task["server_type"], int(task["task"]), replica_id, address, idc, cluster
-                        )
-                    )
+                owner = task["server_type"], int(task["task"])
+                replicas = self._read_task(reader, f"{path}/{name}")
+                found += [_TaskReplica(*owner, number, address, *place) for number, address in replicas]
         found.sort(key=lambda each: (each.server_type, each.task, each.replica_id, each.address))
         return tuple(found)
 

@@ -21,7 +21,6 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -307,9 +306,6 @@ class ParameterSyncClient:
 
     Args:
         client: A client or its handle; both clients then have the same tables and targets.
-
-    Raises:
-        InputError: It is not a client.
     """
 
     def __init__(self, client: ParameterSyncClient | SyncHandle) -> None:
@@ -373,9 +369,7 @@ class ParameterSyncClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -394,9 +388,6 @@ def parameter_sync_client_from_config(
 
     Returns:
         The client.
-
-    Raises:
-        InputError: The config is malformed, or the credentials have the wrong type.
     """
     handle = SyncHandle(f"MonolithSyncClient_{name_suffix}", config, credentials=credentials)
     return ParameterSyncClient(handle)
@@ -416,9 +407,6 @@ def create_parameter_sync_clients(
 
     Returns:
         The clients.
-
-    Raises:
-        InputError: The number is negative, or the credentials have the wrong type.
     """
     checks.integer(ps_num, "ps_num", least=0)
     changes = TrackedChanges()

@@ -1,4 +1,4 @@
-"""sharding_params: which table each feature of a model uses, as Monolith's `gen_feature_configs` decides it.
+"""Which table each feature of a model uses, as Monolith's `gen_feature_configs` decides it.
 
 tables      a feature's ids are in                                            name of the table
 native      a table of its own; all features share one list of ids            the name of the feature
@@ -13,19 +13,17 @@ from hashlib import md5
 from typing import Any, NamedTuple
 
 from megalith.compat.monolith.embedding_combiners import (
-    MonolithCombiner,
     MonolithFirstN,
     ReduceMean,
     ReduceSum,
 )
-from megalith.compat.monolith.feature_configs import FeatureConfig, FeatureConfigs, OutConfig, PoolingType
+from megalith.compat.monolith.feature_configs import FeatureConfigs, PoolingType
 from megalith.errors import InputError
-from megalith.ops import checks
 from megalith.table import TableConfig
 
 FAKE_TABLE = "native_multi_hash_table_fake_table"
 """The table of all features in the configs of native tables."""
-_POOLING = {ReduceSum: PoolingType.SUM, ReduceMean: PoolingType.MEAN, MonolithFirstN: PoolingType.FIRSTN}
+POOLING = {ReduceSum: PoolingType.SUM, ReduceMean: PoolingType.MEAN, MonolithFirstN: PoolingType.FIRSTN}
 _SLOT = re.compile(r"fc_slot_[0-9]*")
 
 
@@ -61,9 +59,6 @@ def get_sub_table_name(strs: Sequence[str]) -> tuple[str, str]:
 
     Returns:
         The names joined by commas, and the md5 of that in hexadecimal.
-
-    Raises:
-        InputError: It is not a list of names.
     """
     if not isinstance(strs, list | tuple) or not all(isinstance(name, str) for name in strs):
         raise InputError(f"get_sub_table_name: strs must be a list of names, got {strs!r}")
@@ -71,74 +66,19 @@ def get_sub_table_name(strs: Sequence[str]) -> tuple[str, str]:
     return joined, md5(joined.encode(), usedforsecurity=False).hexdigest()
 
 
-def sharding_params(
-    num_ps: int,
-    feature_name_to_config: Mapping[str, TableConfig],
-    layout_configs: Mapping[str, OutConfig],
-    feature_to_unmerged_slice_dims: Mapping[str, Sequence[int]],
-    feature_to_combiner: Mapping[str, MonolithCombiner],
-    use_native_multi_hash_table: bool,
-    transfer_float16: bool = False,
-    unique: Callable[[], bool] | None = None,
-    enable_gpu_emb: bool = False,
-    use_gpu: bool = False,
-) -> ShardingSparseFidsOpParams:
-    where = "gen_feature_configs"
-    count = max(1, checks.integer(num_ps, f"{where}: num_ps", 0))
-    native = checks.flag(use_native_multi_hash_table, f"{where}: use_native_multi_hash_table")
-    half = checks.flag(transfer_float16, f"{where}: transfer_float16")
-    checks.flag(use_gpu, f"{where}: use_gpu")
-    if checks.flag(enable_gpu_emb, f"{where}: enable_gpu_emb"):
-        raise InputError(f'{where}: enable_gpu_emb is not supported: make shards with engine="cuda" instead')
-    if unique is not None:
-        checks.callback(unique, f"{where}: unique", required=True)
-    _check_configs(feature_name_to_config)
-    for name, value in (
-        ("feature_to_unmerged_slice_dims", feature_to_unmerged_slice_dims),
-        ("feature_to_combiner", feature_to_combiner),
-    ):
-        if not isinstance(value, Mapping) or set(value) != set(feature_name_to_config):
-            raise InputError(f"{where}: {name} must have the features of feature_name_to_config")
-    native = native and not half
-    names = sorted(feature_name_to_config)
-    groups = [[name] for name in names] if native else _equal_configs(feature_name_to_config)
-    tables: dict[str, TableConfig] = {}
-    table_of: dict[str, str] = {}
-    extra: dict[str, tuple[str, ...]] = {}
-    for group in groups:
-        table = group[0] if native else get_sub_table_name(group)[1]
-        tables[table] = named(feature_name_to_config[group[0]], table)
-        table_of |= dict.fromkeys(group, table)
-        if not native and any(_SLOT.fullmatch(name) for name in group):
-            slots = [name.removeprefix("fc_") if _SLOT.fullmatch(name) else name for name in group]
-            extra[table] = (get_sub_table_name(slots)[1],)
-    features = {}
-    for name in names:
-        combiner = feature_to_combiner[name]
-        if type(combiner) not in _POOLING:
-            raise InputError(f"{where}: the combiner of {name!r} must be ReduceSum, ReduceMean or FirstN")
-        features[name] = FeatureConfig(
-            FAKE_TABLE if native else table_of[name],
-            _POOLING[type(combiner)],
-            tuple(feature_to_unmerged_slice_dims[name]),
-            combiner.max_seq_length,
-        )
-        dim = feature_name_to_config[name].dim
-        if features[name].dim != dim:
-            raise InputError(
-                f"{where}: the slices of {name!r} have {features[name].dim} columns, its rows {dim}"
-            )
-    configs = FeatureConfigs(features, layout_configs)
-    configs.validate()
-    return ShardingSparseFidsOpParams(
-        count,
-        native,
-        unique or _unique,
-        half,
-        dict(sorted(tables.items())),
-        configs,
-        extra_restore_names=extra,
-    )
+def grouped(configs: Mapping[str, TableConfig], native: bool) -> list[tuple[str, list[str]]]:
+    """Return the tables that features use, each with its features."""
+    if native:
+        return [(name, [name]) for name in sorted(configs)]
+    return [(get_sub_table_name(group)[1], group) for group in _equal_configs(configs)]
+
+
+def restore_names(group: Sequence[str]) -> tuple[str, ...]:
+    """Return the further names of a table of several features, see `extra_restore_names`."""
+    if not any(_SLOT.fullmatch(name) for name in group):
+        return ()
+    slots = [name.removeprefix("fc_") if _SLOT.fullmatch(name) else name for name in group]
+    return (get_sub_table_name(slots)[1],)
 
 
 def named(config: TableConfig, name: str) -> TableConfig:
@@ -155,11 +95,7 @@ def named(config: TableConfig, name: str) -> TableConfig:
     )
 
 
-def _unique() -> bool:
-    return True
-
-
-def _check_configs(configs: Any) -> None:
+def check_configs(configs: Any) -> None:
     if not isinstance(configs, Mapping) or not configs:
         raise InputError(f"feature_name_to_config must be a dict of TableConfigs by feature, got {configs!r}")
     for name, config in configs.items():

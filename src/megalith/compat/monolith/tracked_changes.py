@@ -29,7 +29,10 @@ MAX_IDS = 20_000_000
 
 
 class TrackedChanges:
-    """The changed ids of tables, for each client. Safe to share between threads."""
+    """The changed ids of tables, for each client. Safe to share between threads.
+
+    Ids are returned for each table, int64 [n], without duplicates.
+    """
 
     def __init__(self, max_ids: int = MAX_IDS) -> None:
         self._consumer = f"sync clients {uuid.uuid4().hex}"
@@ -90,14 +93,12 @@ class TrackedChanges:
 
     def waiting(self, client: object) -> dict[str, Tensor]:
         """Return what `take` would return, and leave it there."""
-        # returns: the ids of each table, int64 [n], without duplicates.
         with self._lock:
             self._drain()
             return self._by_name(client, self._pending.get(client, IdSets()).tensors())
 
     def take(self, client: object) -> dict[str, Tensor]:
         """Return the ids that changed or were removed since the client's last call."""
-        # returns: the ids of each table, int64 [n], without duplicates.
         with self._lock:
             self._drain()
             pending = self._pending.get(client, IdSets()).tensors()
@@ -118,7 +119,6 @@ class TrackedChanges:
     def all_ids(self, client: object) -> dict[str, Tensor]:
         """Return all ids that changed since the tables were attached; if too many, those of all rows
         instead."""
-        # returns: the ids of each table, int64 [n], without duplicates.
         with self._lock:
             self._drain()
             known = self._journal.since("")

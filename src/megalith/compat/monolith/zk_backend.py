@@ -37,7 +37,7 @@ DeployedModels = list[tuple[SavedModel, SavedModelDeployConfig]]
 
 
 class ZKBackend(ZooKeeperDiscovery):
-    """Monolith's backend in ZooKeeper.
+    """Monolith's backend in ZooKeeper. Its calls raise DiscoveryError if ZooKeeper is unavailable or refuses.
 
     Args:
         bzid: The path that all nodes are below.
@@ -56,11 +56,8 @@ class ZKBackend(ZooKeeperDiscovery):
         Args:
             container: The serving process.
             service_info: Its addresses.
-
-        Raises:
-            DiscoveryError: ZooKeeper is unavailable or refuses.
         """
-        _check_container(container)
+        checks.instance(container, Container, "ZKBackend: container")
         checks.instance(service_info, ContainerServiceInfo, "ZKBackend: service_info")
         self.session.wait(self.session.hold(self._container_path(container), service_info.to_json()))
 
@@ -72,13 +69,9 @@ class ZKBackend(ZooKeeperDiscovery):
 
         Returns:
             The addresses; None if the node is absent or malformed.
-
-        Raises:
-            DiscoveryError: ZooKeeper is unavailable or refuses.
         """
-        _check_container(container)
-        path = self._container_path(container)
-        data = self.session.get(path)
+        checks.instance(container, Container, "ZKBackend: container")
+        data = self.session.get(path := self._container_path(container))
         return None if data is None else read_service_info(data, path)
 
     def sync_available_saved_models(self, container: Container, saved_models: Set[SavedModel]) -> None:
@@ -87,15 +80,12 @@ class ZKBackend(ZooKeeperDiscovery):
         Args:
             container: The serving process.
             saved_models: The parts of models that it serves now.
-
-        Raises:
-            DiscoveryError: ZooKeeper is unavailable or refuses.
         """
-        _check_container(container)
+        checks.instance(container, Container, "ZKBackend: container")
         if not isinstance(saved_models, Set | list | tuple):
             raise InputError(f"ZKBackend: saved_models must be a set, got {type(saved_models).__name__}")
         for saved_model in saved_models:
-            _check_saved_model(saved_model)
+            checks.instance(saved_model, SavedModel, "ZKBackend: saved_model")
         with self._lock:
             tasks = self._bind(container, {saved_model.service for saved_model in saved_models})
         self.session.wait(*tasks)
@@ -125,11 +115,8 @@ class ZKBackend(ZooKeeperDiscovery):
         Args:
             saved_model: The part of a model.
             deploy_config: Its config.
-
-        Raises:
-            DiscoveryError: ZooKeeper is unavailable or refuses.
         """
-        _check_saved_model(saved_model)
+        checks.instance(saved_model, SavedModel, "ZKBackend: saved_model")
         checks.instance(deploy_config, SavedModelDeployConfig, "ZKBackend: deploy_config")
         self.session.put(self._saved_model_path(saved_model), deploy_config.to_json())
 
@@ -139,11 +126,8 @@ class ZKBackend(ZooKeeperDiscovery):
         Args:
             layout: A name below /{bzid}/layouts, or a full path.
             saved_model: The part of a model.
-
-        Raises:
-            DiscoveryError: ZooKeeper is unavailable or refuses.
         """
-        _check_saved_model(saved_model)
+        checks.instance(saved_model, SavedModel, "ZKBackend: saved_model")
         self.session.put(f"{self._layout_path(layout)}/{saved_model}", b"")
 
     def remove_from_layout(self, layout: str, saved_model: SavedModel) -> None:
@@ -152,11 +136,8 @@ class ZKBackend(ZooKeeperDiscovery):
         Args:
             layout: A name below /{bzid}/layouts, or a full path.
             saved_model: The part of a model.
-
-        Raises:
-            DiscoveryError: ZooKeeper is unavailable or refuses.
         """
-        _check_saved_model(saved_model)
+        checks.instance(saved_model, SavedModel, "ZKBackend: saved_model")
         self.session.remove(f"{self._layout_path(layout)}/{saved_model}")
 
     # ---- nodes
@@ -185,19 +166,8 @@ class ZKBackend(ZooKeeperDiscovery):
         return f"/{self.root}/saved_models/{saved_model.model_name}/{saved_model.sub_graph}"
 
     def _layout_path(self, layout: str) -> str:
-        path = (
-            layout
-            if checks.text(layout, "ZKBackend: layout").startswith("/")
-            else f"/{self.root}/layouts/{layout}"
-        )
+        is_full = checks.text(layout, "ZKBackend: layout").startswith("/")
+        path = layout if is_full else f"/{self.root}/layouts/{layout}"
         for part in path[1:].split("/"):
             check_name(part, "layout")
         return path
-
-
-def _check_container(container: object) -> None:
-    checks.instance(container, Container, "ZKBackend: container")
-
-
-def _check_saved_model(saved_model: object) -> None:
-    checks.instance(saved_model, SavedModel, "ZKBackend: saved_model")

@@ -13,19 +13,8 @@ from typing import Literal
 from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.serving.discovery.contract import ServiceName, check_address, check_name, is_wildcard
-from megalith.serving.discovery.zookeeper import Container, ContainerServiceInfo, ZnodeRecord
+from megalith.serving.discovery.zookeeper import ZnodeRecord
 from megalith.serving.wire_names import ModelState
-
-__all__ = [
-    "AddressFamily",
-    "Container",
-    "ContainerServiceInfo",
-    "ReplicaMeta",
-    "SavedModel",
-    "SavedModelDeployConfig",
-    "ServerType",
-    "TargetExtraInfo",
-]
 
 AddressFamily = Literal["ipv4", "ipv6"]
 ServerType = Literal["ps", "entry", "dense"]
@@ -133,9 +122,6 @@ class ReplicaMeta(ZnodeRecord):
         Returns:
             The address of the preferred family, otherwise that of the other family, otherwise None. Wildcards
             such as 0.0.0.0 do not count as addresses.
-
-        Raises:
-            InputError: The address family is unknown.
         """
         checks.flag(use_archon, "use_archon")
         if not isinstance(address_family, str) or address_family not in ("ipv4", "ipv6"):
@@ -157,9 +143,6 @@ class ReplicaMeta(ZnodeRecord):
 
         Returns:
             The path.
-
-        Raises:
-            InputError: The model name or the server type is not set, or only one of idc and cluster is given.
         """
         if (idc is None) != (cluster is None):
             raise InputError(f"idc and cluster must be given together, got {idc!r} and {cluster!r}")

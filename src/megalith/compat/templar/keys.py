@@ -67,9 +67,6 @@ def peer_stores(commitments: Mapping[int, Any]) -> dict[str, ObjectStore]:
 
     Returns:
         The stores by the names that `peer_locations` uses.
-
-    Raises:
-        InputError: A bucket lacks a field.
     """
     if not isinstance(commitments, Mapping):
         raise InputError(f"commitments must be buckets by uid, got {checks.kind(commitments)}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megalith.compat.templar.payloads import parameter_parts, read_payload
+from megalith.compat.templar.payloads import PARTS, parameter_parts, read_payload
 from megalith.errors import ArtifactError, InputError
 from megalith.gather.overlap import Overlap
 from megalith.gather.payload import Payload
@@ -40,8 +40,7 @@ def state_lists(gathered: Gathered) -> dict[str, list[Any]]:
     result = as_result(gathered)
     state: dict[str, list[Any]] = {}
     for number, spec in enumerate(result.schema.parameters):
-        for key in (f"{spec.name}{part}" for part in ("idxs", "vals", "quant_params")):
-            state[key] = []
+        state |= {spec.name + part: [] for part in PARTS}
         for payload in result.held(result.uids):
             for key, value in parameter_parts(payload, number, spec).items():
                 state[key].append(value)
@@ -179,9 +178,6 @@ def _loaded(archive: TorchFile, value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_loaded(archive, each) for each in value)
     if isinstance(value, PickledName):
-        return (
-            getattr(torch, value.path.removeprefix("torch."), None)
-            if value.path.startswith("torch.")
-            else None
-        )
+        module, _, name = value.path.partition(".")
+        return getattr(torch, name, None) if module == "torch" else None
     return value
