@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import sys
 import threading
-import urllib.request
-import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,10 +19,9 @@ from megalith.storage import object_store as remote_module
 from megalith.storage.object_store import ObjectStore
 from megalith.storage.store import LocalStore, open_store
 from tests.checkpoint.support import Model, assert_same, state_of, train
+from tests.storage.s3_server import KEYS, new_place, s3_server
 
 pytest.importorskip("obstore")
-moto = pytest.importorskip("moto.server")
-KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 
 
 def set_server(patch: pytest.MonkeyPatch, address: str) -> None:
@@ -36,22 +32,15 @@ def set_server(patch: pytest.MonkeyPatch, address: str) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """An S3 server on loopback with one bucket."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    address = f"http://{host}:{port}"
-    urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT"), timeout=30)
-    yield address
-    running.stop()
+    with s3_server() as address:
+        yield address
 
 
 @pytest.fixture
 def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A URL in that bucket."""
     set_server(monkeypatch, server)
-    return f"s3://bucket/runs/{uuid.uuid4().hex}"
+    return new_place()
 
 
 @pytest.fixture(params=["s3", "memory"])
