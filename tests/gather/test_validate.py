@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import BudgetError
-from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema, TableSpec
 from megalith.gather.plan import Fault, GatherPlan, Status
 from megalith.gather.validate import least_work_bytes, validate
@@ -218,9 +217,3 @@ def test_freed_memory_is_returned_before_it_and_what_is_used_exceed_the_budget(
             with ledger.hold(33, "a tile"):
                 pass
     assert returned == [0, 1]
-
-
-def test_labels_stay_with_the_payload() -> None:
-    label = Label(RUN, WINDOW, 7, 3, {"sample_count": 9})
-    found = checked(peer_update(SCHEMA, 7).to_bytes(label), SCHEMA, 7)
-    assert found.header.label == label
