@@ -16,14 +16,12 @@ from megalith.gather.artifact import (
     ArtifactManifest,
     artifact_key,
     catch_up,
-    load_artifact,
     prune_artifacts,
     read_artifact_manifest,
     write_manifest,
 )
 from megalith.gather.compress import peek, publish
 from megalith.gather.fetch import FetchOptions
-from megalith.gather.overlap import find_overlap
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import Fault, GatherPlan, OverlapConfig, Status, UpdateConfig, payload_key
@@ -408,16 +406,6 @@ def test_missing_windows_can_be_passed_over(kept: Run) -> None:
         missing_ok=True,
     )
     assert done.missing == (9,)
-
-
-def test_an_artifact_is_a_result_like_any_other(kept: Run) -> None:
-    run = kept
-    manifest = read_artifact_manifest(run.artifacts, RUN, 1)
-    assert manifest is not None
-    result = load_artifact(run.artifacts, manifest)
-    assert result.uids == manifest.uids
-    assert find_overlap(result).gram.tolist() == [list(row) for row in manifest.gram]
-    result.close()
 
 
 def test_a_store_that_fails_is_named(kept: Run) -> None:

@@ -178,25 +178,6 @@ def test_a_budget_too_small_is_refused_before_any_request(world: World) -> None:
     assert world.server.log == []
 
 
-@pytest.mark.parametrize("spooled", [True, False])
-def test_memory_does_not_grow_with_peers(world: World, tmp_path: Path, spooled: bool) -> None:
-    world.add(dict.fromkeys(range(128), "good"))
-    budget = 2 * least_budget(world.schema)
-    options = spool_options(tmp_path) if spooled else FetchOptions(spool_directory=tmp_path)
-    peaks = []
-    for count in (8, 32, 128):
-        plan = world.plan(range(count), memory_budget=budget)
-        gatherer = Gatherer(plan, world.schema, world.stores, options=options)
-        assert set(gatherer.fetch(plan.primary).values()) == {Status.OK}
-        peaks.append(gatherer.peak_bytes)
-        gatherer.partial().close()
-        assert gatherer._ledger.used == 0
-    assert max(peaks) <= budget
-    if spooled:
-        # downloads and checks that happen to run at once differ; their most does not
-        assert max(peaks) <= budget // 2
-
-
 def test_large_objects_are_downloaded_by_ranges_that_resume(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megalith import SGD, LocalShards, OneBit, TableConfig
-from megalith.distributed.elastic_ranks import ElasticRanks
 from megalith.distributed.tensor_parts import fingerprint
 from megalith.errors import BudgetError, InputError, UsageError
-from megalith.gather.columns import Columns
 from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import UpdateConfig
@@ -321,22 +319,6 @@ def test_a_window_is_applied_once_and_in_order() -> None:
 
 
 # ---- memory
-
-
-@pytest.mark.parametrize("rule", ["mean", "median"])
-def test_peak_is_set_by_the_budget_not_by_peers(rule: Any) -> None:
-    schema = PayloadSchema.of({"w": torch.zeros(256, 64)}, chunk=16, keep=16)
-    config = UpdateConfig(rule=rule)
-    each = row_bytes(schema.parameters[0], config, 128, Travel(0, 0))
-    budget = STEP_BYTES + 40 * 128 * 128 + 2 * each + 128 * 16 * 80
-    blocks = {}
-    for peers in (8, 32, 128):
-        data = {uid: peer_bytes(schema, uid, seed=uid % 8) for uid in range(peers)}
-        result = gathered(schema, data, update=config, memory_budget=budget)
-        report = OuterUpdate(schema).apply({"w": torch.zeros(256, 64)}, result)
-        assert report.peak_bytes <= budget
-        blocks[peers] = len(Columns(result, ElasticRanks.alone())._blocks[0])
-    assert blocks[8] <= blocks[32] <= blocks[128]
 
 
 def test_even_thousands_of_peers_need_little() -> None:
