@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from megalith.storage import object_store as remote_module
 from megalith.storage.object_store import ObjectStore
 from megalith.storage.store import LocalStore, open_store
 from tests.checkpoint.support import Model, assert_same, state_of, train
+from tests.gather.fault_server import FaultServer, ServerFault
 from tests.storage.s3_server import KEYS, new_place, s3_server
 
 pytest.importorskip("obstore")
@@ -211,29 +210,13 @@ def test_servers_that_do_not_answer_raise(monkeypatch: pytest.MonkeyPatch) -> No
         checkpoint.load(Model(), "s3://bucket/nobody")
 
 
-class BusyServer(BaseHTTPRequestHandler):
-    """Answers 503 to the first requests and 404 to later ones."""
-
-    left = 2
-
-    def do_GET(self) -> None:
-        self.send_response(404 if BusyServer.left <= 0 else 503)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-        BusyServer.left -= 1
-
-    def log_message(self, *_: object) -> None:
-        return
-
-
 def test_a_failed_request_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), BusyServer) as busy:
-        threading.Thread(target=busy.serve_forever, daemon=True).start()
-        set_server(monkeypatch, f"http://127.0.0.1:{busy.server_port}")
+    with FaultServer() as busy:
+        set_server(monkeypatch, busy.endpoint)
+        busy.fail("x/manifest.json", ServerFault("status", "*", times=2))
         with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
-            checkpoint.load(Model(), "s3://bucket/busy")
-        busy.shutdown()
-    assert BusyServer.left < 0
+            checkpoint.load(Model(), f"s3://{busy.bucket}/x")
+        assert [request.status for request in busy.log][:3] == [503, 503, 404]
 
 
 def test_addresses_that_cannot_be_opened_raise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,13 +40,14 @@ class ServerFault:
 
 @dataclass(frozen=True)
 class Request:
-    """A line of the log. complete: the answer went out whole."""
+    """A line of the log. complete: the answer went out whole. authorization: how it was signed."""
 
     method: str
     key: str
     status: int
     bytes: int
     complete: bool
+    authorization: str
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _key(self) -> str:
         return unquote(urlsplit(self.path).path).lstrip("/").partition("/")[2]
 
+    def _request(self, status: int, size: int, *, complete: bool) -> Request:
+        return Request(
+            self.command, self._key(), status, size, complete, self.headers.get("Authorization", "")
+        )
+
     def _fault(self) -> FaultKind | int | None:
         """What goes wrong with this request: a kind of fault, or the status to answer."""
         if self.owner.latency:
@@ -188,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault in ("reset", "stall"):
             if fault == "stall":
                 self.owner.closing.wait()
-            self.owner.note(Request(self.command, self._key(), 0, 0, complete=False))
+            self.owner.note(self._request(0, 0, complete=False))
             self._hang_up()
         else:
             return False
@@ -237,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         going = data[: len(data) // 2] if truncated else data if body else b""
-        request = Request(self.command, self._key(), status, len(going), complete=not truncated)
+        request = self._request(status, len(going), complete=not truncated)
         # Logged before the last byte goes out: who has an answer finds it in the log.
         if not going:
             self.owner.note(request)
