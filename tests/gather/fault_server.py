@@ -1,8 +1,8 @@
 """An object server for tests: GET, HEAD, PUT and listings of S3 on loopback, with faults on order.
 
-Objects live in memory. Latency, bandwidth and faults are given per object, or drawn from a seed alone, so a
-run can be repeated. Every request is logged: who asked for what, what was answered, whether all of it was
-sent. Deletions and uploads in parts are tested with moto (`tests/storage/s3_server.py`).
+Objects live in memory. Faults are given per object, so a run can be repeated. Every request is logged: who
+asked for what, what was answered, whether all of it was sent. Deletions and uploads in parts are tested with
+moto (`tests/storage/s3_server.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xml.sax.saxutils import escape
 
 from megalith.storage.object_store import ObjectStore, open_object_store
 
-FaultKind = Literal["status", "reset", "truncate", "stall", "replace", "corrupt"]
+FaultKind = Literal["status", "reset", "truncate", "stall", "replace"]
 _PIECE = 16384
 
 
@@ -28,8 +28,7 @@ class ServerFault:
     """Something that goes wrong with an object, for its next `times` requests of this method.
 
     status: the answer is `code`. reset: the connection ends before an answer. truncate: it ends amid the
-    body. stall: no answer until the client gives up. replace: the object is written anew first. corrupt: a
-    byte of the body is wrong.
+    body. stall: no answer until the client gives up. replace: the object is written anew first.
     """
 
     kind: FaultKind
@@ -60,13 +59,12 @@ class StoredObject:
 class FaultServer:
     """Serves one bucket on a free port of loopback, from `with` to its end.
 
-    latency: seconds before each answer. bytes_per_second: of each connection; None is as fast as it goes.
+    bytes_per_second: of each connection; None is as fast as it goes.
     """
 
     bucket = "gather"
 
-    def __init__(self, *, latency: float = 0.0, bytes_per_second: float | None = None) -> None:
-        self.latency = latency
+    def __init__(self, *, bytes_per_second: float | None = None) -> None:
         self.bytes_per_second = bytes_per_second
         self.lock = threading.Lock()
         self.closing = threading.Event()
@@ -180,8 +178,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _fault(self) -> FaultKind | int | None:
         """What goes wrong with this request: a kind of fault, or the status to answer."""
-        if self.owner.latency:
-            self.owner.closing.wait(self.owner.latency)
         fault = self.owner.next_fault(self._key(), self.command)
         if fault is None:
             return None
@@ -218,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
         if start >= stop and wanted:
             self._answer(416, {})
             return
-        data = bytearray(found.data[start:stop])
+        data = found.data[start:stop]
         headers = {
             "ETag": found.etag,
             "Last-Modified": format_datetime(found.last_modified, usegmt=True),
@@ -226,9 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
         }
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(found.data)}"
-        if fault == "corrupt":
-            data[len(data) // 2] ^= 0xFF
-        self._answer(206 if wanted else 200, headers, bytes(data), body=body, truncated=fault == "truncate")
+        self._answer(206 if wanted else 200, headers, data, body=body, truncated=fault == "truncate")
 
     def _answer(
         self,
