@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time as clock
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -576,18 +576,15 @@ class SaveHandle:
         self.frozen = frozen
         self._on_complete = on_complete
         self._job = job
-        self._result: Manifest | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="megalith save")
-        self._thread.start()
+        pool = ThreadPoolExecutor(1, "megalith save")
+        self._manifest = pool.submit(self._run)
+        pool.shutdown(wait=False)
 
-    def _run(self) -> None:
-        try:
-            self._result = self._job.run()
-            if self._on_complete is not None:
-                self._on_complete()
-        except BaseException as error:
-            self._error = error  # raised by wait()
+    def _run(self) -> Manifest:
+        manifest = self._job.run()
+        if self._on_complete is not None:
+            self._on_complete()
+        return manifest
 
     @property
     def waited(self) -> float:
@@ -599,7 +596,7 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not."""
-        return not self._thread.is_alive()
+        return self._manifest.done()
 
     def wait(self, timeout: float | None = None) -> Manifest:
         """Wait for the end of the save.
@@ -616,10 +613,7 @@ class SaveHandle:
         """
         if timeout is not None and not checks.number(timeout, "wait: timeout") >= 0:
             raise InputError(f"wait: timeout must be a number of seconds of 0 or more, got {timeout}")
-        self._thread.join(None if timeout is None else float(timeout))
-        if self._thread.is_alive():
+        wait([self._manifest], None if timeout is None else float(timeout))
+        if not self._manifest.done():
             raise TimeoutError(f"the save has not ended within {timeout} s")
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
+        return self._manifest.result()
