@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,12 @@ from megalith.gather.window import run_window
 from megalith.storage.object_store import ObjectStore, RequestFailure, StoreRequestError, open_object_store
 from megalith.storage.retries import run_async
 from tests.gather.fault_server import FaultServer, ServerFault
-from tests.gather.support import RUN, WINDOW, peer_bytes, peer_update, small_schema, weights
+from tests.gather.support import RUN, WINDOW, peer_bytes, peer_update, plan_of, small_schema, weights
 from tests.storage.s3_server import open_s3, s3_server
 
 pytest.importorskip("obstore")
 LIMIT = 20.0
+CLOSES = datetime(2099, 1, 1, tzinfo=UTC)
 SCHEMA = small_schema(users=3)
 
 
@@ -150,20 +152,15 @@ class Run:
     def plan(
         self, window: int, primary: tuple[int, ...] = (1, 2, 3), reserve: tuple[int, ...] = (8, 9)
     ) -> GatherPlan:
-        return GatherPlan(
-            run=RUN,
-            window=window,
-            schema=self.schema.digest,
-            primary=primary,
-            reserve=reserve,
-            deadline=0.2,
-            **self.plan_fields,
-        )
+        times = {"time_max": CLOSES, "grace": 0.0, "deadline": 60.0}
+        return plan_of(self.schema, primary, reserve, window=window, **times, **self.plan_fields)
 
     def peer(self, window: int, uid: int, seed: int) -> None:
         publish(self.peers, peer_update(self.schema, seed), Label(RUN, window, uid))
 
-    def step(self, plan: GatherPlan, **options: Any) -> Any:
+    def step(self, plan: GatherPlan, **more: Any) -> Any:
+        """Run a window that is over: a missing object is not waited for."""
+        options = FetchOptions(now=lambda: CLOSES + timedelta(seconds=1), **more.pop("fetch", {}))
         return run_window(
             plan,
             self.weights,
@@ -171,7 +168,8 @@ class Run:
             {"default": self.peers},
             artifacts=self.artifacts,
             apply_rows=self.take,
-            **options,
+            options=options,
+            **more,
         )
 
 
@@ -212,7 +210,7 @@ def test_a_copying_peer_is_left_out_here_and_when_catching_up(tmp_path: Path) ->
     run = Run(overlap=OverlapConfig(exclude="mega"))
     for uid, seed in ((1, 1), (2, 2), (3, 1)):
         run.peer(1, uid, seed)
-    report = run.step(run.plan(1), options=FetchOptions(spool_directory=tmp_path, spool_from=1))
+    report = run.step(run.plan(1), fetch={"spool_directory": tmp_path, "spool_from": 1})
     (copying,) = report.update.excluded
     assert copying in (1, 3)
     sent = peer_update(SCHEMA, 2).to_bytes(Label(RUN, 1, 2))

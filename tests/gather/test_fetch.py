@@ -15,11 +15,11 @@ from megalith.errors import BudgetError, InputError
 from megalith.gather import fetch as fetch_module
 from megalith.gather.fetch import FetchOptions, Gatherer, gather, least_budget
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import GatherPlan, Location, Status, payload_key
+from megalith.gather.plan import Location, Status, payload_key
 from megalith.gather.result import Record
 from megalith.storage.bodies import FileBody, MemoryBody, SpoolWriter
 from tests.gather.fault_server import FaultServer, ServerFault
-from tests.gather.support import RUN, WINDOW, peer_bytes, small_schema
+from tests.gather.support import RUN, WINDOW, peer_bytes, plan_of, small_schema
 from tests.gather.virtual import START, ScriptedStore, run
 from tests.gather.world import CLOSES, EXPECTED, OPENS, World, spool_options
 
@@ -236,9 +236,10 @@ def fetched(
     store: ScriptedStore, count: int = 1, *, options: FetchOptions | None = None, **more: Any
 ) -> list[Record]:
     settings: dict[str, Any] = {"deadline": 90.0, "memory_budget": 64 << 20, **more}
-    plan = GatherPlan(run=RUN, window=WINDOW, schema=SCHEMA.digest, primary=tuple(range(count)), **settings)
+    plan = plan_of(SCHEMA, range(count), **settings)
     gatherer = Gatherer(plan, SCHEMA, {"default": store}, options=options)
     run(gatherer.fetch_async(plan.primary))
+    assert gatherer.peak_bytes <= plan.memory_budget
     return list(gatherer.partial().records.values())
 
 

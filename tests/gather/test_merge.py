@@ -30,7 +30,7 @@ from megalith.gather.result import (
 )
 from megalith.gather.update import OuterUpdate
 from megalith.gather.window import metrics
-from tests.gather.support import RUN, WINDOW, agreed, checked, peer_bytes, small_schema, weights
+from tests.gather.support import agreed, checked, peer_bytes, plan_of, small_schema, weights
 
 pytest.importorskip("obstore")
 SCHEMA = small_schema()
@@ -56,9 +56,7 @@ def part(
 
 
 def plan(primary: Any, reserve: Any = (), **more: Any) -> GatherPlan:
-    return GatherPlan(
-        run=RUN, window=WINDOW, schema=SCHEMA.digest, primary=tuple(primary), reserve=tuple(reserve), **more
-    )
+    return plan_of(SCHEMA, primary, reserve, **more)
 
 
 OK = Status.OK

@@ -15,7 +15,6 @@ from megalith.errors import InputError
 from megalith.gather import (
     FetchOptions,
     Gatherer,
-    GatherPlan,
     Label,
     OuterUpdate,
     PayloadSchema,
@@ -25,7 +24,7 @@ from megalith.gather import (
     publish,
     run_window,
 )
-from tests.gather.support import RUN, WINDOW, gathered, peer_bytes, small_schema
+from tests.gather.support import RUN, WINDOW, gathered, peer_bytes, plan_of, small_schema
 from tests.gather.virtual import ScriptedStore
 
 pytest.importorskip("obstore")
@@ -83,7 +82,7 @@ def test_empty_parameters_are_no_trouble() -> None:
     schema = PayloadSchema.of(weights, keep=4)
     store = open_object_store("memory://")
     publish(store, compress(weights, schema), Label(RUN, WINDOW, 1))
-    plan = GatherPlan(run=RUN, window=WINDOW, schema=schema.digest, primary=(1,))
+    plan = plan_of(schema, [1])
     report = run_window(plan, weights, OuterUpdate(schema), {"default": store})
     assert report.decision.go
     assert weights["some"].sum() == 12.0
@@ -92,7 +91,7 @@ def test_empty_parameters_are_no_trouble() -> None:
 def test_cancelling_leaves_no_files(tmp_path: Path) -> None:
     schema = small_schema()
     store = ScriptedStore()
-    plan = GatherPlan(run=RUN, window=WINDOW, schema=schema.digest, primary=(1, 2))
+    plan = plan_of(schema, [1, 2])
     for uid in plan.primary:
         store.objects[plan.location(uid).key] = peer_bytes(schema, uid)
     store.script[plan.location(2).key] = [(0.0, None), (1e3, None)]

@@ -49,6 +49,8 @@ def test_places_have_a_default() -> None:
     assert made.location(1) == Location("payloads/r/5/1.gather", "default")
     assert made.location(2) == Location("x/y", "other")
     assert set(made.locations) == {2}
+    with pytest.raises(InputError, match="plan: locations must be a dict by uid"):
+        plan([1], locations=[1])
 
 
 def test_digest_covers_every_field() -> None:

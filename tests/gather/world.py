@@ -18,7 +18,7 @@ from megalith.gather.plan import GatherPlan, Status, payload_key
 from megalith.ops.matrix_chunks import pack_indices, unpack_indices
 from megalith.storage.object_store import ObjectStore, open_object_store
 from tests.gather.fault_server import FaultServer, ServerFault
-from tests.gather.support import RUN, WINDOW, forged, peer_bytes, peer_update, small_schema
+from tests.gather.support import RUN, WINDOW, forged, peer_bytes, peer_update, plan_of, small_schema
 
 OPENS = datetime(2026, 1, 2, tzinfo=UTC)
 CLOSES = OPENS + timedelta(seconds=60)
@@ -68,14 +68,7 @@ class World:
             "max_object_bytes": 1 << 20,
             "memory_budget": 16 << 20,
         }
-        return GatherPlan(
-            run=RUN,
-            window=WINDOW,
-            schema=self.schema.digest,
-            primary=tuple(primary),
-            reserve=tuple(reserve),
-            **{**settings, **more},
-        )
+        return plan_of(self.schema, primary, reserve, **{**settings, **more})
 
     def add(self, peers: dict[int, str]) -> None:
         for uid, kind in peers.items():
