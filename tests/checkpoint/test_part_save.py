@@ -101,7 +101,7 @@ def test_a_push_between_freezing_and_writing_is_applied(tmp_path: Path) -> None:
         await run(made, close_on_server, "x", False)
         return report
 
-    assert finish(lambda: asyncio.run(calls()))["t"]["live"] == ROWS
+    assert finish(lambda: asyncio.run(calls()))["t"].live == ROWS
     assert made.part.kept == {}
     assert made.part.shards.local["t"].lookup(ints(7))[0, 0].item() < 0
 

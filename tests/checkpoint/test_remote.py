@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import sys
-import threading
-import urllib.request
-import uuid
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +17,10 @@ from megalith.storage import object_store as remote_module
 from megalith.storage.object_store import ObjectStore
 from megalith.storage.store import LocalStore, open_store
 from tests.checkpoint.support import Model, assert_same, state_of, train
+from tests.gather.fault_server import FaultServer, ServerFault
+from tests.storage.s3_server import KEYS, new_place, s3_server
 
 pytest.importorskip("obstore")
-moto = pytest.importorskip("moto.server")
-KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 
 
 def set_server(patch: pytest.MonkeyPatch, address: str) -> None:
@@ -36,22 +31,15 @@ def set_server(patch: pytest.MonkeyPatch, address: str) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """An S3 server on loopback with one bucket."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    address = f"http://{host}:{port}"
-    urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT"), timeout=30)
-    yield address
-    running.stop()
+    with s3_server() as address:
+        yield address
 
 
 @pytest.fixture
 def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A URL in that bucket."""
     set_server(monkeypatch, server)
-    return f"s3://bucket/runs/{uuid.uuid4().hex}"
+    return new_place()
 
 
 @pytest.fixture(params=["s3", "memory"])
@@ -222,29 +210,13 @@ def test_servers_that_do_not_answer_raise(monkeypatch: pytest.MonkeyPatch) -> No
         checkpoint.load(Model(), "s3://bucket/nobody")
 
 
-class BusyServer(BaseHTTPRequestHandler):
-    """Answers 503 to the first requests and 404 to later ones."""
-
-    left = 2
-
-    def do_GET(self) -> None:
-        self.send_response(404 if BusyServer.left <= 0 else 503)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-        BusyServer.left -= 1
-
-    def log_message(self, *_: object) -> None:
-        return
-
-
 def test_a_failed_request_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), BusyServer) as busy:
-        threading.Thread(target=busy.serve_forever, daemon=True).start()
-        set_server(monkeypatch, f"http://127.0.0.1:{busy.server_port}")
+    with FaultServer() as busy:
+        set_server(monkeypatch, busy.endpoint)
+        busy.fail("x/manifest.json", ServerFault("status", "*", times=2))
         with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
-            checkpoint.load(Model(), "s3://bucket/busy")
-        busy.shutdown()
-    assert BusyServer.left < 0
+            checkpoint.load(Model(), f"s3://{busy.bucket}/x")
+        assert [request.status for request in busy.log][:3] == [503, 503, 404]
 
 
 def test_addresses_that_cannot_be_opened_raise(monkeypatch: pytest.MonkeyPatch) -> None:

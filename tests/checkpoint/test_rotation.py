@@ -9,7 +9,6 @@ import torch
 
 from megalith import checkpoint
 from megalith.errors import InputError
-from tests.checkpoint.support import Model, assert_same, state_of, train
 
 
 @pytest.mark.parametrize(
@@ -25,29 +24,13 @@ from tests.checkpoint.support import Model, assert_same, state_of, train
 def test_the_newest_and_the_multiples_are_kept(
     tmp_path: Path, keep_last: int, keep_every: int | None, left: list[int]
 ) -> None:
-    rotation = checkpoint.Rotation(tmp_path, keep_last=keep_last, keep_every=keep_every)
+    rotation = checkpoint.Rotation(tmp_path / "new", keep_last=keep_last, keep_every=keep_every)
+    assert (rotation.steps(), rotation.latest(), rotation.clean()) == ([], None, [])
     model = torch.nn.Linear(1, 1)
     for step in range(8):
         rotation.save(model, step)
     assert rotation.steps() == left
-    assert rotation.latest() == rotation.path(7) == str(tmp_path / "step-000000000007")
-
-
-def test_an_async_save_cleans_up_when_it_is_complete(tmp_path: Path) -> None:
-    rotation = checkpoint.Rotation(tmp_path, keep_last=1)
-    model = Model()
-    for step in (5, 20):
-        train(model, step)
-        saved = state_of(model)
-        handle = rotation.async_save(model, step, progress={"step": step})
-        train(model, step + 1)
-        handle.wait(60)
-    assert rotation.steps() == [20]
-    loaded = Model()
-    latest = rotation.latest()
-    assert latest is not None
-    assert checkpoint.load(loaded, latest).progress == {"step": 20}
-    assert_same(state_of(loaded), saved)
+    assert rotation.latest() == rotation.path(7) == str(tmp_path / "new" / "step-000000000007")
 
 
 def test_incomplete_checkpoints_are_not_listed_and_old_ones_are_deleted(tmp_path: Path) -> None:
@@ -76,13 +59,6 @@ def test_a_failed_save_deletes_nothing(tmp_path: Path) -> None:
     with pytest.raises(InputError):
         rotation.save(model, 2, precision="float8")
     assert rotation.steps() == [1]
-
-
-def test_an_empty_directory_has_no_latest(tmp_path: Path) -> None:
-    rotation = checkpoint.Rotation(tmp_path / "none")
-    assert rotation.steps() == []
-    assert rotation.latest() is None
-    assert rotation.clean() == []
 
 
 def test_invalid_rules_and_steps_raise(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megalith import SGD, EmbeddingCollection, Feature, Ragged, TableConfig, checkpoint
-from megalith.checkpoint import saved_rows
 from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.storage.store import LocalStore
 from tests.checkpoint.support import IDS, Model, State, assert_same, state_of, train
@@ -71,23 +70,6 @@ def test_a_loaded_model_equals_the_saved_one_and_trains_with_the_same_bits(
 
 def collection() -> EmbeddingCollection:
     return EmbeddingCollection([TableConfig("t", dim=2, optimizer=SGD(1.0))], [Feature("f", "t")])
-
-
-def test_tables_larger_than_a_piece_are_split_into_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saved_rows, "PIECE_BYTES", 100)
-    model, loaded, ids = collection(), collection(), torch.arange(50)
-    model.shards.assign({"t": (ids, torch.rand(50, 2))})
-    seen: list[int] = []
-
-    manifest = checkpoint.save(model, tmp_path, on_rows=seen.append)
-    checkpoint.load(loaded, tmp_path)
-
-    pieces = manifest.collections[""].tables["t"].pieces
-    assert len(pieces) > 10
-    assert seen[-1] == sum(piece.rows for piece in pieces) == 50
-    assert torch.equal(loaded.tables["t"].lookup(ids), model.tables["t"].lookup(ids))
 
 
 def test_a_save_whose_files_were_deleted_before_they_were_flushed_raises(

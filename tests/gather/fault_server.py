@@ -1,27 +1,25 @@
-"""An object server for tests: the part of S3 that gather needs, on loopback, with faults on order.
+"""An object server for tests: GET, HEAD, PUT and listings of S3 on loopback, with faults on order.
 
-Objects live in memory. Latency, bandwidth and faults are given per object, or drawn from a seed alone, so a
-run can be repeated. Every request is logged: who asked for what, what was answered, whether all of it was
-sent.
+Objects live in memory. Faults are given per object, so a run can be repeated. Every request is logged: who
+asked for what, what was answered, whether all of it was sent. Deletions and uploads in parts are tested with
+moto (`tests/storage/s3_server.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 from megalith.storage.object_store import ObjectStore, open_object_store
 
-FaultKind = Literal["status", "reset", "truncate", "stall", "replace", "corrupt"]
+FaultKind = Literal["status", "reset", "truncate", "stall", "replace"]
 _PIECE = 16384
 
 
@@ -30,8 +28,7 @@ class ServerFault:
     """Something that goes wrong with an object, for its next `times` requests of this method.
 
     status: the answer is `code`. reset: the connection ends before an answer. truncate: it ends amid the
-    body. stall: no answer until the client gives up. replace: the object is written anew first. corrupt: a
-    byte of the body is wrong.
+    body. stall: no answer until the client gives up. replace: the object is written anew first.
     """
 
     kind: FaultKind
@@ -42,79 +39,51 @@ class ServerFault:
 
 @dataclass(frozen=True)
 class Request:
-    """A line of the log. complete: the answer went out whole."""
+    """A line of the log. complete: the answer went out whole. authorization: how it was signed."""
 
     method: str
     key: str
     status: int
     bytes: int
     complete: bool
+    authorization: str
 
 
 @dataclass(frozen=True)
 class StoredObject:
-    """An object of the server."""
-
     data: bytes
     etag: str
     last_modified: datetime
 
 
-@dataclass
-class _State:
-    objects: dict[str, StoredObject] = field(default_factory=dict)
-    faults: dict[str, list[ServerFault]] = field(default_factory=dict)
-    uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)
-    log: list[Request] = field(default_factory=list)
-    writes: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    closing: threading.Event = field(default_factory=threading.Event)
-
-
 class FaultServer:
     """Serves one bucket on a free port of loopback, from `with` to its end.
 
-    latency: seconds before each answer. bytes_per_second: of each connection; None is as fast as it goes.
+    bytes_per_second: of each connection; None is as fast as it goes.
     """
 
     bucket = "gather"
 
-    def __init__(self, *, latency: float = 0.0, bytes_per_second: float | None = None) -> None:
-        self.latency = latency
+    def __init__(self, *, bytes_per_second: float | None = None) -> None:
         self.bytes_per_second = bytes_per_second
-        self.state = _State()
-        self._server: ThreadingHTTPServer | None = None
-        self._thread: threading.Thread | None = None
+        self.lock = threading.Lock()
+        self.closing = threading.Event()
+        self.objects: dict[str, StoredObject] = {}
+        self._faults: dict[str, list[ServerFault]] = {}
+        self._log: list[Request] = []
+        self._writes = 0
+        handler = type("Handler", (_Handler,), {"owner": self})
+        self._server = _Server(("127.0.0.1", 0), handler)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> FaultServer:
-        outer = self
-
-        class Handler(_Handler):
-            owner = outer
-
-        self._server = _Server(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.state.closing.set()
-        if self._server is not None and self._thread is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join(10)
-
-    @property
-    def endpoint(self) -> str:
-        """Its address: http://127.0.0.1:PORT."""
-        if self._server is None:
-            raise RuntimeError("the server is not running: use it in a `with`")
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+    def __exit__(self, *_: object) -> None:
+        self.closing.set()
+        self._server.shutdown()
+        self._server.server_close()
 
     def open(self, prefix: str = "") -> ObjectStore:
         """A store of the bucket."""
@@ -123,8 +92,12 @@ class FaultServer:
     @property
     def log(self) -> list[Request]:
         """All requests so far."""
-        with self.state.lock:
-            return list(self.state.log)
+        with self.lock:
+            return list(self._log)
+
+    def note(self, request: Request) -> None:
+        with self.lock:
+            self._log.append(request)
 
     def downloads(self) -> dict[str, int]:
         """How often each object went out whole."""
@@ -134,23 +107,32 @@ class FaultServer:
                 counts[request.key] = counts.get(request.key, 0) + 1
         return counts
 
-    def put(self, key: str, data: bytes, last_modified: datetime | None = None) -> None:
-        """Stores an object without a request."""
-        with self.state.lock:
-            _store(self.state, key, data, last_modified)
+    def put(
+        self, key: str, data: bytes, last_modified: datetime | None = None, *, create: bool = False
+    ) -> StoredObject | None:
+        """Stores an object; with `create` not over another one."""
+        with self.lock:
+            if create and key in self.objects:
+                return None
+            self._writes += 1
+            etag = f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}-{self._writes}"'
+            made = self.objects[key] = StoredObject(data, etag, last_modified or datetime.now(UTC))
+            return made
 
     def fail(self, key: str, *faults: ServerFault) -> None:
         """Orders faults for an object, in this sequence per method."""
-        with self.state.lock:
-            self.state.faults.setdefault(key, []).extend(faults)
+        with self.lock:
+            self._faults.setdefault(key, []).extend(faults)
 
-
-def _store(state: _State, key: str, data: bytes, last_modified: datetime | None = None) -> StoredObject:
-    state.writes += 1
-    etag = f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}-{state.writes}"'
-    made = StoredObject(data, etag, last_modified or datetime.now(UTC))
-    state.objects[key] = made
-    return made
+    def next_fault(self, key: str, method: str) -> ServerFault | None:
+        with self.lock:
+            faults = self._faults.get(key, [])
+            for number, fault in enumerate(faults):
+                if fault.method in (method, "*"):
+                    left = [replace(fault, times=fault.times - 1)] if fault.times > 1 else []
+                    faults[number : number + 1] = left
+                    return fault
+        return None
 
 
 class _Server(ThreadingHTTPServer):
@@ -170,127 +152,66 @@ class _Handler(BaseHTTPRequestHandler):
         """The log is kept as data."""
 
     def do_GET(self) -> None:
-        """An object, a range of it, or a listing."""
-        key, query = self._target()
+        query = parse_qs(urlsplit(self.path).query)
         if "list-type" in query:
-            self._answer_xml(_listing(self.owner.state, query.get("prefix", [""])[0]))
+            self._answer(200, {}, _listing(self.owner.objects, query.get("prefix", [""])[0]))
         else:
-            self._object(key, body=True)
+            self._object(body=True)
 
     def do_HEAD(self) -> None:
-        """An object's size, tag and time."""
-        self._object(self._target()[0], body=False)
+        self._object(body=False)
 
     def do_PUT(self) -> None:
-        """A new object, or a part of one."""
-        key, query = self._target()
         data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self._faulty(key, "PUT") is None:
+        if self._is_over(self._fault()):
             return
-        state = self.owner.state
-        if "uploadId" in query:
-            with state.lock:
-                parts = state.uploads.get(query["uploadId"][0])
-                if parts is not None:
-                    parts[int(query["partNumber"][0])] = data
-            self._answer(200 if parts is not None else 404, {"ETag": f'"{len(data)}"'})
-            return
-        with state.lock:
-            taken = self.headers.get("If-None-Match") == "*" and key in state.objects
-            made = None if taken else _store(state, key, data)
+        made = self.owner.put(self._key(), data, create=self.headers.get("If-None-Match") == "*")
         self._answer(412 if made is None else 200, {} if made is None else {"ETag": made.etag})
 
-    def do_POST(self) -> None:
-        """Start and end of an upload in parts."""
-        key, query = self._target()
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        state = self.owner.state
-        if "uploads" in query:
-            with state.lock:
-                state.writes += 1
-                upload = f"upload-{state.writes}"
-                state.uploads[upload] = {}
-            tags = f"<Key>{escape(key)}</Key><UploadId>{upload}</UploadId>"
-            self._answer_xml(f"<InitiateMultipartUploadResult>{tags}</InitiateMultipartUploadResult>")
-            return
-        with state.lock:
-            parts = state.uploads.pop(query.get("uploadId", [""])[0], None)
-            whole = None if parts is None else b"".join(parts[number] for number in sorted(parts))
-            made = None if whole is None else _store(state, key, whole)
-        if made is None:
-            self._answer(404, {})
-        else:
-            tags = f"<Key>{escape(key)}</Key><ETag>{escape(made.etag)}</ETag>"
-            self._answer_xml(f"<CompleteMultipartUploadResult>{tags}</CompleteMultipartUploadResult>")
+    def _key(self) -> str:
+        return unquote(urlsplit(self.path).path).lstrip("/").partition("/")[2]
 
-    def do_DELETE(self) -> None:
-        """Removes an object, or gives up an upload."""
-        key, query = self._target()
-        with self.owner.state.lock:
-            if "uploadId" in query:
-                self.owner.state.uploads.pop(query["uploadId"][0], None)
-            else:
-                self.owner.state.objects.pop(key, None)
-        self._answer(204, {})
+    def _request(self, status: int, size: int, *, complete: bool) -> Request:
+        return Request(
+            self.command, self._key(), status, size, complete, self.headers.get("Authorization", "")
+        )
 
-    # ---- answers
-
-    def _target(self) -> tuple[str, dict[str, list[str]]]:
-        parts = urlsplit(self.path)
-        _, _, key = unquote(parts.path).lstrip("/").partition("/")
-        return key, parse_qs(parts.query, keep_blank_values=True)
-
-    def _faulty(self, key: str, method: str) -> ServerFault | Literal["none"] | None:
-        """The fault of this request: "none", one that changes the answer, or None if it is over already."""
-        state = self.owner.state
-        if self.owner.latency:
-            state.closing.wait(self.owner.latency)
-        fault = self._next_fault(key, method)
+    def _fault(self) -> FaultKind | int | None:
+        """What goes wrong with this request: a kind of fault, or the status to answer."""
+        fault = self.owner.next_fault(self._key(), self.command)
         if fault is None:
-            return "none"
-        if fault.kind == "status":
-            self._answer(fault.code, {})
             return None
-        if fault.kind in ("reset", "stall"):
-            if fault.kind == "stall":
-                state.closing.wait()
-            self._log(Request(method, key, 0, 0, complete=False))
+        return fault.code if fault.kind == "status" else fault.kind
+
+    def _is_over(self, fault: FaultKind | int | None) -> bool:
+        """Whether a fault has answered or ended the request."""
+        if isinstance(fault, int):
+            self._answer(fault, {})
+        elif fault in ("reset", "stall"):
+            if fault == "stall":
+                self.owner.closing.wait()
+            self.owner.note(self._request(0, 0, complete=False))
             self._hang_up()
-            return None
-        if fault.kind == "replace":
-            with state.lock:
-                old = state.objects.get(key)
-                if old is not None:
-                    _store(state, key, old.data, old.last_modified)
-            return "none"
-        return fault
+        else:
+            return False
+        return True
 
-    def _next_fault(self, key: str, method: str) -> ServerFault | None:
-        with self.owner.state.lock:
-            faults = self.owner.state.faults.get(key, [])
-            for number, fault in enumerate(faults):
-                if fault.method in (method, "*"):
-                    if fault.times > 1:
-                        faults[number] = replace(fault, times=fault.times - 1)
-                    else:
-                        del faults[number]
-                    return fault
-        return None
-
-    def _object(self, key: str, *, body: bool) -> None:
-        fault = self._faulty(key, self.command)
-        if fault is None:
+    def _object(self, *, body: bool) -> None:
+        key, fault = self._key(), self._fault()
+        if self._is_over(fault):
             return
-        with self.owner.state.lock:
-            found = self.owner.state.objects.get(key)
+        found = self.owner.objects.get(key)
+        if found is not None and fault == "replace":
+            found = self.owner.put(key, found.data, found.last_modified)
         if found is None:
             self._answer(404, {})
             return
         if self.headers.get("If-Match", found.etag) not in (found.etag, "*"):
             self._answer(412, {})
             return
-        start, stop = _range(self.headers.get("Range"), len(found.data))
-        if start >= stop and self.headers.get("Range"):
+        wanted = self.headers.get("Range")
+        start, stop = _range(wanted, len(found.data))
+        if start >= stop and wanted:
             self._answer(416, {})
             return
         data = found.data[start:stop]
@@ -299,37 +220,27 @@ class _Handler(BaseHTTPRequestHandler):
             "Last-Modified": format_datetime(found.last_modified, usegmt=True),
             "Accept-Ranges": "bytes",
         }
-        status = 200
-        if self.headers.get("Range"):
-            status = 206
+        if wanted:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(found.data)}"
-        truncated = isinstance(fault, ServerFault) and fault.kind == "truncate"
-        if isinstance(fault, ServerFault) and fault.kind == "corrupt" and data:
-            middle = len(data) // 2
-            data = data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
-        self._answer(status, headers, data, body=body, truncated=truncated)
-
-    def _answer_xml(self, text: str) -> None:
-        self._answer(200, {"Content-Type": "application/xml"}, text.encode())
+        self._answer(206 if wanted else 200, headers, data, body=body, truncated=fault == "truncate")
 
     def _answer(
         self,
         status: int,
-        headers: Mapping[str, str],
+        headers: dict[str, str],
         data: bytes = b"",
         *,
         body: bool = True,
         truncated: bool = False,
     ) -> None:
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(data)))
         going = data[: len(data) // 2] if truncated else data if body else b""
-        request = Request(self.command, self._target()[0], status, len(going), complete=not truncated)
+        request = self._request(status, len(going), complete=not truncated)
         # Logged before the last byte goes out: who has an answer finds it in the log.
         if not going:
-            self._log(request)
+            self.owner.note(request)
         self.end_headers()
         self._send(going, request)
         if truncated:
@@ -340,16 +251,17 @@ class _Handler(BaseHTTPRequestHandler):
         rate, sent = self.owner.bytes_per_second, 0
         while sent < len(data):
             piece = data[sent : sent + _PIECE]
-            if rate is not None and self.owner.state.closing.wait(len(piece) / rate):
+            if rate is not None and self.owner.closing.wait(len(piece) / rate):
                 self._hang_up()
                 return
-            if sent + len(piece) == len(data):
-                self._log(request)
+            is_last = sent + len(piece) == len(data)
+            if is_last:
+                self.owner.note(request)
             try:
                 self.wfile.write(piece)
             except OSError:
-                if sent + len(piece) < len(data):
-                    self._log(replace(request, bytes=sent, complete=False))
+                if not is_last:
+                    self.owner.note(replace(request, bytes=sent, complete=False))
                 self.close_connection = True
                 return
             sent += len(piece)
@@ -357,10 +269,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _hang_up(self) -> None:
         self.close_connection = True
         self.connection.close()
-
-    def _log(self, request: Request) -> None:
-        with self.owner.state.lock:
-            self.owner.state.log.append(request)
 
 
 def _range(header: str | None, size: int) -> tuple[int, int]:
@@ -372,12 +280,11 @@ def _range(header: str | None, size: int) -> tuple[int, int]:
     return min(int(first), size), min(int(last) + 1 if last else size, size)
 
 
-def _listing(state: _State, prefix: str) -> str:
-    with state.lock:
-        found = sorted((key, made) for key, made in state.objects.items() if key.startswith(prefix))
+def _listing(objects: dict[str, StoredObject], prefix: str) -> bytes:
     contents = "".join(
         f"<Contents><Key>{escape(key)}</Key><Size>{len(made.data)}</Size><ETag>{escape(made.etag)}</ETag>"
         f"<LastModified>{made.last_modified.strftime('%Y-%m-%dT%H:%M:%S.000Z')}</LastModified></Contents>"
-        for key, made in found
+        for key, made in sorted(objects.items())
+        if key.startswith(prefix)
     )
-    return f"<ListBucketResult><IsTruncated>false</IsTruncated>{contents}</ListBucketResult>"
+    return f"<ListBucketResult><IsTruncated>false</IsTruncated>{contents}</ListBucketResult>".encode()

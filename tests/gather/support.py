@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -79,12 +79,18 @@ def forged(schema: PayloadSchema, uid: int, number: int = 0, **parts: Tensor) ->
     return made.to_bytes(Label(RUN, WINDOW, uid, global_step=100 + uid))
 
 
+def plan_of(
+    schema: PayloadSchema, primary: Iterable[int], reserve: Iterable[int] = (), **more: Any
+) -> GatherPlan:
+    settings = {"run": RUN, "window": WINDOW, "schema": schema.digest, **more}
+    return GatherPlan(primary=tuple(primary), reserve=tuple(reserve), **settings)
+
+
 def checked(
     data: bytes, schema: PayloadSchema, uid: int, *, work_bytes: int = 1 << 22, **other: Any
 ) -> Payload:
     """`validate` with a large budget."""
-    expected = {"run": RUN, "window": WINDOW, "max_value": 1e6, **other}
-    plan = GatherPlan(schema=schema.digest, primary=(uid,), **expected)
+    plan = plan_of(schema, [uid], **other)
     ledger = Ledger(1 << 30, "test")
     return validate(MemoryBody(data), schema, plan, uid, ledger=ledger, work_bytes=work_bytes)
 
@@ -109,9 +115,8 @@ def gathered(
     schema: PayloadSchema, payloads: Mapping[int, bytes], *, reserve: Sequence[int] = (), **plan: Any
 ) -> GatherResult:
     """The result of a window in which these payloads were accepted, without a store."""
-    settings = {"run": RUN, "window": WINDOW, "schema": schema.digest, "memory_budget": 64 << 20, **plan}
-    primary = tuple(uid for uid in payloads if uid not in reserve)
-    made = GatherPlan(primary=primary, reserve=tuple(reserve), **settings)
+    primary = [uid for uid in payloads if uid not in reserve]
+    made = plan_of(schema, primary, reserve, **{"memory_budget": 64 << 20, **plan})
     fetched = []
     for uid, data in payloads.items():
         found = checked(data, schema, uid)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -15,12 +13,10 @@ from hypothesis import strategies as st
 
 from megalith.distributed.tensor_parts import fingerprint
 from megalith.errors import InputError
-from megalith.gather.fetch import FetchOptions
-from megalith.gather.overlap import excluded_uids, find_overlap
-from megalith.gather.plan import GatherPlan, OverlapConfig, Status, UpdateConfig, payload_key
+from megalith.gather.overlap import find_overlap
+from megalith.gather.plan import GatherPlan, Status
 from megalith.gather.result import (
     Decision,
-    GatherResult,
     Partial,
     Record,
     SkipReason,
@@ -34,108 +30,10 @@ from megalith.gather.result import (
 )
 from megalith.gather.update import OuterUpdate
 from megalith.gather.window import metrics
-from tests.gather.fault_server import FaultServer
-from tests.gather.support import RUN, WINDOW, agreed, checked, peer_bytes, small_schema, weights
-from tests.gather.world import EXPECTED, World
+from tests.gather.support import agreed, checked, peer_bytes, plan_of, small_schema, weights
 
 pytest.importorskip("obstore")
 SCHEMA = small_schema()
-
-
-# ---- scenarios: the same for 1, 2 and 4 ranks
-
-
-def scenarios() -> dict[str, tuple[dict[int, str], list[int], list[int], dict[str, Any]]]:
-    """By name: kind of each peer, primaries, reserves, more of the plan."""
-    good = dict.fromkeys(range(1, 9), "good")
-    found: dict[str, tuple[dict[int, str], list[int], list[int], dict[str, Any]]] = {
-        "all good": (good, list(good), [], {}),
-        "copy inside a rank": ({**good, 5: "copy:1"}, list(good), [], {}),
-        "copy across ranks": ({**good, 6: "copy:1"}, list(good), [], {}),
-        "copy left out": ({**good, 6: "copy:1"}, list(good), [], {"overlap": OverlapConfig(exclude="high")}),
-        "a whole rank's peers bad": ({**good, 1: "missing", 5: "corrupt"}, list(good), [], {}),
-        "all bad": (dict.fromkeys(good, "corrupt"), list(good), [], {}),
-        "repeated and in both lists": (good, [3, 1, 3, 2, 1], [2, 1, 7, 7, 8], {}),
-        "more ranks than peers": ({1: "good", 2: "good"}, [2, 1], [], {}),
-        "nobody": ({}, [], [], {}),
-        "nobody but reserves": ({9: "good"}, [], [9], {}),
-        "reserves fill in": (
-            {**good, 2: "missing", 3: "late", 20: "good", 21: "good", 22: "good"},
-            list(good),
-            [22, 20, 21],
-            {},
-        ),
-        "reserves run out": ({**good, 2: "missing", 3: "late", 20: "good"}, list(good), [20], {}),
-        "all reserves bad": ({**good, 2: "missing", 20: "corrupt", 21: "good"}, list(good), [20, 21], {}),
-        "two rounds of reserves": (
-            {**good, 2: "missing", 3: "early", 20: "corrupt", 21: "good", 22: "good"},
-            list(good),
-            [20, 21, 22],
-            {"backfill_rounds": 3},
-        ),
-        "robust": (good, list(good), [], {"update": UpdateConfig(rule="median", lr=0.5)}),
-    }
-    draw = random.Random(7)
-    for seed in range(2):
-        kinds = {u: draw.choice(["good"] * 6 + ["missing", "corrupt", "index", "late"]) for u in range(14)}
-        found[f"mixed {seed}"] = (kinds, list(range(9)), list(range(9, 14)), {"backfill_rounds": 2})
-    return found
-
-
-SCENARIOS = scenarios()
-
-
-def outcome(result: GatherResult) -> dict[str, Any]:
-    """Everything a window leads to."""
-    overlap = find_overlap(result)
-    left_out = excluded_uids(overlap, result.plan.overlap)
-    tensors, decision = weights(), decide(result, excluded=left_out)
-    if decision.go:
-        OuterUpdate(result.schema).apply(tensors, result, exclude=left_out)
-    return {
-        "uids": result.uids,
-        "skipped": {uid: result.records[uid].status for uid in result.skipped_uids},
-        "rates": (result.success_rate, result.primary_success_rate, result.reserve_used),
-        "intended": result.intended,
-        "actual": result.actual,
-        "global_steps": result.global_steps,
-        "duplicates": result.duplicate_uids,
-        "download_bytes": result.download_bytes,
-        "accepted": {uid: result.accepted[uid] for uid in result.uids},
-        "gram": overlap.gram.tolist(),
-        "pairs": overlap.pairs,
-        "levels": overlap.levels,
-        "excluded": left_out,
-        "decision": decision,
-        "agreed": agreed(result),
-        "weights": fingerprint(tensors).hash,
-    }
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_every_number_of_ranks_comes_to_the_same(name: str) -> None:
-    kinds, primary, reserve, more = SCENARIOS[name]
-    outcomes = []
-    for world_size in (1, 3):
-        with FaultServer() as server:
-            world = World(server)
-            world.add(kinds)
-            plan = world.plan(primary, reserve, **more)
-            partials = world.partials(plan, world_size, options=FetchOptions(request_timeout=10.0))
-            assert len(partials) == world_size
-            result = merge(partials)
-            outcomes.append(outcome(result))
-            downloads = server.downloads()
-            assert all(count == 1 for count in downloads.values())
-            assert set(downloads) <= {payload_key(RUN, WINDOW, uid) for uid in result.records}
-            asked = {request.key for request in server.log}
-            assert asked == {payload_key(RUN, WINDOW, uid) for uid in result.records}
-            result.close()
-    assert outcomes[1] == outcomes[0]
-    first = outcomes[0]
-    attempted = {**first["skipped"], **dict.fromkeys(first["uids"], Status.OK)}
-    for uid, status in attempted.items():
-        assert status is EXPECTED.get(kinds[uid], Status.OK)
 
 
 # ---- merging
@@ -158,9 +56,7 @@ def part(
 
 
 def plan(primary: Any, reserve: Any = (), **more: Any) -> GatherPlan:
-    return GatherPlan(
-        run=RUN, window=WINDOW, schema=SCHEMA.digest, primary=tuple(primary), reserve=tuple(reserve), **more
-    )
+    return plan_of(SCHEMA, primary, reserve, **more)
 
 
 OK = Status.OK
@@ -259,19 +155,8 @@ def test_a_partial_travels_without_its_payloads() -> None:
 
 def test_records_keep_every_field_on_the_way() -> None:
     made = plan([1])
-    record = Record(
-        1,
-        "primary",
-        Status.TIMEOUT,
-        "slow",
-        5,
-        3,
-        datetime(2026, 1, 1, 2, tzinfo=UTC),
-        "e",
-        "a" * 64,
-        9,
-        0.25,
-    )
+    written = datetime(2026, 1, 1, 2, tzinfo=UTC)
+    record = Record(1, "primary", Status.TIMEOUT, "slow", 5, 3, written, "e", "a" * 64, 9, 0.25)
     sent = make_partial(made, SCHEMA, [1], [(record, None)])
     assert Partial.from_bytes(sent.to_bytes(), made, SCHEMA).records == {1: record}
 
@@ -347,19 +232,3 @@ def test_decisions() -> None:
     made = plan([1])
     conflict = [part(made, {1: OK}), part(made, {1: OK}, rank=1, seed=9)]
     assert decide(conflict).reason is SkipReason.DIGEST_CONFLICT
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with FaultServer() as server:
-        yield World(server)
-
-
-def test_a_skip_changes_nothing(world: World) -> None:
-    world.add(dict.fromkeys([1, 2], "corrupt"))
-    result = merge(world.partials(world.plan([1, 2]), 2))
-    assert not decide(result).go
-    update = OuterUpdate(SCHEMA)
-    with pytest.raises(InputError, match="no peer to update with"):
-        update.apply(weights(), result)
-    assert update.outer_step == 0

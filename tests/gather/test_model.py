@@ -11,82 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith import SGD, EmbeddingCollection, Feature, TableConfig
 from megalith.errors import InputError
 from megalith.gather import (
     FetchOptions,
     Gatherer,
-    GatherPlan,
     Label,
     OuterUpdate,
     PayloadSchema,
-    UpdateConfig,
     compress,
     fingerprint,
     open_object_store,
     publish,
     run_window,
 )
-from tests.gather.support import RUN, WINDOW, gathered, peer_bytes, small_schema
+from tests.gather.support import RUN, WINDOW, gathered, peer_bytes, plan_of, small_schema
 from tests.gather.virtual import ScriptedStore
 
 pytest.importorskip("obstore")
-
-
-class Model(nn.Module):
-    """Rows of users and a line on top."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        tables = [TableConfig("users", dim=4, optimizer=SGD(0.1))]
-        self.embeddings = EmbeddingCollection(tables, [Feature("user", "users")], seed=3)
-        self.dense = nn.Linear(4, 2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.dense(self.embeddings({"user": ids})["user"])
-        return out
-
-
-def rows(model: Model, ids: Tensor) -> Tensor:
-    return model.embeddings.shards.lookup({"users": ids}).rows["users"].clone()
-
-
-def test_dense_weights_and_rows_of_peers_meet() -> None:
-    torch.manual_seed(0)
-    shared = Model()
-    schema = PayloadSchema.of(shared, keep=64, bins=256, tables={"users": 4})
-    assert [spec.name for spec in schema.parameters] == ["dense.weight", "dense.bias"]
-    start = {name: p.detach().clone() for name, p in shared.named_parameters()}
-    store, changes = open_object_store("memory://"), {}
-    for uid, ids in ((1, torch.tensor([7, 8])), (2, torch.tensor([8, 9]))):
-        peer = Model()
-        peer.load_state_dict(start, strict=False)
-        before = rows(peer, ids)
-        optimizer = torch.optim.SGD(peer.dense.parameters(), 0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            (peer(ids) - uid).square().sum().backward()
-            optimizer.step()
-        update = {name: start[name] - p.detach() for name, p in peer.named_parameters()}
-        changes[uid] = dict(zip(ids.tolist(), before - rows(peer, ids), strict=True))
-        compressed = compress(update, schema, tables={"users": (ids, before - rows(peer, ids))})
-        publish(store, compressed, Label(RUN, WINDOW, uid))
-    plan = GatherPlan(
-        run=RUN,
-        window=WINDOW,
-        schema=schema.digest,
-        primary=(1, 2),
-        update=UpdateConfig(clip="none", lr=0.5),
-    )
-    ids = torch.tensor([7, 8, 9])
-    initial = rows(shared, ids)
-    users = shared.embeddings.shards.local["users"]
-    shards = shared.embeddings.shards
-    run_window(plan, shared, OuterUpdate(schema), {"default": store}, tables=shards)
-    mean = torch.stack([changes[1][7], (changes[1][8] + changes[2][8]) / 2, changes[2][9]])
-    torch.testing.assert_close(rows(shared, ids), initial - 0.5 * mean)
-    assert not torch.equal(shared.dense.weight, start["dense.weight"])
-    assert len(users) == 3
 
 
 def applied(model: nn.Module, *, like: nn.Module) -> dict[str, Tensor]:
@@ -141,7 +82,7 @@ def test_empty_parameters_are_no_trouble() -> None:
     schema = PayloadSchema.of(weights, keep=4)
     store = open_object_store("memory://")
     publish(store, compress(weights, schema), Label(RUN, WINDOW, 1))
-    plan = GatherPlan(run=RUN, window=WINDOW, schema=schema.digest, primary=(1,))
+    plan = plan_of(schema, [1])
     report = run_window(plan, weights, OuterUpdate(schema), {"default": store})
     assert report.decision.go
     assert weights["some"].sum() == 12.0
@@ -150,7 +91,7 @@ def test_empty_parameters_are_no_trouble() -> None:
 def test_cancelling_leaves_no_files(tmp_path: Path) -> None:
     schema = small_schema()
     store = ScriptedStore()
-    plan = GatherPlan(run=RUN, window=WINDOW, schema=schema.digest, primary=(1, 2))
+    plan = plan_of(schema, [1, 2])
     for uid in plan.primary:
         store.objects[plan.location(uid).key] = peer_bytes(schema, uid)
     store.script[plan.location(2).key] = [(0.0, None), (1e3, None)]

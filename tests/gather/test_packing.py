@@ -126,13 +126,3 @@ def test_transform_is_orthonormal_and_invertible(shape: tuple[int, ...]) -> None
     torch.testing.assert_close(
         there[0].view(height, width).double(), torch.from_numpy(expected), atol=1e-5, rtol=1e-5
     )
-
-
-@given(st.integers(1, 20), st.data())
-def test_inverse_transform_does_not_depend_on_neighbours(rows: int, data: st.DataObject) -> None:
-    (spec,) = PayloadSchema.of({"w": torch.zeros(rows * 8, 8)}, chunk=8, dct=True).parameters
-    chunks = torch.randn(rows, 64)
-    whole = inverse_dct(chunks, spec.chunk)
-    cut = data.draw(st.integers(0, rows))
-    parts = torch.cat([inverse_dct(chunks[:cut], spec.chunk), inverse_dct(chunks[cut:], spec.chunk)])
-    assert torch.equal(whole, parts)

@@ -61,18 +61,6 @@ def test_header_says_what_the_file_holds() -> None:
     assert least_size(SCHEMA) <= len(DATA)
 
 
-def test_independent_reader_agrees() -> None:
-    payload, reference = opened(DATA), naive.read(DATA)
-    for number, spec in enumerate(SCHEMA.parameters):
-        expected = reference.parameters[spec.name]
-        assert payload.lookup(number).tolist() == expected.lookup.tolist()
-        for row in range(spec.rows):
-            line = bytes(payload.indices(number, row, row + 1)[0].tolist())
-            assert naive.numbers(line, 12, spec.keep) == expected.indices[row]
-            line = bytes(payload.codes(number, row, row + 1)[0].tolist())
-            assert naive.numbers(line, spec.bits, spec.keep) == expected.codes[row]
-
-
 def test_ranges_are_parts_of_the_whole() -> None:
     payload, spec = opened(DATA), SCHEMA.parameters[0]
     whole = payload.indices(0, 0, spec.rows)
@@ -104,10 +92,6 @@ def test_a_spool_cut_short_is_noticed(tmp_path: Any) -> None:
         payload.rows(1, 0, 12)
     with pytest.raises(StoreError, match="of a body of 3 bytes"):
         MemoryBody(b"abc").read(2, 2)
-
-
-def test_same_update_gives_same_bytes() -> None:
-    assert peer_bytes(SCHEMA, 7) == DATA
 
 
 def test_writer_takes_pieces_and_counts_bytes() -> None:

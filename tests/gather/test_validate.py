@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import BudgetError
-from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema, TableSpec
-from megalith.gather.plan import Fault, GatherPlan, Status
+from megalith.gather.plan import Fault, Status
 from megalith.gather.validate import least_work_bytes, validate
 from megalith.ops.matrix_chunks import pack_codes, pack_indices, unpack_codes, unpack_indices
 from megalith.storage import bodies
 from megalith.storage.bodies import Ledger, MemoryBody
 from tests.gather import naive
-from tests.gather.support import RUN, WINDOW, checked, forged, opened, peer_bytes, peer_update, small_schema
+from tests.gather.support import checked, forged, opened, peer_bytes, peer_update, plan_of, small_schema
 
 SCHEMA = small_schema(users=3)
 DATA = peer_bytes(SCHEMA, 7)
@@ -182,8 +181,8 @@ def test_memory_is_a_block_whatever_the_size() -> None:
     for lines in (1024, 8192):
         schema = PayloadSchema.of({"w": torch.zeros(lines, 64)}, chunk=8, keep=8)
         ledger = Ledger(1 << 20, "test")
-        plan = GatherPlan(run=RUN, window=WINDOW, schema=schema.digest, primary=(1,))
-        validate(MemoryBody(peer_bytes(schema, 1)), schema, plan, 1, ledger=ledger, work_bytes=10_000)
+        body, plan = MemoryBody(peer_bytes(schema, 1)), plan_of(schema, [1])
+        validate(body, schema, plan, 1, ledger=ledger, work_bytes=10_000)
         peaks.append(ledger.peak)
         assert ledger.used == 0
     assert (
@@ -218,9 +217,3 @@ def test_freed_memory_is_returned_before_it_and_what_is_used_exceed_the_budget(
             with ledger.hold(33, "a tile"):
                 pass
     assert returned == [0, 1]
-
-
-def test_labels_stay_with_the_payload() -> None:
-    label = Label(RUN, WINDOW, 7, 3, {"sample_count": 9})
-    found = checked(peer_update(SCHEMA, 7).to_bytes(label), SCHEMA, 7)
-    assert found.header.label == label

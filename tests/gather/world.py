@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
-from megalith.gather.fetch import FetchOptions, Gatherer
-from megalith.gather.payload import Label
+from megalith.gather.fetch import FetchOptions
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import GatherPlan, Status, backfill, partition, payload_key
-from megalith.gather.result import Partial
+from megalith.gather.plan import GatherPlan, Status, payload_key
 from megalith.ops.matrix_chunks import pack_indices, unpack_indices
 from megalith.storage.object_store import ObjectStore, open_object_store
 from tests.gather.fault_server import FaultServer, ServerFault
-from tests.gather.support import RUN, WINDOW, forged, peer_bytes, peer_update, small_schema
+from tests.gather.support import RUN, WINDOW, forged, peer_bytes, peer_update, plan_of, small_schema
 
 OPENS = datetime(2026, 1, 2, tzinfo=UTC)
 CLOSES = OPENS + timedelta(seconds=60)
@@ -70,14 +68,7 @@ class World:
             "max_object_bytes": 1 << 20,
             "memory_budget": 16 << 20,
         }
-        return GatherPlan(
-            run=RUN,
-            window=WINDOW,
-            schema=self.schema.digest,
-            primary=tuple(primary),
-            reserve=tuple(reserve),
-            **{**settings, **more},
-        )
+        return plan_of(self.schema, primary, reserve, **{**settings, **more})
 
     def add(self, peers: dict[int, str]) -> None:
         for uid, kind in peers.items():
@@ -129,28 +120,6 @@ class World:
             "down": [ServerFault("status", "*", times=forever, code=500)],
         }.get(kind, [])
 
-    def partials(
-        self, plan: GatherPlan, world_size: int, *, options: FetchOptions | None = None
-    ) -> list[Partial]:
-        """Every rank's partial, one rank after another."""
-        ranks = [
-            Gatherer(
-                plan, self.schema, self.stores, rank=r, world_size=world_size, options=options or self.options
-            )
-            for r in range(world_size)
-        ]
-        statuses = [rank.fetch(share) for rank, share in zip(ranks, partition(plan, world_size), strict=True)]
-        for _ in range(plan.backfill_rounds):
-            shares = backfill(plan, statuses)
-            statuses = [rank.fetch(share) for rank, share in zip(ranks, shares, strict=True)]
-        for rank in ranks:
-            assert rank.peak_bytes <= plan.memory_budget
-        return [rank.partial() for rank in ranks]
-
 
 def spool_options(directory: Path, **more: Any) -> FetchOptions:
     return FetchOptions(request_timeout=0.3, spool_directory=directory, spool_from=1, **more)
-
-
-def label(uid: int) -> Label:
-    return Label(RUN, WINDOW, uid, global_step=100 + uid)

@@ -42,7 +42,6 @@ from megalith.checkpoint.model_state import (
     collections_of,
     dense_state,
     distribute_state,
-    forget_last_save,
     keep_routing,
     match_dense,
     ranks_of,
@@ -53,14 +52,13 @@ from megalith.checkpoint.model_state import (
 from megalith.checkpoint.parts import (
     TableLoad,
     check_part_fits,
-    check_pending,
     load_on_server,
     load_part,
     loaded_on_server,
     place_of,
     relevant_pieces,
 )
-from megalith.checkpoint.saved_rows import check_piece, check_removed, read_tensors
+from megalith.checkpoint.saved_rows import check_piece, check_removed, read_pending, read_tensors
 from megalith.distributed.ranks import Ranks
 from megalith.errors import CheckpointError, InputError, RankFailedError, RankTimeoutError
 from megalith.nn import EmbeddingCollection
@@ -127,19 +125,11 @@ class TableMatches:
 
 
 def match_tables(
-    manifest: Manifest,
-    collections: Mapping[str, EmbeddingCollection],
-    *,
-    where: str,
-    reroute: bool,
-    rename: Mapping[str, str],
-    drop_optimizer_state: bool | Collection[str],
-    convert_bias_correction: bool,
-    allow_missing: bool,
+    manifest: Manifest, collections: Mapping[str, EmbeddingCollection], where: str, options: _LoadOptions
 ) -> TableMatches:
-    """Match the tables of a checkpoint with those of a model, by name. See `load` for the options."""
-    saved = manifest.tables()
-    renamed = {rename.get(name, name): entries for name, entries in saved.items()}
+    """Match the tables of a checkpoint with those of a model, by name."""
+    saved, drop = manifest.tables(), options.drop_optimizer_state
+    renamed = {options.rename.get(name, name): entries for name, entries in saved.items()}
     if len(renamed) != len(saved):
         raise InputError(f"rename: two tables of {where} would have the same name")
     matches, missing, used = [], [], set()
@@ -150,19 +140,18 @@ def match_tables(
             continue
         used.add(name)
         entries = renamed[name]
-        drop = drop_optimizer_state
         fresh = drop if isinstance(drop, bool) else name in drop
-        problem = _differs(entries, config, fresh, convert_bias_correction)
-        if problem and allow_missing:
+        problem = _differs(entries, config, fresh, options.convert_bias_correction)
+        if problem and options.allow_missing:
             missing.append(name)
             continue
         if problem:
             raise CheckpointError(f"{where}: table {name!r}{problem}")
-        _check_routing(name, entries[-1], shards, local, reroute)
-        step = manifest.steps.get(path, 0) if convert_bias_correction else None
+        _check_routing(name, entries[-1], shards, local, options.reroute)
+        step = manifest.steps.get(path, 0) if options.convert_bias_correction else None
         matches.append(TableMatch(name, config, shards, local, entries, fresh, step))
-    if not isinstance(drop_optimizer_state, bool):
-        unknown = sorted(set(drop_optimizer_state) - used)
+    if not isinstance(drop, bool):
+        unknown = sorted(set(drop) - used)
         if unknown:
             raise InputError(
                 f"drop_optimizer_state: no table {unknown[0]!r} is loaded (loaded: {sorted(used)})"
@@ -224,7 +213,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _TRIES = 5
-_Check = Callable[[Store], None]
+_Check = Callable[[Store], object]
 
 
 def _agree(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -406,16 +395,7 @@ def _load(model: nn.Module, store: Store, ranks: Ranks, options: _LoadOptions) -
     manifest = Manifest.from_json(ranks.broadcast(text), store.where)
     found = _agree(
         ranks,
-        lambda: match_tables(
-            manifest,
-            collections,
-            where=store.where,
-            reroute=options.reroute,
-            rename=options.rename,
-            drop_optimizer_state=options.drop_optimizer_state,
-            convert_bias_correction=options.convert_bias_correction,
-            allow_missing=options.allow_missing,
-        ),
+        lambda: match_tables(manifest, collections, store.where, options),
     )
     with _verified(store, ranks, _needed(manifest, found, store)) as local:
         dense = _agree(ranks, lambda: _match_dense(local, manifest, model, options))
@@ -428,12 +408,13 @@ def _load(model: nn.Module, store: Store, ranks: Ranks, options: _LoadOptions) -
         if options.deltas:
             track_changes(collection.shards)
     if options.deltas:
-        forget_last_save(collections.values())
+        # The rows may be equal to no save: then no delta can be added.
+        set_last_save(collections.values(), None)
     tables_read = _all_ranks(ranks, found, tables)
     complete = not any(each.refused for each in tables_read.values())
     exact = found.is_exact and complete and not options.rename
     if options.deltas and exact:
-        set_last_save(collections.values(), store, manifest.tip)
+        set_last_save(collections.values(), (store.address, manifest.tip))
     _tell_servers(found, collections, store, manifest.tip, exact)
     report = LoadReport(
         manifest,
@@ -462,7 +443,7 @@ def _needed(manifest: Manifest, found: TableMatches, store: Store) -> dict[Store
             for piece in entry.removed:
                 checks[piece.file] = partial(check_removed, piece=piece)
         for piece in match.entries[-1].pending:
-            checks[piece.file] = partial(check_pending, piece=piece)
+            checks[piece.file] = partial(read_pending, piece=piece)
     rest = (manifest.latest.dense, manifest.latest.optimizer_tensors)
     return checks | {file: lambda local: None for file in rest if file is not None}
 
@@ -499,7 +480,7 @@ def _load_tables(
     kept, done = {}, 0
     for match, part in zip(found.matches, parts, strict=True):
         if match.shards.holds_rows:
-            counted = None if on_rows is None else partial(_report_rows, on_rows, done)
+            counted = None if on_rows is None else (lambda rows, before=done: on_rows(before + rows))
             results = match.shards.each_part(load_part, local, part, counted)
         else:
             results = match.shards.each_part(load_on_server, store, part, background=True)
@@ -508,10 +489,6 @@ def _load_tables(
             on_rows(done)
         kept[match.name] = sum(rows for _, rows in results)
     return kept
-
-
-def _report_rows(on_rows: Callable[[int], None], before: int, rows: int) -> None:
-    on_rows(before + rows)
 
 
 def _part_of(match: TableMatch, ranks: Ranks) -> TableLoad:

@@ -12,11 +12,19 @@ import warnings
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
 from megalith.errors import CheckpointError, InputError
 from megalith.routing import MODES, Router
-from megalith.storage.json_codec import JsonFields, parse_json
+from megalith.storage.json_codec import (
+    NULL_IS_DEFAULT,
+    JsonFields,
+    Limits,
+    Natural,
+    Positive,
+    from_json,
+    parse_json,
+)
 from megalith.storage.store import Store, StoredFile, open_store
 from megalith.table import TableConfig
 from megalith.table.policies import describe_policy
@@ -24,24 +32,48 @@ from megalith.table.policies import describe_policy
 FORMAT = "megalith-checkpoint"
 VERSION = 1
 NAME = "manifest.json"
+_LONGEST_PATH = 4096
+
+
+def _check_file(file: StoredFile) -> None:
+    """Refuse a path that is not relative, normalized and printable, or that has ".." in it."""
+    path, parts = file.path, PurePosixPath(file.path)
+    if len(path) > _LONGEST_PATH:
+        raise InputError(f"path is longer than {_LONGEST_PATH} characters")
+    is_normal = str(parts) == path and parts.parts != () and not parts.is_absolute()
+    if not is_normal or ".." in parts.parts or "\\" in path or not path.isprintable():
+        raise InputError(f"path {path!r} leads out of the checkpoint")
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise InputError(f"must be one of {', '.join(MODES)}, not {mode!r}")
+
+
+def _check_segments(segments: list[Any]) -> None:
+    if not segments:
+        raise InputError("must not be empty")
+
+
+_File = Annotated[StoredFile, _check_file]
 
 
 @dataclass(frozen=True)
 class Piece:
     """A file with rows of a table, or with ids, of one shard."""
 
-    file: StoredFile
-    shard: int
-    rows: int
+    file: _File
+    shard: Natural
+    rows: Natural
 
 
 @dataclass(frozen=True)
 class Routing:
     """How rows were distributed over shards when they were saved."""
 
-    dist_type: str = "roundrobin"
-    num_shards: int = 1
-    block_size: int | None = None
+    dist_type: Annotated[str, _check_mode] = "roundrobin"
+    num_shards: Positive = 1
+    block_size: Positive | None = None
     skip_first: bool = False
 
     def router(self) -> Router | None:
@@ -51,23 +83,66 @@ class Routing:
         return Router(self.dist_type, self.num_shards, block_size=self.block_size, skip_first=self.skip_first)
 
 
+def _check_routing(routing: Routing) -> None:
+    try:
+        routing.router()
+    except InputError as error:
+        raise InputError(f"num_shards is not valid: {error}") from None
+
+
+# The fields that the reader needs of data that are kept as they are.
+
+
 @dataclass(frozen=True)
+class _OptimizerFields:
+    name: str
+
+
+@dataclass(frozen=True)
+class _StateFields:
+    name: str
+    size: Positive
+
+
+@dataclass(frozen=True)
+class _SegmentFields:
+    dim: Positive
+    optimizer: _OptimizerFields
+    state: list[_StateFields] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _PolicyFields:
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict, metadata=NULL_IS_DEFAULT)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TableEntry:
     """A table of one save."""
 
     # The description of each segment: dim, precision, rounding, serving, optimizer, initializer, state
-    segments: list[dict[str, Any]]
-    seed: int  # The seed of the table's initial rows
-    routing: Routing  # How the rows were distributed over shards
+    segments: Annotated[list[Annotated[dict[str, Any], _SegmentFields]], _check_segments]
+    seed: Annotated[int, Limits(-(2**63))]  # The seed of the table's initial rows
+    # How the rows were distributed over shards
+    routing: Annotated[Routing, _check_routing] = field(default_factory=Routing, metadata=NULL_IS_DEFAULT)
     pieces: list[Piece]  # The files of rows
-    live: int = 0  # Number of rows of the whole table at the time of the save
+    # Number of rows of the whole table at the time of the save; by default those of its files
+    live: Natural = -1
     # In a delta, the files of ids removed since the save before it
     removed: list[Piece] = field(default_factory=list)
     # The files of ids without a row that an admission policy counted at the time of the save
     pending: list[Piece] = field(default_factory=list)
     # The descriptions of the table's policies, the admission policy first; None if the manifest does not
     # record them
-    policies: list[dict[str, Any]] | None = None
+    policies: list[Annotated[dict[str, Any], _PolicyFields]] | None = None
+
+    def __post_init__(self) -> None:
+        shards = self.routing.num_shards
+        if shards > 1 and any(piece.shard >= shards for piece in self.pieces):
+            raise InputError(f"pieces must be of shards below {shards}")
+        if self.live < 0:
+            object.__setattr__(self, "live", self.rows)
 
     def files(self) -> list[Piece]:
         """Return all files of the table: rows, removed ids, counts."""
@@ -97,7 +172,7 @@ class TableEntry:
 class CollectionEntry:
     """A collection of the model: its global step and its tables."""
 
-    global_step: int
+    global_step: Natural
     tables: dict[str, TableEntry]
 
 
@@ -108,10 +183,10 @@ class Save:
     id: str
     created: str
     collections: dict[str, CollectionEntry]
-    dense: StoredFile | None = None
+    dense: _File | None = None
     optimizer: dict[str, Any] | None = None
-    optimizer_tensors: StoredFile | None = None
-    progress: dict[str, Any] = field(default_factory=dict)
+    optimizer_tensors: _File | None = None
+    progress: dict[str, Any] = field(default_factory=dict, metadata=NULL_IS_DEFAULT)
 
     def files(self) -> list[StoredFile]:
         """Return every file of this save."""
@@ -207,13 +282,9 @@ class Manifest(Save):
             raise CheckpointError(
                 f"{where} has version {data.get('version')!r}; this Megalith reads version {VERSION}"
             )
-        fields = JsonFields(data, lambda problem: CheckpointError(f"{where}: {problem}"))
-        deltas = fields.objects("deltas") if "deltas" in data else []
-        manifest = cls(
-            **_save(fields),
-            megalith=fields.string("megalith"),
-            deltas=[Delta(**_save(delta), previous=delta.string("previous")) for delta in deltas],
-        )
+        # Lenient: later versions may add fields.
+        fields = JsonFields(data, lambda problem: CheckpointError(f"{where}: {problem}"), lenient=True)
+        manifest = from_json(cls, fields)
         _check_chain(manifest, where)
         _check_tables(manifest, where)
         return manifest
@@ -297,110 +368,6 @@ def show_policies(policies: list[dict[str, Any]] | None) -> str:
         given = ", ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
         shown.append(f"{policy['name']}({given})")
     return ", ".join(shown) or "none"
-
-
-def _save(fields: JsonFields) -> dict[str, Any]:
-    return {
-        "id": fields.string("id"),
-        "created": fields.string("created"),
-        "collections": {n: _collection(c) for n, c in fields.named_objects("collections").items()},
-        "dense": _optional_file(fields, "dense"),
-        "optimizer": fields.object("optimizer").data if "optimizer" in fields else None,
-        "optimizer_tensors": _optional_file(fields, "optimizer_tensors"),
-        "progress": fields.object("progress").data if "progress" in fields else {},
-    }
-
-
-def _collection(fields: JsonFields) -> CollectionEntry:
-    tables = fields.named_objects("tables")
-    return CollectionEntry(
-        global_step=fields.integer("global_step"),
-        tables={name: _table(table) for name, table in tables.items()},
-    )
-
-
-def _table(fields: JsonFields) -> TableEntry:
-    segments = fields.objects("segments")
-    if not segments:
-        fields.fail("segments", "must not be empty")
-    for segment in segments:
-        segment.integer("dim", least=1)
-        segment.object("optimizer").string("name")
-        for state in segment.objects("state") if "state" in segment.data else []:
-            state.string("name")
-            state.integer("size", least=1)
-    policies = fields.objects("policies") if "policies" in fields else None
-    for policy in policies or ():
-        policy.string("name")
-        if "settings" in policy:
-            policy.object("settings")
-    pieces = _pieces(fields, "pieces")
-    routing = _routing(fields.object("routing")) if "routing" in fields else Routing()
-    if routing.num_shards > 1 and any(piece.shard >= routing.num_shards for piece in pieces):
-        fields.fail("pieces", f"must be of shards below {routing.num_shards}")
-    return TableEntry(
-        segments=[segment.data for segment in segments],
-        seed=fields.integer("seed", least=-(2**63)),
-        routing=routing,
-        pieces=pieces,
-        live=fields.integer("live") if "live" in fields.data else sum(piece.rows for piece in pieces),
-        removed=_pieces(fields, "removed") if "removed" in fields.data else [],
-        pending=_pieces(fields, "pending") if "pending" in fields.data else [],
-        policies=None if policies is None else [policy.data for policy in policies],
-    )
-
-
-def _routing(fields: JsonFields) -> Routing:
-    data = fields.data
-    routing = Routing(
-        dist_type=fields.string("dist_type") if "dist_type" in data else "roundrobin",
-        num_shards=fields.integer("num_shards", least=1) if "num_shards" in data else 1,
-        block_size=fields.integer("block_size", least=1) if "block_size" in fields else None,
-        skip_first=fields.boolean("skip_first") if "skip_first" in data else False,
-    )
-    if routing.dist_type not in MODES:
-        fields.fail("dist_type", f"must be one of {', '.join(MODES)}, not {routing.dist_type!r}")
-    try:
-        routing.router()
-    except InputError as error:
-        fields.fail("num_shards", f"is not valid: {error}")
-    return routing
-
-
-def read_pieces(data: dict[str, Any], key: str, where: str) -> list[Piece]:
-    """Parse the pieces in a part of a manifest."""
-    return _pieces(JsonFields(data, lambda problem: CheckpointError(f"{where}: {problem}")), key)
-
-
-def _pieces(fields: JsonFields, key: str) -> list[Piece]:
-    return [
-        Piece(_file(piece.object("file")), piece.integer("shard"), piece.integer("rows"))
-        for piece in fields.objects(key)
-    ]
-
-
-def _optional_file(fields: JsonFields, key: str) -> StoredFile | None:
-    return _file(fields.object(key)) if key in fields else None
-
-
-def _file(fields: JsonFields) -> StoredFile:
-    path = fields.string("path")
-    if not _is_below(path):
-        fields.fail("path", f"{path!r} leads out of the checkpoint")
-    return StoredFile(path, fields.integer("bytes"), fields.string("checksum"))
-
-
-def _is_below(path: str) -> bool:
-    """Return whether a path is relative, normalized, printable and without ".."."""
-    parts = PurePosixPath(path)
-    return (
-        str(parts) == path
-        and parts.parts != ()
-        and not parts.is_absolute()
-        and ".." not in parts.parts
-        and "\\" not in path
-        and path.isprintable()
-    )
 
 
 MAX_MANIFEST = 1 << 28

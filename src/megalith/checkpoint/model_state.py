@@ -79,10 +79,14 @@ class DenseMatch:
     missing: list[str]  # Weights of the model that were not saved, or were saved with another shape
     extra: list[str]  # Saved weights that the model does not have
 
+    @torch.no_grad()
     def copy(self) -> None:
         """Copy the saved tensors into the model; into a sharded weight, the part of this rank."""
         for here, there in self.pairs:
-            copy_into(here, there)
+            if is_sharded(here):
+                _local(here).copy_(_local(distribute_like(there, here)))
+            else:
+                here.data.copy_(there)
 
 
 def match_dense(model: nn.Module, saved: Mapping[str, Tensor], allow_missing: bool = False) -> DenseMatch:
@@ -119,27 +123,10 @@ def check_idle(collections: Mapping[str, EmbeddingCollection]) -> None:
             raise UsageError(f"a save of collection {path!r} is in progress: call wait() on its handle first")
 
 
-def set_busy(collection: EmbeddingCollection, job: object) -> None:
-    """Record that a save of a collection begins."""
-    collection.checkpoint_state.save_in_progress = job
-
-
-def set_idle(collection: EmbeddingCollection, job: object) -> None:
-    """Record that a save has ended, successfully or not. Does nothing if another save is in progress."""
-    if collection.checkpoint_state.save_in_progress is job:
-        collection.checkpoint_state.save_in_progress = None
-
-
-def set_last_save(collections: Iterable[EmbeddingCollection], store: Store, id: str) -> None:
-    """Record the save that the rows of these collections are now equal to."""
+def set_last_save(collections: Iterable[EmbeddingCollection], save: tuple[str, str] | None) -> None:
+    """Record the save, by address and id, that the rows of these collections are now equal to."""
     for collection in collections:
-        collection.checkpoint_state.last_save = (store.address, id)
-
-
-def forget_last_save(collections: Iterable[EmbeddingCollection]) -> None:
-    """Record that the rows are equal to no save, so that no delta can be added."""
-    for collection in collections:
-        collection.checkpoint_state.last_save = None
+        collection.checkpoint_state.last_save = save
 
 
 def check_last_save(collections: Iterable[EmbeddingCollection], store: Store, manifest: Manifest) -> None:
@@ -225,9 +212,6 @@ def reshard_fsdp(model: nn.Module) -> None:
 
     After a forward without a backward, the root module holds gathered copies, which may be of a lower
     precision, and into which nothing must be loaded. The next forward or backward gathers them again.
-
-    Args:
-        model: The model. Other modules in it are not changed.
     """
     if not any(hasattr(module, "set_reshard_after_forward") for module in model.modules()):
         return
@@ -338,15 +322,6 @@ def _gather(tensor: Tensor) -> Tensor:
 
 def _copy(whole: Tensor, tensor: Tensor) -> Tensor:
     return whole.to("cpu", copy=True) if is_sharded(tensor) else whole.clone()
-
-
-def copy_into(tensor: Tensor, whole: Tensor) -> None:
-    """Copy a whole saved tensor into a tensor of the model; into a DTensor, the part of this rank."""
-    with torch.no_grad():
-        if is_sharded(tensor):
-            _local(tensor).copy_(_local(distribute_like(whole, tensor)))
-        else:
-            tensor.data.copy_(whole)
 
 
 def _local(tensor: Any) -> Tensor:

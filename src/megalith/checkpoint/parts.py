@@ -19,7 +19,7 @@ import threading
 import time as clock
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,6 +62,17 @@ class SavedTable(NamedTuple):
         return full_name(self.collection, self.name)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartReport:
+    """What one part of a save has written of a table."""
+
+    pieces: list[Piece]
+    removed: list[Piece]
+    pending: list[Piece]
+    live: int
+    seed: int
+
+
 @dataclass
 class _FrozenTable:
     """A table of this process: its snapshot, its files so far."""
@@ -83,7 +94,7 @@ class PartSave:
     ) -> None:
         self._shard, self._delta = shard, delta
         self._tables: list[_FrozenTable] = []
-        self._written: Future[dict[str, Any]] = Future()
+        self._written: Future[dict[str, PartReport]] = Future()
         self.waited = 0.0
         sizes = [max(1, table.memory().rows) for _, table in tables]
         try:
@@ -101,7 +112,7 @@ class PartSave:
 
     def write(
         self, store: Store, precision: str, on_rows: Callable[[int], None] | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, PartReport]:
         shard = self._shard
         done = 0
         writer = PieceWriter(store, shard, precision)
@@ -134,7 +145,16 @@ class PartSave:
             if ids.numel():
                 name = f"{folder}/{shard}-pending.safetensors"
                 frozen.pending.append(write_pending(store, name, ids, counts, shard))
-        return {frozen.saved.full_name: _report(frozen) for frozen in self._tables}
+        return {
+            frozen.saved.full_name: PartReport(
+                pieces=frozen.pieces,
+                removed=frozen.removed,
+                pending=frozen.pending,
+                live=frozen.snapshot.live,
+                seed=frozen.table.seed,
+            )
+            for frozen in self._tables
+        }
 
     def start(self, store: Store, precision: str) -> None:
         """Write all rows in a thread. If that fails, the snapshots end: training must not wait for them."""
@@ -152,7 +172,7 @@ class PartSave:
         else:
             self._written.set_result(report)
 
-    def written(self) -> dict[str, Any]:
+    def written(self) -> dict[str, PartReport]:
         """Wait until the thread of `start` has ended."""
         return self._written.result()
 
@@ -165,16 +185,6 @@ class PartSave:
         for frozen in self._tables:
             frozen.snapshot.close(give_back=give_back)
         self.waited = sum(frozen.snapshot.waited for frozen in self._tables)
-
-
-def _report(frozen: _FrozenTable) -> dict[str, Any]:
-    return {
-        "pieces": [asdict(piece) for piece in frozen.pieces],
-        "removed": [asdict(piece) for piece in frozen.removed],
-        "pending": [asdict(piece) for piece in frozen.pending],
-        "live": frozen.snapshot.live,
-        "seed": frozen.table.seed,
-    }
 
 
 # ---- what runs on servers
@@ -203,7 +213,7 @@ def freeze_on_server(
     part.kept[_key(id)] = frozen
 
 
-def write_on_server(part: ShardsPart, id: str) -> dict[str, Any]:
+def write_on_server(part: ShardsPart, id: str) -> dict[str, PartReport]:
     """Wait until the frozen tables of a server are written."""
     saved = part.kept.get(_key(id))
     if not isinstance(saved, PartSave):
@@ -306,11 +316,6 @@ def relevant_pieces(entry: TableEntry, router: Router | None, index: int) -> lis
         router.skip_first,
     )
     return [piece for piece in entry.pieces if not same or piece.shard == index]
-
-
-def check_pending(store: Store, piece: Piece) -> None:
-    """Check a file of counted ids."""
-    read_pending(store, piece)
 
 
 def _with_state(chunk: Chunk, config: TableConfig, load: TableLoad) -> Chunk:

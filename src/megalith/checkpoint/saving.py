@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time as clock
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -42,6 +42,7 @@ from megalith.checkpoint.manifest import (
     CollectionEntry,
     Delta,
     Manifest,
+    Piece,
     TableEntry,
     commit,
     describe,
@@ -49,7 +50,6 @@ from megalith.checkpoint.manifest import (
     full_name,
     megalith_version,
     read_manifest,
-    read_pieces,
 )
 from megalith.checkpoint.model_state import (
     CONSUMER,
@@ -61,13 +61,12 @@ from megalith.checkpoint.model_state import (
     dense_state,
     ranks_of,
     routing_of,
-    set_busy,
-    set_idle,
     set_last_save,
     tables_of,
     whole_copies,
 )
 from megalith.checkpoint.parts import (
+    PartReport,
     PartSave,
     SavedTable,
     close_on_server,
@@ -79,7 +78,14 @@ from megalith.checkpoint.saved_rows import write_tensors
 from megalith.errors import CheckpointError, InputError, UsageError
 from megalith.ops import checks
 from megalith.shards import Shards
-from megalith.storage.json_codec import MAX_DEPTH, is_nested_deeper, parse_json
+from megalith.storage.json_codec import (
+    MAX_DEPTH,
+    JsonFields,
+    from_json,
+    is_nested_deeper,
+    parse_json,
+    to_json,
+)
 from megalith.storage.store import Store, open_store
 from megalith.table.rounding import DTYPES
 
@@ -88,6 +94,15 @@ logger = logging.getLogger(__name__)
 MAX_PROGRESS_DEPTH = MAX_DEPTH - 3
 """Levels of `progress` and of packed optimizer state: the manifest of a delta adds three levels."""
 _POLL_SECONDS = 0.02
+_Reports = list[dict[str, PartReport]]
+"""By part of the save, what it has written of each table."""
+
+
+@dataclass(frozen=True)
+class _RankReport:
+    """The file of a rank that has written its rows."""
+
+    parts: _Reports
 
 
 @dataclass(frozen=True)
@@ -139,7 +154,7 @@ class SaveJob:
         self._steps = {path: c.global_step for path, c in self._collections.items()}
         self._tables: list[SavedTable] = []
         self._part: PartSave | None = None
-        self._reports: list[dict[str, Any]] = []
+        self._reports: _Reports = []
         weights, state = self._ranks.agree(lambda: self._check(model), error=CheckpointError)
         check_weights(weights | {f"optimizer state {name}": t for name, t in state.items()}, self._ranks)
         # Copies, because training continues. Sharded tensors are gathered here: `run` exchanges nothing.
@@ -195,7 +210,7 @@ class SaveJob:
             collection.shards.flush()
             if options.track:
                 collection.shards.track(CONSUMER)
-            set_busy(collection, self)
+            collection.checkpoint_state.save_in_progress = self
         for path, name, shards in tables_of(self._collections):
             numbers = f"{list(self._collections).index(path)}-{list(shards.configs).index(name)}"
             self._tables.append(SavedTable(path, name, f"{self._folder}/tables/{numbers}"))
@@ -244,7 +259,7 @@ class SaveJob:
             raise
         self._end(give_back=False)
         if self._options.track:
-            set_last_save(self._collections.values(), self.store, self.id)
+            set_last_save(self._collections.values(), (self.store.address, self.id))
         logger.info("saved %s to %s", self.id, self.store.where)
         return manifest
 
@@ -261,9 +276,10 @@ class SaveJob:
                     logger.warning("save %s: %s", self.id, error)
         finally:
             for collection in self._collections.values():
-                set_idle(collection, self)
+                if collection.checkpoint_state.save_in_progress is self:  # not if it never began
+                    collection.checkpoint_state.save_in_progress = None
 
-    def _write_tables(self) -> list[dict[str, Any]]:
+    def _write_tables(self) -> _Reports:
         """Write the rows of this process and its servers; return the reports of their parts."""
         assert self._part is not None
         options = self._options
@@ -272,7 +288,7 @@ class SaveJob:
             for shards, _ in self._on_servers():
                 reports += shards.each_part(write_on_server, self.id, background=True)
                 if options.on_rows is not None:
-                    options.on_rows(_rows_of(reports))
+                    options.on_rows(sum(piece.rows for report in reports for piece in _pieces_of(report)))
         except FileNotFoundError:
             raise self._overtaken() from None
         return reports
@@ -304,13 +320,12 @@ class SaveJob:
                 self.store.remove(f"{self._folder}/ranks")
         return manifest
 
-    def _check_files(self, reports: list[dict[str, Any]]) -> None:
+    def _check_files(self, reports: _Reports) -> None:
         """Raise CheckpointError if another save has deleted the data folder; one file per rank shows it."""
         for report in reports:
-            paths = [piece["file"]["path"] for part in report.values() for piece in part["pieces"]]
             try:
-                for path in paths[:1]:
-                    self.store.size(path)
+                for piece in _pieces_of(report)[:1]:
+                    self.store.size(piece.file.path)
             except FileNotFoundError:
                 raise self._overtaken() from None
 
@@ -323,8 +338,7 @@ class SaveJob:
     def _tensor_file(self, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         return write_tensors(self.store, f"{self._folder}/{name}.safetensors", tensors) if tensors else None
 
-    def _entries(self, reports: list[dict[str, Any]]) -> dict[str, CollectionEntry]:
-        where = f"{self.store.where}/{self._folder}"
+    def _entries(self, reports: _Reports) -> dict[str, CollectionEntry]:
         entries = {path: CollectionEntry(step, {}) for path, step in self._steps.items()}
         for saved in self._tables:
             collection = self._collections[saved.collection]
@@ -332,12 +346,12 @@ class SaveJob:
             parts = [report[saved.full_name] for report in reports if saved.full_name in report]
             entries[saved.collection].tables[saved.name] = TableEntry(
                 segments=describe(config),
-                seed=parts[0]["seed"],
+                seed=parts[0].seed,
                 routing=routing_of(collection.shards, saved.name, collection.checkpoint_state.routing),
-                pieces=[piece for part in parts for piece in read_pieces(part, "pieces", where)],
-                live=sum(part["live"] for part in parts),
-                removed=[piece for part in parts for piece in read_pieces(part, "removed", where)],
-                pending=[piece for part in parts for piece in read_pieces(part, "pending", where)],
+                pieces=[piece for part in parts for piece in part.pieces],
+                live=sum(part.live for part in parts),
+                removed=[piece for part in parts for piece in part.removed],
+                pending=[piece for part in parts for piece in part.pending],
                 policies=describe_policies(config),
             )
         return entries
@@ -347,17 +361,18 @@ class SaveJob:
     def _report_name(self, rank: int) -> str:
         return f"{self._folder}/ranks/{rank:05}.json"
 
-    def _read_report(self, rank: int) -> list[dict[str, Any]]:
+    def _read_report(self, rank: int) -> _Reports:
         name = self._report_name(rank)
         report = self._await(lambda: _read_json(self.store, name), f"rank {rank} to write its rows")
         if "error" in report:
             raise CheckpointError(f"rank {rank}: {report['error']}")
-        parts: list[dict[str, Any]] = report["parts"]
-        return parts
+        where = f"{self.store.where}/{name}"
+        fields = JsonFields(report, lambda problem: CheckpointError(f"{where}: {problem}"))
+        return from_json(_RankReport, fields).parts
 
     def _report_and_wait(self) -> Manifest:
         """On other ranks: write the report, then wait until rank 0 has written the manifest."""
-        self._write_json(self._report_name(self._ranks.rank), {"parts": self._reports})
+        self._write_json(self._report_name(self._ranks.rank), to_json(_RankReport(self._reports)))
 
         def poll() -> Manifest | None:
             failed = _read_json(self.store, f"{self._folder}/failed.json")
@@ -403,10 +418,8 @@ class SaveJob:
         self.store.write(name, [json.dumps(data).encode()])
 
 
-def _rows_of(reports: list[dict[str, Any]]) -> int:
-    """Return the number of rows of some reports."""
-    tables = [table for report in reports for table in report.values()]
-    return sum(piece["rows"] for table in tables for piece in table["pieces"])
+def _pieces_of(report: dict[str, PartReport]) -> list[Piece]:
+    return [piece for part in report.values() for piece in part.pieces]
 
 
 def _read_json(store: Store, name: str) -> Any:
@@ -563,18 +576,15 @@ class SaveHandle:
         self.frozen = frozen
         self._on_complete = on_complete
         self._job = job
-        self._result: Manifest | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="megalith save")
-        self._thread.start()
+        pool = ThreadPoolExecutor(1, "megalith save")
+        self._manifest = pool.submit(self._run)
+        pool.shutdown(wait=False)
 
-    def _run(self) -> None:
-        try:
-            self._result = self._job.run()
-            if self._on_complete is not None:
-                self._on_complete()
-        except BaseException as error:
-            self._error = error  # raised by wait()
+    def _run(self) -> Manifest:
+        manifest = self._job.run()
+        if self._on_complete is not None:
+            self._on_complete()
+        return manifest
 
     @property
     def waited(self) -> float:
@@ -586,7 +596,7 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not."""
-        return not self._thread.is_alive()
+        return self._manifest.done()
 
     def wait(self, timeout: float | None = None) -> Manifest:
         """Wait for the end of the save.
@@ -603,10 +613,7 @@ class SaveHandle:
         """
         if timeout is not None and not checks.number(timeout, "wait: timeout") >= 0:
             raise InputError(f"wait: timeout must be a number of seconds of 0 or more, got {timeout}")
-        self._thread.join(None if timeout is None else float(timeout))
-        if self._thread.is_alive():
+        wait([self._manifest], None if timeout is None else float(timeout))
+        if not self._manifest.done():
             raise TimeoutError(f"the save has not ended within {timeout} s")
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
+        return self._manifest.result()

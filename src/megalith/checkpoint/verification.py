@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 
 import torch
@@ -89,9 +90,9 @@ class _Verifier:
         complete = True
         for save, entry in zip(self._manifest.saves, entries, strict=True):
             where = f"{self._store.where}: table {name!r}, save {save.id}"
-            saved = self._ids(entry.pieces, _RowReader(self._store, entry))
-            removed = self._ids(entry.removed, _RemovedReader(self._store))
-            self._ids(entry.pending, _PendingReader(self._store))
+            saved = self._saved_ids(entry)
+            removed = self._ids(entry.removed, read_removed)
+            self._ids(entry.pending, lambda store, piece: read_pending(store, piece)[0])
             complete &= saved is not None and removed is not None
             if saved is None or removed is None:
                 continue
@@ -106,18 +107,49 @@ class _Verifier:
             if complete and alive.numel() != entry.live:
                 self._wrong(f"{where}: it has {alive.numel():,} rows, but its manifest states {entry.live:,}")
 
-    def _ids(self, pieces: list[Piece], read: Callable[[Piece], _Read]) -> Tensor | None:
+    def _saved_ids(self, entry: TableEntry) -> Tensor | None:
+        check = partial(self._misplaced, entry)
+        return self._ids(entry.pieces, lambda store, piece: read_chunk(store, piece, entry).ids, check)
+
+    def _ids(
+        self,
+        pieces: list[Piece],
+        read: Callable[[Store, Piece], Tensor],
+        check: Callable[[Piece, Tensor], list[str]] = lambda piece, ids: [],
+    ) -> Tensor | None:
         """Return the ids of some files, or None if one of them cannot be read."""
+
+        def work(piece: Piece) -> tuple[Tensor | None, list[str]]:
+            try:
+                with self._store.local_copy([piece.file], CheckpointError) as local:
+                    ids = read(local, piece).clone()  # frees the rest of the file
+            except CheckpointError as error:
+                return None, [str(error)]
+            return ids, check(piece, ids)
+
         found: list[Tensor | None] = []
         with ThreadPoolExecutor(_THREADS) as pool:
-            for piece, part in zip(pieces, pool.map(read, pieces), strict=True):
-                self._problems += part.problems
-                found.append(part.ids)
+            for piece, (ids, problems) in zip(pieces, pool.map(work, pieces), strict=True):
+                self._problems += problems
+                found.append(ids)
                 self._done(piece.file)
-        ids = [part for part in found if part is not None]
-        if len(ids) < len(found):
+        read_ids = [part for part in found if part is not None]
+        if len(read_ids) < len(found):
             return None
-        return torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.cat(read_ids) if read_ids else torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def _misplaced(self, entry: TableEntry, piece: Piece, ids: Tensor) -> list[str]:
+        """Return the problem of rows that are on another shard than the routing gives."""
+        router = entry.routing.router()
+        if router is None:
+            misplaced = ids[: ids.numel() if piece.shard else 0]
+        else:
+            misplaced = ids[router.owner(ids) != piece.shard]
+        if not misplaced.numel():
+            return []
+        rule = router or "a single shard"
+        file = f"{self._store.where}/{piece.file.path}"
+        return [f"{file}: {_ids(misplaced)} on shard {piece.shard}, against the routing {rule}"]
 
     def _distinct(self, where: str, ids: Tensor) -> Tensor:
         """Return the distinct ids, sorted in place."""
@@ -157,65 +189,6 @@ class _Verifier:
             self._wrong(str(error))
         self._done(file)
         return tensors
-
-
-@dataclass(frozen=True)
-class _Read:
-    """The ids of a file, None if it cannot be read, and the problems found."""
-
-    ids: Tensor | None
-    problems: list[str]
-
-
-class _RowReader:
-    """Reads a file of rows."""
-
-    def __init__(self, store: Store, entry: TableEntry) -> None:
-        self._store, self._entry, self._router = store, entry, entry.routing.router()
-
-    def __call__(self, piece: Piece) -> _Read:
-        try:
-            with self._store.local_copy([piece.file], CheckpointError) as local:
-                ids = read_chunk(local, piece, self._entry).ids.clone()  # frees the rest of the file
-        except CheckpointError as error:
-            return _Read(None, [str(error)])
-        if self._router is None:
-            misplaced = ids[: ids.numel() if piece.shard else 0]
-        else:
-            misplaced = ids[self._router.owner(ids) != piece.shard]
-        if not misplaced.numel():
-            return _Read(ids, [])
-        rule = self._router or "a single shard"
-        file = f"{self._store.where}/{piece.file.path}"
-        return _Read(ids, [f"{file}: {_ids(misplaced)} on shard {piece.shard}, against the routing {rule}"])
-
-
-class _RemovedReader:
-    """Reads a file of removed ids."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def __call__(self, piece: Piece) -> _Read:
-        try:
-            with self._store.local_copy([piece.file], CheckpointError) as local:
-                return _Read(read_removed(local, piece).clone(), [])
-        except CheckpointError as error:
-            return _Read(None, [str(error)])
-
-
-class _PendingReader:
-    """Reads a file of counts of ids without a row."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def __call__(self, piece: Piece) -> _Read:
-        try:
-            with self._store.local_copy([piece.file], CheckpointError) as local:
-                return _Read(read_pending(local, piece)[0].clone(), [])
-        except CheckpointError as error:
-            return _Read(None, [str(error)])
 
 
 def _ids(ids: Tensor) -> str:

@@ -103,10 +103,6 @@ class JsonFields:
         self._error = error
         self._path = path
 
-    def __contains__(self, key: str) -> bool:
-        """Return whether the field is present and not null."""
-        return self.data.get(key) is not None
-
     def fail(self, key: str, problem: str) -> NoReturn:
         """Raise the error of a field."""
         raise self._error(f"field {self._path}{key} {problem}")
@@ -172,30 +168,14 @@ class JsonFields:
         except (ValueError, OverflowError):
             self.fail(key, "must be a time like 2026-01-02T03:04:05.000000+00:00")
 
-    def array(self, key: str) -> list[Any]:
-        """Read a list of anything."""
-        return list(self._typed(key, list, "a list"))
-
     def elements(self, key: str) -> JsonFields:
         """Read a list whose items are read like fields."""
-        items = {f"{key}[{i}]": item for i, item in enumerate(self.array(key))}
+        items = {f"{key}[{i}]": item for i, item in enumerate(self._typed(key, list, "a list"))}
         return self._fields(items, self._path)
-
-    def integers(self, key: str, least: int = 0, most: int = MAX_INT) -> list[int]:
-        """Read a list of integers."""
-        values = self.array(key)
-        for value in values:
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                self.fail(key, f"must hold integers from {least} to {most}")
-        return values
 
     def object(self, key: str) -> JsonFields:
         """Read a nested object."""
         return self._fields(self._typed(key, dict, "an object"), f"{self._path}{key}.")
-
-    def objects(self, key: str) -> list[JsonFields]:
-        """Read a list of objects."""
-        return [self._nested(f"{key}[{i}]", value) for i, value in enumerate(self.array(key))]
 
     def named(self, key: str) -> JsonFields:
         """Read an object whose names are chosen by the writer."""
@@ -203,16 +183,6 @@ class JsonFields:
         if not all(map(_is_text, found.data)):
             self.fail(key, "has a name with an unpaired surrogate")
         return found
-
-    def named_objects(self, key: str) -> dict[str, JsonFields]:
-        """Read an object whose values are objects, under names chosen by the writer."""
-        found = self.named(key)
-        return {name: found.object(name) for name in found.data}
-
-    def _nested(self, key: str, value: Any) -> JsonFields:
-        if not isinstance(value, dict):
-            self.fail(key, "must be an object")
-        return self._fields(value, f"{self._path}{key}.")
 
     def _fields(self, data: dict[str, Any], path: str) -> JsonFields:
         return JsonFields(data, self._error, path, lenient=self.lenient)

@@ -86,6 +86,8 @@ class ObjectInfo:
 class ObjectStore(Store):
     """A prefix of an object store.
 
+    The asynchronous methods raise StoreRequestError if a request fails or ends early.
+
     Args:
         url: "s3://bucket/prefix", "memory:///", "file:///directory" or another URL that obstore knows.
         **options: obstore's `config` (endpoint, region, keys), `client_options` and `retry_config`.
@@ -195,9 +197,6 @@ class ObjectStore(Store):
 
         Returns:
             Size, etag and time of the last change.
-
-        Raises:
-            StoreRequestError: The request failed.
         """
         async with self._limited("head", key, timeout):
             return self._info(await self._obstore.head_async(self._store, self._key(key)))
@@ -215,9 +214,6 @@ class ObjectStore(Store):
 
         Returns:
             Size, etag and time of the version that was received.
-
-        Raises:
-            StoreRequestError: The request failed or ended early.
         """
         checks.callback(sink, "get: sink", required=True)
         _check_etag(etag)
@@ -251,9 +247,6 @@ class ObjectStore(Store):
 
         Returns:
             Exactly `length` bytes.
-
-        Raises:
-            StoreRequestError: The request failed.
         """
         checks.integer(start, "get_range: start", least=0)
         checks.integer(length, "get_range: length")
@@ -282,9 +275,6 @@ class ObjectStore(Store):
 
         Returns:
             Whether the object was written.
-
-        Raises:
-            StoreRequestError: The request failed.
         """
         size = _upload_size(data)
         if size is None:
@@ -322,9 +312,6 @@ class ObjectStore(Store):
 
         Returns:
             An entry per object; none if nothing has this prefix.
-
-        Raises:
-            StoreRequestError: The request failed.
         """
         async with self._limited("list", prefix, timeout):
             found: list[ObjectInfo] = []
@@ -338,9 +325,6 @@ class ObjectStore(Store):
         Args:
             key: The object's name.
             timeout: Seconds for the whole request.
-
-        Raises:
-            StoreRequestError: The request failed.
         """
         async with self._limited("delete", key, timeout):
             with suppress(FileNotFoundError):

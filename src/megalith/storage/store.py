@@ -3,7 +3,7 @@
 A write replaces a file completely or not at all. Names are relative paths with "/" between their parts.
 
 A store raises OSError like Python's own files: FileNotFoundError, or StoreError from an object store. Methods
-that read a file of a manifest (`verify`, `read_file`, ...) raise the error type that the caller passes.
+that read a file of a manifest (`verify`, `read_file`, ...) raise what `error` makes of a message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.library import MessageBuffers
-from megalith.storage.json_codec import ErrorFactory
+from megalith.storage.json_codec import ErrorFactory, Natural
 from megalith.storage.local_files import crc32, sync_path, write_atomically
 
 _BLOCK = 1 << 22
@@ -42,7 +42,7 @@ class StoredFile:
     """An entry of a manifest: a file's name in its store, its length in bytes and its checksum."""
 
     path: str
-    bytes: int
+    bytes: Natural
     checksum: str
 
 
@@ -80,101 +80,34 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, name: str, parts: Sequence[Any], *, flush: bool = True) -> StoredFile:
-        """Write a file, completely or not at all.
+        """Write the concatenated `parts`, completely or not at all; the folder is created if it is missing.
 
-        Args:
-            name: The name of the file; its folder is created if it is missing.
-            parts: Buffers, which are concatenated.
-            flush: False allows the store to return before the file would survive a power failure; `flush`
-                then waits for that. Write what refers to the file after `flush` only.
-
-        Returns:
-            The file's manifest entry.
-
-        Raises:
-            OSError: The file cannot be written.
+        flush=False allows the store to return before the file would survive a power failure; `flush` then
+        waits for that. Write what refers to the file after `flush` only.
         """
 
     def flush(self, names: Sequence[str]) -> None:  # noqa: B027
-        """Wait until files written with flush=False would survive a power failure.
-
-        It does nothing in a store whose writes are always durable.
-
-        Args:
-            names: The names of the files.
-
-        Raises:
-            OSError: A file does not exist, or cannot be written to the disk.
-        """
+        """Wait until files written with flush=False would survive a power failure."""
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Return the length of a file.
-
-        Args:
-            name: The name of the file.
-
-        Returns:
-            The number of bytes.
-
-        Raises:
-            FileNotFoundError: The file does not exist.
-        """
+        """Return the number of bytes of a file."""
 
     @abstractmethod
     def read(self, name: str, size: int, start: int = 0) -> Tensor:
-        """Read a part of a file.
-
-        Args:
-            name: The name of the file.
-            size: The number of bytes.
-            start: The first byte.
-
-        Returns:
-            uint8 [size].
-
-        Raises:
-            OSError: The file does not exist, or ends before.
-        """
+        """Read `size` bytes from byte `start`: uint8 [size]. Raise OSError if the file ends before."""
 
     @abstractmethod
     def read_whole(self, name: str, limit: int) -> bytes:
-        """Return all of a small file: one version of it, even if it is replaced at the same time.
-
-        Args:
-            name: The name of the file.
-            limit: The largest accepted number of bytes.
-
-        Returns:
-            The content.
-
-        Raises:
-            FileNotFoundError: The file does not exist.
-            OSError: The file has more than `limit` bytes.
-        """
+        """Return all of a small file: one version of it, even if it is replaced at the same time."""
 
     @abstractmethod
     def upload(self, name: str, file: Path) -> None:
-        """Write a copy of a local file, without reading all of it into memory.
-
-        Args:
-            name: The name of the copy in this store.
-            file: The local file.
-
-        Raises:
-            OSError: The file cannot be read or written.
-        """
+        """Write a copy of a local file, without reading all of it into memory."""
 
     @abstractmethod
     def inside(self, folder: str) -> Store:
-        """Return the store of a folder of this store.
-
-        Args:
-            folder: The name of the folder, which need not exist yet.
-
-        Returns:
-            A store whose names are relative to the folder.
-        """
+        """Return the store of a folder, which need not exist yet."""
 
     @abstractmethod
     def folders(self) -> list[str]:
@@ -182,29 +115,13 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Delete a file, or a folder with its content. Does nothing if there is none.
-
-        Args:
-            name: The name of the file or folder.
-
-        Raises:
-            OSError: It cannot be deleted.
-        """
+        """Delete a file, or a folder with its content. Does nothing if there is none."""
 
     @contextmanager
     def local_copy(self, files: Iterable[StoredFile], error: ErrorFactory) -> Iterator[Store]:
         """Verify some files and yield a store that holds them and is cheap to read more than once.
 
-        Args:
-            files: The manifest entries of the files.
-            error: Makes the exception for a file that is missing or damaged.
-
-        Yields:
-            This store if it is local; otherwise a temporary directory, which is deleted at the end of the
-            block.
-
-        Raises:
-            Exception: What `error` makes.
+        It is this store if that is local, otherwise a temporary directory until the end of the block.
         """
         for_each(lambda file: self.verify(file, error), list(files))
         yield self
@@ -212,68 +129,25 @@ class Store(ABC):
     # ---- files of a manifest
 
     def read_file(self, file: StoredFile, error: ErrorFactory) -> Tensor:
-        """Read a file of a manifest without computing its checksum.
-
-        Args:
-            file: The manifest entry.
-            error: Makes the exception if the file cannot be read.
-
-        Returns:
-            uint8 [file.bytes].
-
-        Raises:
-            Exception: What `error` makes.
-        """
+        """Read a file of a manifest without computing its checksum: uint8 [file.bytes]."""
         return self.read_part(file, file.bytes, error=error)
 
     def read_part(self, file: StoredFile, size: int, start: int = 0, *, error: ErrorFactory) -> Tensor:
-        """Read a part of a file of a manifest.
-
-        Args:
-            file: The manifest entry.
-            size: The number of bytes.
-            start: The first byte.
-            error: Makes the exception if the file cannot be read.
-
-        Returns:
-            uint8 [size].
-
-        Raises:
-            Exception: What `error` makes.
-        """
+        """Read a part of a file of a manifest: uint8 [size]."""
         try:
             return self.read(file.path, size, start)
         except OSError as problem:
             raise self._unreadable(file, problem, error) from None
 
     def read_verified(self, file: StoredFile, error: ErrorFactory) -> Tensor:
-        """Read a file of a manifest; its length and checksum must be those of its entry.
-
-        Args:
-            file: The manifest entry.
-            error: Makes the exception for a file that is missing or damaged.
-
-        Returns:
-            uint8 [file.bytes].
-
-        Raises:
-            Exception: What `error` makes.
-        """
+        """Read a file of a manifest; its length and checksum must be those of its entry."""
         self._check_size(file, error)
         data = self.read_file(file, error)
         self._check_sum(file, crc32(view_of(data)), error)
         return data
 
     def verify(self, file: StoredFile, error: ErrorFactory) -> None:
-        """Raise unless a file exists with the length and checksum of its entry.
-
-        Args:
-            file: The manifest entry.
-            error: Makes the exception for a file that is missing or damaged.
-
-        Raises:
-            Exception: What `error` makes.
-        """
+        """Raise unless a file exists with the length and checksum of its entry."""
         self._check_size(file, error)
         try:
             crc = self._crc32(file)

@@ -81,14 +81,14 @@ class TorchFile:
         self._files = _directory(body, longest_pickle)
         roots = [name for name in self._files if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(roots) != 1:
-            raise _corrupt("is not an archive of torch.save: it must have one data.pkl")
+            raise TorchFileError("is not an archive of torch.save: it must have one data.pkl")
         self._root = roots[0].removesuffix("data.pkl")
         order = self._files.get(self._root + "byteorder")
         if order is not None and body.read(order[0], min(order[1], 8)) != b"little":
-            raise _corrupt("was written on a big-endian machine")
+            raise TorchFileError("was written on a big-endian machine")
         start, length = self._files[roots[0]]
         if length > longest_pickle:
-            raise _corrupt(f"has a pickle of {length} bytes where {longest_pickle} are enough")
+            raise TorchFileError(f"has a pickle of {length} bytes where {longest_pickle} are enough")
         self.value = _Machine().run(bytes(body.read(start, length)))
 
     def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
@@ -98,9 +98,9 @@ class TorchFile:
         place = self._files.get(f"{self._root}data/{storage.key}")
         size = storage.dtype.itemsize
         if place is None or storage.length * size != place[1]:
-            raise _corrupt(f"storage {storage.key!r:.40} is missing or has the wrong length")
+            raise TorchFileError(f"storage {storage.key!r:.40} is missing or has the wrong length")
         if not 0 <= start <= stop <= tensor.numel or tensor.offset + tensor.numel > storage.length:
-            raise _corrupt(f"a tensor reaches past its storage {storage.key!r:.40}")
+            raise TorchFileError(f"a tensor reaches past its storage {storage.key!r:.40}")
         data = self._body.read(place[0] + size * (tensor.offset + start), size * (stop - start))
         return (
             torch.frombuffer(data, dtype=storage.dtype)
@@ -112,22 +112,22 @@ class TorchFile:
 def _directory(body: Body, longest_pickle: int) -> dict[str, tuple[int, int]]:
     """Start and length of each file in a zip archive of stored, uncompressed files."""
     if body.size < _END.size:
-        raise _corrupt("is not a zip archive")
+        raise TorchFileError("is not a zip archive")
     signature, _, _, _, count, length, start, comment = _END.unpack(
         body.read(body.size - _END.size, _END.size)
     )
     if signature != b"PK\x05\x06" or comment:
-        raise _corrupt("is not a zip archive")
+        raise TorchFileError("is not a zip archive")
     if 0xFFFFFFFF in (length, start) or count == 0xFFFF:
         count, length, start = _end64(body)
     if length > longest_pickle + _ENTRY_BYTES * 64 or start + length > body.size:
-        raise _corrupt(f"has a directory of {length} bytes at {start}")
+        raise TorchFileError(f"has a directory of {length} bytes at {start}")
     data = bytes(body.read(start, length))
     files: dict[str, tuple[int, int]] = {}
     at = 0
     while at < length:
         if length - at < _ENTRY.size:
-            raise _corrupt("has a directory that ends within an entry")
+            raise TorchFileError("has a directory that ends within an entry")
         entry = _ENTRY.unpack_from(data, at)
         method, packed, size, name_bytes, extra, remark, place = (entry[i] for i in (4, 8, 9, 10, 11, 12, 16))
         name = data[at + _ENTRY.size : at + _ENTRY.size + name_bytes].decode("utf-8", "replace")
@@ -135,24 +135,24 @@ def _directory(body: Body, longest_pickle: int) -> dict[str, tuple[int, int]]:
         if 0xFFFFFFFF in (packed, size, place):
             packed, size, place = _wide(extras, packed, size, place)
         if entry[0] != b"PK\x01\x02" or method != 0 or packed != size or name in files:
-            raise _corrupt("has an entry that is compressed, repeated or damaged")
+            raise TorchFileError("has an entry that is compressed, repeated or damaged")
         files[name] = (_data_start(body, place, size), size)
         at += _ENTRY.size + name_bytes + extra + remark
     if len(files) != count:
-        raise _corrupt(f"has {len(files)} files, its end says {count}")
+        raise TorchFileError(f"has {len(files)} files, its end says {count}")
     return files
 
 
 def _end64(body: Body) -> tuple[int, int, int]:
     at = body.size - _END.size - _LOCATOR.size
     if at < 0:
-        raise _corrupt("is not a zip archive")
+        raise TorchFileError("is not a zip archive")
     signature, _, start, _ = _LOCATOR.unpack(body.read(at, _LOCATOR.size))
     if signature != b"PK\x06\x07" or start + _END64.size > body.size:
-        raise _corrupt("is not a zip archive")
+        raise TorchFileError("is not a zip archive")
     record = _END64.unpack(body.read(start, _END64.size))
     if record[0] != b"PK\x06\x06":
-        raise _corrupt("is not a zip archive")
+        raise TorchFileError("is not a zip archive")
     return record[7], record[8], record[9]
 
 
@@ -166,16 +166,16 @@ def _wide(extras: bytes, packed: int, size: int, place: int) -> tuple[int, int, 
             numbers = [wide.pop(0) if each == 0xFFFFFFFF and wide else each for each in (size, packed, place)]
             return numbers[1], numbers[0], numbers[2]
         at += 4 + length
-    raise _corrupt("has an entry without its 64-bit sizes")
+    raise TorchFileError("has an entry without its 64-bit sizes")
 
 
 def _data_start(body: Body, place: int, size: int) -> int:
     if place + _LOCAL.size > body.size:
-        raise _corrupt("has a file outside of the archive")
+        raise TorchFileError("has a file outside of the archive")
     local = _LOCAL.unpack(body.read(place, _LOCAL.size))
     start = place + _LOCAL.size + int(local[9]) + int(local[10])
     if local[0] != b"PK\x03\x04" or start + size > body.size:
-        raise _corrupt("has a file outside of the archive")
+        raise TorchFileError("has a file outside of the archive")
     return start
 
 
@@ -197,7 +197,7 @@ class _Machine:
         except TorchFileError:
             raise
         except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise _corrupt(f"has a pickle that cannot be read: {error}") from None
+            raise TorchFileError(f"has a pickle that cannot be read: {error}") from None
         return value
 
     def _step(self, name: str, arg: Any) -> None:
@@ -236,7 +236,7 @@ class _Machine:
             function, arguments = self._pop(2)
             stack.append(_call(function, arguments))
         else:
-            raise _corrupt(f"has a pickle with {name}, which plain tensors do not need")
+            raise TorchFileError(f"has a pickle with {name}, which plain tensors do not need")
 
     def _pop(self, count: int) -> list[Any]:
         if len(self._stack) < count:
@@ -265,7 +265,7 @@ def _storage(given: Any) -> StoredBytes:
     kind, name, key, _, length = given
     dtype = _STORAGES.get(name.path) if isinstance(name, PickledName) else None
     if kind != "storage" or dtype is None or not isinstance(key, str) or not _whole(length):
-        raise _corrupt("has a tensor of a kind that no payload has")
+        raise TorchFileError("has a tensor of a kind that no payload has")
     return StoredBytes(key, dtype, length)
 
 
@@ -274,23 +274,19 @@ def _call(function: Any, arguments: Any) -> Any:
     if function == PickledName("collections.OrderedDict") and arguments == ():
         return {}
     if function != PickledName("torch._utils._rebuild_tensor_v2") or len(arguments) < 4:
-        raise _corrupt(f"has a pickle that calls {function!r:.60}")
+        raise TorchFileError(f"has a pickle that calls {function!r:.60}")
     storage, offset, shape, stride = arguments[:4]
     if not isinstance(storage, StoredBytes) or not _whole(offset) or max(len(shape), len(stride)) > 8:
-        raise _corrupt("has a tensor that cannot be read")
+        raise TorchFileError("has a tensor that cannot be read")
     if not all(map(_whole, (*shape, *stride))):
-        raise _corrupt("has a tensor that cannot be read")
+        raise TorchFileError("has a tensor that cannot be read")
     wanted = [prod(shape[i + 1 :]) for i in range(len(shape))]
     if len(stride) != len(shape) or any(
         s != w and n > 1 for s, w, n in zip(stride, wanted, shape, strict=True)
     ):
-        raise _corrupt("has a tensor that is not contiguous")
+        raise TorchFileError("has a tensor that is not contiguous")
     return StoredTensor(storage, offset, tuple(shape))
 
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INT
-
-
-def _corrupt(detail: str) -> TorchFileError:
-    return TorchFileError(detail)
