@@ -13,7 +13,7 @@ import torch
 from megalith import SGD, LocalShards, Ragged, Table, TableConfig, Zeros
 from megalith.compat import monolith
 from megalith.errors import InputError
-from megalith.serving.proto import ClientConfig
+from megalith.serving.proto.message_types import ClientConfig
 
 # As Monolith's modules define them. Methods are functions here whose first argument is the object.
 SIGNATURES = """

@@ -20,7 +20,7 @@ from megalith.errors import InputError, MissingDependencyError, RemoteError, Usa
 from megalith.serving.client import channels as channels_module
 from megalith.serving.client.channels import MAX_MESSAGE_BYTES, Channels, Connection
 from megalith.serving.client.credentials import Credentials
-from megalith.serving.proto import (
+from megalith.serving.proto.message_types import (
     GetModelMetadataRequest,
     GetModelStatusRequest,
     GetModelStatusResponse,

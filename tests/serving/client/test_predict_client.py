@@ -23,12 +23,8 @@ from megalith.serving.client import channels
 from megalith.serving.client.channels import Channels
 from megalith.serving.client.predict_client import PredictClient
 from megalith.serving.discovery import Replica, StaticDiscovery
-from megalith.serving.proto import (
-    PredictResponse,
-    TensorProto,
-    strings_to_tensor_proto,
-    to_tensor_proto,
-)
+from megalith.serving.proto.message_types import PredictResponse, TensorProto
+from megalith.serving.proto.tf_tensors import strings_to_tensor_proto, to_tensor_proto
 from tests.serving.plain_server import LIMIT, PlainServer, Refused, Seen, plain_server
 
 LONG = 1000 * LIMIT / 1000

@@ -20,7 +20,7 @@ from megalith.serving.export.exporter import export_model
 from megalith.serving.export.program_export import ModelParts, ServingModule, export_program
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import OutputSpec, Signature
-from megalith.serving.proto import GetModelMetadataRequest, SignatureDefMap
+from megalith.serving.proto.message_types import GetModelMetadataRequest, SignatureDefMap
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import Batching, ServerConfig
 from tests.serving.export.test_dense_program import Wide

@@ -12,23 +12,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.serving import proto
 from megalith.serving.proto.message_bytes import LARGE, MAX_FIELDS, cut_contents
+from megalith.serving.proto.message_types import DataType, PredictRequest
+from megalith.serving.proto.tf_tensors import from_tensor_protos, to_tensor_proto
 
 
 def request(**inputs: Tensor) -> Any:
-    made = proto.PredictRequest()
+    made = PredictRequest()
     made.model_spec.name = "movies"
     made.model_spec.signature_name = "hashtable_assign"
     made.model_spec.version.value = 3
     for name, tensor in inputs.items():
-        made.inputs[name].CopyFrom(proto.to_tensor_proto(tensor))
+        made.inputs[name].CopyFrom(to_tensor_proto(tensor))
     return made
 
 
 def read(data: bytes) -> dict[str, Any]:
     small, contents = cut_contents(data)
-    return proto.from_tensor_protos(proto.PredictRequest.FromString(small).inputs, contents=contents)
+    return from_tensor_protos(PredictRequest.FromString(small).inputs, contents=contents)
 
 
 def test_large_tensors_are_taken_out_and_small_ones_stay() -> None:
@@ -39,7 +40,7 @@ def test_large_tensors_are_taken_out_and_small_ones_stay() -> None:
 
     assert list(contents) == ["item_value"]
     assert len(small) < 300
-    assert proto.PredictRequest.FromString(small).model_spec == whole.model_spec
+    assert PredictRequest.FromString(small).model_spec == whole.model_spec
     found = read(whole.SerializeToString())
     assert torch.equal(found["item_value"], rows)
     assert torch.equal(found["item_id"], ids)
@@ -51,15 +52,15 @@ def test_what_was_taken_out_is_checked_like_what_stays() -> None:
     twice = request(item_id=torch.zeros(LARGE, dtype=torch.int64))
     twice.inputs["item_id"].int64_val.append(1)
     strings = request(item_id=torch.zeros(LARGE, dtype=torch.int64))
-    strings.inputs["item_id"].dtype = int(proto.DataType.DT_STRING)
+    strings.inputs["item_id"].dtype = int(DataType.DT_STRING)
 
     for wrong in (longer, twice, strings):
         with pytest.raises(InputError, match="item_id"):
             read(wrong.SerializeToString())
     small, contents = cut_contents(request(item_id=torch.zeros(LARGE)).SerializeToString())
-    inputs = proto.PredictRequest.FromString(small).inputs
+    inputs = PredictRequest.FromString(small).inputs
     with pytest.raises(InputError, match="bytes left"):
-        proto.from_tensor_protos(inputs, contents=contents, max_bytes=1000)
+        from_tensor_protos(inputs, contents=contents, max_bytes=1000)
 
 
 def test_of_two_inputs_with_one_name_the_last_counts() -> None:
@@ -96,9 +97,7 @@ def test_damaged_requests_are_refused_or_read_as_protobuf_does(behind: bytes, at
     data[min(at, 200) if at < 200 else at - 401] = value
     damaged = bytes(data) + behind
     try:
-        expected: dict[str, Any] | None = proto.from_tensor_protos(
-            proto.PredictRequest.FromString(damaged).inputs
-        )
+        expected: dict[str, Any] | None = from_tensor_protos(PredictRequest.FromString(damaged).inputs)
     except (InputError, DecodeError):
         expected = None
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from megalith.compat.monolith import monolith_protos
-from megalith.serving import proto, wire_names
+from megalith.serving import wire_names
+from megalith.serving.proto import message_types
+from megalith.serving.proto.message_types import POOL, ModelVersionStatus
 
-FOLDERS = [Path(proto.__file__).parent, Path(monolith_protos.__file__).with_name("proto")]
+FOLDERS = [Path(message_types.__file__).parent, Path(monolith_protos.__file__).with_name("proto")]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=["serving", "monolith"])
@@ -27,7 +29,7 @@ def test_the_set_was_compiled_from_these_files(folder: Path) -> None:
 
 
 def test_model_states_are_those_of_the_proto() -> None:
-    values = proto.ModelVersionStatus.State.items()
+    values = ModelVersionStatus.State.items()
     assert dict(values) == {state.name: state.value for state in wire_names.ModelState}
 
 
@@ -96,5 +98,5 @@ TRITON = {
 
 @pytest.mark.parametrize("name", TRITON)
 def test_messages_have_the_field_numbers_of_triton(name: str) -> None:
-    found: Any = proto.POOL.FindMessageTypeByName(f"inference.{name}")
+    found: Any = POOL.FindMessageTypeByName(f"inference.{name}")
     assert ", ".join(f"{field.name} {field.number}" for field in found.fields) == TRITON[name]

@@ -12,7 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from megalith.serving import proto
+from megalith.serving.proto import message_types
+from megalith.serving.proto.infer_tensors import datatype_of, from_infer_request, to_infer_request
+from megalith.serving.proto.message_types import (
+    POOL,
+    ClientConfig,
+    ErrorCode,
+    GetModelMetadataResponse,
+    GetModelStatusResponse,
+    ModelInferResponse,
+    ModelSpec,
+    PredictRequest,
+    PredictResponse,
+    SignatureDefMap,
+    StatusProto,
+)
+from megalith.serving.proto.tf_tensors import tensor_info, to_tensor_proto
 from megalith.serving.wire_names import ModelState
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).parents[1].joinpath("clients.json").read_text())
@@ -36,7 +51,7 @@ def describe(field: Any) -> str:
 
 def ours(name: str) -> Any:
     """The class of a recorded message."""
-    return getattr(proto, name.partition("/")[0].rpartition(".")[2])
+    return getattr(message_types, name.partition("/")[0].rpartition(".")[2])
 
 
 def wire(message: Any) -> str:
@@ -47,7 +62,7 @@ def wire(message: Any) -> str:
 @pytest.mark.parametrize("name", RECORDED["fields"])
 def test_fields_are_those_of_the_public_clients(name: str) -> None:
     theirs = {line for line in RECORDED["fields"][name] if line.split()[1] not in TENSORFLOW_ONLY}
-    assert set(described(proto.POOL.FindMessageTypeByName(name))) == theirs
+    assert set(described(POOL.FindMessageTypeByName(name))) == theirs
 
 
 @pytest.mark.parametrize("name", RECORDED["messages"])
@@ -67,44 +82,42 @@ def unknown_fields(message: Any) -> Any:
 
 
 def test_predict_is_written_as_ovmsclient_writes_it() -> None:
-    request = proto.PredictRequest(model_spec=proto.ModelSpec(name="movies"))
+    request = PredictRequest(model_spec=ModelSpec(name="movies"))
     request.model_spec.version.value = 3
-    request.inputs["ids"].CopyFrom(proto.to_tensor_proto(torch.arange(6).reshape(2, 3)))
-    request.inputs["dense"].CopyFrom(proto.to_tensor_proto(torch.arange(6.0).reshape(2, 3)))
+    request.inputs["ids"].CopyFrom(to_tensor_proto(torch.arange(6).reshape(2, 3)))
+    request.inputs["dense"].CopyFrom(to_tensor_proto(torch.arange(6.0).reshape(2, 3)))
 
     assert wire(request) == RECORDED["messages"]["tensorflow.serving.PredictRequest"]
 
 
 def test_predict_response_is_written_as_ovmsclient_reads_it() -> None:
-    response = proto.PredictResponse(
-        model_spec=proto.ModelSpec(name="movies", signature_name="serving_default")
-    )
+    response = PredictResponse(model_spec=ModelSpec(name="movies", signature_name="serving_default"))
     response.model_spec.version.value = 3
-    response.outputs["p"].CopyFrom(proto.to_tensor_proto(torch.arange(6.0).reshape(2, 3)))
+    response.outputs["p"].CopyFrom(to_tensor_proto(torch.arange(6.0).reshape(2, 3)))
 
     assert wire(response) == RECORDED["messages"]["tensorflow.serving.PredictResponse"]
 
 
 def test_metadata_is_packed_as_tensorflow_serving_packs_it() -> None:
-    signatures = proto.SignatureDefMap()
+    signatures = SignatureDefMap()
     signature = signatures.signature_def["serving_default"]
     signature.method_name = "tensorflow/serving/predict"
-    signature.inputs["ids"].CopyFrom(proto.tensor_info("ids", torch.int64, [None, 4]))
-    signature.outputs["p"].CopyFrom(proto.tensor_info("p", torch.float32, [-1, 4]))
-    response = proto.GetModelMetadataResponse(model_spec=proto.ModelSpec(name="movies"))
+    signature.inputs["ids"].CopyFrom(tensor_info("ids", torch.int64, [None, 4]))
+    signature.outputs["p"].CopyFrom(tensor_info("p", torch.float32, [-1, 4]))
+    response = GetModelMetadataResponse(model_spec=ModelSpec(name="movies"))
     response.model_spec.version.value = 3
     response.metadata["signature_def"].Pack(signatures)
 
     assert wire(response) == RECORDED["messages"]["tensorflow.serving.GetModelMetadataResponse"]
-    unpacked = proto.SignatureDefMap()
+    unpacked = SignatureDefMap()
     assert response.metadata["signature_def"].Unpack(unpacked)
     assert unpacked == signatures
 
 
 def test_status_is_written_as_ovmsclient_reads_it() -> None:
-    response = proto.GetModelStatusResponse()
+    response = GetModelStatusResponse()
     response.model_version_status.add(version=3, state=ModelState.AVAILABLE).status.SetInParent()
-    status = proto.StatusProto(error_code=proto.ErrorCode.INTERNAL, error_message="no such file")
+    status = StatusProto(error_code=ErrorCode.INTERNAL, error_message="no such file")
     response.model_version_status.add(version=4, state=ModelState.END, status=status)
 
     assert wire(response) == RECORDED["messages"]["tensorflow.serving.GetModelStatusResponse"]
@@ -115,7 +128,7 @@ def test_infer_is_written_as_tritonclient_writes_it() -> None:
         "dense": torch.arange(6.0).reshape(2, 3),
         "words": np.array([b"a", b"\xff\x00"], dtype=object),
     }
-    request = proto.to_infer_request(inputs, model_name="movies", model_version="3", id="r1")
+    request = to_infer_request(inputs, model_name="movies", model_version="3", id="r1")
     request.outputs.add(name="p")
 
     assert wire(request) == RECORDED["messages"]["inference.ModelInferRequest"]
@@ -123,8 +136,8 @@ def test_infer_is_written_as_tritonclient_writes_it() -> None:
 
 def test_infer_response_is_written_as_tritonclient_reads_it() -> None:
     p = torch.arange(6.0).reshape(2, 3)
-    response = proto.ModelInferResponse(model_name="movies", model_version="3", id="r1")
-    response.outputs.add(name="p", datatype=proto.datatype_of(p), shape=p.shape)
+    response = ModelInferResponse(model_name="movies", model_version="3", id="r1")
+    response.outputs.add(name="p", datatype=datatype_of(p), shape=p.shape)
     response.raw_output_contents.append(p.numpy().tobytes())
 
     assert wire(response) == RECORDED["messages"]["inference.ModelInferResponse"]
@@ -137,7 +150,7 @@ def test_typed_contents_of_tritonclient_are_read() -> None:
 
     read = {
         name: (str(value.dtype).removeprefix("torch."), value.tolist())
-        for name, value in proto.from_infer_request(request).items()
+        for name, value in from_infer_request(request).items()
     }
 
     assert read == {
@@ -167,7 +180,7 @@ def test_typed_contents_of_tritonclient_are_read() -> None:
     ],
 )
 def test_services_have_their_public_names(service: str, methods: list[str]) -> None:
-    found = proto.POOL.FindServiceByName(service)
+    found = POOL.FindServiceByName(service)
 
     assert sorted(method.name for method in found.methods) == methods
     for method in found.methods:
@@ -177,7 +190,7 @@ def test_services_have_their_public_names(service: str, methods: list[str]) -> N
 
 def test_parameter_sync_has_the_fields_of_monolith() -> None:
     def of(name: str) -> list[str]:
-        return described(proto.POOL.FindMessageTypeByName(f"monolith.parameter_sync.{name}"))
+        return described(POOL.FindMessageTypeByName(f"monolith.parameter_sync.{name}"))
 
     package = "monolith.parameter_sync"
     delta = f"{package}.PushRequest.DeltaEmbeddingHashTable repeated"
@@ -212,14 +225,14 @@ def test_parameter_sync_has_the_fields_of_monolith() -> None:
 
 
 def test_parameter_sync_tells_a_default_from_nothing() -> None:
-    config = proto.ClientConfig()
+    config = ClientConfig()
     assert (config.timeout_in_ms, config.HasField("timeout_in_ms")) == (1000, False)
 
     info = config.targets_extra_info.add(replica_id=-1)
 
     assert info.HasField("replica_id")
     assert config.SerializeToString() == bytes.fromhex("2a0b18ffffffffffffffffff01")
-    assert proto.ClientConfig.TargetExtraInfo().replica_id == -1
+    assert ClientConfig.TargetExtraInfo().replica_id == -1
 
 
 def test_a_process_may_hold_the_same_names_of_somebody_else() -> None:
@@ -230,8 +243,8 @@ def test_a_process_may_hold_the_same_names_of_somebody_else() -> None:
         "file.package = 'tensorflow'\n"
         "file.message_type.add(name='TensorProto').field.add(name='x', number=1, type=5, label=1)\n"
         "descriptor_pool.Default().Add(file)\n"
-        "from megalith.serving import proto\n"
-        "assert 'x' not in proto.TensorProto.DESCRIPTOR.fields_by_name\n"
+        "from megalith.serving.proto.message_types import TensorProto\n"
+        "assert 'x' not in TensorProto.DESCRIPTOR.fields_by_name\n"
         "theirs = descriptor_pool.Default().FindMessageTypeByName('tensorflow.TensorProto')\n"
         "assert 'x' in theirs.fields_by_name\n"
     )
@@ -244,7 +257,7 @@ def test_without_protobuf_the_error_names_the_extra() -> None:
         "sys.modules['google.protobuf'] = None\n"
         "from megalith.errors import MissingDependencyError\n"
         "try:\n"
-        "    import megalith.serving.proto\n"
+        "    import megalith.serving.proto.message_types\n"
         "except MissingDependencyError as error:\n"
         "    assert \"pip install '.[serve]'\" in str(error), error\n"
         "else:\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megalith.serving.proto import ModelInferResponse, PredictResponse
 from megalith.serving.proto.message_bytes import encode_infer_response, encode_predict_response
+from megalith.serving.proto.message_types import ModelInferResponse, PredictResponse
 from megalith.serving.proto.tf_tensors import fill_tensor_proto
 
 

@@ -15,8 +15,17 @@ import torch
 
 from megalith import Ragged, hash_strings
 from megalith.models import Model
-from megalith.serving import proto
 from megalith.serving.export.exporter import export_model
+from megalith.serving.proto.message_types import (
+    GetModelMetadataResponse,
+    GetModelStatusResponse,
+    ModelInferRequest,
+    ModelInferResponse,
+    ModelMetadataResponse,
+    ModelReadyResponse,
+    PredictResponse,
+)
+from megalith.serving.proto.tf_tensors import from_tensor_proto
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import logits, make_model
@@ -52,22 +61,20 @@ def call(server: ModelServer, method: str, data: bytes) -> bytes:
 def test_a_predict_of_ovmsclient(made: tuple[Model, ModelServer]) -> None:
     model, server = made
     data = RECORDED["tensorflow.serving.PredictRequest"]
-    answer = proto.PredictResponse.FromString(
-        call(server, "tensorflow.serving.PredictionService/Predict", data)
-    )
+    answer = PredictResponse.FromString(call(server, "tensorflow.serving.PredictionService/Predict", data))
     features = {"ids": torch.arange(6).reshape(2, 3), "words": EMPTY}
     expected = logits(model, features, DENSE)
-    torch.testing.assert_close(proto.from_tensor_proto(answer.outputs["logits"]), expected)
+    torch.testing.assert_close(from_tensor_proto(answer.outputs["logits"]), expected)
     assert answer.model_spec.version.value == 3
 
 
 def test_metadata_and_status_of_ovmsclient(made: tuple[Model, ModelServer]) -> None:
     data = RECORDED["tensorflow.serving.GetModelMetadataRequest"]
     answer = call(made[1], "tensorflow.serving.PredictionService/GetModelMetadata", data)
-    assert proto.GetModelMetadataResponse.FromString(answer).model_spec.version.value == 3
+    assert GetModelMetadataResponse.FromString(answer).model_spec.version.value == 3
     # It asks for version 0 where it means any.
     data = RECORDED["tensorflow.serving.GetModelStatusRequest"]
-    status = proto.GetModelStatusResponse.FromString(
+    status = GetModelStatusResponse.FromString(
         call(made[1], "tensorflow.serving.ModelService/GetModelStatus", data)
     )
     assert [(each.version, each.state) for each in status.model_version_status] == [(3, 30)]
@@ -75,12 +82,12 @@ def test_metadata_and_status_of_ovmsclient(made: tuple[Model, ModelServer]) -> N
 
 def test_an_inference_of_tritonclient(made: tuple[Model, ModelServer]) -> None:
     model, server = made
-    request = proto.ModelInferRequest.FromString(RECORDED["inference.ModelInferRequest"])
+    request = ModelInferRequest.FromString(RECORDED["inference.ModelInferRequest"])
     with pytest.raises(grpc.RpcError, match="output 'p' is unknown; the model returns logits, probabilities"):
         call(server, "inference.GRPCInferenceService/ModelInfer", request.SerializeToString())
     request.outputs[0].name = "logits"
     data = call(server, "inference.GRPCInferenceService/ModelInfer", request.SerializeToString())
-    answer = proto.ModelInferResponse.FromString(data)
+    answer = ModelInferResponse.FromString(data)
     assert (answer.id, answer.model_version, len(answer.outputs)) == ("r1", "3", 1)
     expected = logits(model, {"ids": EMPTY, "words": hash_strings(WORDS)}, DENSE)
     got = torch.frombuffer(bytearray(answer.raw_output_contents[0]), dtype=torch.float32)
@@ -89,11 +96,11 @@ def test_an_inference_of_tritonclient(made: tuple[Model, ModelServer]) -> None:
 
 def test_readiness_and_metadata_of_tritonclient(made: tuple[Model, ModelServer]) -> None:
     data = call(made[1], "inference.GRPCInferenceService/ModelReady", RECORDED["inference.ModelReadyRequest"])
-    assert proto.ModelReadyResponse.FromString(data).ready
+    assert ModelReadyResponse.FromString(data).ready
     data = call(
         made[1], "inference.GRPCInferenceService/ModelMetadata", RECORDED["inference.ModelMetadataRequest"]
     )
-    assert proto.ModelMetadataResponse.FromString(data).versions == ["3"]
+    assert ModelMetadataResponse.FromString(data).versions == ["3"]
 
 
 SCRIPT = """

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalith.errors import RemoteError
-from megalith.serving.proto import PredictRequest, to_infer_request
+from megalith.serving.proto.infer_tensors import to_infer_request
+from megalith.serving.proto.message_types import PredictRequest
 from megalith.serving.server import open_inference
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from megalith.errors import InputError, RemoteError
-from megalith.serving.proto import GetModelStatusRequest
+from megalith.serving.proto.message_types import GetModelStatusRequest
 from megalith.serving.server import grpc_calls
 from megalith.serving.server.grpc_calls import MAX_CONTROLS, MAX_REFLECTIONS, REQUESTS
 from megalith.serving.server.model_server import SPARE_REQUESTS, ModelServer

@@ -17,11 +17,8 @@ from megalith import Ragged
 from megalith.checkpoint.manifest import Routing
 from megalith.errors import InputError
 from megalith.serving.export.signature import ExportedTable, FeatureSpec, Signature
-from megalith.serving.proto import (
-    Strings,
-    from_tensor_protos,
-    to_infer_request,
-)
+from megalith.serving.proto.infer_tensors import to_infer_request
+from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos
 from megalith.serving.server.inputs import InputReader, Rows
 from tests.serving.exports import request_of
 

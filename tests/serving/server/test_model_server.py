@@ -23,15 +23,8 @@ from torch import Tensor
 from megalith import Ragged, hash_strings
 from megalith.errors import InputError, RemoteError, UsageError
 from megalith.models import Model
-from megalith.serving.proto import (
-    GetModelMetadataRequest,
-    GetModelStatusRequest,
-    ServerReadyResponse,
-    SignatureDefMap,
-    from_infer_request,
-    to_infer_request,
-)
-from megalith.serving.proto.message_types import ModelInferResponse
+from megalith.serving.proto import message_types as messages
+from megalith.serving.proto.infer_tensors import from_infer_request, to_infer_request
 from megalith.serving.server.grpc_calls import remaining
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
@@ -252,11 +245,11 @@ def test_a_request_that_is_too_large(tmp_path: Path) -> None:
 
 
 def test_model_metadata(server: ModelServer, ask: ServerClient) -> None:
-    request = GetModelMetadataRequest(metadata_field=["signature_def"])
+    request = messages.GetModelMetadataRequest(metadata_field=["signature_def"])
     request.model_spec.name = "movies"
     answer = ask.connection.get_model_metadata(request, timeout=20)
     assert answer.model_spec.version.value == 3
-    signatures = SignatureDefMap()
+    signatures = messages.SignatureDefMap()
     answer.metadata["signature_def"].Unpack(signatures)
     assert sorted(signatures.signature_def) == ["lookup", "raw_lookup", "serving_default"]
     default = signatures.signature_def["serving_default"]
@@ -270,7 +263,7 @@ def test_model_metadata(server: ModelServer, ask: ServerClient) -> None:
 
 
 def test_model_status(ask: ServerClient) -> None:
-    request = GetModelStatusRequest()
+    request = messages.GetModelStatusRequest()
     request.model_spec.name = "movies"
     (status,) = ask.connection.get_model_status(request, timeout=20).model_version_status
     assert (status.version, status.state, status.status.error_code) == (3, 30, 0)
@@ -334,27 +327,25 @@ def test_open_inference_protocol(model: Model, channel: grpc.Channel) -> None:
         answer: bytes = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")(data, timeout=20)
         return answer
 
-    from megalith.serving import proto
-
-    assert proto.ServerLiveResponse.FromString(call("ServerLive")).live
-    assert proto.ServerReadyResponse.FromString(call("ServerReady")).ready
-    assert proto.ServerMetadataResponse.FromString(call("ServerMetadata")).name == "megalith"
+    assert messages.ServerLiveResponse.FromString(call("ServerLive")).live
+    assert messages.ServerReadyResponse.FromString(call("ServerReady")).ready
+    assert messages.ServerMetadataResponse.FromString(call("ServerMetadata")).name == "megalith"
     for name, version, ready in (
         ("movies", "", True),
         ("movies", "3", True),
         ("movies", "4", False),
         ("x", "", False),
     ):
-        asked = proto.ModelReadyRequest(name=name, version=version).SerializeToString()
-        assert proto.ModelReadyResponse.FromString(call("ModelReady", asked)).ready == ready
-    asked = proto.ModelMetadataRequest(name="movies").SerializeToString()
-    metadata = proto.ModelMetadataResponse.FromString(call("ModelMetadata", asked))
+        asked = messages.ModelReadyRequest(name=name, version=version).SerializeToString()
+        assert messages.ModelReadyResponse.FromString(call("ModelReady", asked)).ready == ready
+    asked = messages.ModelMetadataRequest(name="movies").SerializeToString()
+    metadata = messages.ModelMetadataResponse.FromString(call("ModelMetadata", asked))
     assert [given.name for given in metadata.inputs] == [*NAMES, "dense"]
     assert (metadata.versions, metadata.platform) == (["3"], "megalith")
 
     features, dense = rows(2)
     request = to_infer_request({**features, "dense": dense}, model_name="movies", id="r7")
-    response = ModelInferResponse.FromString(call("ModelInfer", request.SerializeToString()))
+    response = messages.ModelInferResponse.FromString(call("ModelInfer", request.SerializeToString()))
     assert (response.id, response.model_version) == ("r7", "3")
     scores = torch.frombuffer(bytearray(response.raw_output_contents[0]), dtype=torch.float32)
     torch.testing.assert_close(scores, logits(model, features, dense))
@@ -460,7 +451,7 @@ def test_a_server_that_leaves_still_answers_for_a_while(
             ready = channel.unary_unary("/inference.GRPCInferenceService/ServerReady")(b"", timeout=20)
             seen["seconds"] = seconds
             seen["health"] = check(health_pb2.HealthCheckRequest(), timeout=20).status
-            seen["ready"] = ServerReadyResponse.FromString(ready).ready
+            seen["ready"] = messages.ServerReadyResponse.FromString(ready).ready
             features, dense = rows(2)
             seen["scores"] = ask({**features, "dense": dense})["logits"].shape
 

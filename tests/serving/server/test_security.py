@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery.contract import is_loopback
-from megalith.serving.proto import GetModelStatusRequest
+from megalith.serving.proto.message_types import GetModelStatusRequest
 from megalith.serving.server.grpc_calls import MAX_STREAMS
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Permission, Security, read_token

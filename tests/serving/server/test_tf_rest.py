@@ -21,7 +21,8 @@ import torch
 from megalith import Ragged, hash_strings
 from megalith.errors import InputError
 from megalith.models import Model
-from megalith.serving.proto import PredictResponse, TensorProto, fill_tensor_proto, from_tensor_proto
+from megalith.serving.proto.message_types import PredictResponse, TensorProto
+from megalith.serving.proto.tf_tensors import fill_tensor_proto, from_tensor_proto
 from megalith.serving.server.http import MIN_GZIP_BYTES, read_body
 from megalith.serving.server.inputs import InputReader
 from megalith.serving.server.model_server import ModelServer

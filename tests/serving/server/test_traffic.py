@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from megalith.errors import InputError, RemoteError
-from megalith.serving.proto import GetModelStatusRequest, PredictResponse
+from megalith.serving.proto.message_types import GetModelStatusRequest, PredictResponse
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.versions import (

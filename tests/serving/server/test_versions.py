@@ -16,7 +16,7 @@ import torch
 
 from megalith.errors import RemoteError, SequenceError, UsageError
 from megalith.serving.discovery import FileDiscovery, StaticDiscovery
-from megalith.serving.proto import GetModelStatusRequest
+from megalith.serving.proto.message_types import GetModelStatusRequest
 from megalith.serving.server import repository
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig

@@ -37,8 +37,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from megalith.errors import MissingDependencyError
 from megalith.serving.client.credentials import grpc_module
-from megalith.serving.proto import Message
-from megalith.serving.proto.message_types import POOL
+from megalith.serving.proto.message_types import POOL, Message
 from megalith.serving.server.access_log import AccessLog, traceparent_of
 from megalith.serving.server.batching import Alive
 from megalith.serving.server.dispatcher import Dispatcher

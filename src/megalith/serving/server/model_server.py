@@ -34,7 +34,7 @@ from megalith.serving.export.compiled_program import compile_servable, default_c
 from megalith.serving.export.overlay import Compactor
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, Signature
-from megalith.serving.proto import MAX_BYTES
+from megalith.serving.proto.limits import MAX_BYTES
 from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.grpc_calls import ConcurrencyLimits, Health, add_reflection, grpc_handler
 from megalith.serving.server.open_inference import OIP_SERVICE, OIPService, TritonExtensions

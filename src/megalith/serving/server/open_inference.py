@@ -28,7 +28,10 @@ import torch
 from megalith import __version__
 from megalith.errors import InputError
 from megalith.serving.export.signature import OUTPUT_DTYPES, Signature
-from megalith.serving.proto import (
+from megalith.serving.proto.infer_tensors import BYTES, DATATYPES, datatype_of
+from megalith.serving.proto.message_bytes import encode_infer_response, read_infer_message
+from megalith.serving.proto.message_types import (
+    POOL,
     Message,
     ModelConfigRequest,
     ModelConfigResponse,
@@ -44,11 +47,7 @@ from megalith.serving.proto import (
     ServerLiveResponse,
     ServerMetadataResponse,
     ServerReadyResponse,
-    datatype_of,
 )
-from megalith.serving.proto.infer_tensors import BYTES, DATATYPES
-from megalith.serving.proto.message_bytes import encode_infer_response, read_infer_message
-from megalith.serving.proto.message_types import POOL
 from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.grpc_calls import (
     GrpcScoreRequest,

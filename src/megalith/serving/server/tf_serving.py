@@ -22,7 +22,14 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.library import MessageBuffers
 from megalith.serving.export.signature import ENTRY, OUTPUT_DTYPES, Signature
-from megalith.serving.proto import (
+from megalith.serving.proto.message_bytes import (
+    LARGE,
+    ScoreMessage,
+    cut_contents,
+    encode_predict_response,
+    read_predict_message,
+)
+from megalith.serving.proto.message_types import (
     ErrorCode,
     GetModelMetadataRequest,
     GetModelMetadataResponse,
@@ -33,19 +40,14 @@ from megalith.serving.proto import (
     PredictRequest,
     PredictResponse,
     SignatureDefMap,
+)
+from megalith.serving.proto.tf_tensors import (
     Strings,
     fill_tensor_proto,
     from_tensor_protos,
     strings_to_tensor_proto,
     tensor_info,
     to_tensor_proto,
-)
-from megalith.serving.proto.message_bytes import (
-    LARGE,
-    ScoreMessage,
-    cut_contents,
-    encode_predict_response,
-    read_predict_message,
 )
 from megalith.serving.server.dispatcher import FLAT_ROWS, Dispatcher, unknown_signature
 from megalith.serving.server.grpc_calls import (
