@@ -78,8 +78,6 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Call:
-    """A call in progress."""
-
     def __init__(self, future: Any, address: str) -> None:
         self._future = future
         self.address = address
@@ -119,7 +117,6 @@ class Connection:
         self._get_model_status = self._method(GET_MODEL_STATUS, GetModelStatusResponse)
 
     def predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Message:
-        """Send a PredictRequest and wait for the response."""
         return self._call(self._predict, request, timeout, metadata)
 
     def start_predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Call:
@@ -130,11 +127,9 @@ class Connection:
             return Call(future, self.address)
 
     def get_model_metadata(self, request: Message | bytes, *, timeout: float) -> Message:
-        """Request the signatures of a model."""
         return self._call(self._get_model_metadata, request, timeout)
 
     def get_model_status(self, request: Message | bytes, *, timeout: float) -> Message:
-        """Request the states of the versions of a model."""
         return self._call(self._get_model_status, request, timeout)
 
     def close(self) -> None:
@@ -195,7 +190,6 @@ class Channels:
             self._workers.submit(work)
 
     def close(self) -> None:
-        """Close all connections; further calls do nothing."""
         with self._lock:
             self._closed = True
             connections = list(self._open.values())
@@ -274,7 +268,6 @@ class Targets:
         return addresses
 
     def failed(self, address: str) -> None:
-        """Record that a replica failed; for REST_SECONDS it is tried last."""
         self._failed[address] = time.monotonic()
 
     def close(self) -> None:

@@ -99,7 +99,6 @@ class Credentials:
 
 
 def read_secret(what: str, path: Path) -> bytes:
-    """Read a token, a certificate or a key."""
     try:
         if path.stat().st_size > MAX_SECRET_BYTES:
             raise InputError(f"{what}: {path} has more than {MAX_SECRET_BYTES} bytes")

@@ -321,7 +321,6 @@ class ReplicaRegistry:
         self._watches: dict[str, list[OnChange]] = {}
 
     def get(self, service: str) -> Replicas:
-        """Return the replicas found last."""
         with self._changed:
             return self._found.get(service, ())
 

@@ -130,14 +130,12 @@ class DNSDiscovery(Discovery):
 
 
 def lookup_addresses(host: str, port: int) -> list[str]:
-    """Resolve a name."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     ips = dict.fromkeys(str(address[0]) for *_, address in found)
     return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in ips]
 
 
 def open_dns(rest: str, **options: float) -> DNSDiscovery:
-    """Make a DNSDiscovery from the part of a URL after "dns:"."""
     name, colon, port = rest.removeprefix("//").rpartition(":")
     if not colon or not name or not port.isascii() or not port.isdecimal():
         raise InputError("dns: must be dns:name:port")

@@ -40,7 +40,6 @@ _READ_TRIES = 5
 
 
 def kazoo(module: str) -> Any:
-    """Import a module of kazoo."""
     try:
         return importlib.import_module(f"kazoo.{module}")
     except ImportError as error:
@@ -169,7 +168,6 @@ class ZooKeeperSession:
     # ---- start and stop
 
     def start(self, timeout: float = 15.0) -> None:
-        """Connect."""
         if self._stopping.is_set():
             raise UsageError(f"ZooKeeper {self.hosts}: a stopped session cannot restart: create a new one")
         if self._thread is not None:
@@ -256,7 +254,6 @@ class ZooKeeperSession:
         return view
 
     def drop(self, view: NodeView[Any]) -> None:
-        """Remove a view; its function is not called again."""
         with self._lock:
             if view in self._views:
                 self._views.remove(view)
@@ -271,14 +268,12 @@ class ZooKeeperSession:
             self._ask("set", path, value)
 
     def remove(self, path: str) -> None:
-        """Delete a node if it exists."""
         try:
             self._ask("delete", path)
         except kazoo("exceptions").NoNodeError:
             return
 
     def get(self, path: str) -> bytes | None:
-        """Read a node."""
         try:
             return bytes(self._ask("get", path)[0])
         except kazoo("exceptions").NoNodeError:
@@ -299,7 +294,6 @@ class ZooKeeperSession:
         return self.result(self.send(call, path, *args, **options), path)
 
     def send(self, call: str, path: str, *args: Any, **options: Any) -> Any:
-        """Send a request."""
         client = self._client
         if not client.connected:
             # kazoo would queue the request, and might execute it long after the caller got an error.
@@ -307,7 +301,6 @@ class ZooKeeperSession:
         return getattr(client, f"{call}_async")(path, *args, **options)
 
     def result(self, sent: Any, path: str) -> Any:
-        """Wait for an answer."""
         errors = kazoo("exceptions")
         try:
             return sent.get(timeout=self._request_seconds)

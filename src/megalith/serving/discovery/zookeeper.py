@@ -295,7 +295,6 @@ def _name_or_none(idc: str | None) -> str | None:
 
 
 def open_zookeeper(rest: str, **options: Any) -> ZooKeeperDiscovery:
-    """Make a discovery from a URL."""
     hosts, _, root = rest.removeprefix("//").partition("/")
     if not rest.startswith("//") or not hosts:
         raise InputError(f"zk:{rest} must be zk://host:port,host:port/root")

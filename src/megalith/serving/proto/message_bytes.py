@@ -199,14 +199,12 @@ class ScoreMessage(Protocol):
 
 
 def read_predict_message(data: bytes) -> ScoreMessage | None:
-    """Read a PredictRequest."""
     native: Any = native_module()
     message: ScoreMessage | None = None if native is None else native.read_predict_request(data)
     return message
 
 
 def read_infer_message(data: bytes) -> ScoreMessage | None:
-    """Read a ModelInferRequest."""
     native: Any = native_module()
     message: ScoreMessage | None = None if native is None else native.read_infer_request(data)
     return message
@@ -286,7 +284,6 @@ def _infer_output(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> by
 
 
 def _field(number: int, data: bytes) -> bytes:
-    """Return a length-delimited field."""
     return _head(number, len(data)) + data
 
 

@@ -20,7 +20,6 @@ Message: TypeAlias = Any
 
 
 def protobuf(module: str) -> Any:
-    """Import a module of google.protobuf."""
     try:
         return importlib.import_module(f"google.protobuf.{module}")
     except ImportError as error:
@@ -28,7 +27,6 @@ def protobuf(module: str) -> Any:
 
 
 def load_pool(path: Path) -> Any:
-    """Create a descriptor pool."""
     pool = protobuf("descriptor_pool").DescriptorPool()
     for file in protobuf("descriptor_pb2").FileDescriptorSet.FromString(path.read_bytes()).file:
         pool.Add(file)

@@ -71,7 +71,6 @@ _FIELDS = {
 
 
 def to_tensor_proto(tensor: Tensor) -> Message:
-    """Convert a tensor to a TensorProto."""
     content = bytes_of_tensor(tensor, "tensor")
     proto = TensorProto(dtype=DTYPES[tensor.dtype], tensor_content=content)
     _set_shape(proto, tensor.shape)
@@ -110,7 +109,6 @@ def from_tensor_proto(
     content: memoryview | None = None,
     buffers: MessageBuffers | None = None,
 ) -> Tensor:
-    """Convert a TensorProto to a tensor."""
     number = proto.dtype
     if number not in _TORCH:
         hint = "; read it with strings_from_tensor_proto" if number == DataType.DT_STRING else ""
@@ -135,7 +133,6 @@ def from_tensor_protos(
     contents: Mapping[str, memoryview] = MappingProxyType({}),
     buffers: MessageBuffers | None = None,
 ) -> dict[str, Tensor | Strings]:
-    """Convert the inputs of a request."""
     left = max_bytes
     read: dict[str, Tensor | Strings] = {}
     for name in sorted(protos):
@@ -152,7 +149,6 @@ def from_tensor_protos(
 
 
 def strings_to_tensor_proto(strings: Strings | Sequence[bytes]) -> Message:
-    """Convert bytes objects to a TensorProto of DT_STRING."""
     array = np.asarray(strings, dtype=object)
     flat = array.reshape(-1).tolist()
     for value in flat:
@@ -179,7 +175,6 @@ def strings_from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes
 
 
 def tensor_info(name: str, dtype: torch.dtype | None, shape: Iterable[int | None]) -> Message:
-    """Describe a tensor for a signature."""
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"{name}: TensorFlow does not have the dtype {dtype}")
     info = TensorInfo(name=name, dtype=DataType.DT_STRING if dtype is None else DTYPES[dtype])

@@ -58,7 +58,6 @@ class MallocTrimmer:
         self._received = 0
 
     def received(self, size: int) -> None:
-        """Count a request."""
         if size >= LARGE_BYTES:
             with self._lock:
                 self._received += size
@@ -171,8 +170,6 @@ class ScoreResult:
 
 
 class Dispatcher:
-    """Passes requests to the models of a repository."""
-
     def __init__(self, repository: Repository, metrics: Metrics, config: ServerConfig) -> None:
         self.repository = repository
         self.metrics = metrics
@@ -196,11 +193,9 @@ class Dispatcher:
 
     @property
     def closing(self) -> bool:
-        """Whether the server is shutting down."""
         return self._closing
 
     def permit(self, authorization: str | bytes | None, permission: Permission) -> None:
-        """Check what a client may do."""
         if not self._security.requires_token or self._security.permits(authorization, permission):
             return
         known = self._security.admits(authorization)
@@ -210,7 +205,6 @@ class Dispatcher:
         raise self.reject(RequestError(Code.PERMISSION_DENIED if known else Code.UNAUTHENTICATED, text))
 
     def check_size(self, size: int) -> None:
-        """Check the bytes of a request that is to be parsed."""
         self.memory.received(size)
         if size > self.max_predict_bytes:
             raise self.reject(
@@ -221,7 +215,6 @@ class Dispatcher:
             )
 
     def predict(self, request: ScoreRequest) -> ScoreResult:
-        """Compute the scores of a request's rows."""
         with (
             self.admit(request.model, PREDICT) as model,
             model.version(request.version, point=model.point(request.key)) as version,
@@ -259,7 +252,6 @@ class Dispatcher:
         outputs: Sequence[str] = (),
         timeout: float | None = None,
     ) -> tuple[int, dict[str, Tensor]]:
-        """Return the rows of the ids that a request holds."""
         with self.admit(name, signature) as model:
             _check_deadline(timeout)
             with model.version(version) as found:
@@ -294,7 +286,6 @@ class Dispatcher:
                 model.writers.release()
 
     def admit(self, name: str, signature: str) -> _Admission:
-        """Admit a request."""
         return _Admission(self, name, signature)
 
     def reject(self, error: Exception) -> RequestError:
@@ -376,7 +367,6 @@ class _Admission:
 
 
 def unknown_signature(name: str) -> RequestError:
-    """Return the error for a signature that no model has."""
     known = ", ".join(SIGNATURES)
     return RequestError(Code.INVALID_ARGUMENT, f"signature {name[:100]!r} is unknown; use one of {known}")
 

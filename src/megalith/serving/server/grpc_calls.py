@@ -69,7 +69,6 @@ class GrpcScoreRequest:
 
 
 def grpc_handler(service: str, methods: Mapping[str, Method], log: AccessLog | None = None) -> Any:
-    """Make a gRPC handler of a service."""
     grpc = grpc_module()
     return grpc.method_handlers_generic_handler(
         service,
@@ -165,7 +164,6 @@ class Health:
         self.set(())
 
     def add_to(self, server: Any) -> None:
-        """Add the service to a gRPC server."""
         stubs = _module("grpcio-health-checking", "grpc_health.v1.health_pb2_grpc")
         stubs.add_HealthServicer_to_server(self._servicer, server)
 
@@ -230,7 +228,6 @@ class HandlerThreads(ThreadPoolExecutor):
         self._ended = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a call in a thread."""
         future: Future[T] = Future()
         call: _Call = (future, fn, args, kwargs)
         with self._mutex:
@@ -327,11 +324,9 @@ class ReadDeadlines:
 
     @property
     def seconds(self) -> float:
-        """Seconds in which the message of a call must arrive."""
         return self._seconds
 
     def begin(self, context: Any, group: object = None) -> _Wait:
-        """Start the deadline of a call."""
         wait = _Wait(context, group)
         self._waiting.append(wait)
         return wait
@@ -359,7 +354,6 @@ class ReadDeadlines:
         return True
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
         self._thread.join()
 
@@ -435,11 +429,9 @@ class ConcurrencyLimits:
 
     @property
     def pool(self) -> ThreadPoolExecutor:
-        """The threads of requests."""
         return self._requests.pool
 
     def close(self) -> None:
-        """End the threads; calls in progress continue."""
         self._deadlines.close()
         groups = (self._requests, self._control, self._checks, self._streams, self._reflection)
         for group in groups:
@@ -552,8 +544,6 @@ class ConcurrencyLimits:
             raise
 
     def _refusing(self, method: str, refusal: Refusal) -> Any:
-        """Return a handler that refuses a call."""
-
         def refuse(_: Any, context: Any) -> None:
             self._refuse(method, context, refusal)
 

@@ -76,7 +76,6 @@ class OIPService:
         self._dispatcher = dispatcher
 
     def methods(self) -> dict[str, Any]:
-        """Return the methods by name."""
         return {
             "ServerLive": self.server_live,
             "ServerReady": self.server_ready,
@@ -87,31 +86,25 @@ class OIPService:
         }
 
     def server_live(self, data: bytes, context: Any) -> bytes:
-        """Return that the server runs."""
         return serialize(ServerLiveResponse(live=True))
 
     def server_ready(self, data: bytes, context: Any) -> bytes:
-        """Return whether some model is available."""
         return serialize(ServerReadyResponse(ready=self._dispatcher.ready))
 
     def model_ready(self, data: bytes, context: Any) -> bytes:
-        """Return whether a version of a model is available."""
         request = parse(self._dispatcher, ModelReadyRequest, data)
         ready = model_ready(self._dispatcher, request.name, request.version)
         return serialize(ModelReadyResponse(ready=ready))
 
     def server_metadata(self, data: bytes, context: Any) -> bytes:
-        """Return name and version of this server."""
         return serialize(ServerMetadataResponse(name=SERVER, version=__version__, extensions=EXTENSIONS))
 
     def model_metadata(self, data: bytes, context: Any) -> bytes:
-        """Return the inputs and outputs of a version."""
         request = parse(self._dispatcher, ModelMetadataRequest, data)
         described = describe(self._dispatcher, request.name, request.version)
         return serialize(ModelMetadataResponse(**described))
 
     def model_infer(self, data: bytes, context: Any) -> bytes:
-        """Return the scores of the request's rows."""
         self._dispatcher.permit(authorization_of(context.invocation_metadata()), Permission.READ)
         self._dispatcher.check_size(len(data))
         message = read_infer_message(data)
@@ -150,7 +143,6 @@ class OIPService:
 
 
 def parse_version(text: str) -> int | None:
-    """Parse a version of the protocol."""
     if not text:
         return None
     if not text.isascii() or not text.isdecimal() or len(text) > 19:
@@ -159,7 +151,6 @@ def parse_version(text: str) -> int | None:
 
 
 def model_ready(dispatcher: Dispatcher, name: str, version: str) -> bool:
-    """Return whether a version of a model is available."""
     try:
         number = parse_version(version)
         model = dispatcher.repository.find(name)
@@ -169,7 +160,6 @@ def model_ready(dispatcher: Dispatcher, name: str, version: str) -> bool:
 
 
 def describe(dispatcher: Dispatcher, name: str, version: str) -> dict[str, Any]:
-    """Return the metadata of a model in the form of the protocol."""
     with dispatcher.admit(name, "metadata") as model, model.version(parse_version(version)) as found:
         return {
             "name": name,
@@ -220,7 +210,6 @@ class TritonExtensions:
         self._dispatcher = dispatcher
 
     def methods(self) -> dict[str, Any]:
-        """Return the methods by name."""
         return {
             "ModelConfig": self._config,
             "ModelStatistics": self._statistics,
@@ -241,7 +230,6 @@ class TritonExtensions:
 
 
 def model_config(dispatcher: Dispatcher, name: str, version: str) -> Message:
-    """Return the configuration of a model."""
     described = describe(dispatcher, name, version)
     response = ModelConfigResponse()
     config = response.config
@@ -257,7 +245,6 @@ def model_config(dispatcher: Dispatcher, name: str, version: str) -> Message:
 
 
 def model_statistics(dispatcher: Dispatcher, name: str, version: str) -> Message:
-    """Return the statistics of loaded versions."""
     response = ModelStatisticsResponse()
     if not name:
         for model in dispatcher.repository.models:
@@ -297,7 +284,6 @@ def _add_statistics(response: Message, model: ServedModel, name: str, number: in
 
 
 def repository_index(dispatcher: Dispatcher, *, ready_only: bool) -> Message:
-    """Return the versions of all models."""
     response = RepositoryIndexResponse()
     for model in dispatcher.repository.models:
         for number, status in reversed(model.statuses.items()):

@@ -112,7 +112,6 @@ class Repository:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Stop polling and retire every version."""
         end = time.monotonic() + timeout
         self._stopping.set()
         if self._thread.is_alive():
@@ -124,7 +123,6 @@ class Repository:
                 model.subscriber.close()
 
     def find(self, name: str) -> ServedModel:
-        """Return the model that a request names."""
         found = self._names.get(name) or self._names.get(f"{name}:{ENTRY}")
         if found is None:  # a model that was never opened has the name of its directory
             found = next((model for model in self.models if model.name == name), None)

@@ -28,7 +28,6 @@ _SESSIONS = {
 
 
 def prometheus(module: str = "prometheus_client") -> Any:
-    """Import a module of prometheus_client."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -36,8 +35,6 @@ def prometheus(module: str = "prometheus_client") -> Any:
 
 
 class Metrics:
-    """The metrics of one server."""
-
     def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
         client = prometheus()
         self.registry = client.CollectorRegistry()
@@ -76,29 +73,23 @@ class Metrics:
         self._children: dict[tuple[str, ...], Any] = {}
 
     def request(self, model: str, signature: str, code: str, seconds: float) -> None:
-        """Record the end of a request."""
         self._child(self._latency, "latency", model, signature, code).observe(seconds)
         if code not in ("OK", "INTERNAL"):
             self._child(self._refused, "refused", model, code).inc()
 
     def batch(self, model: str, rows: int) -> None:
-        """Record the rows of a batch."""
         self._child(self._batches, "batches", model).observe(rows)
 
     def missing_feature(self, model: str, feature: str) -> None:
-        """Count a request without a feature."""
         self._child(self._missing, "missing", model, feature).inc()
 
     def load_failed(self, model: str) -> None:
-        """Count a version that failed to load."""
         self._failed_loads.labels(model).inc()
 
     def version_changed(self, model: str) -> None:
-        """Count a version whose files changed after it was loaded."""
         self._changed.labels(model).inc()
 
     def text(self) -> bytes:
-        """Return the metrics in Prometheus's text format."""
         data: bytes = prometheus().generate_latest(self.registry)
         return data
 
@@ -118,7 +109,6 @@ class _Models:
         self._models = models
 
     def collect(self) -> Iterator[Any]:
-        """Yield the current metrics of all models."""
         core = prometheus("prometheus_client.core")
 
         def gauge(name: str, text: str, *labels: str) -> Any:
@@ -227,7 +217,6 @@ class GroupMetrics:
         self._processes = processes
 
     def text(self) -> bytes:
-        """Return the metrics in Prometheus's text format."""
         registry = prometheus().CollectorRegistry()
         registry.register(self)
         data: bytes = prometheus().generate_latest(registry)
@@ -238,7 +227,6 @@ class GroupMetrics:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics of all processes, and which of them answer."""
         core, parser = prometheus("prometheus_client.core"), prometheus("prometheus_client.parser")
         up = core.GaugeMetricFamily("megalith_process_up", "Whether a process serves.", labels=["process"])
         restarts = core.CounterMetricFamily(

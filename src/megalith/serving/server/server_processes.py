@@ -185,12 +185,10 @@ class ServerProcesses:
 
     @property
     def models(self) -> list[tuple[str, int]]:
-        """Name and newest version of the models that the first process serves."""
         return [(name, number) for name, number in self._children[0].models]
 
     @property
     def process_ids(self) -> list[int]:
-        """The system's number of each process."""
         return [child.pid for child in self._children]
 
     @property
@@ -243,7 +241,6 @@ class _Child:
         return self._process.pid if self._process is not None else 0
 
     def begin(self) -> None:
-        """Start the process."""
         path = os.pathsep.join(each for each in sys.path if each)
         environment = {**os.environ, "PYTHONPATH": path}
         threads = self.task.config.batching.threads
@@ -280,7 +277,6 @@ class _Child:
         self.up = True
 
     def watch(self) -> None:
-        """Start it again whenever it ends."""
         self._watcher.start()
 
     def _watch(self) -> None:
@@ -356,7 +352,6 @@ class _Child:
 
 
 def divide_cores(processes: int, cores: Sequence[int] | None = None) -> list[tuple[int, ...]]:
-    """Divide the cores of this process among children."""
     if cores is None:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     each = len(cores) // processes

@@ -75,7 +75,6 @@ METHOD = "tensorflow/serving/predict"
 
 
 def model_status(dispatcher: Dispatcher, name: str, wanted: int | str | None) -> Message:
-    """Return the state of each version of a model, or of one version."""
     with dispatcher.admit(name, "status") as model:
         response = GetModelStatusResponse()
         for number, status in model.statuses_of(wanted).items():
@@ -86,7 +85,6 @@ def model_status(dispatcher: Dispatcher, name: str, wanted: int | str | None) ->
 
 
 def model_metadata(dispatcher: Dispatcher, name: str, wanted: int | str | None) -> tuple[Message, Message]:
-    """Return the signatures of a version."""
     with dispatcher.admit(name, "metadata") as model, model.version(wanted) as version:
         spec = ModelSpec(name=name)
         spec.version.value = version.number
@@ -94,7 +92,6 @@ def model_metadata(dispatcher: Dispatcher, name: str, wanted: int | str | None) 
 
 
 def signatures_of(signature: Signature, writes: bool) -> Message:
-    """Return the signatures of a version."""
     made = SignatureDefMap()
 
     def define(name: str, inputs: dict[str, Message], outputs: dict[str, Message]) -> None:
@@ -148,7 +145,6 @@ class TFService:
         self._buffers = MessageBuffers(_LARGEST)
 
     def handlers(self) -> list[Any]:
-        """Return the handlers to register with a gRPC server."""
         return [
             grpc_handler(
                 PREDICTION_SERVICE,
@@ -203,7 +199,6 @@ class TFService:
         return serialize(response)
 
     def get_model_metadata(self, data: bytes, context: Any) -> bytes:
-        """Return the signatures of a version."""
         request = self._parse(GetModelMetadataRequest, data)
         if list(request.metadata_field) != [METADATA_FIELD]:
             error = InputError(f"metadata_field must be [{METADATA_FIELD!r}]")
@@ -290,7 +285,6 @@ def _is_large(signature: str) -> bool:
 
 
 def version_of(spec: Message) -> int | str | None:
-    """Return the version that a ModelSpec names."""
     if spec.version_label:
         label: str = spec.version_label
         return label

@@ -157,7 +157,6 @@ class VersionRules:
 
 
 def is_named(rules: VersionRules, number: int) -> bool:
-    """Return whether rules name a version."""
     return number in rules.labels.values() or any(number == each for each, _ in rules.shares)
 
 
