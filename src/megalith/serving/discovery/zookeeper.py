@@ -180,7 +180,6 @@ class ZooKeeperDiscovery(Discovery):
 
     @property
     def is_connected(self) -> bool:
-        """Whether ZooKeeper is connected."""
         return self.session.is_connected
 
     def register(self, service: str, replica: Replica) -> None:
