@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -285,8 +285,27 @@ class Dispatcher:
             finally:
                 model.writers.release()
 
-    def admit(self, name: str, signature: str) -> _Admission:
-        return _Admission(self, name, signature)
+    @contextmanager
+    def admit(self, name: str, signature: str) -> Iterator[ServedModel]:
+        """Give the model of a request; count the request, and turn its error into a RequestError."""
+        started, label, code = time.perf_counter(), UNKNOWN, "OK"
+        try:
+            self._enter()
+            try:
+                model = self.repository.find(name)
+                label = model.name
+                yield model
+            finally:
+                self._leave()
+        except Exception as error:
+            status, text = as_request_error(error, f"{signature} of {label}")
+            code = status.name
+            raise RequestError(status, text) from None
+        finally:
+            if self.access_log is not None:
+                self.access_log.note(model=label, signature=signature)
+            known = signature if signature in SIGNATURES else UNKNOWN
+            self.metrics.request(label, known, code, time.perf_counter() - started)
 
     def reject(self, error: Exception) -> RequestError:
         """Count a request that cannot be parsed."""
@@ -305,7 +324,7 @@ class Dispatcher:
             return self._changed.wait_for(lambda: not self._running, timeout)
 
     def _enter(self) -> None:
-        """Register a request; raise RequestError if the server is full or shutting down."""
+        """Count a request in progress; raise RequestError if the server is full or shutting down."""
         with self._changed:
             if self._closing:
                 raise RequestError(Code.UNAVAILABLE, "the server is shutting down")
@@ -316,54 +335,10 @@ class Dispatcher:
             self._running += 1
 
     def _leave(self) -> None:
-        """Register the end of a request."""
         with self._changed:
             self._running -= 1
             if self._closing:
                 self._changed.notify_all()
-
-
-class _Admission:
-    """One request between its admission and its end."""
-
-    __slots__ = ("_dispatcher", "_label", "_name", "_signature", "_started")
-
-    def __init__(self, dispatcher: Dispatcher, name: str, signature: str) -> None:
-        self._dispatcher, self._name, self._signature = dispatcher, name, signature
-        self._label = UNKNOWN
-        self._started = time.perf_counter()
-
-    def __enter__(self) -> ServedModel:
-        try:
-            self._dispatcher._enter()
-        except RequestError as error:
-            raise self._end(error) from None
-        try:
-            model = self._dispatcher.repository.find(self._name)
-        except Exception as error:
-            self._dispatcher._leave()
-            raise self._end(error) from None
-        self._label = model.name
-        return model
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._dispatcher._leave()
-        if isinstance(error, Exception):
-            raise self._end(error) from None
-        self._count("OK")
-
-    def _end(self, error: Exception) -> RequestError:
-        status, text = as_request_error(error, f"{self._signature} of {self._label}")
-        self._count(status.name)
-        return RequestError(status, text)
-
-    def _count(self, code: str) -> None:
-        signature = self._signature if self._signature in SIGNATURES else UNKNOWN
-        if self._dispatcher.access_log is not None:
-            self._dispatcher.access_log.note(model=self._label, signature=self._signature)
-        self._dispatcher.metrics.request(self._label, signature, code, time.perf_counter() - self._started)
 
 
 def unknown_signature(name: str) -> RequestError:
