@@ -36,8 +36,8 @@ from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, Signature
 from megalith.serving.proto.limits import MAX_BYTES
 from megalith.serving.server.dispatcher import Dispatcher
-from megalith.serving.server.grpc_calls import ConcurrencyLimits, Health, add_reflection, grpc_handler
-from megalith.serving.server.open_inference import OIP_SERVICE, OIPService, TritonExtensions
+from megalith.serving.server.grpc_calls import ConcurrencyLimits, Health, add_reflection
+from megalith.serving.server.open_inference import OIP_SERVICE, OIPService
 from megalith.serving.server.repository import Repository
 from megalith.serving.server.rest import RestServer
 from megalith.serving.server.served_model import ServedModel, services_of
@@ -329,14 +329,10 @@ class ModelServer:
         grpc, config, guard = grpc_module(), self._config, self._guard
         assert guard is not None
         refusal = "" if writes else f"this port is shared by several processes: push to {self.address}"
-        methods = {**OIPService(self._dispatcher).methods(), **TritonExtensions(self._dispatcher).methods()}
         tf_serving = TFService(self._dispatcher, write_refusal=refusal)
         server = grpc.server(
             guard.pool,
-            handlers=[
-                *tf_serving.handlers(),
-                grpc_handler(OIP_SERVICE, methods, self._dispatcher.access_log),
-            ],
+            handlers=[*tf_serving.handlers(), *OIPService(self._dispatcher).handlers()],
             interceptors=[guard.interceptor],
             options=(
                 ("grpc.max_receive_message_length", config.max_request_bytes + MAX_MESSAGE_BYTES - MAX_BYTES),
