@@ -24,7 +24,6 @@ from megalith.library import MessageBuffers
 from megalith.serving.export.signature import ENTRY, OUTPUT_DTYPES, Signature
 from megalith.serving.proto.message_bytes import (
     LARGE,
-    ScoreMessage,
     cut_contents,
     encode_predict_response,
     read_predict_message,
@@ -160,20 +159,33 @@ class TFService:
         """Return scores, rows, or the response to a write, depending on the signature."""
         message = read_predict_message(data)
         if message is not None and (message.signature or PREDICT) == PREDICT:
-            return self._predict_message(data, message, context)
+            return self._scores(
+                message.model,
+                message.version_text or message.version,
+                message.outputs,
+                # Inputs in the usual form are read from the bytes, others by protobuf.
+                lambda reader: reader.read_message(message) or _read_protos(reader, data),
+                len(data),
+                context,
+            )
         small, contents = cut_contents(data, _is_large) if len(data) >= LARGE else (data, {})
         if len(small) >= LARGE:  # a parsed message takes up to twenty times its bytes
             self._dispatcher.check_size(len(small))
-        request = self._parse(PredictRequest, small)
+        request = parse(self._dispatcher, PredictRequest, small)
         spec = request.model_spec
         signature = spec.signature_name or PREDICT
+        if signature == PREDICT:
+            return self._scores(
+                spec.name,
+                version_of(spec),
+                request.output_filter,
+                lambda reader: _read_protos(reader, data) if contents else reader.read_protos(request.inputs),
+                len(data),
+                context,
+            )
         timeout = remaining(context)
         read_inputs = functools.partial(self._read_inputs, request, contents)
         self._permit(signature, context)
-        if signature == PREDICT:
-            self._dispatcher.check_size(len(data))
-            whole = self._parse(PredictRequest, data) if contents else request
-            return self._scores(whole, timeout, context)
         if signature in (LOOKUP, RAW_LOOKUP):
             number, rows = self._dispatcher.lookup(
                 spec.name,
@@ -199,7 +211,7 @@ class TFService:
         return serialize(response)
 
     def get_model_metadata(self, data: bytes, context: Any) -> bytes:
-        request = self._parse(GetModelMetadataRequest, data)
+        request = parse(self._dispatcher, GetModelMetadataRequest, data)
         if list(request.metadata_field) != [METADATA_FIELD]:
             error = InputError(f"metadata_field must be [{METADATA_FIELD!r}]")
             raise self._dispatcher.reject(error)
@@ -213,7 +225,7 @@ class TFService:
 
     def get_model_status(self, data: bytes, context: Any) -> bytes:
         """Return the state of each version, or of the one that the request names (0 names none)."""
-        request = self._parse(GetModelStatusRequest, data)
+        request = parse(self._dispatcher, GetModelStatusRequest, data)
         spec = request.model_spec
         return serialize(model_status(self._dispatcher, spec.name, version_of(spec)))
 
@@ -225,34 +237,18 @@ class TFService:
             permission = Permission.WRITE
         self._dispatcher.permit(authorization_of(context.invocation_metadata()), permission)
 
-    def _predict_message(self, data: bytes, message: ScoreMessage, context: Any) -> bytes:
-        """Return scores; inputs in the usual form are read from the bytes, others by protobuf."""
-        self._permit(PREDICT, context)
-        self._dispatcher.check_size(len(data))
-
-        def read(reader: InputReader) -> Rows:
-            return reader.read_message(message) or reader.read_protos(PredictRequest.FromString(data).inputs)
-
-        version = message.version_text or message.version
-        return self._respond(message.model, version, message.outputs, read, remaining(context), context)
-
-    def _scores(self, request: Message, timeout: float | None, context: Any) -> bytes:
-        spec = request.model_spec
-
-        def read(reader: InputReader) -> Rows:
-            return reader.read_protos(request.inputs)
-
-        return self._respond(spec.name, version_of(spec), request.output_filter, read, timeout, context)
-
-    def _respond(
+    def _scores(
         self,
         model: str,
         version: int | str | None,
         outputs: Sequence[str],
         read: Callable[[InputReader], Rows],
-        timeout: float | None,
+        size: int,
         context: Any,
     ) -> bytes:
+        self._permit(PREDICT, context)
+        self._dispatcher.check_size(size)
+        timeout = remaining(context)
         scored = self._dispatcher.predict(
             GrpcScoreRequest(
                 model, version, outputs, timeout, context.is_active, read, *request_options(context)
@@ -275,8 +271,9 @@ class TFService:
         limit = self._dispatcher.max_bytes
         return from_tensor_protos(request.inputs, max_bytes=limit, contents=contents, buffers=self._buffers)
 
-    def _parse(self, kind: Any, data: bytes) -> Message:
-        return parse(self._dispatcher, kind, data)
+
+def _read_protos(reader: InputReader, data: bytes) -> Rows:
+    return reader.read_protos(PredictRequest.FromString(data).inputs)
 
 
 def _is_large(signature: str) -> bool:
