@@ -24,14 +24,14 @@ later has it; a task that fails does not keep the others from running.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
-from megalith.errors import DiscoveryError, InputError, MissingDependencyError, UsageError
+from megalith.errors import DiscoveryError, InputError, UsageError
+from megalith.library import import_extra
 from megalith.serving.discovery.contract import call_back
 
 T = TypeVar("T")
@@ -40,10 +40,7 @@ _READ_TRIES = 5
 
 
 def kazoo(module: str) -> Any:
-    try:
-        return importlib.import_module(f"kazoo.{module}")
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("ZooKeeper needs kazoo", "discovery") from error
+    return import_extra(f"kazoo.{module}", "ZooKeeper needs kazoo", "discovery")
 
 
 class ZooKeeperUnavailable(DiscoveryError):

@@ -35,7 +35,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from megalith.errors import MissingDependencyError
+from megalith.library import import_extra
 from megalith.serving.client.credentials import grpc_module
 from megalith.serving.proto.message_types import POOL, Message
 from megalith.serving.server.access_log import AccessLog, traceparent_of
@@ -147,10 +147,7 @@ HEALTH = "grpc.health.v1.Health"
 
 
 def _module(package: str, name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingDependencyError.of_extra(f"serving needs {package}", "serve") from error
+    return import_extra(name, f"serving needs {package}", "serve")
 
 
 class Health:
