@@ -88,17 +88,24 @@ def fill_tensor_proto(proto: Message, array: NDArray[np.generic], *, typed: bool
         # A packed field of floats is its tag, its length and the elements as they are in memory.
         data = array.tobytes()
         field = TensorProto.DESCRIPTOR.fields_by_name[_FIELDS[dtype]].number
-        proto.MergeFromString(bytes([field << 3 | 2]) + _varint(len(data)) + data)
+        proto.MergeFromString(field_prefix(field, len(data)) + data)
     else:
         getattr(proto, _FIELDS[dtype]).extend(array.reshape(-1).tolist())
 
 
-def _varint(number: int) -> bytes:
+def field_prefix(number: int, length: int) -> bytes:
+    """Encode the key and the length of a length-delimited protobuf field; its payload follows them."""
+    return bytes((number << 3 | 2,)) + varint_bytes(length)
+
+
+def varint_bytes(number: int) -> bytes:
+    number &= (1 << 64) - 1  # of two's complement
     out = bytearray()
     while number >= 0x80:
         out.append(number & 0x7F | 0x80)
         number >>= 7
-    return bytes([*out, number])
+    out.append(number)
+    return bytes(out)
 
 
 def from_tensor_proto(
