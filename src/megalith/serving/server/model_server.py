@@ -218,7 +218,7 @@ class ModelServer:
     def metrics_address(self) -> str | None:
         """host:port of the metrics; None without them."""
         server = self._metrics_server
-        return None if server is None else f"{_bracketed(self._config.metrics_host)}:{server.port}"
+        return None if server is None else f"{bracketed(self._config.metrics_host)}:{server.port}"
 
     @property
     def models(self) -> list[ServedModel]:
@@ -237,7 +237,7 @@ class ModelServer:
     # ---- components
 
     def _address(self, port: int) -> str:
-        return f"{_bracketed(self._config.host)}:{port}"
+        return f"{bracketed(self._config.host)}:{port}"
 
     def _subscribe(self, servable: Servable) -> Subscriber:
         config = self._config
@@ -399,5 +399,5 @@ def linger(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _bracketed(host: str) -> str:
+def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
