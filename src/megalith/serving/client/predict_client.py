@@ -337,12 +337,10 @@ class ClientCache:
             client = self._clients.get(key)
             if client is None:
                 channels = self._channels.setdefault(credentials, Channels(credentials))
-                opening = (
-                    self._opening(discovery) if isinstance(discovery, str) else _completed_future(discovery)
-                )
+                opening = self._opening(discovery) if isinstance(discovery, str) else None
                 client = _in_thread(
                     lambda: PredictClient(
-                        opening.result(),
+                        discovery if opening is None else opening.result(),
                         model_name,
                         task,
                         old_model_name=old_model_name,
@@ -446,12 +444,6 @@ def _in_thread(make: Callable[[], Made]) -> Future[Made]:
             future.set_exception(error)
 
     threading.Thread(target=work, name="megalith-opening", daemon=True).start()
-    return future
-
-
-def _completed_future(made: Made) -> Future[Made]:
-    future: Future[Made] = Future()
-    future.set_result(made)
     return future
 
 

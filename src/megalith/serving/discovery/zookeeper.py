@@ -52,18 +52,7 @@ class ZnodeRecord:
 
     @classmethod
     def from_json(cls, data: bytes, *, where: str = "record") -> Self:
-        """Read a record from the content of a node.
-
-        Args:
-            data: The content.
-            where: The path of the node, for the error message.
-
-        Returns:
-            The record.
-
-        Raises:
-            InputError: The content is too long, not a JSON object, or a field has the wrong type or value.
-        """
+        """Read a record from the content of the node `where`; raise InputError if it is malformed."""
         found = parse_json(
             data, lambda problem: InputError(f"{where}: {problem}"), max_bytes=MAX_RECORD_BYTES
         )

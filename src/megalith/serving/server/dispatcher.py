@@ -183,17 +183,14 @@ class Dispatcher:
         self._max_concurrent = config.max_concurrent
         self._changed = threading.Condition()
         self._running = 0
-        self._closing = False
+        self.closing = False
+        """Whether the server is shutting down."""
         self._leaving = False
 
     @property
     def ready(self) -> bool:
         """Whether some model is available and the server is not shutting down."""
         return not self._leaving and any(model.available for model in self.repository.models)
-
-    @property
-    def closing(self) -> bool:
-        return self._closing
 
     def permit(self, authorization: str | bytes | None, permission: Permission) -> None:
         if not self._security.requires_token or self._security.permits(authorization, permission):
@@ -320,13 +317,13 @@ class Dispatcher:
     def close(self, timeout: float) -> bool:
         """Refuse new requests and wait for those in progress."""
         with self._changed:
-            self._closing = self._leaving = True
+            self.closing = self._leaving = True
             return self._changed.wait_for(lambda: not self._running, timeout)
 
     def _enter(self) -> None:
         """Count a request in progress; raise RequestError if the server is full or shutting down."""
         with self._changed:
-            if self._closing:
+            if self.closing:
                 raise RequestError(Code.UNAVAILABLE, "the server is shutting down")
             if self._running >= self._max_concurrent:
                 raise RequestError(
@@ -337,7 +334,7 @@ class Dispatcher:
     def _leave(self) -> None:
         with self._changed:
             self._running -= 1
-            if self._closing:
+            if self.closing:
                 self._changed.notify_all()
 
 

@@ -363,25 +363,23 @@ class ModelServer:
         """Report the available models to health and discovery; retry registrations that failed."""
         self._dispatcher.memory.release()
         with self._announcing:
-            if self._state == "serving":
-                self._announce_all()
-
-    def _announce_all(self) -> None:
-        available = [model for model in self._repository.models if model.available]
-        self._health.set([*SERVICES, *(model.name for model in available)] if available else ())
-        if self._discovery is None:
-            return
-        replica = Replica(self._config.advertise or self.address, replica_id=self._config.replica_id)
-        for model in available:
-            newest = model.newest
-            for service in [] if newest is None else services_of(newest.signature):
-                if service in self._registered:
-                    continue
-                try:
-                    self._discovery.register(service, replica)
-                    self._registered[service] = replica.address
-                except MegalithError as error:
-                    logger.error("cannot register %s: %s", service, error)
+            if self._state != "serving":
+                return
+            available = [model for model in self._repository.models if model.available]
+            self._health.set([*SERVICES, *(model.name for model in available)] if available else ())
+            if self._discovery is None:
+                return
+            replica = Replica(self._config.advertise or self.address, replica_id=self._config.replica_id)
+            for model in available:
+                newest = model.newest
+                for service in [] if newest is None else services_of(newest.signature):
+                    if service in self._registered:
+                        continue
+                    try:
+                        self._discovery.register(service, replica)
+                        self._registered[service] = replica.address
+                    except MegalithError as error:
+                        logger.error("cannot register %s: %s", service, error)
 
     def _unregister(self) -> None:
         with self._announcing:

@@ -17,7 +17,6 @@ from megalith.serving.server.security import Security
 from megalith.serving.wire_names import MAX_REQUEST_BYTES
 
 _MAX_PORT = 65535
-MAX_PROCESSES = 256
 MAX_PREDICT_BYTES = 16 << 20
 
 

@@ -125,20 +125,19 @@ class _Models:
             versions = model.versions
             queue.add_metric([model.name], float(sum(v.queued_rows for v in versions.values())))
             for number, version in versions.items():
-                counters = version.servable.counters
-                looked_up.add_metric([model.name, str(number)], float(counters.ids_looked_up))
-                missing.add_metric([model.name, str(number)], float(counters.ids_missing))
+                labels, counters = [model.name, str(number)], version.servable.counters
+                looked_up.add_metric(labels, float(counters.ids_looked_up))
+                missing.add_metric(labels, float(counters.ids_missing))
                 sums = version.statistics.sums()
                 for family, value in (
                     (answered, sums.successes),
                     (errors, sums.failures),
                     (seconds, sums.success_ns / 1e9),
                 ):
-                    family.add_metric([model.name, str(number)], float(value))
+                    family.add_metric(labels, float(value))
                 if version.fetcher is not None:
-                    failed.add_metric([model.name, str(number)], float(version.fetcher.failed_shards))
-                    rows = float(version.fetcher.rows_missing_by_failure)
-                    zeros.add_metric([model.name, str(number)], rows)
+                    failed.add_metric(labels, float(version.fetcher.failed_shards))
+                    zeros.add_metric(labels, float(version.fetcher.rows_missing_by_failure))
             newest = model.newest
             if newest is not None:
                 overlay.add_metric([model.name], float(len(newest.servable.overlay)))
