@@ -106,31 +106,6 @@ def test_services_do_not_see_each_other(opened: Open) -> None:
         client.wait("books:ps_1", timeout=0.01)
 
 
-def test_a_cancelled_watch_is_silent(opened: Open) -> None:
-    discovery = opened()
-    silent, heard = Changes(), Changes()
-    discovery.watch("movies:entry", silent).cancel()
-    discovery.watch("movies:entry", heard)
-    assert silent.values.get(timeout=LIMIT) == ()
-
-    discovery.register("movies:entry", Replica("10.0.0.1:8500"))
-
-    heard.until_addresses("10.0.0.1:8500")
-    assert silent.values.empty()
-
-
-def test_a_failing_callback_harms_nobody(opened: Open) -> None:
-    discovery = opened()
-
-    def fails(_: object) -> None:
-        raise RuntimeError("oh")
-
-    discovery.watch("movies:entry", fails)
-    changes = watched(discovery, "movies:entry")
-    discovery.register("movies:entry", Replica("10.0.0.1:8500"))
-    changes.until_addresses("10.0.0.1:8500")
-
-
 def test_a_container_may_say_later_where_it_listens(zookeeper: ZooKeeper, root: str, opened: Open) -> None:
     changes = watched(opened(), "movies:entry")
     info = f"/{root}/container_service/default:x"

@@ -157,14 +157,6 @@ def test_any_byte_but_zero_is_true() -> None:
     assert from_tensor_proto(message).tolist() == [False, True, True]
 
 
-def test_inputs_are_read_by_name() -> None:
-    request = PredictRequest()
-    request.inputs["ids"].CopyFrom(to_tensor_proto(torch.tensor([1, 2])))
-    request.inputs["words"].CopyFrom(strings_to_tensor_proto([b"a"]))
-    read = from_tensor_protos(request.inputs)
-    assert {name: value.tolist() for name, value in read.items()} == {"ids": [1, 2], "words": [b"a"]}
-
-
 @pytest.mark.parametrize(
     ("datatype", "values", "expected"),
     [
@@ -197,6 +189,7 @@ def refused(match: str, read: Callable[[], object]) -> None:
         ("exceeds the 4096 bytes", tensor_proto(1, [2**40], float_val=[1])),
         ("exceeds the 4096 bytes", tensor_proto(1, [2**62, 2**62, 0])),
         ("exceeds the 4096 bytes", tensor_proto(7, [513], string_val=[b"x"])),
+        ("the shape is unknown", TensorProto(dtype=1, tensor_shape={"unknown_rank": True})),
         ("more than 32 dimensions", tensor_proto(1, [1] * 33)),
         ("more than 32 dimensions", tensor_proto(1, [0] * 100_000)),
         ("negative size", tensor_proto(1, [-1])),
@@ -218,12 +211,6 @@ def refused(match: str, read: Callable[[], object]) -> None:
 )
 def test_protos_that_do_not_fit_are_refused(match: str, message: Any) -> None:
     refused(match, lambda: from_tensor_protos({"x": message}, max_bytes=LIMIT))
-
-
-def test_an_unknown_rank_is_refused() -> None:
-    message = TensorProto(dtype=1)
-    message.tensor_shape.unknown_rank = True
-    refused("the shape is unknown", lambda: from_tensor_proto(message))
 
 
 def test_strings_are_no_tensor_and_a_tensor_no_strings() -> None:

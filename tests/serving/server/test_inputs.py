@@ -16,29 +16,14 @@ from torch import Tensor
 from megalith import Ragged
 from megalith.checkpoint.manifest import Routing
 from megalith.errors import InputError
-from megalith.serving.export.signature import ExportedTable, FeatureSpec, Signature
+from megalith.serving.export.signature import ExportedTable, FeatureSpec
 from megalith.serving.proto.infer_tensors import to_infer_request
-from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos
+from megalith.serving.proto.tf_tensors import Strings
 from megalith.serving.server.inputs import InputReader, Rows
 from tests.serving.exports import request_of
+from tests.serving.score_requests import NAMES, READER, SIGNATURE
 
-NAMES = ("user", "tags")
-PAD = -7
-SIGNATURE = Signature(
-    model="movies",
-    version=1,
-    part="standalone",
-    sub_graph_num=0,
-    base="b",
-    step=0,
-    created="now",
-    megalith="0",
-    precision="float32",
-    tables={name: ExportedTable((2,), (1.0,), Routing("roundrobin", 1)) for name in NAMES},
-    features=tuple(FeatureSpec(name, name, "sum", pad=PAD) for name in NAMES),
-    num_dense=1,
-)
-READER = InputReader(SIGNATURE)
+PAD = SIGNATURE.features[0].pad
 
 ids = st.integers(-(2**63), 2**63 - 1).filter(lambda id: id != PAD)
 lists = st.lists(ids, max_size=3)
@@ -138,16 +123,6 @@ def test_the_common_request_makes_no_columns(dtype: torch.dtype) -> None:
         assert joined["user"].tolist() == [PAD, 2, PAD, 2]  # type: ignore[union-attr]
 
 
-def test_no_request_takes_more_than_it_may() -> None:
-    reader = InputReader(SIGNATURE, max_bytes=100)
-    inputs: Inputs = {name: torch.zeros(10, dtype=torch.int64) for name in NAMES}
-    inputs["dense"] = torch.zeros(10, 1)
-    with pytest.raises(InputError, match="bytes left for this request"):
-        reader.read_protos(request_of(inputs).inputs)
-    with pytest.raises(InputError, match="bytes left for this request"):
-        reader.read_infer(to_infer_request(inputs, model_name="movies"))
-
-
 def test_no_request_gathers_more_than_it_may() -> None:
     """TensorFlow fills typed values up with the last, so a few bytes may ask for any number of rows."""
     tables = {name: ExportedTable((8,), (1.0,), Routing("roundrobin", 1)) for name in NAMES}
@@ -245,12 +220,3 @@ def test_a_shared_feature_has_one_row_for_all() -> None:
         )
     with pytest.raises(InputError, match="'user' is shared by the batch: it must have 1 row, not 3"):
         reader.read({**inputs, "user": torch.tensor([1, 2, 3])})
-
-
-def test_a_model_of_features_alone() -> None:
-    reader = InputReader(replace(SIGNATURE, num_dense=0))
-    inputs: Inputs = {name: torch.tensor([1]) for name in NAMES}
-    assert reader.read_protos(request_of(inputs).inputs).plain is not None
-    with pytest.raises(InputError, match="'dense' is unknown"):
-        reader.read({**inputs, "dense": torch.ones(1, 1)})
-    assert from_tensor_protos(request_of(inputs).inputs).keys() == set(NAMES)

@@ -13,9 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.checkpoint.manifest import Routing
 from megalith.errors import InputError
-from megalith.serving.export.signature import ExportedTable, FeatureSpec, Signature
 from megalith.serving.proto.infer_tensors import DATATYPES, to_infer_request
 from megalith.serving.proto.message_bytes import ScoreMessage, read_infer_message, read_predict_message
 from megalith.serving.proto.message_types import ModelInferRequest, PredictRequest
@@ -27,6 +25,8 @@ from tests.serving.score_requests import (
     INPUTS,
     NAMES,
     PREDICT_CHANGES,
+    READER,
+    SIGNATURE,
     Inputs,
     damaged_messages,
     infer_request,
@@ -34,22 +34,6 @@ from tests.serving.score_requests import (
     typed_infer_request,
     typed_predict_request,
 )
-
-SIGNATURE = Signature(
-    model="movies",
-    version=1,
-    part="standalone",
-    sub_graph_num=0,
-    base="b",
-    step=0,
-    created="now",
-    megalith="0",
-    precision="float32",
-    tables={name: ExportedTable((2,), (1.0,), Routing("roundrobin", 1)) for name in NAMES},
-    features=tuple(FeatureSpec(name, name, "sum", pad=-7) for name in NAMES),
-    num_dense=1,
-)
-READER = InputReader(SIGNATURE)
 
 
 def message_of(request: Any) -> ScoreMessage | None:
@@ -113,6 +97,8 @@ def test_a_model_without_dense_values_or_with_hashed_ids() -> None:
     for request in (request_of(features), to_infer_request(features, model_name="movies")):
         assert rows_of(request, reader) == by_protobuf(request, reader)
         assert rows_of(request) is None
+    with pytest.raises(InputError, match="'dense' is unknown"):
+        by_protobuf(predict_request(), reader)
     hashed = tuple(replace(feature, ids="xxhash64") for feature in SIGNATURE.features)
     reader = InputReader(replace(SIGNATURE, features=hashed))
     for request in (predict_request(), infer_request()):
@@ -145,18 +131,16 @@ def same_result(request: Any, reader: InputReader = READER) -> bool:
     return True
 
 
-@pytest.mark.parametrize("change", PREDICT_CHANGES)
-def test_other_predict_requests_are_left_to_protobuf(change: str) -> None:
-    request = predict_request()
-    PREDICT_CHANGES[change](request)
-    assert rows_of(request) is None
-    same_result(request)
+OTHERS = [(predict_request, change) for change in PREDICT_CHANGES.values()]
+OTHERS += [(infer_request, change) for change in INFER_CHANGES.values()]
 
 
-@pytest.mark.parametrize("change", INFER_CHANGES)
-def test_other_infer_requests_are_left_to_protobuf(change: str) -> None:
-    request = infer_request()
-    INFER_CHANGES[change](request)
+@pytest.mark.parametrize(("usual", "change"), OTHERS, ids=[*PREDICT_CHANGES, *INFER_CHANGES])
+def test_other_requests_are_left_to_protobuf(
+    usual: Callable[[], Any], change: Callable[[Any], object]
+) -> None:
+    request = usual()
+    change(request)
     assert rows_of(request) is None
     same_result(request)
 

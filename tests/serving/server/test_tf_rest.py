@@ -30,10 +30,9 @@ from megalith.serving.server.request_errors import RequestError
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.tf_rest import TFPath, TFRequest
 from megalith.serving.server.versions import VersionRules
-from tests.serving.exports import export_version, logits, request_of, rows
+from tests.serving.exports import DENSE, FEATURES, INPUTS, export_version, logits, request_of
 from tests.serving.server.test_rest import Rest
 
-FEATURES, DENSE = rows(2)
 PREDICT = "/v1/models/movies:predict"
 Made = tuple[Model, ModelServer]
 
@@ -333,7 +332,7 @@ def test_scores_are_in_typed_fields(made: Made) -> None:
     import grpc
 
     model, server = made
-    request = request_of({**FEATURES, "dense": DENSE})
+    request = request_of(INPUTS)
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
         answer = PredictResponse.FromString(call(request.SerializeToString(), timeout=20))

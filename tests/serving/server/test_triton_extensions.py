@@ -19,11 +19,8 @@ from megalith.serving.proto.message_types import (
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.served_model import VersionStatistics
 from megalith.serving.server.server_config import ServerConfig
-from tests.serving.exports import ServerClient, export_version, rows
+from tests.serving.exports import DENSE, INPUTS, ServerClient, export_version
 from tests.serving.server.test_rest import Rest
-
-FEATURES, DENSE = rows(2)
-INPUTS = {**FEATURES, "dense": DENSE}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""The messages on the wire: the same bytes as other people's clients, and Monolith's field numbers."""
+"""The messages on the wire: the bytes of other people's clients, and the public field numbers."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -12,23 +13,19 @@ import numpy as np
 import pytest
 import torch
 
+from megalith.compat.monolith import monolith_protos
+from megalith.serving import wire_names
 from megalith.serving.proto import message_types
-from megalith.serving.proto.infer_tensors import datatype_of, from_infer_request, to_infer_request
+from megalith.serving.proto.infer_tensors import from_infer_request, to_infer_request
 from megalith.serving.proto.message_types import (
     POOL,
     ClientConfig,
-    ErrorCode,
     GetModelMetadataResponse,
-    GetModelStatusResponse,
-    ModelInferResponse,
     ModelSpec,
-    PredictRequest,
-    PredictResponse,
+    ModelVersionStatus,
     SignatureDefMap,
-    StatusProto,
 )
-from megalith.serving.proto.tf_tensors import tensor_info, to_tensor_proto
-from megalith.serving.wire_names import ModelState
+from megalith.serving.proto.tf_tensors import tensor_info
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).parents[1].joinpath("clients.json").read_text())
 TENSORFLOW_ONLY = {"resource_handle_val", "variant_val", "composite_tensor"}
@@ -81,23 +78,6 @@ def unknown_fields(message: Any) -> Any:
     return UnknownFieldSet(message)
 
 
-def test_predict_is_written_as_ovmsclient_writes_it() -> None:
-    request = PredictRequest(model_spec=ModelSpec(name="movies"))
-    request.model_spec.version.value = 3
-    request.inputs["ids"].CopyFrom(to_tensor_proto(torch.arange(6).reshape(2, 3)))
-    request.inputs["dense"].CopyFrom(to_tensor_proto(torch.arange(6.0).reshape(2, 3)))
-
-    assert wire(request) == RECORDED["messages"]["tensorflow.serving.PredictRequest"]
-
-
-def test_predict_response_is_written_as_ovmsclient_reads_it() -> None:
-    response = PredictResponse(model_spec=ModelSpec(name="movies", signature_name="serving_default"))
-    response.model_spec.version.value = 3
-    response.outputs["p"].CopyFrom(to_tensor_proto(torch.arange(6.0).reshape(2, 3)))
-
-    assert wire(response) == RECORDED["messages"]["tensorflow.serving.PredictResponse"]
-
-
 def test_metadata_is_packed_as_tensorflow_serving_packs_it() -> None:
     signatures = SignatureDefMap()
     signature = signatures.signature_def["serving_default"]
@@ -114,15 +94,6 @@ def test_metadata_is_packed_as_tensorflow_serving_packs_it() -> None:
     assert unpacked == signatures
 
 
-def test_status_is_written_as_ovmsclient_reads_it() -> None:
-    response = GetModelStatusResponse()
-    response.model_version_status.add(version=3, state=ModelState.AVAILABLE).status.SetInParent()
-    status = StatusProto(error_code=ErrorCode.INTERNAL, error_message="no such file")
-    response.model_version_status.add(version=4, state=ModelState.END, status=status)
-
-    assert wire(response) == RECORDED["messages"]["tensorflow.serving.GetModelStatusResponse"]
-
-
 def test_infer_is_written_as_tritonclient_writes_it() -> None:
     inputs = {
         "dense": torch.arange(6.0).reshape(2, 3),
@@ -132,15 +103,6 @@ def test_infer_is_written_as_tritonclient_writes_it() -> None:
     request.outputs.add(name="p")
 
     assert wire(request) == RECORDED["messages"]["inference.ModelInferRequest"]
-
-
-def test_infer_response_is_written_as_tritonclient_reads_it() -> None:
-    p = torch.arange(6.0).reshape(2, 3)
-    response = ModelInferResponse(model_name="movies", model_version="3", id="r1")
-    response.outputs.add(name="p", datatype=datatype_of(p), shape=p.shape)
-    response.raw_output_contents.append(p.numpy().tobytes())
-
-    assert wire(response) == RECORDED["messages"]["inference.ModelInferResponse"]
 
 
 def test_typed_contents_of_tritonclient_are_read() -> None:
@@ -188,40 +150,29 @@ def test_services_have_their_public_names(service: str, methods: list[str]) -> N
         assert method.output_type.full_name.endswith(f"{method.name}Response")
 
 
-def test_parameter_sync_has_the_fields_of_monolith() -> None:
-    def of(name: str) -> list[str]:
-        return described(POOL.FindMessageTypeByName(f"monolith.parameter_sync.{name}"))
+DELTA = "monolith.parameter_sync.PushRequest.DeltaEmbeddingHashTable repeated"
+SYNC = {
+    "PushRequest.DeltaEmbeddingHashTable": (
+        "1 unique_id string, 2 dim_size int32, 3 fids int64 repeated, 4 embeddings float repeated"
+    ),
+    "PushRequest": (
+        f"1 model_name string, 2 signature_name string, 3 delta_hash_tables {DELTA}, 4 timeout_in_ms int64, "
+        f"5 delta_multi_hash_tables {DELTA}"
+    ),
+    "PushResponse": "1 status_code int32, 2 error_message string, 3 target string, 4 update_num int32",
+    "PushResult": "1 responses monolith.parameter_sync.PushResponse repeated",
+    "ClientConfig": (
+        "1 model_name string, 2 signature_name string, 3 targets string repeated, 4 timeout_in_ms int64, "
+        "5 targets_extra_info monolith.parameter_sync.ClientConfig.TargetExtraInfo repeated"
+    ),
+    "ClientConfig.TargetExtraInfo": "1 idc string, 2 cluster string, 3 replica_id int64",
+}
 
-    package = "monolith.parameter_sync"
-    delta = f"{package}.PushRequest.DeltaEmbeddingHashTable repeated"
-    assert of("PushRequest.DeltaEmbeddingHashTable") == [
-        "1 unique_id string",
-        "2 dim_size int32",
-        "3 fids int64 repeated",
-        "4 embeddings float repeated",
-    ]
-    assert of("PushRequest") == [
-        "1 model_name string",
-        "2 signature_name string",
-        f"3 delta_hash_tables {delta}",
-        "4 timeout_in_ms int64",
-        f"5 delta_multi_hash_tables {delta}",
-    ]
-    assert of("PushResponse") == [
-        "1 status_code int32",
-        "2 error_message string",
-        "3 target string",
-        "4 update_num int32",
-    ]
-    assert of("PushResult") == [f"1 responses {package}.PushResponse repeated"]
-    assert of("ClientConfig") == [
-        "1 model_name string",
-        "2 signature_name string",
-        "3 targets string repeated",
-        "4 timeout_in_ms int64",
-        f"5 targets_extra_info {package}.ClientConfig.TargetExtraInfo repeated",
-    ]
-    assert of("ClientConfig.TargetExtraInfo") == ["1 idc string", "2 cluster string", "3 replica_id int64"]
+
+@pytest.mark.parametrize("name", SYNC)
+def test_parameter_sync_has_the_fields_of_monolith(name: str) -> None:
+    found = POOL.FindMessageTypeByName(f"monolith.parameter_sync.{name}")
+    assert ", ".join(described(found)) == SYNC[name]
 
 
 def test_parameter_sync_tells_a_default_from_nothing() -> None:
@@ -264,3 +215,92 @@ def test_without_protobuf_the_error_names_the_extra() -> None:
         "    raise SystemExit('no error')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+FOLDERS = [Path(message_types.__file__).parent, Path(monolith_protos.__file__).with_name("proto")]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=["serving", "monolith"])
+def test_the_set_was_compiled_from_these_files(folder: Path) -> None:
+    recorded = dict(
+        reversed(line.split()) for line in folder.joinpath("descriptors.sha256").read_text().splitlines()
+    )
+    files = ["descriptors.binpb", *(str(path.relative_to(folder)) for path in folder.rglob("*.proto"))]
+
+    assert recorded == {file: hashlib.sha256((folder / file).read_bytes()).hexdigest() for file in files}, (
+        "run `make protos`"
+    )
+
+
+def test_model_states_are_those_of_the_proto() -> None:
+    values = ModelVersionStatus.State.items()
+    assert dict(values) == {state.name: state.value for state in wire_names.ModelState}
+
+
+MONOLITH = {
+    "idl.matrix.proto.LineId": "req_time 3",
+    "idl.matrix.proto.Feature": (
+        "name 1, fid 2, float_value 3, int64_value 4, bytes_value 5, fid_list 6, float_list 7, int64_list 8, "
+        "bytes_list 9"
+    ),
+    "parser.proto.Instance": "fid 1, value 2, label 3, instance_weight 4, line_id 5, feature 9",
+    "monolith.io.proto.FidList": "value 1",
+    "monolith.io.proto.BytesLists": "list 1",
+    "monolith.io.proto.Feature": (
+        "fid_v1_list 1, fid_v2_list 2, float_list 3, double_list 4, int64_list 5, bytes_list 6, "
+        "fid_v2_lists 7, float_lists 8, double_lists 9, int64_lists 10, bytes_lists 11, int64_value 12, "
+        "float_value 13, double_value 14, bytes_value 15, fid_v1_lists 16"
+    ),
+    "monolith.io.proto.NamedFeature": "name 1, feature 2",
+    "monolith.io.proto.Example": "named_feature 1, line_id 100, label 101, instance_weight 102",
+    "monolith.io.proto.NamedFeatureList": "name 1, feature 2, type 3",
+    "monolith.io.proto.ExampleBatch": "named_feature_list 1, batch_size 3",
+    "monolith.io.proto.SliceConfig": (
+        "feature_name 1, start 2, end 3, feature_idx 4, slice_idx 5, pooling_type 10, max_sequence_length 11"
+    ),
+    "monolith.io.proto.TensorShape": "dims 1",
+    "monolith.io.proto.OutConfig": "slice_configs 1, out_type 2, shape 3",
+    "monolith.io.proto.FeatureConfig": "table 1, pooling_type 2, slice_dims 3, max_sequence_length 4",
+    "monolith.io.proto.FeatureConfigs": "feature_configs 1, out_configs 2",
+    "monolith.hash_table.EntryDump": "id 1, num 2, opt 3, last_update_ts_sec 4",
+    "monolith.hash_table.OptimizerDump": "dump 1",
+    "monolith.hash_table.SingleOptimizerDump": "adagrad 1, sgd 2, ftrl 3, adam 7, momentum 9",
+    "monolith.hash_table.AdagradOptimizerDump": "norm 1",
+    "monolith.hash_table.FtrlOptimizerDump": "zero 1, norm 2",
+    "monolith.hash_table.AdamOptimizerDump": "m 1, v 2, beta1_power 3, beta2_power 4",
+    "monolith.hash_table.MomentumOptimizerDump": "n 1",
+    "monolith.hash_table.MultiHashTableMetadata": "table_name 1, num_entries 2",
+}
+
+
+@pytest.mark.parametrize("name", MONOLITH)
+def test_messages_have_the_field_numbers_of_monolith(name: str) -> None:
+    found: Any = monolith_protos.message_type(name).DESCRIPTOR
+    assert ", ".join(f"{field.name} {field.number}" for field in found.fields) == MONOLITH[name]
+
+
+TRITON = {
+    "ModelConfigRequest": "name 1, version 2",
+    "ModelConfigResponse": "config 1",
+    "ModelConfig": "name 1, platform 2, version_policy 3, max_batch_size 4, input 5, output 6, backend 17",
+    "ModelInput": "name 1, data_type 2, dims 4, optional 8",
+    "ModelOutput": "name 1, data_type 2, dims 3",
+    "ModelVersionPolicy": "specific 3",
+    "ModelVersionPolicy.Specific": "versions 1",
+    "ModelStatisticsRequest": "name 1, version 2",
+    "ModelStatisticsResponse": "model_stats 1",
+    "ModelStatistics": (
+        "name 1, version 2, last_inference 3, inference_count 4, execution_count 5, inference_stats 6"
+    ),
+    "InferStatistics": "success 1, fail 2, queue 3, compute_input 4, compute_infer 5, compute_output 6",
+    "StatisticDuration": "count 1, ns 2",
+    "RepositoryIndexRequest": "repository_name 1, ready 2",
+    "RepositoryIndexResponse": "models 1",
+    "RepositoryIndexResponse.ModelIndex": "name 1, version 2, state 3, reason 4",
+}
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_messages_have_the_field_numbers_of_triton(name: str) -> None:
+    found: Any = POOL.FindMessageTypeByName(f"inference.{name}")
+    assert ", ".join(f"{field.name} {field.number}" for field in found.fields) == TRITON[name]
