@@ -123,7 +123,7 @@ def test_calls_that_are_refused_before_their_message_is_read(
             channel.unary_unary(STATUS).future(b"", timeout=LIMIT).exception()
         refused(path, method=STATUS, code="CANCELLED", reason=PASSED_ON)
         assert len(calls) == MAX_CONTROLS
-    monkeypatch.setattr(server._guard._deadlines, "_seconds", 0.1)
+    monkeypatch.setattr(server._guard._deadlines, "seconds", 0.1)
     with silent(server, PREDICT) as (call,):
         assert call.code() == grpc.StatusCode.CANCELLED
         line = refused(path, method=PREDICT, code="CANCELLED", reason="no message arrived in 0.1 s")

@@ -33,7 +33,7 @@ def server(exported: Path) -> Iterator[ModelServer]:
 def short_reads(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls without a message end soon; only here, because other calls may be slow on a busy machine."""
     assert server._guard is not None
-    monkeypatch.setattr(server._guard._deadlines, "_seconds", 0.3)
+    monkeypatch.setattr(server._guard._deadlines, "seconds", 0.3)
 
 
 def has_status(server: ModelServer) -> bool:
@@ -73,7 +73,7 @@ def test_half_open_calls_give_way_to_others(
     """Otherwise a few of them, begun again and again, would keep everyone out."""
     guard = server._guard
     assert guard is not None
-    monkeypatch.setattr(guard._deadlines, "_seconds", 3600.0)
+    monkeypatch.setattr(guard._deadlines, "seconds", 3600.0)
     monkeypatch.setattr(grpc_calls, "PATIENCE_SECONDS", 0.0)
     groups = {REQUESTS[0]: guard._requests, STATUS: guard._control}
     places = groups.get(method, guard._checks).places

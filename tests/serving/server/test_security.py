@@ -113,7 +113,7 @@ def test_health_checks_have_a_deadline(
     guarded: ModelServer, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     assert guarded._guard is not None
-    monkeypatch.setattr(guarded._guard._deadlines, "_seconds", 0.05)
+    monkeypatch.setattr(guarded._guard._deadlines, "seconds", 0.05)
     with silent(guarded, f"/grpc.health.v1.Health/{method}", 200) as calls:
         codes = {call.code() for call in calls}
         assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}

@@ -1,6 +1,6 @@
 """Channels: connections to model servers, and failover among the replicas of a service.
 
-A `Connection` is a channel to one address, with limits and credentials, and TF Serving's calls over it. Every
+A `Connection` is a channel to one address, with limits and credentials, and the Predict calls over it. Every
 call has a deadline, and every failure raises RemoteError. `Channels` holds connections by address.
 
 An `Attempt` sends one request to a replica, and to others if it fails or is slow:
@@ -37,20 +37,13 @@ from megalith.errors import DiscoveryError, RemoteError, UsageError
 from megalith.serving.client.credentials import Credentials, grpc_module
 from megalith.serving.discovery.contract import Discovery, Replicas, check_address, is_loopback
 from megalith.serving.proto.limits import MAX_BYTES
-from megalith.serving.proto.message_types import (
-    GetModelMetadataResponse,
-    GetModelStatusResponse,
-    Message,
-    PredictResponse,
-)
+from megalith.serving.proto.message_types import Message, PredictResponse
 
 logger = logging.getLogger(__name__)
 
 Metadata = Sequence[tuple[str, str]]
 
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
-GET_MODEL_METADATA = "/tensorflow.serving.PredictionService/GetModelMetadata"
-GET_MODEL_STATUS = "/tensorflow.serving.ModelService/GetModelStatus"
 
 MAX_MESSAGE_BYTES = MAX_BYTES + 2**20
 """The largest message: the tensors of a request, and space for their names."""
@@ -113,8 +106,6 @@ class Connection:
                 logger.warning("%s: the token is sent unencrypted; use TLS", self.address)
             self.channel = grpc_module().insecure_channel(self.address, options=OPTIONS)
         self._predict = self._method(PREDICT, PredictResponse)
-        self._get_model_metadata = self._method(GET_MODEL_METADATA, GetModelMetadataResponse)
-        self._get_model_status = self._method(GET_MODEL_STATUS, GetModelStatusResponse)
 
     def predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Message:
         return self._call(self._predict, request, timeout, metadata)
@@ -125,12 +116,6 @@ class Connection:
             sent = (*self._metadata, *metadata)
             future = self._predict.future(_to_bytes(request), timeout=timeout, metadata=sent)
             return Call(future, self.address)
-
-    def get_model_metadata(self, request: Message | bytes, *, timeout: float) -> Message:
-        return self._call(self._get_model_metadata, request, timeout)
-
-    def get_model_status(self, request: Message | bytes, *, timeout: float) -> Message:
-        return self._call(self._get_model_status, request, timeout)
 
     def close(self) -> None:
         """Close the channel and cancel calls in progress; further calls do nothing."""

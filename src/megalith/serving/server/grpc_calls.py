@@ -312,16 +312,13 @@ class ReadDeadlines:
     # oldest.
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
+        """Seconds in which the message of a call must arrive."""
         self._waiting: deque[_Wait] = deque()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="megalith-read-deadlines", daemon=True)
         self._thread.start()
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds
 
     def begin(self, context: Any, group: object = None) -> _Wait:
         wait = _Wait(context, group)
@@ -355,9 +352,9 @@ class ReadDeadlines:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(0.5, self._seconds / 2)):
+        while not self._closed.wait(min(0.5, self.seconds / 2)):
             now = time.monotonic()
-            oldest = now - self._seconds
+            oldest = now - self.seconds
             while self._waiting and (self._waiting[0].context is None or self._waiting[0].began <= oldest):
                 wait = self._waiting.popleft()
                 context = wait.context
@@ -407,6 +404,7 @@ class ConcurrencyLimits:
         self._security = security
         self._log = log
         self._requests = _CallGroup("rpc", max_requests)
+        self.pool = self._requests.pool
         self._control = _CallGroup("control", MAX_CONTROLS)
         self._checks = _CallGroup("health", MAX_CHECKS)
         self._streams = _CallGroup("streams", MAX_STREAMS)
@@ -423,10 +421,6 @@ class ConcurrencyLimits:
 
         self.interceptor: Any = Interceptor()
         """The `grpc.ServerInterceptor`."""
-
-    @property
-    def pool(self) -> ThreadPoolExecutor:
-        return self._requests.pool
 
     def close(self) -> None:
         self._deadlines.close()
