@@ -262,6 +262,7 @@ class Targets:
     def _set(self, replicas: Replicas) -> None:
         self._replicas = replicas
         known = {replica.address for replica in replicas}
+        # A copy: calls in other threads record failures meanwhile.
         for address in [address for address in self._failed.copy() if address not in known]:
             self._failed.pop(address, None)
 
@@ -359,6 +360,7 @@ class Attempt:
         self.wakes_at = now + left / 2 if self._waiting else self._end
         sent, request, ended = Try(self, address), self._routes[0].request, self._ended
         self._in_progress.append(sent)
+        # Nothing else can happen until this try ends, so it needs neither a thread nor the queue.
         if self._alone and not self._waiting and len(self._in_progress) == 1:
             self.take(sent, _predict(connection, request, left))
         else:

@@ -334,7 +334,7 @@ class Dispatcher:
     def _leave(self) -> None:
         with self._changed:
             self._running -= 1
-            if self.closing:
+            if self.closing:  # only `close` waits for it
                 self._changed.notify_all()
 
 

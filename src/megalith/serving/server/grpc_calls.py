@@ -182,6 +182,7 @@ class Health:
 def add_reflection(server: Any, services: Sequence[str]) -> None:
     """Add reflection, by which clients such as grpcurl list services, methods and messages."""
     reflection = _module("grpcio-reflection", "grpc_reflection.v1alpha.reflection")
+    # Clients look up the messages of these services too, and ours are in a pool of their own.
     for name in ("grpc_health.v1.health_pb2", "grpc_reflection.v1alpha.reflection_pb2"):
         POOL.AddSerializedFile(importlib.import_module(name).DESCRIPTOR.serialized_pb)
     names = [*services, HEALTH, reflection.SERVICE_NAME]

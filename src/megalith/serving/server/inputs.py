@@ -112,7 +112,7 @@ class InputReader:
             return None
         count, ids, dense = found
         if len(ids) + len(dense) > self.max_bytes:
-            return None
+            return None  # protobuf's path has the error, which names the input
         return self._check_cost(self._plain_rows(count, ids, dense if self.num_dense else None))
 
     def read_protos(self, protos: Mapping[str, Message]) -> Rows:

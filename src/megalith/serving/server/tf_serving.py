@@ -213,9 +213,7 @@ class TFService:
     def get_model_metadata(self, data: bytes, context: Any) -> bytes:
         request = parse(self._dispatcher, GetModelMetadataRequest, data)
         if list(request.metadata_field) != [METADATA_FIELD]:
-            error = InputError(f"metadata_field must be [{METADATA_FIELD!r}]")
-            raise self._dispatcher.reject(error)
-
+            raise self._dispatcher.reject(InputError(f"metadata_field must be [{METADATA_FIELD!r}]"))
         spec = request.model_spec
         response = GetModelMetadataResponse()
         found, signatures = model_metadata(self._dispatcher, spec.name, version_of(spec))

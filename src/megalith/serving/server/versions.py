@@ -66,6 +66,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_LABEL = 100
 MAX_LABELS = 1000
 TOTAL = 100.0
+# Multiples of the golden ratio spread evenly, however many requests there are.
 _GOLDEN = TOTAL * (math.sqrt(5) - 1) / 2
 
 
