@@ -66,27 +66,17 @@ def refuse(seen: Seen) -> dict[str, Tensor]:
 
 
 @contextmanager
-def parts(*answers: Any, replicas: int = 1) -> Iterator[tuple[StaticDiscovery, list[PlainServer]]]:
-    """Servers for ps_0, ps_1 ..., and who finds them."""
-    with ExitStack() as stack:
-        discovery, servers = StaticDiscovery({}), []
-        for k, answer in enumerate(answers):
-            for _ in range(replicas):
-                servers.append(stack.enter_context(plain_server(answer)))
-                discovery.register(f"movies:ps_{k}", Replica(servers[-1].address))
-        yield discovery, servers
-
-
-@contextmanager
 def fetching(
-    *answers: Any, routed: Signature | None = None, replicas: int = 1, **options: Any
+    *answers: Any, routed: Signature | None = None, **options: Any
 ) -> Iterator[tuple[RowFetcher, list[PlainServer]]]:
-    """A fetcher of rows, and the servers of its parts."""
-    routed = routed or signature(ROUTINGS["roundrobin"])
-    with (
-        parts(*answers, replicas=replicas) as (discovery, servers),
-        RowFetcher(discovery, routed, **{"timeout": LONG, **options}) as fetch,
-    ):
+    """A fetcher of rows, and the servers of ps_0, ps_1 ..."""
+    discovery, servers = StaticDiscovery({}), []
+    with ExitStack() as stack:
+        for k, answer in enumerate(answers):
+            servers.append(stack.enter_context(plain_server(answer)))
+            discovery.register(f"movies:ps_{k}", Replica(servers[-1].address))
+        routed = routed or signature(ROUTINGS["roundrobin"])
+        fetch = stack.enter_context(RowFetcher(discovery, routed, **{"timeout": LONG, **options}))
         yield fetch, servers
 
 
@@ -226,15 +216,6 @@ def test_a_hanging_part_ends_with_the_deadline_and_the_others_count() -> None:
         rows = fetch({"user": torch.tensor([1, 2])})
         assert rows["user"].tolist() == [[0.0, 0.0], row("user", 2)]
         assert fetch.failed_shards == 1
-
-
-def test_replicas_of_a_part_stand_in_for_each_other() -> None:
-    with fetching(lookup, lookup, replicas=2) as (fetch, servers):
-        for k in range(8):
-            if k == 4:
-                servers[0].stop()
-                servers[3].stop()
-            assert fetch({"user": torch.tensor([1, 2])})["user"].tolist() == [row("user", 1), row("user", 2)]
 
 
 @pytest.mark.parametrize(
