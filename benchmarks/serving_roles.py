@@ -30,16 +30,9 @@ from torch import Tensor
 from megalith import Adagrad
 from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.serving.export.compiled_program import compile_servable
-from megalith.serving.proto import (
-    DataType,
-    ModelInferResponse,
-    PredictRequest,
-    PredictResponse,
-    from_tensor_proto,
-    from_tensor_protos,
-    to_infer_request,
-    to_tensor_proto,
-)
+from megalith.serving.proto.infer_tensors import to_infer_request
+from megalith.serving.proto.message_types import DataType, ModelInferResponse, PredictRequest, PredictResponse
+from megalith.serving.proto.tf_tensors import from_tensor_proto, from_tensor_protos, to_tensor_proto
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import Batching, ServerConfig
 from megalith.serving.server.server_processes import ServerProcesses

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.utils.dlpack import from_dlpack
 
+from megalith.errors import MissingDependencyError
+
 _LIBRARY = torch.library.Library("megalith", "DEF")
 
 _LARGE = 8 << 20
@@ -120,6 +122,14 @@ def copy_repeated(tensors: Sequence[Tensor]) -> list[Tensor]:
 def new_size() -> Any:
     """Return, inside a fake, a size that depends on the data."""
     return torch.library.get_ctx().new_dynamic_size()
+
+
+def import_extra(module: str, problem: str, extra: str) -> Any:
+    """Import a module of an optional package; without it, raise the error that names its extra."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError.of_extra(problem, extra) from error
 
 
 def lazy_names(

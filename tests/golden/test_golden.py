@@ -255,7 +255,8 @@ def test_exported_parts_are_served(precision: str) -> None:
 @pytest.mark.parametrize("signature", ["hashtable_assign", "raw_assign"])
 def test_messages_of_a_publisher_are_applied(signature: str) -> None:
     from megalith.serving import Servable, Subscriber
-    from megalith.serving.proto import PredictRequest, from_tensor_protos
+    from megalith.serving.proto.message_types import PredictRequest
+    from megalith.serving.proto.tf_tensors import from_tensor_protos
 
     folder = FILES / "messages" / signature
     servable = Servable(FILES / "exports" / "model" / "5")

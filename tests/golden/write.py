@@ -417,13 +417,8 @@ def recording_server(subscriber: Any) -> Iterator[tuple[str, list[tuple[str, byt
     """A server that hands messages to a subscriber; yields its address and what it received."""
     import grpc
 
-    from megalith.serving.proto import (
-        PredictRequest,
-        PredictResponse,
-        from_tensor_protos,
-        strings_to_tensor_proto,
-        to_tensor_proto,
-    )
+    from megalith.serving.proto.message_types import PredictRequest, PredictResponse
+    from megalith.serving.proto.tf_tensors import from_tensor_protos, strings_to_tensor_proto, to_tensor_proto
 
     received: list[tuple[str, bytes, dict[str, str]]] = []
 

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
+import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import Tensor
 
 from megalith import Mean, Ragged, Sum
+from megalith.errors import RemoteError
 from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.serving.client.channels import Connection
+from megalith.serving.discovery import Discovery
 from megalith.serving.export.exporter import export_model
-from megalith.serving.proto import (
+from megalith.serving.proto.message_types import (
     DataType,
+    GetModelMetadataRequest,
+    GetModelMetadataResponse,
+    GetModelStatusRequest,
+    GetModelStatusResponse,
     Message,
     PredictRequest,
+)
+from megalith.serving.proto.tf_tensors import (
     Strings,
     from_tensor_proto,
     strings_to_tensor_proto,
     to_tensor_proto,
 )
+from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
 
 NAMES = ("user", "item", "tags")
 NUM_IDS = 50
@@ -66,6 +82,11 @@ def rows(count: int, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
     return features, torch.randn(count, NUM_DENSE, generator=generator)
 
 
+FEATURES, DENSE = rows(2)
+INPUTS = {**FEATURES, "dense": DENSE}
+"""A request of two rows that the model knows."""
+
+
 def request_of(
     inputs: Mapping[str, Tensor | Strings | list[bytes]],
     *,
@@ -108,8 +129,84 @@ class ServerClient:
         }
         return tensors, answer.model_spec
 
+    def metadata(self, model: str = "movies") -> Message:
+        """Version and signatures of a model."""
+        request = GetModelMetadataRequest(metadata_field=["signature_def"])
+        request.model_spec.name = model
+        method = "/tensorflow.serving.PredictionService/GetModelMetadata"
+        return self.call(method, request, GetModelMetadataResponse)
+
+    def call(self, method: str, request: Message, response: Any) -> Message:
+        """Another unary method; its failure is a RemoteError too."""
+        return self.connection._call(self.connection._method(method, response), request, 20.0)
+
+    def status(
+        self, model: str = "movies", *, version: int | None = None, label: str | None = None
+    ) -> dict[int, tuple[int, str]]:
+        """State and error of each version, or of one that is named."""
+        request = GetModelStatusRequest()
+        request.model_spec.name = model
+        if version is not None:
+            request.model_spec.version.value = version
+        if label is not None:
+            request.model_spec.version_label = label
+        method = "/tensorflow.serving.ModelService/GetModelStatus"
+        answer = self.call(method, request, GetModelStatusResponse)
+        return {each.version: (each.state, each.status.error_message) for each in answer.model_version_status}
+
     def __enter__(self) -> ServerClient:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.connection.close()
+
+
+@contextmanager
+def serving(
+    directory: Path, *, discovery: Discovery | None = None, **options: Any
+) -> Iterator[tuple[ModelServer, ServerClient]]:
+    """A server of the exports below a directory, and a client of it."""
+    with (
+        ModelServer(directory, ServerConfig(**options), discovery=discovery) as server,
+        ServerClient(server.address) as ask,
+    ):
+        yield server, ask
+
+
+@contextmanager
+def fails(code: str, text: str | None = None) -> Iterator[None]:
+    """Expect a RemoteError with a status and a text."""
+    with pytest.raises(RemoteError, match=text) as raised:
+        yield
+    assert raised.value.code == code
+
+
+@contextmanager
+def silent(server: ModelServer, method: str, count: int = 1) -> Iterator[list[grpc.Future]]:
+    """Calls that send their headers and then nothing."""
+    end = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        end.wait()
+        yield from ()
+
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_unary(method)
+        try:
+            yield [call.future(nothing(), timeout=20) for _ in range(count)]
+        finally:
+            end.set()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def is_healthy(server: ModelServer, service: str = "") -> bool:
+    with grpc.insecure_channel(server.address) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=20)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

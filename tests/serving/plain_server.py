@@ -12,14 +12,8 @@ from typing import Any
 import grpc
 from torch import Tensor
 
-from megalith.serving.proto import (
-    Message,
-    PredictRequest,
-    PredictResponse,
-    Strings,
-    from_tensor_protos,
-    to_tensor_proto,
-)
+from megalith.serving.proto.message_types import Message, PredictRequest, PredictResponse
+from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos, to_tensor_proto
 
 LIMIT = 30.0
 """Seconds after which a wait of a test has failed."""

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.serving.proto import DataType, to_infer_request, to_tensor_proto
+from megalith.checkpoint.manifest import Routing
+from megalith.serving.export.signature import ExportedTable, FeatureSpec, Signature
+from megalith.serving.proto.infer_tensors import to_infer_request
+from megalith.serving.proto.message_types import DataType
+from megalith.serving.proto.tf_tensors import to_tensor_proto
+from megalith.serving.server.inputs import InputReader
 from tests.serving.exports import request_of
 
 NAMES = ("user", "tags")
@@ -19,6 +24,21 @@ INPUTS: Inputs = {
     "tags": torch.tensor([3, 2**63 - 1]),
     "dense": torch.ones(2, 1),
 }
+SIGNATURE = Signature(
+    model="movies",
+    version=1,
+    part="standalone",
+    sub_graph_num=0,
+    base="b",
+    step=0,
+    created="now",
+    megalith="0",
+    precision="float32",
+    tables={name: ExportedTable((2,), (1.0,), Routing("roundrobin", 1)) for name in NAMES},
+    features=tuple(FeatureSpec(name, name, "sum", pad=-7) for name in NAMES),
+    num_dense=1,
+)
+READER = InputReader(SIGNATURE)
 CONTENTS = {"INT64": "int64_contents", "FP32": "fp32_contents", "INT32": "int_contents"}
 
 
@@ -102,23 +122,29 @@ INFER_CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
+def damaged(whole: bytes, dice: random.Random) -> bytes:
+    """A few bytes changed, repeated, inserted or cut out, or the end cut off."""
+    data = bytearray(whole)
+    for _ in range(dice.randrange(1, 4)):
+        at = dice.randrange(len(data) + 1)
+        match dice.randrange(7):
+            case 0 if at < len(data):
+                data[at] ^= 1 << dice.randrange(8)
+            case 1:
+                del data[at : at + dice.randrange(1, 9)]
+            case 2:
+                data[at:at] = data[at : at + dice.randrange(1, 40)]
+            case 3 if at < len(data):
+                data[at] = dice.randrange(256)
+            case 4:
+                data[at:at] = b"\xff" * dice.randrange(1, 12)  # a huge length, or a varint without an end
+            case 5:
+                del data[dice.randrange(len(data) + 1) :]
+            case 6:
+                data[at:at] = dice.randbytes(dice.randrange(1, 10))
+    return bytes(data)
+
+
 def damaged_messages(whole: bytes, count: int) -> Iterator[bytes]:
     dice = random.Random(0)
-    for _ in range(count):
-        data = bytearray(whole)
-        for _ in range(dice.randrange(1, 4)):
-            at = dice.randrange(len(data) + 1)
-            match dice.randrange(6):
-                case 0 if at < len(data):
-                    data[at] ^= 1 << dice.randrange(8)
-                case 1:
-                    del data[at : at + dice.randrange(1, 9)]
-                case 2:
-                    data[at:at] = data[at : at + dice.randrange(1, 40)]
-                case 3 if at < len(data):
-                    data[at] = dice.randrange(256)
-                case 4:
-                    data[at:at] = b"\xff" * dice.randrange(1, 12)  # a huge length, or a varint without an end
-                case 5:
-                    del data[dice.randrange(len(data) + 1) :]
-        yield bytes(data)
+    return (damaged(whole, dice) for _ in range(count))

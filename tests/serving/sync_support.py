@@ -20,13 +20,8 @@ from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.serving.discovery import StaticDiscovery
 from megalith.serving.export.exporter import Provenance, export_model
 from megalith.serving.export.servable import Servable
-from megalith.serving.proto import (
-    PredictRequest,
-    PredictResponse,
-    from_tensor_protos,
-    strings_to_tensor_proto,
-    to_tensor_proto,
-)
+from megalith.serving.proto.message_types import PredictRequest, PredictResponse
+from megalith.serving.proto.tf_tensors import from_tensor_protos, strings_to_tensor_proto, to_tensor_proto
 from megalith.serving.sync.publisher import Publisher
 from megalith.serving.sync.subscriber import Subscriber
 

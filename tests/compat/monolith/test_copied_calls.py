@@ -12,7 +12,7 @@ import torch
 
 from megalith import SGD, LocalShards, Table, TableConfig, Zeros
 from megalith.compat import monolith
-from megalith.serving.proto import ClientConfig
+from megalith.serving.proto.message_types import ClientConfig
 
 # As Monolith's modules define them. Methods are functions here whose first argument is the object.
 SIGNATURES = """

@@ -15,13 +15,8 @@ from torch import Tensor
 from megalith.compat.monolith.dummy_server import DummySyncServer
 from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.client.channels import Connection
-from megalith.serving.proto import (
-    Message,
-    PredictRequest,
-    from_tensor_protos,
-    strings_to_tensor_proto,
-    to_tensor_proto,
-)
+from megalith.serving.proto.message_types import Message, PredictRequest
+from megalith.serving.proto.tf_tensors import from_tensor_protos, strings_to_tensor_proto, to_tensor_proto
 
 LIMIT = 30.0
 Served = tuple[DummySyncServer, Connection]

@@ -8,7 +8,8 @@ import pytest
 
 from megalith.compat.monolith.push_requests import split_push, to_predict_request
 from megalith.errors import InputError
-from megalith.serving.proto import PushRequest, from_tensor_protos
+from megalith.serving.proto.message_types import PushRequest
+from megalith.serving.proto.tf_tensors import from_tensor_protos
 
 
 def monolith_push(**deltas: tuple[int, list[int]]) -> Any:

@@ -11,7 +11,7 @@ from megalith.compat.monolith.znode_records import TargetExtraInfo
 from megalith.errors import InputError
 from megalith.serving.discovery import StaticDiscovery, SyncBackend
 from megalith.serving.discovery.contract import SyncTargets
-from megalith.serving.proto import ClientConfig
+from megalith.serving.proto.message_types import ClientConfig
 
 
 class Fixed(SyncBackend):

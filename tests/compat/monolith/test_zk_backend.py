@@ -22,7 +22,7 @@ from megalith.compat.monolith import (
 from megalith.compat.monolith import SavedModelDeployConfig as DeployConfig
 from megalith.errors import DiscoveryError, InputError, UsageError
 from megalith.serving.discovery import Replica
-from megalith.serving.proto import ClientConfig
+from megalith.serving.proto.message_types import ClientConfig
 from megalith.serving.wire_names import ModelState
 from tests.serving.zookeeper import LIMIT, Changes, ZooKeeper, opening, root, within_limit, zookeeper
 

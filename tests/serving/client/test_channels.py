@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import queue
-import shutil
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,9 @@ from megalith.errors import InputError, MissingDependencyError, RemoteError, Usa
 from megalith.serving.client import channels as channels_module
 from megalith.serving.client.channels import MAX_MESSAGE_BYTES, Channels, Connection
 from megalith.serving.client.credentials import Credentials
-from megalith.serving.proto import (
-    GetModelMetadataRequest,
-    GetModelStatusRequest,
-    GetModelStatusResponse,
+from megalith.serving.proto.message_types import (
     PredictRequest,
 )
-from tests.serving.certificates import Certificates, make_certificates
 from tests.serving.plain_server import LIMIT, Refused, Seen, plain_server
 
 
@@ -93,36 +87,6 @@ def test_a_token_in_the_open_is_warned_of_except_on_loopback(caplog: pytest.LogC
     assert caplog.messages == ["10.0.0.1:1: the token is sent unencrypted; use TLS"]
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl")
-    return make_certificates(tmp_path_factory.mktemp("certificates"))
-
-
-def test_tls(certificates: Certificates) -> None:
-    pair = (certificates.server_key.read_bytes(), certificates.server.read_bytes())
-    trusting = Credentials.from_files(root_certificates=certificates.authority)
-    with plain_server(empty, credentials=grpc.ssl_server_credentials([pair])) as server:
-        assert ask(server.address, trusting).outputs
-        for wrong in (Credentials(), Credentials(tls=True)):
-            with pytest.raises(RemoteError) as raised:
-                ask(server.address, wrong)
-            assert raised.value.code == "UNAVAILABLE"
-
-
-def test_mutual_tls(certificates: Certificates) -> None:
-    pair = (certificates.server_key.read_bytes(), certificates.server.read_bytes())
-    authority = certificates.authority.read_bytes()
-    asking = grpc.ssl_server_credentials([pair], authority, require_client_auth=True)
-    trusting: dict[str, Any] = {"root_certificates": certificates.authority}
-    shown: dict[str, Any] = {"certificate": certificates.client, "key": certificates.client_key}
-    with plain_server(empty, credentials=asking) as server:
-        assert ask(server.address, Credentials.from_files(**trusting, **shown)).outputs
-        with pytest.raises(RemoteError):
-            ask(server.address, Credentials.from_files(**trusting))
-
-
 # ---- calls
 
 
@@ -187,30 +151,6 @@ def test_messages_of_several_megabytes_pass_and_larger_ones_are_refused() -> Non
         with pytest.raises(RemoteError) as raised:
             connection.predict(b"x" * (MAX_MESSAGE_BYTES + 1), timeout=LIMIT)
         assert raised.value.code == "RESOURCE_EXHAUSTED"
-
-
-def test_metadata_and_status_have_their_calls() -> None:
-    status = GetModelStatusResponse()
-    status.model_version_status.add(version=3, state=30)
-
-    def answer(data: bytes, context: Any) -> bytes:
-        reply: bytes = status.SerializeToString()
-        return reply
-
-    running = grpc.server(ThreadPoolExecutor(2))
-    for service, method in (("ModelService", "GetModelStatus"), ("PredictionService", "GetModelMetadata")):
-        methods = {method: grpc.unary_unary_rpc_method_handler(answer)}
-        handler = grpc.method_handlers_generic_handler(f"tensorflow.serving.{service}", methods)
-        running.add_generic_rpc_handlers((handler,))
-    port = running.add_insecure_port("127.0.0.1:0")
-    running.start()
-    with Connection(f"127.0.0.1:{port}") as connection:
-        assert connection.get_model_status(GetModelStatusRequest(), timeout=LIMIT) == status
-        connection.get_model_metadata(GetModelMetadataRequest(), timeout=LIMIT)
-        with pytest.raises(RemoteError) as raised:
-            connection.predict(b"", timeout=LIMIT)
-        assert raised.value.code == "UNIMPLEMENTED"
-    running.stop(None).wait(LIMIT)
 
 
 def test_a_closed_connection_fails_its_calls() -> None:

@@ -18,9 +18,10 @@ from megalith.serving.client import row_fetcher as fetch_module
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.discovery import Replica, StaticDiscovery
 from megalith.serving.export.signature import ExportedTable, Signature
+from tests.serving.exports import fails
 from tests.serving.plain_server import LIMIT, PlainServer, Refused, Seen, plain_server
 
-LONG = 1000 * LIMIT / 1000
+LONG = LIMIT
 DIMS = {"user": 2, "movie": 3}
 ROUTINGS = {
     "roundrobin": Routing("roundrobin", 2),
@@ -65,15 +66,18 @@ def refuse(seen: Seen) -> dict[str, Tensor]:
 
 
 @contextmanager
-def parts(*answers: Any, replicas: int = 1) -> Iterator[tuple[StaticDiscovery, list[PlainServer]]]:
-    """Servers for ps_0, ps_1 ..., and who finds them."""
+def fetching(
+    *answers: Any, routed: Signature | None = None, **options: Any
+) -> Iterator[tuple[RowFetcher, list[PlainServer]]]:
+    """A fetcher of rows, and the servers of ps_0, ps_1 ..."""
+    discovery, servers = StaticDiscovery({}), []
     with ExitStack() as stack:
-        discovery, servers = StaticDiscovery({}), []
         for k, answer in enumerate(answers):
-            for _ in range(replicas):
-                servers.append(stack.enter_context(plain_server(answer)))
-                discovery.register(f"movies:ps_{k}", Replica(servers[-1].address))
-        yield discovery, servers
+            servers.append(stack.enter_context(plain_server(answer)))
+            discovery.register(f"movies:ps_{k}", Replica(servers[-1].address))
+        routed = routed or signature(ROUTINGS["roundrobin"])
+        fetch = stack.enter_context(RowFetcher(discovery, routed, **{"timeout": LONG, **options}))
+        yield fetch, servers
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
@@ -81,9 +85,8 @@ def test_each_part_is_asked_for_its_own_ids_once(routing: Routing) -> None:
     router = routing.router()
     assert router is not None
     asked = {"user": torch.tensor([7, 8, 7, -3, 25, 5, 2**62]), "movie": torch.tensor([1, 2, 1])}
-    with parts(lookup, lookup) as (discovery, servers):
-        with RowFetcher(discovery, signature(routing), timeout=LONG) as fetch:
-            rows = fetch(asked)
+    with fetching(lookup, lookup, routed=signature(routing)) as (fetch, servers):
+        rows = fetch(asked)
         for table, ids in asked.items():
             assert rows[table].tolist() == [row(table, id) for id in ids.tolist()]
             for shard, server in enumerate(servers):
@@ -103,7 +106,7 @@ def test_each_part_is_asked_for_its_own_ids_once(routing: Routing) -> None:
 def test_any_ids_come_back_in_their_order() -> None:
     mixed = signature(ROUTINGS["continuous"], ROUTINGS["hash_roundrobin"])
     ids = st.lists(st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-3, 25)), max_size=30)
-    with parts(lookup, lookup) as (discovery, _), RowFetcher(discovery, mixed, timeout=LONG) as fetch:
+    with fetching(lookup, lookup, routed=mixed) as (fetch, _):
 
         @settings(max_examples=40)
         @given(ids, ids)
@@ -119,18 +122,16 @@ def test_any_ids_come_back_in_their_order() -> None:
 
 
 def test_nothing_asked_sends_nothing() -> None:
-    with parts(lookup, lookup) as (discovery, servers):
-        with RowFetcher(discovery, signature(ROUTINGS["roundrobin"])) as fetch:
-            assert fetch({}) == {}
-            assert fetch({"movie": torch.empty(0, dtype=torch.int64)})["movie"].shape == (0, 3)
+    with fetching(lookup, lookup) as (fetch, servers):
+        assert fetch({}) == {}
+        assert fetch({"movie": torch.empty(0, dtype=torch.int64)})["movie"].shape == (0, 3)
         assert [server.seen for server in servers] == [[], []]
 
 
 def test_a_table_of_one_part_in_a_model_of_two() -> None:
     one = signature(Routing(), ROUTINGS["roundrobin"])
-    with parts(lookup, lookup) as (discovery, servers):
-        with RowFetcher(discovery, one, timeout=LONG) as fetch:
-            assert fetch({"user": torch.tensor([1, 2])})["user"].tolist() == [row("user", 1), row("user", 2)]
+    with fetching(lookup, lookup, routed=one) as (fetch, servers):
+        assert fetch({"user": torch.tensor([1, 2])})["user"].tolist() == [row("user", 1), row("user", 2)]
         assert [len(server.seen) for server in servers] == [1, 0]
 
 
@@ -165,9 +166,8 @@ def test_more_rows_than_a_message_holds_are_asked_for_in_pieces(monkeypatch: pyt
     """A row of a user takes 8 bytes, of a movie 12."""
     monkeypatch.setattr(fetch_module, "MAX_PIECE_BYTES", 40)
     asked = {"user": torch.tensor([*range(2, 14), 3]), "movie": torch.tensor([9, 4, 2, 6, 8, 1])}
-    with parts(lookup, lookup) as (discovery, servers):
-        with RowFetcher(discovery, signature(ROUTINGS["roundrobin"]), timeout=LONG) as fetch:
-            rows = fetch(asked)
+    with fetching(lookup, lookup) as (fetch, servers):
+        rows = fetch(asked)
         for table, ids in asked.items():
             assert rows[table].tolist() == [row(table, id) for id in ids.tolist()]
         for server in servers:
@@ -176,17 +176,14 @@ def test_more_rows_than_a_message_holds_are_asked_for_in_pieces(monkeypatch: pyt
                 sizes = {name: ids.shape[0] for name, ids in seen.inputs.items()}
                 assert 8 * sizes.get("user", 0) + 12 * sizes.get("movie", 0) <= 40
     monkeypatch.setattr(fetch_module, "MAX_PIECE_BYTES", 1)  # less than a row: one at a time
-    with parts(lookup, refuse) as (discovery, servers):
-        routed = signature(ROUTINGS["roundrobin"])
-        with RowFetcher(discovery, routed, fail_soft=True, timeout=LONG) as fetch:
-            rows = fetch({"user": torch.tensor([2, 1, 3])})
-            assert rows["user"].tolist() == [row("user", 2), [0, 0], [0, 0]]
-            assert (fetch.failed_shards, fetch.rows_missing_by_failure) == (1, 2)
+    with fetching(lookup, refuse, fail_soft=True) as (fetch, _):
+        rows = fetch({"user": torch.tensor([2, 1, 3])})
+        assert rows["user"].tolist() == [row("user", 2), [0, 0], [0, 0]]
+        assert (fetch.failed_shards, fetch.rows_missing_by_failure) == (1, 2)
 
 
 def test_a_part_that_fails_raises() -> None:
-    routed = signature(ROUTINGS["roundrobin"])
-    with parts(lookup, refuse) as (found, servers), RowFetcher(found, routed, timeout=LONG) as fetch:
+    with fetching(lookup, refuse) as (fetch, servers):
         with pytest.raises(RemoteError, match=r"movies:ps_1: .*UNAVAILABLE") as raised:
             fetch({"user": torch.tensor([1, 2])})
         assert raised.value.targets == (servers[1].address,)
@@ -194,24 +191,20 @@ def test_a_part_that_fails_raises() -> None:
 
 
 def test_a_part_that_fails_softly_gives_zeros_and_is_counted() -> None:
-    with parts(lookup, refuse) as (discovery, _):
-        routed = signature(ROUTINGS["roundrobin"])
-        with RowFetcher(discovery, routed, fail_soft=True, timeout=LONG) as fetch:
-            rows = fetch({"user": torch.tensor([1, 2, 3, 1]), "movie": torch.tensor([1])})
-            assert rows["user"].tolist() == [[0.0] * 2, row("user", 2), [0.0] * 2, [0.0] * 2]
-            assert rows["movie"].tolist() == [[0.0] * 3]
-            assert (fetch.failed_shards, fetch.rows_missing_by_failure) == (1, 3)
-            fetch({"user": torch.tensor([1])})
-            assert (fetch.failed_shards, fetch.rows_missing_by_failure) == (2, 4)
+    with fetching(lookup, refuse, fail_soft=True) as (fetch, _):
+        rows = fetch({"user": torch.tensor([1, 2, 3, 1]), "movie": torch.tensor([1])})
+        assert rows["user"].tolist() == [[0.0] * 2, row("user", 2), [0.0] * 2, [0.0] * 2]
+        assert rows["movie"].tolist() == [[0.0] * 3]
+        assert (fetch.failed_shards, fetch.rows_missing_by_failure) == (1, 3)
+        fetch({"user": torch.tensor([1])})
+        assert (fetch.failed_shards, fetch.rows_missing_by_failure) == (2, 4)
 
 
 def test_a_part_nobody_serves_fails_like_one_that_is_down() -> None:
-    with parts(lookup) as (discovery, _):
-        routed = signature(ROUTINGS["roundrobin"])
-        with RowFetcher(discovery, routed) as fetch, pytest.raises(RemoteError, match="knows no server"):
-            fetch({"user": torch.tensor([1])})
-        with RowFetcher(discovery, routed, fail_soft=True) as fetch:
-            assert fetch({"user": torch.tensor([1])})["user"].tolist() == [[0.0, 0.0]]
+    with fetching(lookup) as (fetch, _), fails("UNAVAILABLE", "movies:ps_1: discovery knows no server"):
+        fetch({"user": torch.tensor([1])})
+    with fetching(lookup, fail_soft=True) as (fetch, _):
+        assert fetch({"user": torch.tensor([1])})["user"].tolist() == [[0.0, 0.0]]
 
 
 def test_a_hanging_part_ends_with_the_deadline_and_the_others_count() -> None:
@@ -219,25 +212,10 @@ def test_a_hanging_part_ends_with_the_deadline_and_the_others_count() -> None:
         servers[1].released.wait(LIMIT)
         return {}
 
-    with parts(lookup, hang) as (discovery, servers):
-        routed = signature(ROUTINGS["roundrobin"])
-        with RowFetcher(discovery, routed, fail_soft=True, timeout=2) as fetch:
-            rows = fetch({"user": torch.tensor([1, 2])})
-            assert rows["user"].tolist() == [[0.0, 0.0], row("user", 2)]
-            assert fetch.failed_shards == 1
-        servers[1].released.set()
-
-
-def test_replicas_of_a_part_stand_in_for_each_other() -> None:
-    routed = signature(ROUTINGS["roundrobin"])
-    with ExitStack() as stack:
-        discovery, servers = stack.enter_context(parts(lookup, lookup, replicas=2))
-        fetch = stack.enter_context(RowFetcher(discovery, routed, timeout=LONG))
-        for k in range(8):
-            if k == 4:
-                servers[0].stop()
-                servers[3].stop()
-            assert fetch({"user": torch.tensor([1, 2])})["user"].tolist() == [row("user", 1), row("user", 2)]
+    with fetching(lookup, hang, fail_soft=True, timeout=2) as (fetch, servers):
+        rows = fetch({"user": torch.tensor([1, 2])})
+        assert rows["user"].tolist() == [[0.0, 0.0], row("user", 2)]
+        assert fetch.failed_shards == 1
 
 
 @pytest.mark.parametrize(
@@ -251,17 +229,14 @@ def test_replicas_of_a_part_stand_in_for_each_other() -> None:
     ],
 )
 def test_mismatched_responses_are_failures(answer: Any, message: str) -> None:
-    with parts(lambda seen: answer, lookup) as (discovery, _):
-        routed = signature(ROUTINGS["roundrobin"])
-        fetch = RowFetcher(discovery, routed, timeout=LONG)
-        with fetch, pytest.raises(RemoteError, match=message):
-            fetch({"user": torch.tensor([2])})
-        with RowFetcher(discovery, routed, fail_soft=True, timeout=LONG) as fetch:
-            assert fetch({"user": torch.tensor([2, 1])})["user"].tolist() == [[0.0, 0.0], row("user", 1)]
+    with fetching(lambda seen: answer, lookup) as (fetch, _), pytest.raises(RemoteError, match=message):
+        fetch({"user": torch.tensor([2])})
+    with fetching(lambda seen: answer, lookup, fail_soft=True) as (fetch, _):
+        assert fetch({"user": torch.tensor([2, 1])})["user"].tolist() == [[0.0, 0.0], row("user", 1)]
 
 
 def test_what_is_wrong_with_a_call_is_named() -> None:
-    with RowFetcher(StaticDiscovery({}), signature(ROUTINGS["roundrobin"])) as fetch:
+    with fetching() as (fetch, _):
         with pytest.raises(UnknownNameError, match="table 'film' is unknown; known tables: user, movie"):
             fetch({"film": torch.tensor([1])})
         for ids in (torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor([1], dtype=torch.int32), [1]):

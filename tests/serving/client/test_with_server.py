@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megalith import Ragged, Sum
-from megalith.compat.monolith import remote_predict
 from megalith.errors import RemoteError
 from megalith.models import DeepFM, EmbeddingConfig
 from megalith.serving.client.predict_client import PredictClient
@@ -78,23 +77,6 @@ def test_a_standalone_model_answers_like_the_module(exported: Path, expected: di
     torch.testing.assert_close(expected["probabilities"], expected["logits"].sigmoid())
 
 
-def test_remote_predict_asks_it(exported: Path, expected: dict[str, Tensor]) -> None:
-    given = inputs()
-    names = ["user", "movies", "dense"]
-    with ModelServer(exported) as server:
-        for task in ("standalone", "entry", "ps_0", 0):
-            (logits,) = remote_predict(
-                names,
-                [given[name] for name in names],
-                ["logits"],
-                "movies",
-                task,
-                max_rpc_deadline_millis=1000 * LONG,
-                discovery=f"static:{server.address}",
-            )
-            assert torch.equal(logits, expected["logits"])
-
-
 def test_a_version_and_a_model_that_are_not_there(exported: Path) -> None:
     with ModelServer(exported) as server:
         with client(server.address, model_version=1) as c:
@@ -121,52 +103,32 @@ def test_one_of_two_replicas_is_killed_in_the_middle(exported: Path, expected: d
 
 
 @contextmanager
-def in_parts(
-    out: Path, dist_type: str, **settings: Any
-) -> Iterator[tuple[StaticDiscovery, list[ModelServer]]]:
-    """Two ps parts and an entry, each with its own server; the entry last."""
+def in_parts(out: Path, dist_type: str, **settings: Any) -> Iterator[StaticDiscovery]:
+    """Two ps parts and an entry, each with its own server."""
     export_model(trained(dist_type), out, name="movies", version=1, num_shards=2, block_size=20)
     discovery = StaticDiscovery({})
     with ExitStack() as stack:
-        servers = [
+        for part in ("ps_0", "ps_1", "entry"):
             stack.enter_context(ModelServer(out / part, ServerConfig(**settings), discovery=discovery))
-            for part in ("ps_0", "ps_1", "entry")
-        ]
-        yield discovery, servers
+        yield discovery
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_entry_and_parts_answer_like_the_whole(
+def test_an_entry_answers_like_the_whole_with_rows_of_its_parts(
     mode: str, tmp_path: Path, expected: dict[str, Tensor]
 ) -> None:
-    with in_parts(tmp_path, mode, fetch_timeout=LONG) as (found, _):
-        c = PredictClient(found, "movies", timeout=LONG)
-        answer = c.predict(inputs())
-        c.close()
-    for name in ("logits", "probabilities"):
-        assert torch.equal(answer[name], expected[name])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_rows_come_from_the_parts(mode: str, tmp_path: Path) -> None:
-    model = trained(mode)
-    with in_parts(tmp_path, mode) as (discovery, _):
+    with in_parts(tmp_path, mode, fetch_timeout=LONG) as discovery:
+        with PredictClient(discovery, "movies", timeout=LONG) as c:
+            answer = c.predict(inputs())
         entry = Signature.read(tmp_path / "entry" / "1")
         with RowFetcher(discovery, entry, timeout=LONG) as fetch:
             ids = torch.cat([MOVIES.values, MOVIES.values, torch.tensor([-77])])
             rows = fetch({"movies": ids, "user": USERS[:4]})
-    there = model.embeddings.shards.lookup({"movies": MOVIES.values, "user": USERS[:4]}).rows
+    for name in ("logits", "probabilities"):
+        assert torch.equal(answer[name], expected[name])
+    there = trained(mode).embeddings.shards.lookup({"movies": MOVIES.values, "user": USERS[:4]}).rows
     assert torch.equal(rows["movies"], torch.cat([there["movies"], there["movies"], torch.zeros(1, 5)]))
     assert torch.equal(rows["user"], there["user"])
-
-
-def test_without_a_part_the_entry_is_unavailable(tmp_path: Path) -> None:
-    with in_parts(tmp_path, "roundrobin") as (discovery, servers):
-        servers[1].stop()
-        with PredictClient(discovery, "movies", timeout=LONG) as c:
-            with pytest.raises(RemoteError, match="movies:ps_1: discovery knows no server") as raised:
-                c.predict(inputs())
-            assert raised.value.code == "UNAVAILABLE"
 
 
 def test_a_killed_part_fails_softly(tmp_path: Path, expected: dict[str, Tensor]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.compat.monolith import remote_predict, set_default_discovery
 from megalith.errors import RemoteError
 from megalith.serving.client.predict_client import PredictClient
 from megalith.serving.discovery import open_discovery
@@ -41,15 +40,3 @@ def test_servers_are_found_while_they_come_and_go(url: str, tmp_path: Path) -> N
                 first.stop()
                 for _ in range(10):
                     assert torch.equal(client.predict(INPUTS)["logits"], scores)
-
-
-def test_remote_predict_by_an_address_of_zookeeper(url: str, tmp_path: Path) -> None:
-    export_version(tmp_path, version=1)
-    with ModelServer(tmp_path, ServerConfig(discovery=url)), open_discovery(url) as found:
-        found.wait("movies:ps_0", 1, LIMIT)
-        set_default_discovery(url)
-        (scores,) = remote_predict(
-            list(INPUTS), list(INPUTS.values()), ["logits"], "movies", 0, max_rpc_deadline_millis=1000 * LIMIT
-        )
-        assert scores.shape == (2,)
-        set_default_discovery(None)

@@ -89,7 +89,11 @@ def addresses(discovery: Discovery, service: str) -> list[str]:
 
 
 def test_servers_come_and_go(discovery: Discovery) -> None:
+    def fails(_: object) -> None:
+        raise RuntimeError("a callback that fails harms nobody")
+
     seen: list[list[str]] = []
+    discovery.watch("movies:ps_0", fails)
     watch = discovery.watch("movies:ps_0", lambda replicas: seen.append([each.address for each in replicas]))
 
     discovery.register("movies:ps_0", Replica("b:1", replica_id=1))

@@ -106,31 +106,6 @@ def test_services_do_not_see_each_other(opened: Open) -> None:
         client.wait("books:ps_1", timeout=0.01)
 
 
-def test_a_cancelled_watch_is_silent(opened: Open) -> None:
-    discovery = opened()
-    silent, heard = Changes(), Changes()
-    discovery.watch("movies:entry", silent).cancel()
-    discovery.watch("movies:entry", heard)
-    assert silent.values.get(timeout=LIMIT) == ()
-
-    discovery.register("movies:entry", Replica("10.0.0.1:8500"))
-
-    heard.until_addresses("10.0.0.1:8500")
-    assert silent.values.empty()
-
-
-def test_a_failing_callback_harms_nobody(opened: Open) -> None:
-    discovery = opened()
-
-    def fails(_: object) -> None:
-        raise RuntimeError("oh")
-
-    discovery.watch("movies:entry", fails)
-    changes = watched(discovery, "movies:entry")
-    discovery.register("movies:entry", Replica("10.0.0.1:8500"))
-    changes.until_addresses("10.0.0.1:8500")
-
-
 def test_a_container_may_say_later_where_it_listens(zookeeper: ZooKeeper, root: str, opened: Open) -> None:
     changes = watched(opened(), "movies:entry")
     info = f"/{root}/container_service/default:x"
@@ -230,10 +205,11 @@ def test_an_emptied_zookeeper_is_filled_again(zookeeper: ZooKeeper, opened: Open
     changes.until_addresses("10.0.0.1:8500")
 
 
-def test_a_lost_session_registers_again(zookeeper: ZooKeeper, root: str, opened: Open) -> None:
+def test_a_lost_session_registers_and_watches_again(zookeeper: ZooKeeper, root: str, opened: Open) -> None:
     cable = Cable(zookeeper.port)
-    server = opened(hosts=cable.hosts, container_id="asdf", session_seconds=1.0)
-    server.register("movies:entry", Replica("10.0.0.1:8500"))
+    lost = opened(hosts=cable.hosts, container_id="asdf", session_seconds=1.0)
+    lost.register("movies:entry", Replica("10.0.0.1:8500"))
+    seen, other = watched(lost, "movies:entry"), opened(session_seconds=1.0)
     with zookeeper.client() as client:
         for path in ("container_service/default:asdf", "binding/movies/entry:default:asdf"):
             changes = node_changes(client, f"/{root}/{path}")
@@ -241,25 +217,13 @@ def test_a_lost_session_registers_again(zookeeper: ZooKeeper, root: str, opened:
 
             cable.cut()
             changes.until(lambda node: node is None)
+            other.register("movies:entry", Replica("10.0.0.2:8500"))
             cable.repair()
 
             assert changes.until(bool)[1].ephemeralOwner != before
-    cable.close()
-
-
-def test_a_lost_session_watches_again(zookeeper: ZooKeeper, opened: Open) -> None:
-    cable = Cable(zookeeper.port)
-    changes = watched(opened(hosts=cable.hosts, session_seconds=1.0), "movies:entry")
-    server = opened(session_seconds=1.0)
-    server.register("movies:entry", Replica("10.0.0.1:8500"))
-    changes.until_addresses("10.0.0.1:8500")
-
-    cable.cut()
-    server.register("movies:entry", Replica("10.0.0.2:8500"))
-    cable.repair()
-    changes.until_addresses("10.0.0.1:8500", "10.0.0.2:8500")
-    server.unregister("movies:entry", "10.0.0.2:8500")
-    changes.until_addresses("10.0.0.1:8500")
+            seen.until_addresses("10.0.0.1:8500", "10.0.0.2:8500")
+            other.unregister("movies:entry", "10.0.0.2:8500")
+            seen.until_addresses("10.0.0.1:8500")
     cable.close()
 
 

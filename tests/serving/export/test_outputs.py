@@ -20,7 +20,7 @@ from megalith.serving.export.exporter import export_model
 from megalith.serving.export.program_export import ModelParts, ServingModule, export_program
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import OutputSpec, Signature
-from megalith.serving.proto import GetModelMetadataRequest, SignatureDefMap
+from megalith.serving.proto.message_types import SignatureDefMap
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import Batching, ServerConfig
 from tests.serving.export.test_dense_program import Wide
@@ -350,9 +350,7 @@ def test_every_output_comes_over_grpc(server: ModelServer) -> None:
 
 def test_metadata_has_the_true_shapes(server: ModelServer) -> None:
     with ServerClient(server.address) as ask:
-        request = GetModelMetadataRequest(metadata_field=["signature_def"])
-        request.model_spec.name = "movies"
-        answer = ask.connection.get_model_metadata(request, timeout=20)
+        answer = ask.metadata()
     signatures = SignatureDefMap()
     answer.metadata["signature_def"].Unpack(signatures)
     default = signatures.signature_def["serving_default"]

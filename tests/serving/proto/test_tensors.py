@@ -14,9 +14,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import InputError
-from megalith.serving import proto
+from megalith.serving.proto.infer_tensors import (
+    datatype_of,
+    from_infer_request,
+    from_values,
+    to_infer_request,
+)
 from megalith.serving.proto.limits import BITS
-from megalith.serving.proto.tf_tensors import DTYPES
+from megalith.serving.proto.message_types import (
+    DataType,
+    InferTensorContents,
+    ModelInferRequest,
+    PredictRequest,
+    TensorProto,
+)
+from megalith.serving.proto.tf_tensors import (
+    DTYPES,
+    from_tensor_proto,
+    from_tensor_protos,
+    strings_from_tensor_proto,
+    strings_to_tensor_proto,
+    tensor_info,
+    to_tensor_proto,
+)
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).parents[1].joinpath("clients.json").read_text())
 LIMIT = 1 << 12
@@ -35,8 +55,8 @@ TYPED_VALUES: dict[str, list[Any]] = {
 }
 
 
-def tensor_proto(dtype: proto.DataType | int, shape: list[int], **fields: Any) -> Any:
-    message = proto.TensorProto(dtype=dtype, **fields)
+def tensor_proto(dtype: DataType | int, shape: list[int], **fields: Any) -> Any:
+    message = TensorProto(dtype=dtype, **fields)
     for size in shape:
         message.tensor_shape.dim.add(size=size)
     return message
@@ -66,12 +86,12 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @given(tensors())
 def test_a_tensor_comes_back_bit_by_bit(tensor: torch.Tensor) -> None:
-    message = proto.TensorProto.FromString(proto.to_tensor_proto(tensor).SerializeToString())
-    back = proto.from_tensor_proto(message)
+    message = TensorProto.FromString(to_tensor_proto(tensor).SerializeToString())
+    back = from_tensor_proto(message)
     assert (back.dtype, back.shape, bits(back)) == (tensor.dtype, tensor.shape, bits(tensor))
 
-    request = proto.to_infer_request({"x": tensor}, model_name="m")
-    back = proto.from_infer_request(type(request).FromString(request.SerializeToString()))["x"]
+    request = to_infer_request({"x": tensor}, model_name="m")
+    back = from_infer_request(type(request).FromString(request.SerializeToString()))["x"]
     assert isinstance(back, torch.Tensor)
     assert (back.dtype, back.shape, bits(back)) == (tensor.dtype, tensor.shape, bits(tensor))
 
@@ -79,70 +99,62 @@ def test_a_tensor_comes_back_bit_by_bit(tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", RECORDED["tensors"])
 def test_tensors_are_written_as_ovmsclient_writes_them(dtype: str) -> None:
     tensor = torch.from_numpy(np.arange(6).reshape(2, 3).astype(dtype))
-    assert proto.to_tensor_proto(tensor).SerializeToString().hex() == RECORDED["tensors"][dtype]
+    assert to_tensor_proto(tensor).SerializeToString().hex() == RECORDED["tensors"][dtype]
 
 
 @pytest.mark.parametrize("dtype", RECORDED["typed_tensors"])
 def test_typed_values_of_ovmsclient_are_read(dtype: str) -> None:
-    message = proto.TensorProto.FromString(bytes.fromhex(RECORDED["typed_tensors"][dtype]))
-    tensor = proto.from_tensor_proto(message)
+    message = TensorProto.FromString(bytes.fromhex(RECORDED["typed_tensors"][dtype]))
+    tensor = from_tensor_proto(message)
     assert DTYPES[tensor.dtype].name == dtype
     assert tensor.tolist() == TYPED_VALUES[dtype]
 
 
 def test_strings_are_written_as_ovmsclient_writes_them() -> None:
-    message = proto.strings_to_tensor_proto([b"a", b"\xff"])
+    message = strings_to_tensor_proto([b"a", b"\xff"])
     assert message.SerializeToString().hex() == RECORDED["strings"]
-    assert proto.strings_from_tensor_proto(message).tolist() == [b"a", b"\xff"]
+    assert strings_from_tensor_proto(message).tolist() == [b"a", b"\xff"]
 
 
 def test_strings_keep_their_shape() -> None:
     words = np.array([[b"a", b""], [b"c", b"d"]], dtype=object)
-    message = proto.strings_to_tensor_proto(words)
-    np.testing.assert_array_equal(proto.strings_from_tensor_proto(message), words)
-    request = proto.to_infer_request({"w": words}, model_name="m")
-    np.testing.assert_array_equal(proto.from_infer_request(request)["w"], words)
+    message = strings_to_tensor_proto(words)
+    np.testing.assert_array_equal(strings_from_tensor_proto(message), words)
+    request = to_infer_request({"w": words}, model_name="m")
+    np.testing.assert_array_equal(from_infer_request(request)["w"], words)
 
 
 def test_a_view_is_written_as_it_reads() -> None:
     tensor = torch.arange(6).reshape(2, 3).T
-    assert proto.from_tensor_proto(proto.to_tensor_proto(tensor)).tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert from_tensor_proto(to_tensor_proto(tensor)).tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_a_scalar_has_the_empty_shape() -> None:
-    message = proto.to_tensor_proto(torch.tensor(2.0))
+    message = to_tensor_proto(torch.tensor(2.0))
     assert message.HasField("tensor_shape")
-    assert proto.from_tensor_proto(message).shape == ()
+    assert from_tensor_proto(message).shape == ()
 
 
 def test_a_tensor_read_is_its_own() -> None:
-    message = proto.to_tensor_proto(torch.zeros(3))
-    proto.from_tensor_proto(message).add_(1)
-    assert proto.from_tensor_proto(message).tolist() == [0, 0, 0]
+    message = to_tensor_proto(torch.zeros(3))
+    from_tensor_proto(message).add_(1)
+    assert from_tensor_proto(message).tolist() == [0, 0, 0]
 
 
 def test_too_few_typed_values_are_filled_up_as_tensorflow_does() -> None:
-    last = tensor_proto(proto.DataType.DT_FLOAT, [2, 2], float_val=[1, 2])
-    none = tensor_proto(proto.DataType.DT_INT64, [2])
-    words = tensor_proto(proto.DataType.DT_STRING, [3], string_val=[b"a"])
-    empty = tensor_proto(proto.DataType.DT_STRING, [2])
-    assert proto.from_tensor_proto(last).tolist() == [[1, 2], [2, 2]]
-    assert proto.from_tensor_proto(none).tolist() == [0, 0]
-    assert proto.strings_from_tensor_proto(words).tolist() == [b"a", b"a", b"a"]
-    assert proto.strings_from_tensor_proto(empty).tolist() == [b"", b""]
+    last = tensor_proto(DataType.DT_FLOAT, [2, 2], float_val=[1, 2])
+    none = tensor_proto(DataType.DT_INT64, [2])
+    words = tensor_proto(DataType.DT_STRING, [3], string_val=[b"a"])
+    empty = tensor_proto(DataType.DT_STRING, [2])
+    assert from_tensor_proto(last).tolist() == [[1, 2], [2, 2]]
+    assert from_tensor_proto(none).tolist() == [0, 0]
+    assert strings_from_tensor_proto(words).tolist() == [b"a", b"a", b"a"]
+    assert strings_from_tensor_proto(empty).tolist() == [b"", b""]
 
 
 def test_any_byte_but_zero_is_true() -> None:
-    message = tensor_proto(proto.DataType.DT_BOOL, [3], tensor_content=b"\x00\x02\xff")
-    assert proto.from_tensor_proto(message).tolist() == [False, True, True]
-
-
-def test_inputs_are_read_by_name() -> None:
-    request = proto.PredictRequest()
-    request.inputs["ids"].CopyFrom(proto.to_tensor_proto(torch.tensor([1, 2])))
-    request.inputs["words"].CopyFrom(proto.strings_to_tensor_proto([b"a"]))
-    read = proto.from_tensor_protos(request.inputs)
-    assert {name: value.tolist() for name, value in read.items()} == {"ids": [1, 2], "words": [b"a"]}
+    message = tensor_proto(DataType.DT_BOOL, [3], tensor_content=b"\x00\x02\xff")
+    assert from_tensor_proto(message).tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -158,8 +170,8 @@ def test_inputs_are_read_by_name() -> None:
     ],
 )
 def test_json_numbers_become_tensors(datatype: str, values: list[Any], expected: list[Any]) -> None:
-    tensor = proto.from_values(datatype, [2], values)
-    assert proto.datatype_of(tensor) == datatype
+    tensor = from_values(datatype, [2], values)
+    assert datatype_of(tensor) == datatype
     assert tensor.tolist() == expected
 
 
@@ -177,6 +189,7 @@ def refused(match: str, read: Callable[[], object]) -> None:
         ("exceeds the 4096 bytes", tensor_proto(1, [2**40], float_val=[1])),
         ("exceeds the 4096 bytes", tensor_proto(1, [2**62, 2**62, 0])),
         ("exceeds the 4096 bytes", tensor_proto(7, [513], string_val=[b"x"])),
+        ("the shape is unknown", TensorProto(dtype=1, tensor_shape={"unknown_rank": True})),
         ("more than 32 dimensions", tensor_proto(1, [1] * 33)),
         ("more than 32 dimensions", tensor_proto(1, [0] * 100_000)),
         ("negative size", tensor_proto(1, [-1])),
@@ -197,52 +210,46 @@ def refused(match: str, read: Callable[[], object]) -> None:
     ],
 )
 def test_protos_that_do_not_fit_are_refused(match: str, message: Any) -> None:
-    refused(match, lambda: proto.from_tensor_protos({"x": message}, max_bytes=LIMIT))
-
-
-def test_an_unknown_rank_is_refused() -> None:
-    message = proto.TensorProto(dtype=1)
-    message.tensor_shape.unknown_rank = True
-    refused("the shape is unknown", lambda: proto.from_tensor_proto(message))
+    refused(match, lambda: from_tensor_protos({"x": message}, max_bytes=LIMIT))
 
 
 def test_strings_are_no_tensor_and_a_tensor_no_strings() -> None:
-    words, numbers = proto.strings_to_tensor_proto([b"a"]), proto.to_tensor_proto(torch.zeros(1))
-    refused("strings_from_tensor_proto", lambda: proto.from_tensor_proto(words))
-    refused("DT_FLOAT is not DT_STRING", lambda: proto.strings_from_tensor_proto(numbers))
-    refused("encode them first", lambda: proto.strings_to_tensor_proto(["a"]))  # type: ignore[list-item]
+    words, numbers = strings_to_tensor_proto([b"a"]), to_tensor_proto(torch.zeros(1))
+    refused("strings_from_tensor_proto", lambda: from_tensor_proto(words))
+    refused("DT_FLOAT is not DT_STRING", lambda: strings_from_tensor_proto(numbers))
+    refused("encode them first", lambda: strings_to_tensor_proto(["a"]))  # type: ignore[list-item]
 
 
 def test_errors_name_the_input() -> None:
     message = tensor_proto(1, [2], tensor_content=b"")
     bad = tensor_proto(1, [-1])
-    assert proto.from_tensor_protos({"zeros": message})["zeros"].tolist() == [0, 0]
-    refused("input 'ids'", lambda: proto.from_tensor_protos({"ids": bad}))
+    assert from_tensor_protos({"zeros": message})["zeros"].tolist() == [0, 0]
+    refused("input 'ids'", lambda: from_tensor_protos({"ids": bad}))
 
 
 def test_small_requests_cannot_ask_for_much_memory_in_parts() -> None:
     part = tensor_proto(1, [512], float_val=[1])  # 2048 bytes from a few
     inputs = {"a": part, "b": part}
-    assert len(proto.from_tensor_protos(inputs, max_bytes=LIMIT)) == 2
-    refused("exceeds the 0 bytes", lambda: proto.from_tensor_protos(inputs | {"c": part}, max_bytes=LIMIT))
+    assert len(from_tensor_protos(inputs, max_bytes=LIMIT)) == 2
+    refused("exceeds the 0 bytes", lambda: from_tensor_protos(inputs | {"c": part}, max_bytes=LIMIT))
 
 
 def test_complex_numbers_cannot_be_sent() -> None:
-    refused("complex64 cannot be sent", lambda: proto.to_tensor_proto(torch.zeros(1, dtype=torch.complex64)))
+    refused("complex64 cannot be sent", lambda: to_tensor_proto(torch.zeros(1, dtype=torch.complex64)))
     refused(
         "not have the dtype torch.complex64",
-        lambda: proto.tensor_info("x", torch.complex64, []),
+        lambda: tensor_info("x", torch.complex64, []),
     )
-    refused("not have the type torch.complex64", lambda: proto.datatype_of(torch.complex64))
+    refused("not have the type torch.complex64", lambda: datatype_of(torch.complex64))
 
 
 def infer(*inputs: dict[str, Any], raw: list[bytes] | None = None) -> Any:
-    return proto.ModelInferRequest(
-        inputs=[proto.ModelInferRequest.InferInputTensor(**each) for each in inputs], raw_input_contents=raw
+    return ModelInferRequest(
+        inputs=[ModelInferRequest.InferInputTensor(**each) for each in inputs], raw_input_contents=raw
     )
 
 
-CONTENTS = proto.InferTensorContents
+CONTENTS = InferTensorContents
 
 
 @pytest.mark.parametrize(
@@ -280,7 +287,7 @@ CONTENTS = proto.InferTensorContents
     ],
 )
 def test_infer_requests_that_do_not_fit_are_refused(match: str, request_: Any) -> None:
-    refused(match, lambda: proto.from_infer_request(request_, max_bytes=LIMIT))
+    refused(match, lambda: from_infer_request(request_, max_bytes=LIMIT))
 
 
 @pytest.mark.parametrize(
@@ -302,7 +309,7 @@ def test_infer_requests_that_do_not_fit_are_refused(match: str, request_: Any) -
     ],
 )
 def test_json_values_of_another_type_are_refused(datatype: str, values: list[Any]) -> None:
-    refused("are not all|is not within|too large", lambda: proto.from_values(datatype, [1], values))
+    refused("are not all|is not within|too large", lambda: from_values(datatype, [1], values))
 
 
 # ---- fuzzing
@@ -314,7 +321,7 @@ NUMBERS = st.integers(-(2**31), 2**31 - 1)
 
 @st.composite
 def strange_protos(draw: st.DrawFn) -> Any:
-    message = proto.TensorProto(dtype=draw(st.one_of(st.sampled_from(list(proto.DataType)), NUMBERS)))
+    message = TensorProto(dtype=draw(st.one_of(st.sampled_from(list(DataType)), NUMBERS)))
     message.tensor_shape.unknown_rank = draw(st.sampled_from([False] * 9 + [True]))
     for size in draw(st.lists(SIZES, max_size=4)):
         message.tensor_shape.dim.add(size=size)
@@ -342,7 +349,7 @@ def check_read(value: object) -> None:
 @given(strange_protos())
 def test_any_tensor_proto_is_read_or_refused(message: Any) -> None:
     try:
-        read = proto.from_tensor_protos({"x": message}, max_bytes=LIMIT)
+        read = from_tensor_protos({"x": message}, max_bytes=LIMIT)
     except InputError:
         return
     check_read(read["x"])
@@ -350,10 +357,8 @@ def test_any_tensor_proto_is_read_or_refused(message: Any) -> None:
 
 @st.composite
 def strange_requests(draw: st.DrawFn) -> Any:
-    datatypes = st.one_of(
-        st.sampled_from(["BYTES", "FP16", *map(proto.datatype_of, BITS)]), st.text(max_size=4)
-    )
-    request = proto.ModelInferRequest(raw_input_contents=draw(st.lists(st.binary(max_size=30), max_size=2)))
+    datatypes = st.one_of(st.sampled_from(["BYTES", "FP16", *map(datatype_of, BITS)]), st.text(max_size=4))
+    request = ModelInferRequest(raw_input_contents=draw(st.lists(st.binary(max_size=30), max_size=2)))
     for _ in range(draw(st.integers(0, 2))):
         tensor = request.inputs.add(
             name=draw(st.text(max_size=2)), datatype=draw(datatypes), shape=draw(st.lists(SIZES, max_size=3))
@@ -366,7 +371,7 @@ def strange_requests(draw: st.DrawFn) -> Any:
 @given(strange_requests())
 def test_any_infer_request_is_read_or_refused(request: Any) -> None:
     try:
-        read = proto.from_infer_request(request, max_bytes=LIMIT)
+        read = from_infer_request(request, max_bytes=LIMIT)
     except InputError:
         return
     for value in read.values():
@@ -392,11 +397,11 @@ def test_damaged_requests_are_read_or_refused(name: str, changes: list[tuple[int
         data[at % len(data)] = value
     try:
         if name.startswith("inference"):
-            request = proto.ModelInferRequest.FromString(bytes(data[: len(data) - cut]))
-            read = proto.from_infer_request(request, max_bytes=LIMIT)
+            request = ModelInferRequest.FromString(bytes(data[: len(data) - cut]))
+            read = from_infer_request(request, max_bytes=LIMIT)
         else:
-            request = proto.PredictRequest.FromString(bytes(data[: len(data) - cut]))
-            read = proto.from_tensor_protos(request.inputs, max_bytes=LIMIT)
+            request = PredictRequest.FromString(bytes(data[: len(data) - cut]))
+            read = from_tensor_protos(request.inputs, max_bytes=LIMIT)
     except (DecodeError, InputError):
         return
     for value in read.values():

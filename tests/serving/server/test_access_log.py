@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from megalith.serving.server.grpc_calls import MAX_CONTROLS, MAX_REFLECTIONS
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Security
 from megalith.serving.server.server_config import ServerConfig
-from tests.serving.exports import export_version, request_of, rows
+from tests.serving.exports import DENSE, FEATURES, INPUTS, request_of, silent, wait_until
 from tests.serving.server.test_rest import Rest
-from tests.serving.server.test_security import silent
 
-FEATURES, DENSE = rows(2)
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{SPAN}-01"
 STATUS = "/tensorflow.serving.ModelService/GetModelStatus"
@@ -35,16 +32,9 @@ PREDICT = "/tensorflow.serving.PredictionService/Predict"
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("exports")
-    export_version(out, version=3)
-    return out
-
-
-@pytest.fixture(scope="module")
-def served(exports: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ModelServer, Path]]:
+def served(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ModelServer, Path]]:
     path = tmp_path_factory.mktemp("log") / "access.jsonl"
-    with ModelServer(exports, ServerConfig(http_port=0, access_log=str(path), read_seconds=LIMIT)) as server:
+    with ModelServer(exported, ServerConfig(http_port=0, access_log=str(path), read_seconds=LIMIT)) as server:
         yield server, path
 
 
@@ -56,7 +46,7 @@ def last(path: Path) -> dict[str, Any]:
 
 def test_calls_over_grpc(served: tuple[ModelServer, Path]) -> None:
     server, path = served
-    request = request_of({**FEATURES, "dense": DENSE}).SerializeToString()
+    request = request_of(INPUTS).SerializeToString()
     other = request_of({}, model="other").SerializeToString()
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary(PREDICT)
@@ -66,7 +56,7 @@ def test_calls_over_grpc(served: tuple[ModelServer, Path]) -> None:
             "protocol": "grpc",
             "method": PREDICT,
             "model": "movies",
-            "version": 3,
+            "version": 1,
             "signature": "serving_default",
             "code": "OK",
             "request_bytes": len(request),
@@ -81,13 +71,6 @@ def test_calls_over_grpc(served: tuple[ModelServer, Path]) -> None:
             call(other, timeout=20)
         assert (last(path)["code"], last(path)["model"]) == ("NOT_FOUND", "unknown")
         assert "trace_id" not in last(path)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def refused(path: Path, **wanted: Any) -> dict[str, Any]:
@@ -140,7 +123,7 @@ def test_calls_that_are_refused_before_their_message_is_read(
             channel.unary_unary(STATUS).future(b"", timeout=LIMIT).exception()
         refused(path, method=STATUS, code="CANCELLED", reason=PASSED_ON)
         assert len(calls) == MAX_CONTROLS
-    monkeypatch.setattr(server._guard._deadlines, "_seconds", 0.1)
+    monkeypatch.setattr(server._guard._deadlines, "seconds", 0.1)
     with silent(server, PREDICT) as (call,):
         assert call.code() == grpc.StatusCode.CANCELLED
         line = refused(path, method=PREDICT, code="CANCELLED", reason="no message arrived in 0.1 s")
@@ -148,10 +131,10 @@ def test_calls_that_are_refused_before_their_message_is_read(
     assert "version" not in line
 
 
-def test_calls_without_a_token(exports: Path, tmp_path: Path) -> None:
+def test_calls_without_a_token(exported: Path, tmp_path: Path) -> None:
     path = tmp_path / "log"
     config = ServerConfig(security=Security(TOKEN), access_log=str(path))
-    with ModelServer(exports, config) as server, grpc.insecure_channel(server.address) as channel:
+    with ModelServer(exported, config) as server, grpc.insecure_channel(server.address) as channel:
         for method in (PREDICT, "/none"):
             with pytest.raises(grpc.RpcError):
                 channel.unary_unary(method)(b"", metadata=[("traceparent", TRACEPARENT)], timeout=LIMIT)

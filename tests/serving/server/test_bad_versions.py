@@ -22,7 +22,7 @@ from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from tests.forked import Forked
 from tests.serving.export.test_dense_program import Wide
-from tests.serving.exports import ServerClient, request_of
+from tests.serving.exports import request_of, serving
 
 INPUTS = {"f": torch.tensor([1, 2])}
 
@@ -69,10 +69,7 @@ def test_a_version_that_ends_a_process_does_not_end_the_server(
         f"import {module} as it\nit.guard_divisions = lambda module: None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with (
-        ModelServer(served, ServerConfig(poll_seconds=3600)) as server,
-        ServerClient(server.address) as ask,
-    ):
+    with serving(served, poll_seconds=3600) as (server, ask):
         shutil.copytree(exports / "2", served / "2")
         server.refresh()
         assert ask.send(request_of(INPUTS))[1].version.value == 1
@@ -131,7 +128,7 @@ def test_versions_that_were_deleted_are_forgotten(exports: Path, served: Path) -
 def test_a_version_replaced_under_its_number_is_reported(
     served: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ModelServer(served, ServerConfig(poll_seconds=3600)) as server, ServerClient(server.address) as ask:
+    with serving(served, poll_seconds=3600) as (server, ask):
         (served / "1" / "examples.json").write_text('{"examples": []}')
         server.refresh()
         server.refresh()

@@ -20,7 +20,7 @@ from megalith.serving.server.batching import Batcher
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.server_config import Batching, ServerConfig
-from tests.serving.exports import ServerClient, export_version, logits, request_of, rows
+from tests.serving.exports import INPUTS, export_version, fails, is_healthy, logits, request_of, rows, serving
 
 LIMIT = 30.0
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
@@ -76,17 +76,19 @@ def test_what_waits_is_computed_together() -> None:
         assert gate.batches == [[0], [1, 2, 3]]
 
 
-def test_a_batch_has_at_most_so_many_rows_but_a_request_is_never_cut() -> None:
-    with busy(Batching(max_rows=4)) as (_, gate, ask):
-        asked = [ask(1, 2), ask(2, 2), ask(3, 1), ask(4, 9), ask(5, 1)]
-        gate.go.release(5)
-        assert [each.result(LIMIT) for each in asked] == [10, 20, 30, 40, 50]
-        assert gate.batches == [[0], [1, 2], [3], [4], [5]]
-
-
-def test_a_batch_takes_at_most_so_many_bytes() -> None:
-    with busy(Batching(max_bytes=100)) as (_, gate, ask):
-        asked = [ask(1, cost=60), ask(2, cost=40), ask(3, cost=1), ask(4, cost=200), ask(5, cost=1)]
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        (Batching(max_rows=4), [(2, 0), (2, 0), (1, 0), (9, 0), (1, 0)]),
+        (Batching(max_bytes=100), [(1, 60), (1, 40), (1, 1), (1, 200), (1, 1)]),
+    ],
+    ids=["rows", "bytes"],
+)
+def test_a_batch_has_a_largest_size_but_a_request_is_never_cut(
+    settings: Batching, sizes: list[tuple[int, int]]
+) -> None:
+    with busy(settings) as (_, gate, ask):
+        asked = [ask(k + 1, rows, cost=cost) for k, (rows, cost) in enumerate(sizes)]
         gate.go.release(5)
         assert [each.result(LIMIT) for each in asked] == [10, 20, 30, 40, 50]
         assert gate.batches == [[0], [1, 2], [3], [4], [5]]
@@ -109,21 +111,17 @@ def test_an_error_fails_only_its_request() -> None:
         assert good.result(LIMIT) == 10
 
 
-def test_a_full_queue_refuses() -> None:
-    with busy(Batching(max_queue_rows=3)) as (_, gate, ask):
-        waiting = ask(1, 2)
-        with pytest.raises(RequestError, match="2 rows are already queued") as raised:
-            ask(2, 2).result(LIMIT)
+@pytest.mark.parametrize(
+    ("settings", "rows", "cost", "queued"),
+    [(Batching(max_queue_rows=3), 2, 0, 2), (Batching(max_queue_bytes=100), 1, 60, 1)],
+    ids=["rows", "bytes"],
+)
+def test_a_full_queue_refuses(settings: Batching, rows: int, cost: int, queued: int) -> None:
+    with busy(settings) as (_, gate, ask):
+        waiting = ask(1, rows, cost=cost)
+        with pytest.raises(RequestError, match=f"{queued} rows are already queued") as raised:
+            ask(2, rows, cost=cost).result(LIMIT)
         assert raised.value.code == Code.RESOURCE_EXHAUSTED
-        gate.go.release(2)
-        assert waiting.result(LIMIT) == 10
-
-
-def test_a_queue_full_of_bytes_refuses() -> None:
-    with busy(Batching(max_queue_bytes=100)) as (_, gate, ask):
-        waiting = ask(1, cost=60)
-        with pytest.raises(RequestError, match="1 rows are already queued"):
-            ask(2, cost=60).result(LIMIT)
         gate.go.release(2)
         assert waiting.result(LIMIT) == 10
 
@@ -155,24 +153,18 @@ def test_a_batch_that_cannot_be_counted_fails_and_the_next_is_computed() -> None
         assert counted == [1, 2, 3]
 
 
-def test_a_request_whose_deadline_has_passed_is_not_computed() -> None:
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [({"timeout": 0.0}, Code.DEADLINE_EXCEEDED), ({"alive": lambda: False}, Code.CANCELLED)],
+    ids=["late", "cancelled"],
+)
+def test_a_request_that_nobody_waits_for_is_not_computed(options: dict[str, Any], code: Any) -> None:
     with busy() as (_, gate, ask):
-        late, good = ask(1, timeout=0.0), ask(2)
-        with pytest.raises(RequestError) as raised:
-            late.result(LIMIT)
-        assert raised.value.code == Code.DEADLINE_EXCEEDED
-        gate.go.release(2)
-        assert good.result(LIMIT) == 20
-        assert gate.batches == [[0], [2]]
-
-
-def test_a_cancelled_request_is_not_computed() -> None:
-    with busy() as (_, gate, ask):
-        gone, good = ask(1, alive=lambda: False), ask(2)
+        gone, good = ask(1, **options), ask(2)
         gate.go.release(2)
         with pytest.raises(RequestError) as raised:
             gone.result(LIMIT)
-        assert raised.value.code == Code.CANCELLED
+        assert raised.value.code == code
         assert good.result(LIMIT) == 20
         assert gate.batches == [[0], [2]]
 
@@ -200,21 +192,12 @@ def test_closing_computes_what_is_queued_and_refuses_the_rest() -> None:
             batcher.submit(2, 1, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("settings", [{"max_rows": 0}, {"max_wait": -1}, {"workers": True}])
-def test_invalid_settings(settings: dict[str, int]) -> None:
-    with pytest.raises(InputError, match=next(iter(settings))):
-        Batching(**settings)
-
-
 # ---- the server
 
 
 def test_concurrent_requests_get_their_own_scores(tmp_path: Path) -> None:
     model = export_version(tmp_path)
-    with (
-        ModelServer(tmp_path, ServerConfig(batching=Batching(max_rows=64, workers=2))) as server,
-        ServerClient(server.address) as ask,
-    ):
+    with serving(tmp_path, batching=Batching(max_rows=64, workers=2)) as (server, ask):
 
         def one(seed: int) -> None:
             features, dense = rows(1 + seed % 5, seed)
@@ -235,10 +218,7 @@ def test_concurrent_requests_get_their_own_scores(tmp_path: Path) -> None:
 
 def test_a_request_of_many_rows_is_computed_in_pieces(tmp_path: Path) -> None:
     model = export_version(tmp_path)
-    with (
-        ModelServer(tmp_path, ServerConfig(batching=Batching(max_rows=4))) as server,
-        ServerClient(server.address) as ask,
-    ):
+    with serving(tmp_path, batching=Batching(max_rows=4)) as (server, ask):
         features, dense = rows(10)
         expected = logits(model, features, dense)
         torch.testing.assert_close(ask({**features, "dense": dense})["logits"], expected)
@@ -247,31 +227,33 @@ def test_a_request_of_many_rows_is_computed_in_pieces(tmp_path: Path) -> None:
 
 def test_a_few_bytes_do_not_make_many_rows(tmp_path: Path) -> None:
     export_version(tmp_path)
-    with ModelServer(tmp_path) as server, ServerClient(server.address) as ask:
-        features, dense = rows(1)
-        request = request_of({**features, "dense": dense})
+    with serving(tmp_path) as (_, ask):
+        request = request_of(INPUTS)
         for proto in request.inputs.values():
             proto.ClearField("tensor_content")
             proto.tensor_shape.dim[0].size = 400_000
         assert request.ByteSize() < 200
-        with pytest.raises(RemoteError, match=r"400000 rows .* send it in parts") as raised:
+        with fails("INVALID_ARGUMENT", r"400000 rows .* send it in parts"):
             ask.send(request)
-        assert raised.value.code == "INVALID_ARGUMENT"
+
+
+@contextmanager
+def served_by(directory: Path, predict: Callable[[Any, int, Any], Any]) -> Iterator[tuple[Any, Any]]:
+    """A version whose computation is replaced, and the computation that it had."""
+    export_version(directory)
+    with ModelServer(directory) as server:
+        version: Any = server.models[0].newest
+        compute, version.servable.predict_plain = version.servable.predict_plain, predict
+        yield version, compute
 
 
 def test_whatever_one_request_breaks_the_others_are_answered(tmp_path: Path) -> None:
-    export_version(tmp_path)
-    with ModelServer(tmp_path) as server:
-        version = server.models[0].newest
-        assert version is not None
-        compute = version.servable.predict_plain
+    def predict(batch: Any, size: int, dense: Any) -> Any:
+        if (dense == 7.0).any():
+            raise MemoryError("too much")
+        return compute(batch, size, dense)
 
-        def predict(batch: Any, size: int, dense: Any) -> Any:
-            if (dense == 7.0).any():
-                raise MemoryError("too much")
-            return compute(batch, size, dense)
-
-        version.servable.predict_plain = predict  # type: ignore[method-assign]
+    with served_by(tmp_path, predict) as (version, compute):
         features, dense = rows(1)
         good, bad = (version.reader.read({**features, "dense": each}) for each in (dense, dense * 0 + 7))
         before, failed, after = version._compute([good, bad, good])
@@ -281,17 +263,13 @@ def test_whatever_one_request_breaks_the_others_are_answered(tmp_path: Path) -> 
 
 
 def test_a_part_that_does_not_answer_is_not_asked_again_for_each_request(tmp_path: Path) -> None:
-    export_version(tmp_path)
-    with ModelServer(tmp_path) as server:
-        version = server.models[0].newest
-        assert version is not None
-        calls: list[int] = []
+    calls: list[int] = []
 
-        def predict(batch: Any, size: int, dense: Any) -> Any:
-            calls.append(size)
-            raise RemoteError("movies:ps_0 does not answer", code="UNAVAILABLE")
+    def predict(batch: Any, size: int, dense: Any) -> Any:
+        calls.append(size)
+        raise RemoteError("movies:ps_0 does not answer", code="UNAVAILABLE")
 
-        version.servable.predict_plain = predict  # type: ignore[method-assign]
+    with served_by(tmp_path, predict) as (version, _):
         features, dense = rows(1)
         one = version.reader.read({**features, "dense": dense})
         results = version._compute([one, one])
@@ -303,11 +281,9 @@ class Held:
     """A server whose model computes only when released, and what it has computed."""
 
     def __init__(self, server: ModelServer) -> None:
-        version = server.models[0].newest
-        assert version is not None
+        version: Any = server.models[0].newest
         self.server = server
-        self.go = threading.Event()
-        self.entered = threading.Event()
+        self.go, self.entered = threading.Event(), threading.Event()
         self.rows = 0
         compute = version.servable.predict_plain
 
@@ -317,7 +293,7 @@ class Held:
             self.rows += size
             return compute(batch, size, dense)
 
-        version.servable.predict_plain = predict  # type: ignore[method-assign]
+        version.servable.predict_plain = predict
 
 
 @contextmanager
@@ -358,14 +334,12 @@ def test_deadlines_and_cancelled_calls_are_not_computed(tmp_path: Path) -> None:
 
 
 def test_a_full_server_refuses_and_still_reports_health(tmp_path: Path) -> None:
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
     with held(tmp_path, max_concurrent=1) as hold, grpc.insecure_channel(hold.server.address) as channel:
         call = channel.unary_unary(PREDICT)
         first = call.future(data(), timeout=LIMIT)
         assert hold.entered.wait(LIMIT)
         assert call.future(data(), timeout=LIMIT).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=LIMIT)
+        assert is_healthy(hold.server)
         hold.go.set()
         assert first.result(LIMIT)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -16,15 +15,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalith.errors import RemoteError
-from megalith.serving.proto import PredictRequest, to_infer_request
+from megalith.serving.proto.infer_tensors import to_infer_request
+from megalith.serving.proto.message_types import PredictRequest
 from megalith.serving.server import open_inference
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
-from tests.serving.exports import NUM_IDS, ServerClient, export_version, logits, request_of, rows
-from tests.serving.score_requests import INFER_CHANGES, damaged_messages, typed_infer_request
+from tests.serving.exports import (
+    DENSE,
+    FEATURES,
+    INPUTS,
+    NUM_IDS,
+    ServerClient,
+    export_version,
+    logits,
+    request_of,
+    serving,
+)
+from tests.serving.score_requests import INFER_CHANGES, damaged, damaged_messages, typed_infer_request
+from tests.serving.server.test_rest import Rest, inputs
 
-FEATURES, DENSE = rows(2)
-INPUTS = {**FEATURES, "dense": DENSE}
 FLIPS = 300
 """Damaged requests of each kind."""
 ANSWERS = {
@@ -91,23 +100,6 @@ def call(server: ModelServer) -> Iterator[Callable[[str, bytes], str]]:
         yield status
 
 
-def damaged(data: bytes, dice: random.Random) -> bytes:
-    """A few bytes changed, inserted, cut out, or the end cut off."""
-    out = bytearray(data)
-    for _ in range(dice.choice([1, 1, 2, 8])):
-        at = dice.randrange(len(out) + 1)
-        match dice.randrange(5):
-            case 0 | 1 if at < len(out):
-                out[at] ^= 1 << dice.randrange(8)
-            case 2:
-                out[at:at] = dice.randbytes(dice.randrange(1, 10))
-            case 3:
-                del out[at : at + dice.randrange(1, 10)]
-            case 4:
-                out = out[:at] or bytearray(1)
-    return bytes(out)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_damaged_requests(call: Callable[[str, bytes], str], method: str) -> None:
     dice = random.Random(method)
@@ -168,10 +160,7 @@ def test_damaged_writes(tmp_path: Path) -> None:
             for name in ("sync_begin", "sync_end", "sync_position")
         ),
     ]
-    with (
-        ModelServer(tmp_path, ServerConfig(allow_writes=True)) as server,
-        ServerClient(server.address) as ask,
-    ):
+    with serving(tmp_path, allow_writes=True) as (_, ask):
         for _ in range(FLIPS):
             data = damaged(dice.choice(pushes).SerializeToString(), dice)
             sent = (("megalith-session", "0" * 32), ("megalith-publisher", "0/1"))
@@ -233,24 +222,18 @@ def test_requests_of_any_tensors(
 def rest_request(
     server: ModelServer, body: bytes, headers: dict[str, str], path: str = "/v2/models/movies/infer"
 ) -> int:
-    assert server.http_address is not None
-    connection = http.client.HTTPConnection(server.http_address, timeout=60)
+    client = Rest(server)
     try:
-        connection.request("POST", path, body, headers)
-        answer = connection.getresponse()
-        answer.read()
-        return answer.status
+        return client("POST", path, body, headers)[0]
     finally:
-        connection.close()
+        client.connection.close()
 
 
 def rest_body() -> bytes:
-    features = [
-        {"name": name, "datatype": "INT64", "shape": [2], "data": ids.tolist()}
-        for name, ids in FEATURES.items()
-    ]
     dense = {"name": "dense", "datatype": "FP32", "shape": [2, 3], "parameters": {"binary_data_size": 24}}
-    return json.dumps({"id": "1", "inputs": [*features, dense], "outputs": [{"name": "logits"}]}).encode()
+    return json.dumps(
+        {"id": "1", "inputs": [*inputs()[:-1], dense], "outputs": [{"name": "logits"}]}
+    ).encode()
 
 
 def test_damaged_rest_bodies(server: ModelServer) -> None:

@@ -1,10 +1,12 @@
-"""Inputs: a batch is the concatenation of its requests, in any form they are sent."""
+"""Inputs: a batch is its requests in any form; requests read from bytes are read as by protobuf."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,32 +18,29 @@ from torch import Tensor
 from megalith import Ragged
 from megalith.checkpoint.manifest import Routing
 from megalith.errors import InputError
-from megalith.serving.export.signature import ExportedTable, FeatureSpec, Signature
-from megalith.serving.proto import (
-    Strings,
-    from_tensor_protos,
-    to_infer_request,
-)
+from megalith.serving.export.signature import ExportedTable, FeatureSpec
+from megalith.serving.proto.infer_tensors import DATATYPES, to_infer_request
+from megalith.serving.proto.message_bytes import ScoreMessage, read_infer_message, read_predict_message
+from megalith.serving.proto.message_types import ModelInferRequest, PredictRequest
+from megalith.serving.proto.tf_tensors import Strings
 from megalith.serving.server.inputs import InputReader, Rows
 from tests.serving.exports import request_of
-
-NAMES = ("user", "tags")
-PAD = -7
-SIGNATURE = Signature(
-    model="movies",
-    version=1,
-    part="standalone",
-    sub_graph_num=0,
-    base="b",
-    step=0,
-    created="now",
-    megalith="0",
-    precision="float32",
-    tables={name: ExportedTable((2,), (1.0,), Routing("roundrobin", 1)) for name in NAMES},
-    features=tuple(FeatureSpec(name, name, "sum", pad=PAD) for name in NAMES),
-    num_dense=1,
+from tests.serving.score_requests import (
+    CONTENTS,
+    INFER_CHANGES,
+    INPUTS,
+    NAMES,
+    PREDICT_CHANGES,
+    READER,
+    SIGNATURE,
+    damaged_messages,
+    infer_request,
+    predict_request,
+    typed_infer_request,
+    typed_predict_request,
 )
-READER = InputReader(SIGNATURE)
+
+PAD = SIGNATURE.features[0].pad
 
 ids = st.integers(-(2**63), 2**63 - 1).filter(lambda id: id != PAD)
 lists = st.lists(ids, max_size=3)
@@ -139,16 +138,6 @@ def test_the_common_request_makes_no_columns(dtype: torch.dtype) -> None:
         joined, _ = READER.join([rows, rows])
         # One id each is an id, also if it is the pad.
         assert joined["user"].tolist() == [PAD, 2, PAD, 2]  # type: ignore[union-attr]
-
-
-def test_no_request_takes_more_than_it_may() -> None:
-    reader = InputReader(SIGNATURE, max_bytes=100)
-    inputs: Inputs = {name: torch.zeros(10, dtype=torch.int64) for name in NAMES}
-    inputs["dense"] = torch.zeros(10, 1)
-    with pytest.raises(InputError, match="bytes left for this request"):
-        reader.read_protos(request_of(inputs).inputs)
-    with pytest.raises(InputError, match="bytes left for this request"):
-        reader.read_infer(to_infer_request(inputs, model_name="movies"))
 
 
 def test_no_request_gathers_more_than_it_may() -> None:
@@ -250,10 +239,187 @@ def test_a_shared_feature_has_one_row_for_all() -> None:
         reader.read({**inputs, "user": torch.tensor([1, 2, 3])})
 
 
-def test_a_model_of_features_alone() -> None:
+# ---- requests that are read from their bytes
+
+
+def message_of(request: Any) -> ScoreMessage | None:
+    data = request.SerializeToString()
+    return read_infer_message(data) if isinstance(request, ModelInferRequest) else read_predict_message(data)
+
+
+def rows_of(request: Any, reader: InputReader = READER) -> Rows | None:
+    message = message_of(request)
+    return None if message is None else reader.read_message(message)
+
+
+def by_protobuf(request: Any, reader: InputReader = READER) -> Rows:
+    if isinstance(request, ModelInferRequest):
+        return reader.read_infer(request)
+    return reader.read_protos(request.inputs)
+
+
+def asked_by(request: Any) -> tuple[Any, ...]:
+    """What the message of a request must say besides its inputs, as protobuf reads it."""
+    if isinstance(request, ModelInferRequest):
+        names = [output.name for output in request.outputs]
+        return request.model_name, "", None, request.model_version, request.id, names
+    spec = request.model_spec
+    version = spec.version.value if spec.HasField("version") else None
+    return spec.name, spec.signature_name, version, spec.version_label, "", list(request.output_filter)
+
+
+def asked_in(message: ScoreMessage) -> tuple[Any, ...]:
+    return (
+        message.model,
+        message.signature,
+        message.version,
+        message.version_text,
+        message.id,
+        message.outputs,
+    )
+
+
+USUAL = [predict_request, typed_predict_request, infer_request, typed_infer_request]
+
+
+@pytest.mark.parametrize("request_", USUAL)
+def test_the_usual_request_is_read_from_its_bytes(request_: Callable[[], Any]) -> None:
+    request = request_()
+
+    message = message_of(request)
+
+    assert message is not None
+    assert asked_in(message) == asked_by(request)
+    rows = READER.read_message(message)
+    assert rows is not None
+    assert rows == by_protobuf(request)
+    assert rows.plain is not None
+    assert np.frombuffer(rows.plain, np.int64).tolist() == [-7, 2, 3, 2**63 - 1]
+
+
+def test_a_model_without_dense_values_or_with_hashed_ids() -> None:
     reader = InputReader(replace(SIGNATURE, num_dense=0))
-    inputs: Inputs = {name: torch.tensor([1]) for name in NAMES}
-    assert reader.read_protos(request_of(inputs).inputs).plain is not None
+    features = {name: INPUTS[name] for name in NAMES}
+    for request in (request_of(features), to_infer_request(features, model_name="movies")):
+        assert rows_of(request, reader) == by_protobuf(request, reader)
+        assert rows_of(request) is None
     with pytest.raises(InputError, match="'dense' is unknown"):
-        reader.read({**inputs, "dense": torch.ones(1, 1)})
-    assert from_tensor_protos(request_of(inputs).inputs).keys() == set(NAMES)
+        by_protobuf(predict_request(), reader)
+    hashed = tuple(replace(feature, ids="xxhash64") for feature in SIGNATURE.features)
+    reader = InputReader(replace(SIGNATURE, features=hashed))
+    for request in (predict_request(), infer_request()):
+        assert rows_of(request, reader) is None
+        with pytest.raises(InputError, match="must be strings, not numbers"):
+            by_protobuf(request, reader)
+
+
+def test_limits_are_those_of_protobuf() -> None:
+    for limit in (39, 40):  # bytes of the tensors, and of the rows of the ids
+        reader = InputReader(SIGNATURE, max_bytes=limit)
+        for request in (predict_request(), infer_request(), typed_infer_request()):
+            if limit == 40:
+                assert rows_of(request, reader) == by_protobuf(request, reader)
+                continue
+            assert rows_of(request, reader) is None
+            with pytest.raises(InputError, match="bytes left for this request"):
+                by_protobuf(request, reader)
+
+
+def same_result(request: Any, reader: InputReader = READER) -> bool:
+    """Check that the bytes give the rows that protobuf gives, or none; return whether there are rows."""
+    direct = rows_of(request, reader)
+    try:
+        expected = by_protobuf(request, reader)
+    except InputError:
+        assert direct is None
+        return False
+    assert direct in (None, expected)
+    return True
+
+
+OTHERS = [(predict_request, change) for change in PREDICT_CHANGES.values()]
+OTHERS += [(infer_request, change) for change in INFER_CHANGES.values()]
+
+
+@pytest.mark.parametrize(("usual", "change"), OTHERS, ids=[*PREDICT_CHANGES, *INFER_CHANGES])
+def test_other_requests_are_left_to_protobuf(
+    usual: Callable[[], Any], change: Callable[[Any], object]
+) -> None:
+    request = usual()
+    change(request)
+    assert rows_of(request) is None
+    same_result(request)
+
+
+def test_typed_values_that_are_not_numbers_are_left_to_protobuf() -> None:
+    """Python reads a float as a double, which makes a signaling NaN a quiet one."""
+    signaling = np.array([[0x7FA00000], [0]], np.uint32).view(np.float32)
+    inputs: dict[str, Tensor] = {**INPUTS, "dense": torch.from_numpy(signaling.copy())}
+    raw = rows_of(infer_request(inputs))
+    assert raw is not None
+    assert raw.dense == signaling.tobytes()
+    assert rows_of(typed_infer_request({**INPUTS, "dense": torch.tensor([[float("nan")], [0.0]])})) is None
+    infinite: dict[str, Tensor] = {**INPUTS, "dense": torch.tensor([[float("inf")], [-0.0]])}
+    assert rows_of(typed_infer_request(infinite)) == by_protobuf(infer_request(infinite))
+    with pytest.raises(InputError, match="holds NaN or infinity"):
+        rows_of(infer_request(inputs), InputReader(SIGNATURE, refuse_nan=True))
+
+
+shapes = st.sampled_from([(2,), (2, 1), (1,), (0,), (2, 2), (), (1, 2, 1)])
+dtypes = st.sampled_from(sorted(DATATYPES, key=str))
+
+
+@st.composite
+def any_inputs(draw: st.DrawFn) -> dict[str, Tensor]:
+    """Inputs of any dtype and shape; some are absent, some unknown."""
+    inputs: dict[str, Tensor] = {}
+    for name in draw(st.permutations(["user", "tags", "dense", "tags:row_splits", "user:weights", "more"])):
+        usual = {"user": (torch.int64, (2,)), "tags": (torch.int64, (2,)), "dense": (torch.float32, (2, 1))}
+        if name not in usual and draw(st.integers(0, 5)):
+            continue
+        dtype, shape = usual.get(name, (torch.int64, (3,)))
+        if draw(st.integers(0, 4)) == 0:
+            dtype, shape = draw(dtypes), draw(shapes)
+        elif draw(st.integers(0, 6)) == 0:
+            continue
+        numbers = torch.arange(int(np.prod(shape)), dtype=torch.int64).reshape(shape)
+        inputs[name] = numbers.to(dtype)
+    return inputs
+
+
+@given(any_inputs())
+def test_inputs_of_all_dtypes_and_shapes(inputs: dict[str, Tensor]) -> None:
+    raw = to_infer_request(inputs, model_name="movies")
+    same_result(raw)
+    if {tensor.datatype for tensor in raw.inputs} <= CONTENTS.keys():
+        same_result(typed_infer_request(inputs))
+    if not {torch.uint16, torch.uint32, torch.uint64} & {value.dtype for value in inputs.values()}:
+        same_result(request_of(inputs))
+
+
+@pytest.mark.parametrize("request_", USUAL)
+def test_damaged_bytes_are_read_as_protobuf_reads_them_or_not_at_all(request_: Callable[[], Any]) -> None:
+    whole = request_()
+    kind = type(whole)
+    read = read_infer_message if kind is ModelInferRequest else read_predict_message
+    taken = 0
+    for data in damaged_messages(whole.SerializeToString(), 3000):
+        message = read(data)
+        if message is None:
+            continue
+        request = kind.FromString(data)  # so it is not malformed
+        assert asked_in(message) == asked_by(request)
+        rows = READER.read_message(message)
+        taken += rows is not None
+        assert rows is None or repr(rows) == repr(by_protobuf(request))
+    assert taken > 100  # values of ids and of dense numbers change without harm
+
+
+def test_random_bytes_are_read_as_protobuf_reads_them_or_not_at_all() -> None:
+    dice = random.Random(0)
+    for read, kind in ((read_predict_message, PredictRequest), (read_infer_message, ModelInferRequest)):
+        for _ in range(5000):
+            data = bytes(dice.choices((*range(64), 255), k=dice.randrange(40)))
+            message = read(data)
+            if message is not None:
+                assert asked_in(message) == asked_by(kind.FromString(data))

@@ -16,34 +16,32 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from torch import Tensor
 
 from megalith import Ragged, hash_strings
 from megalith.errors import InputError, RemoteError, UsageError
 from megalith.models import Model
-from megalith.serving.proto import (
-    GetModelMetadataRequest,
-    GetModelStatusRequest,
-    ServerReadyResponse,
-    SignatureDefMap,
-    from_infer_request,
-    to_infer_request,
-)
-from megalith.serving.proto.message_types import ModelInferResponse
+from megalith.serving.proto import message_types as messages
+from megalith.serving.proto.infer_tensors import from_infer_request, to_infer_request
 from megalith.serving.server.grpc_calls import remaining
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import (
+    DENSE,
+    FEATURES,
+    INPUTS,
     NAMES,
     NUM_DENSE,
     NUM_IDS,
     ServerClient,
     export_version,
+    fails,
+    is_healthy,
     logits,
     request_of,
     rows,
+    serving,
 )
 
 RAW = "raw_lookup"
@@ -82,9 +80,8 @@ def channel(server: ModelServer) -> Iterator[grpc.Channel]:
 def refused(
     ask: ServerClient, inputs: Mapping[str, Any], text: str, code: str = "INVALID_ARGUMENT", **spec: Any
 ) -> None:
-    with pytest.raises(RemoteError, match=text) as raised:
+    with fails(code, text):
         ask(inputs, **spec)
-    assert raised.value.code == code
 
 
 # ---- scores
@@ -140,12 +137,11 @@ def test_weights_stand_beside_values(model: Model, ask: ServerClient) -> None:
 
 
 def test_strings_are_hashed(model: Model, ask: ServerClient) -> None:
-    features, dense = rows(2)
     words = [b"a", "ü".encode()]
     ids = hash_strings(words)
     model.embeddings.shards.local["item"].lookup(ids)
-    by_string = ask({**features, "item": words, "dense": dense})
-    by_id = ask({**features, "item": ids, "dense": dense})
+    by_string = ask({**FEATURES, "item": words, "dense": DENSE})
+    by_id = ask({**FEATURES, "item": ids, "dense": DENSE})
     assert torch.equal(by_string["logits"], by_id["logits"])
 
 
@@ -180,15 +176,13 @@ def test_ids_without_a_row_are_reported_to_who_asks(channel: grpc.Channel, proto
 
 
 def test_the_outputs_asked_for(ask: ServerClient) -> None:
-    features, dense = rows(1)
-    assert list(ask({**features, "dense": dense}, outputs=("probabilities",))) == ["probabilities"]
-    refused(ask, {**features, "dense": dense}, "output 'nope' is unknown", outputs=("nope",))
+    assert list(ask(INPUTS, outputs=("probabilities",))) == ["probabilities"]
+    refused(ask, INPUTS, "output 'nope' is unknown", outputs=("nope",))
 
 
 @pytest.mark.parametrize("name", ["movies", "movies:standalone", "movies:entry", "movies:ps_0"])
 def test_a_model_that_stands_alone_answers_for_its_parts(ask: ServerClient, name: str) -> None:
-    features, dense = rows(1)
-    _, spec = ask.send(request_of({**features, "dense": dense}, model=name))
+    _, spec = ask.send(request_of(INPUTS, model=name))
     assert (spec.name, spec.version.value, spec.signature_name) == (name, 3, "serving_default")
 
 
@@ -196,15 +190,14 @@ def test_a_model_that_stands_alone_answers_for_its_parts(ask: ServerClient, name
 
 
 def test_bad_inputs_are_named(ask: ServerClient) -> None:
-    features, dense = rows(2)
-    good = {**features, "dense": dense}
+    good = dict(INPUTS)
     refused(ask, {}, "none of the model's features user, item, tags")
-    refused(ask, {"dense": dense}, "none of the model's features")
-    refused(ask, {**good, "colour": dense}, "input 'colour' is unknown; the model takes user")
+    refused(ask, {"dense": DENSE}, "none of the model's features")
+    refused(ask, {**good, "colour": DENSE}, "input 'colour' is unknown; the model takes user")
     refused(ask, {**good, "item": torch.tensor([1, 2, 3])}, "'item' has 3 rows, but 'user' has 2")
     refused(ask, {**good, "dense": torch.zeros(3, NUM_DENSE)}, "'dense' has 3 rows, but 'user' has 2")
     refused(ask, {**good, "dense": torch.zeros(2, 9)}, r"'dense' must be \[rows, 3\], not \[2, 9\]")
-    refused(ask, features, "'dense' is missing")
+    refused(ask, FEATURES, "'dense' is missing")
     refused(ask, {**good, "item": torch.zeros(2)}, "'item' must be integers or strings, not torch.float32")
     refused(ask, {**good, "item": torch.zeros(2, 1, 1, dtype=torch.int64)}, "'item' must be .rows. or")
     refused(ask, {**good, "item:row_splits": torch.tensor([0, 1])}, "must start at 0, end at 2")
@@ -216,8 +209,7 @@ def test_bad_inputs_are_named(ask: ServerClient) -> None:
 
 
 def test_unknown_models_versions_and_signatures(ask: ServerClient) -> None:
-    features, dense = rows(1)
-    good = {**features, "dense": dense}
+    good = dict(INPUTS)
     refused(ask, good, "model 'films' is unknown; known models: movies", "NOT_FOUND", model="films")
     refused(ask, good, "has no version 4; it has 3", "NOT_FOUND", version=4)
     refused(ask, good, "signature 'classify' is unknown", signature="classify")
@@ -235,28 +227,22 @@ def test_malformed_messages(channel: grpc.Channel) -> None:
 
 def test_a_request_that_is_too_large(tmp_path: Path) -> None:
     export_version(tmp_path)
-    features, dense = rows(2)
-    with (
-        ModelServer(tmp_path, ServerConfig(max_request_bytes=1000)) as server,
-        ServerClient(server.address) as ask,
-    ):
+    with serving(tmp_path, max_request_bytes=1000) as (_, ask):
         # In the message, whose size is checked when it is read ...
-        refused(ask, {**features, "item": torch.zeros(200, dtype=torch.int64)}, "bytes left for this request")
+        refused(ask, {**FEATURES, "item": torch.zeros(200, dtype=torch.int64)}, "bytes left for this request")
         # ... and as a message, which gRPC does not even read.
         big = torch.zeros(2**18, dtype=torch.int64)
         refused(ask, {"item": big}, "larger than max", "RESOURCE_EXHAUSTED")
-        assert ask({**features, "dense": dense})["logits"].shape == (2,)
+        assert ask(INPUTS)["logits"].shape == (2,)
 
 
 # ---- the other methods
 
 
 def test_model_metadata(server: ModelServer, ask: ServerClient) -> None:
-    request = GetModelMetadataRequest(metadata_field=["signature_def"])
-    request.model_spec.name = "movies"
-    answer = ask.connection.get_model_metadata(request, timeout=20)
+    answer = ask.metadata()
     assert answer.model_spec.version.value == 3
-    signatures = SignatureDefMap()
+    signatures = messages.SignatureDefMap()
     answer.metadata["signature_def"].Unpack(signatures)
     assert sorted(signatures.signature_def) == ["lookup", "raw_lookup", "serving_default"]
     default = signatures.signature_def["serving_default"]
@@ -270,13 +256,9 @@ def test_model_metadata(server: ModelServer, ask: ServerClient) -> None:
 
 
 def test_model_status(ask: ServerClient) -> None:
-    request = GetModelStatusRequest()
-    request.model_spec.name = "movies"
-    (status,) = ask.connection.get_model_status(request, timeout=20).model_version_status
-    assert (status.version, status.state, status.status.error_code) == (3, 30, 0)
-    request.model_spec.version.value = 9
+    assert ask.status() == {3: (30, "")}
     with pytest.raises(RemoteError, match="no version 9"):
-        ask.connection.get_model_status(request, timeout=20)
+        ask.status(version=9)
 
 
 def known_rows(model: Model, table: str, ids: Tensor) -> Tensor:
@@ -334,38 +316,33 @@ def test_open_inference_protocol(model: Model, channel: grpc.Channel) -> None:
         answer: bytes = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")(data, timeout=20)
         return answer
 
-    from megalith.serving import proto
-
-    assert proto.ServerLiveResponse.FromString(call("ServerLive")).live
-    assert proto.ServerReadyResponse.FromString(call("ServerReady")).ready
-    assert proto.ServerMetadataResponse.FromString(call("ServerMetadata")).name == "megalith"
+    assert messages.ServerLiveResponse.FromString(call("ServerLive")).live
+    assert messages.ServerReadyResponse.FromString(call("ServerReady")).ready
+    assert messages.ServerMetadataResponse.FromString(call("ServerMetadata")).name == "megalith"
     for name, version, ready in (
         ("movies", "", True),
         ("movies", "3", True),
         ("movies", "4", False),
         ("x", "", False),
     ):
-        asked = proto.ModelReadyRequest(name=name, version=version).SerializeToString()
-        assert proto.ModelReadyResponse.FromString(call("ModelReady", asked)).ready == ready
-    asked = proto.ModelMetadataRequest(name="movies").SerializeToString()
-    metadata = proto.ModelMetadataResponse.FromString(call("ModelMetadata", asked))
+        asked = messages.ModelReadyRequest(name=name, version=version).SerializeToString()
+        assert messages.ModelReadyResponse.FromString(call("ModelReady", asked)).ready == ready
+    asked = messages.ModelMetadataRequest(name="movies").SerializeToString()
+    metadata = messages.ModelMetadataResponse.FromString(call("ModelMetadata", asked))
     assert [given.name for given in metadata.inputs] == [*NAMES, "dense"]
     assert (metadata.versions, metadata.platform) == (["3"], "megalith")
 
-    features, dense = rows(2)
-    request = to_infer_request({**features, "dense": dense}, model_name="movies", id="r7")
-    response = ModelInferResponse.FromString(call("ModelInfer", request.SerializeToString()))
+    request = to_infer_request(INPUTS, model_name="movies", id="r7")
+    response = messages.ModelInferResponse.FromString(call("ModelInfer", request.SerializeToString()))
     assert (response.id, response.model_version) == ("r7", "3")
     scores = torch.frombuffer(bytearray(response.raw_output_contents[0]), dtype=torch.float32)
-    torch.testing.assert_close(scores, logits(model, features, dense))
-    assert from_infer_request(request).keys() == {*features, "dense"}
+    torch.testing.assert_close(scores, logits(model, FEATURES, DENSE))
+    assert from_infer_request(request).keys() == {*FEATURES, "dense"}
 
 
-def test_health(channel: grpc.Channel) -> None:
-    stub = health_pb2_grpc.HealthStub(channel)
+def test_health(server: ModelServer) -> None:
     for service in ("", "movies", "tensorflow.serving.PredictionService", "inference.GRPCInferenceService"):
-        answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        assert is_healthy(server, service)
 
 
 def test_reflection_knows_every_service(channel: grpc.Channel) -> None:
@@ -381,8 +358,7 @@ def test_reflection_knows_every_service(channel: grpc.Channel) -> None:
 
 
 def test_metrics(server: ModelServer, ask: ServerClient) -> None:
-    features, dense = rows(2)
-    ask({**features, "dense": dense})
+    ask(INPUTS)
     with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=20) as answer:
         text = answer.read().decode()
     for pattern in (
@@ -456,33 +432,28 @@ def test_a_server_that_leaves_still_answers_for_a_while(
 
     def linger(seconds: float) -> None:
         with grpc.insecure_channel(server.address) as channel, ServerClient(server.address) as ask:
-            check = health_pb2_grpc.HealthStub(channel).Check
             ready = channel.unary_unary("/inference.GRPCInferenceService/ServerReady")(b"", timeout=20)
             seen["seconds"] = seconds
-            seen["health"] = check(health_pb2.HealthCheckRequest(), timeout=20).status
-            seen["ready"] = ServerReadyResponse.FromString(ready).ready
-            features, dense = rows(2)
-            seen["scores"] = ask({**features, "dense": dense})["logits"].shape
+            seen["health"] = is_healthy(server)
+            seen["ready"] = messages.ServerReadyResponse.FromString(ready).ready
+            seen["scores"] = ask(INPUTS)["logits"].shape
 
     monkeypatch.setattr("megalith.serving.server.model_server.linger", linger)
     server.stop()
-    assert seen == {"seconds": 7.0, "health": 2, "ready": False, "scores": (2,)}
+    assert seen == {"seconds": 7.0, "health": False, "ready": False, "scores": (2,)}
 
 
 def test_version_0_is_a_version(tmp_path: Path) -> None:
     for version in (0, 1):
         export_version(tmp_path, version=version)
-    with ModelServer(tmp_path, ServerConfig(keep_versions=2)) as server, ServerClient(server.address) as ask:
-        features, dense = rows(1)
-        inputs = {**features, "dense": dense}
-        asked = [ask.send(request_of(inputs, version=version))[1] for version in (0, 1, None)]
+    with serving(tmp_path, keep_versions=2) as (_, ask):
+        asked = [ask.send(request_of(INPUTS, version=version))[1] for version in (0, 1, None)]
         assert [spec.version.value for spec in asked] == [0, 1, 1]
 
 
 def test_version_0_is_the_newest_where_there_is_none(ask: ServerClient) -> None:
-    features, dense = rows(1)
-    newest = ask.send(request_of({**features, "dense": dense}))[1].version.value
-    found = ask.send(request_of({**features, "dense": dense}, version=0))[1].version.value
+    newest = ask.send(request_of(INPUTS))[1].version.value
+    found = ask.send(request_of(INPUTS, version=0))[1].version.value
     assert found == newest != 0
 
 

@@ -1,17 +1,19 @@
-"""Who may connect, who may ask, who may write."""
+"""Who may connect, what each token permits, how tokens are replaced, and how large requests may be."""
 
 from __future__ import annotations
 
+import json
+import logging
 import pickle
+import shutil
 import socket
 import ssl
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -22,25 +24,28 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery.contract import is_loopback
-from megalith.serving.proto import GetModelStatusRequest
+from megalith.serving.server import dispatcher
+from megalith.serving.server import security as security_module
+from megalith.serving.server.dispatcher import MallocTrimmer
 from megalith.serving.server.grpc_calls import MAX_STREAMS
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Permission, Security, read_token
 from megalith.serving.server.served_model import MAX_WRITERS
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.certificates import Certificates, make_certificates
-from tests.serving.exports import ServerClient, export_version, rows
+from tests.serving.exports import (
+    FEATURES,
+    INPUTS,
+    ServerClient,
+    fails,
+    is_healthy,
+    request_of,
+    serving,
+    silent,
+)
+from tests.serving.server.test_rest import inputs as rest_inputs
 
 TOKEN = "correct-horse"
-FEATURES, DENSE = rows(2)
-INPUTS = {**FEATURES, "dense": DENSE}
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("exports")
-    export_version(out)
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +68,17 @@ def code_of(ask: ServerClient, **options: str) -> str:
 # ---- the token
 
 
-def test_the_right_token_is_answered(guarded: ModelServer) -> None:
-    with ServerClient(guarded.address, credentials=Credentials(TOKEN)) as ask:
-        assert ask(INPUTS)["logits"].shape == (2,)
-
-
 @pytest.mark.parametrize("token", [None, "wrong-token", TOKEN + "x", TOKEN[:-1]])
 def test_others_are_not(guarded: ModelServer, token: str | None) -> None:
     with ServerClient(guarded.address, credentials=Credentials(token)) as ask:
         assert code_of(ask) == "UNAUTHENTICATED"
-        request = GetModelStatusRequest()
-        request.model_spec.name = "movies"
         with pytest.raises(RemoteError, match="requires a token"):
-            ask.connection.get_model_status(request, timeout=5)
+            ask.status()
 
 
 def test_health_needs_no_token_but_reflection_does(guarded: ModelServer) -> None:
     with grpc.insecure_channel(guarded.address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == 1
+        assert is_healthy(guarded)
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         with pytest.raises(grpc.RpcError) as raised:
@@ -106,23 +103,6 @@ def test_rest_asks_for_it_before_it_reads_a_body(guarded: ModelServer) -> None:
         assert sock.recv(100).startswith(b"HTTP/1.1 401 ")
 
 
-@contextmanager
-def silent(server: ModelServer, method: str, count: int = 1) -> Iterator[list[grpc.Future]]:
-    """Calls that send their headers and then nothing."""
-    end = threading.Event()
-
-    def nothing() -> Iterator[bytes]:
-        end.wait()
-        yield from ()
-
-    with grpc.insecure_channel(server.address) as channel:
-        call = channel.stream_unary(method)
-        try:
-            yield [call.future(nothing(), timeout=20) for _ in range(count)]
-        finally:
-            end.set()
-
-
 def test_who_shows_none_is_refused_before_anything_is_read(guarded: ModelServer) -> None:
     with silent(guarded, "/tensorflow.serving.PredictionService/Predict", 200) as calls:
         assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
@@ -133,7 +113,7 @@ def test_health_checks_have_a_deadline(
     guarded: ModelServer, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     assert guarded._guard is not None
-    monkeypatch.setattr(guarded._guard._deadlines, "_seconds", 0.05)
+    monkeypatch.setattr(guarded._guard._deadlines, "seconds", 0.05)
     with silent(guarded, f"/grpc.health.v1.Health/{method}", 200) as calls:
         codes = {call.code() for call in calls}
         assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
@@ -200,8 +180,9 @@ def test_tls(exported: Path, certificates: Certificates) -> None:
         trusting = Credentials.from_files(root_certificates=certificates.authority)
         with ServerClient(server.address, credentials=trusting) as ask:
             assert ask(INPUTS)["logits"].shape == (2,)
-        with ServerClient(server.address) as plain:
-            assert code_of(plain) == "UNAVAILABLE"
+        for wrong in (Credentials(), Credentials(tls=True)):
+            with ServerClient(server.address, credentials=wrong) as ask:
+                assert code_of(ask) == "UNAVAILABLE"
         context = ssl.create_default_context(cafile=str(certificates.authority))
         url = f"https://{server.http_address}/v2/models/movies"
         assert urllib.request.urlopen(url, timeout=5, context=context).status == 200
@@ -268,10 +249,7 @@ def test_writes_are_refused_unless_allowed(exported: Path, guarded: ModelServer,
 
 
 def test_a_write_shows_at_once(exported: Path) -> None:
-    with (
-        ModelServer(exported, ServerConfig(allow_writes=True)) as server,
-        ServerClient(server.address) as ask,
-    ):
+    with serving(exported, allow_writes=True) as (server, ask):
         before = ask(INPUTS)
         ids = FEATURES["user"][:1]
         result = ask({"user_id": ids, "user_value": torch.full((1, 5), 2.0)}, signature="hashtable_assign")
@@ -284,22 +262,17 @@ def test_a_write_shows_at_once(exported: Path) -> None:
         assert 'megalith_overlay_rows{model="movies"} 1.0' in metrics
         for event in ("begun", "refused", "replaced"):
             assert f'megalith_sessions_{event}_total{{model="movies"}} 0.0' in metrics
-        with pytest.raises(RemoteError) as raised:
+        with fails("INVALID_ARGUMENT"):
             ask({"user_id": ids, "user_value": torch.full((1, 4), 2.0)}, signature="hashtable_assign")
-        assert raised.value.code == "INVALID_ARGUMENT"
 
 
 def test_writes_wait_for_one_another(exported: Path) -> None:
-    with (
-        ModelServer(exported, ServerConfig(allow_writes=True)) as server,
-        ServerClient(server.address) as ask,
-    ):
+    with serving(exported, allow_writes=True) as (server, ask):
         (model,) = server.models
         for _ in range(MAX_WRITERS):
             assert model.writers.acquire(blocking=False)
-        with pytest.raises(RemoteError) as raised:
+        with fails("DEADLINE_EXCEEDED"):
             ask(PUSH, signature="hashtable_assign", timeout=0.2)
-        assert raised.value.code == "DEADLINE_EXCEEDED"
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(ask, PUSH, signature="hashtable_assign")
             while not server._dispatcher._running:
@@ -352,3 +325,183 @@ def test_streams_are_bounded_and_release_their_slots(exported: Path) -> None:
                     continue
         with ServerClient(server.address) as ask:
             assert ask(INPUTS)["logits"].shape == (2,)
+
+
+# ---- permissions
+
+TOKENS = {
+    "read": "token-to-read",
+    "lookup": "token-to-look-up",
+    "write": "token-to-write",
+    "admin": "the-admin",
+}
+CALLS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "read": (INPUTS, ""),
+    "lookup": ({"user": torch.tensor([1])}, "lookup"),
+    "write": ({"user_id": torch.tensor([1]), "user_value": torch.ones(1, 5)}, "hashtable_assign"),
+}
+MAX_PREDICT_BYTES = 4096
+
+
+@pytest.fixture(scope="module")
+def server(exported: Path) -> Iterator[ModelServer]:
+    security = Security(
+        TOKENS["read"],
+        lookup_token=TOKENS["lookup"],
+        write_token=TOKENS["write"],
+        admin_token=TOKENS["admin"],
+    )
+    config = ServerConfig(
+        http_port=0, allow_writes=True, security=security, max_predict_bytes=MAX_PREDICT_BYTES
+    )
+    with ModelServer(exported, config) as started:
+        yield started
+
+
+def code_with(server: ModelServer, token: str | None, call: str) -> str:
+    inputs, signature = CALLS[call]
+    with ServerClient(server.address, credentials=Credentials(token)) as ask:
+        try:
+            ask(inputs, signature=signature)
+        except RemoteError as error:
+            return error.code
+    return "OK"
+
+
+@pytest.mark.parametrize("owner", TOKENS)
+def test_a_token_permits_its_own_calls(server: ModelServer, owner: str) -> None:
+    found = {call: code_with(server, TOKENS[owner], call) for call in CALLS}
+    assert found == {call: "OK" if owner in (call, "admin") else "PERMISSION_DENIED" for call in CALLS}
+
+
+def test_rest_reads_with_the_token_for_reading(server: ModelServer) -> None:
+    body = json.dumps({"inputs": rest_inputs()}).encode()
+
+    def status(token: str, body: bytes = body) -> int:
+        url = f"http://{server.http_address}/v2/models/movies/infer"
+        request = urllib.request.Request(url, body, {"Authorization": f"Bearer {token}"})
+        try:
+            return int(urllib.request.urlopen(request, timeout=20).status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert [status(TOKENS[owner]) for owner in TOKENS] == [200, 403, 403, 200]
+    assert status("wrong-token") == 401
+    assert status(TOKENS["read"], body + b" " * MAX_PREDICT_BYTES) == 413
+
+
+def test_without_a_read_token_only_scores_are_for_everyone() -> None:
+    security = Security(write_token=TOKENS["write"])
+    permitted = {each: security.permits(None, each) for each in Permission}
+    assert permitted == {
+        Permission.READ: True,
+        Permission.LOOKUP: False,
+        Permission.WRITE: False,
+        Permission.ADMIN: False,
+    }
+    assert all(Security().permits(None, each) for each in Permission)
+
+
+# ---- replaced tokens and certificates
+
+
+def test_tokens_are_replaced_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(security_module, "RELOAD_SECONDS", 0.0)
+    path = tmp_path / "tokens"
+    path.write_text("first-token\n")
+    security = Security(path)
+
+    def admitted() -> list[str]:
+        tokens = ("first-token", "second-token")
+        return [token for token in tokens if security.permits(f"Bearer {token}", Permission.READ)]
+
+    assert admitted() == ["first-token"]
+    path.write_text("first-token\nsecond-token\n")
+    assert admitted() == ["first-token", "second-token"]
+    path.write_text("second-token\n")
+    assert admitted() == ["second-token"]
+    with caplog.at_level(logging.ERROR):
+        path.write_text("half")
+        assert admitted() == ["second-token"]
+        path.unlink()
+        assert admitted() == ["second-token"]
+    assert "what it held before stays in use" in caplog.text
+
+
+def test_certificates_are_replaced_without_a_restart(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(security_module, "RELOAD_SECONDS", 0.0)
+    for name in ("old", "new", "used"):
+        (tmp_path / name).mkdir()
+    old, new = make_certificates(tmp_path / "old"), make_certificates(tmp_path / "new")
+    used = {"certificate": tmp_path / "used" / "cert", "key": tmp_path / "used" / "key"}
+
+    def install(certificates: Any) -> None:
+        shutil.copy(certificates.server, used["certificate"])
+        shutil.copy(certificates.server_key, used["key"])
+
+    def answers(server: ModelServer, authority: Path) -> bool:
+        trusting = Credentials.from_files(root_certificates=authority)
+        with ServerClient(server.address, credentials=trusting) as ask:
+            try:
+                return bool(ask(INPUTS, timeout=5.0)["logits"].shape == (2,))
+            except RemoteError:
+                return False
+
+    install(old)
+    config = ServerConfig(host="localhost", http_port=0, security=Security(**used))
+    with ModelServer(exported, config) as server:
+        assert answers(server, old.authority)
+        install(new)
+        assert answers(server, new.authority)
+        context = server._config.security.ssl_context()
+        assert context is not None
+        assert context is server._config.security.ssl_context()
+
+
+# ---- sizes
+
+
+def test_compressed_requests_are_refused(server: ModelServer) -> None:
+    """61 KB of gzip were 60 MiB of memory before the request was admitted."""
+    data = request_of({**INPUTS, "dense": torch.zeros(2000, 3)}).SerializeToString()
+    metadata = [("authorization", f"Bearer {TOKENS['read']}")]
+    with grpc.insecure_channel(server.address, compression=grpc.Compression.Gzip) as channel:
+        call = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+        with pytest.raises(grpc.RpcError) as raised:
+            call(data, timeout=20, metadata=metadata)
+    assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_requests_for_scores_have_a_limit_of_their_own(server: ModelServer) -> None:
+    large = {**INPUTS, "dense": torch.zeros(MAX_PREDICT_BYTES, 3)}
+    with ServerClient(server.address, credentials=Credentials(TOKENS["admin"])) as ask:
+        with fails("RESOURCE_EXHAUSTED", "send it in parts"):
+            ask(large)
+        ids = torch.arange(MAX_PREDICT_BYTES)
+        assert ask({"user": ids}, signature="lookup")["user"].shape == (MAX_PREDICT_BYTES, 5)
+
+
+@pytest.mark.parametrize("signature", ["lookup", "hashtable_assign"])
+def test_many_small_fields_are_refused_before_they_are_parsed(server: ModelServer, signature: str) -> None:
+    """Parsed, 24 MiB of them took 447 MiB."""
+    data = request_of({}, signature=signature).SerializeToString() + b"\x1a\x00" * (1 << 17)
+    metadata = [("authorization", f"Bearer {TOKENS['admin']}")]
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+        with pytest.raises(grpc.RpcError, match="send it in parts") as raised:
+            call(data, timeout=20, metadata=metadata)
+    assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_memory_is_returned_after_a_burst() -> None:
+    memory = MallocTrimmer()
+    for _ in range(3):
+        memory.received(dispatcher.LARGE_BYTES - 1)
+    assert not memory.release()
+    memory.received(dispatcher.BURST_BYTES)
+    assert memory.release()
+    assert not memory.release()

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from megalith.errors import InputError, UsageError
-from megalith.serving.server.security import Security
-from megalith.serving.server.server_config import ServerConfig
+from megalith.errors import InputError
+from megalith.serving.server.server_config import Batching, ServerConfig
 
 
 @pytest.mark.parametrize(
@@ -34,12 +33,12 @@ def test_values_out_of_range(option: str, value: Any, message: str) -> None:
     assert str(raised.value) == message
 
 
+@pytest.mark.parametrize("settings", [{"max_rows": 0}, {"max_wait": -1}, {"workers": True}])
+def test_batching_out_of_range(settings: dict[str, int]) -> None:
+    with pytest.raises(InputError, match=next(iter(settings))):
+        Batching(**settings)
+
+
 def test_none_leaves_optional_ports_and_the_default_number_of_versions() -> None:
     config = ServerConfig(http_port=None, metrics_port=None, keep_versions=None)
     assert (config.http_port, config.metrics_port, config.keep_versions) == (None, None, None)
-
-
-def test_writes_beyond_this_machine_require_authentication() -> None:
-    with pytest.raises(UsageError, match="--write-token-file"):
-        ServerConfig(host="0.0.0.0", allow_writes=True)
-    ServerConfig(host="0.0.0.0", allow_writes=True, security=Security(write_token="s3cret-token"))

@@ -17,10 +17,9 @@ from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import Batching, ServerConfig
 from megalith.serving.server.server_processes import ServerProcesses, divide_cores
-from tests.serving.exports import ServerClient, export_version, request_of, rows
+from tests.serving.exports import INPUTS, ServerClient, export_version, request_of
 
 LIMIT = 120.0
-FEATURES, DENSE = rows(2)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcesses]
 
 def scores(address: str) -> list[float]:
     with ServerClient(address) as ask:
-        return ask({**FEATURES, "dense": DENSE})["logits"].tolist()
+        return ask(INPUTS)["logits"].tolist()
 
 
 def metrics(group: ServerProcesses) -> str:

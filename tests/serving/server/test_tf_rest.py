@@ -21,7 +21,8 @@ import torch
 from megalith import Ragged, hash_strings
 from megalith.errors import InputError
 from megalith.models import Model
-from megalith.serving.proto import PredictResponse, TensorProto, fill_tensor_proto, from_tensor_proto
+from megalith.serving.proto.message_types import PredictResponse, TensorProto
+from megalith.serving.proto.tf_tensors import fill_tensor_proto, from_tensor_proto
 from megalith.serving.server.http import MIN_GZIP_BYTES, read_body
 from megalith.serving.server.inputs import InputReader
 from megalith.serving.server.model_server import ModelServer
@@ -29,10 +30,9 @@ from megalith.serving.server.request_errors import RequestError
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.tf_rest import TFPath, TFRequest
 from megalith.serving.server.versions import VersionRules
-from tests.serving.exports import export_version, logits, request_of, rows
+from tests.serving.exports import DENSE, FEATURES, INPUTS, export_version, logits, request_of
 from tests.serving.server.test_rest import Rest
 
-FEATURES, DENSE = rows(2)
 PREDICT = "/v1/models/movies:predict"
 Made = tuple[Model, ModelServer]
 
@@ -332,7 +332,7 @@ def test_scores_are_in_typed_fields(made: Made) -> None:
     import grpc
 
     model, server = made
-    request = request_of({**FEATURES, "dense": DENSE})
+    request = request_of(INPUTS)
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
         answer = PredictResponse.FromString(call(request.SerializeToString(), timeout=20))

@@ -8,15 +8,19 @@ from typing import Any
 import grpc
 import pytest
 
-from megalith.serving import proto
+from megalith.serving.proto.message_types import (
+    ModelConfigRequest,
+    ModelConfigResponse,
+    ModelStatisticsRequest,
+    ModelStatisticsResponse,
+    RepositoryIndexRequest,
+    RepositoryIndexResponse,
+)
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.served_model import VersionStatistics
 from megalith.serving.server.server_config import ServerConfig
-from tests.serving.exports import ServerClient, export_version, rows
+from tests.serving.exports import DENSE, INPUTS, ServerClient, export_version
 from tests.serving.server.test_rest import Rest
-
-FEATURES, DENSE = rows(2)
-INPUTS = {**FEATURES, "dense": DENSE}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +57,8 @@ def test_the_configuration(server: ModelServer, rest: Rest) -> None:
     assert found["input"][0] == user
     assert found["input"][-1] == dense
     assert found["output"][0] == {"name": "logits", "data_type": "TYPE_FP32", "dims": [-1]}
-    answer = proto.ModelConfigResponse.FromString(
-        call(server, "ModelConfig", proto.ModelConfigRequest(name="movies", version="3"))
+    answer = ModelConfigResponse.FromString(
+        call(server, "ModelConfig", ModelConfigRequest(name="movies", version="3"))
     )
     assert [each.name for each in answer.config.input] == [each["name"] for each in found["input"]]
 
@@ -67,8 +71,8 @@ def test_statistics(server: ModelServer, rest: Rest) -> None:
             ask({"other": DENSE})
     for path in ("/v2/models/movies/stats", "/v2/models/movies/versions/3/stats", "/v2/models/stats"):
         (found,) = rest("GET", path)[1]["model_stats"]
-    answer = proto.ModelStatisticsResponse.FromString(
-        call(server, "ModelStatistics", proto.ModelStatisticsRequest(name="movies"))
+    answer = ModelStatisticsResponse.FromString(
+        call(server, "ModelStatistics", ModelStatisticsRequest(name="movies"))
     )
     assert [each.version for each in answer.model_stats] == ["3"]
     assert found["inference_count"] == before["inference_count"] + 2  # rows
@@ -104,8 +108,8 @@ def test_the_index(server: ModelServer, rest: Rest) -> None:
     assert (found[1]["version"], found[1]["state"]) == ("4", "UNAVAILABLE")
     assert "signature.json" in found[1]["reason"]
     assert rest("POST", "/v2/repository/index", b'{"ready": true}')[1] == [ready]
-    answer = proto.RepositoryIndexResponse.FromString(
-        call(server, "RepositoryIndex", proto.RepositoryIndexRequest(ready=True))
+    answer = RepositoryIndexResponse.FromString(
+        call(server, "RepositoryIndex", RepositoryIndexRequest(ready=True))
     )
     assert [(each.name, each.version) for each in answer.models] == [("movies", "3")]
 

@@ -1,351 +1,181 @@
-"""Models and versions: where they are found, how they are called, and how a new one takes over."""
+"""Labels of versions, and the split of requests between versions."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
-import torch
 
-from megalith.errors import RemoteError, SequenceError, UsageError
-from megalith.serving.discovery import FileDiscovery, StaticDiscovery
-from megalith.serving.proto import GetModelStatusRequest
-from megalith.serving.server import repository
+from megalith.errors import InputError, RemoteError
+from megalith.serving.proto.message_types import PredictResponse
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
-from megalith.serving.sync.protocol import MessageHeader, string_array
-from tests.serving.exports import ServerClient, export_version, logits, request_of, rows
+from megalith.serving.server.versions import (
+    TRAFFIC,
+    VersionRules,
+    choose_version,
+    point_of_key,
+    point_of_request,
+)
+from tests.serving.exports import INPUTS, ServerClient, export_version, request_of
 
-FEATURES, DENSE = rows(4)
-INPUTS = {**FEATURES, "dense": DENSE}
-
-
-def statuses(ask: ServerClient, name: str = "movies") -> dict[int, tuple[int, str]]:
-    request = GetModelStatusRequest()
-    request.model_spec.name = name
-    answer = ask.connection.get_model_status(request, timeout=20)
-    return {each.version: (each.state, each.status.error_message) for each in answer.model_version_status}
+KEYS = [f"user-{number}" for number in range(2000)]
 
 
-def version_of(ask: ServerClient, **spec: object) -> int:
-    number: int = ask.send(request_of(INPUTS, **spec))[1].version.value  # type: ignore[arg-type]
+# ---- rules
+
+
+def test_shares_of_keys_are_those_of_the_split_and_do_not_change() -> None:
+    rules = VersionRules({"stable": 3, "canary": 4}, {"stable": 90, "canary": 10})
+    chosen = {key: choose_version(rules, {3, 4}, point_of_key("movies", key)) for key in KEYS}
+    assert 0.07 < Counter(chosen.values())[4] / len(KEYS) < 0.13
+    assert point_of_key("movies", "user-7") == pytest.approx(33.5669, abs=1e-4)  # in every process
+    assert point_of_key("movies", "user-7") != point_of_key("books", "user-7")
+
+    grown = VersionRules({}, {"3": 70, "4": 30})
+    moved = {key for key in KEYS if choose_version(grown, {3, 4}, point_of_key("movies", key)) != chosen[key]}
+    assert all(chosen[key] == 3 for key in moved), "keys move only to the version whose share grows"
+
+
+def test_requests_without_a_key_are_spread_evenly() -> None:
+    rules = VersionRules({}, {"3": 90, "4": 10})
+    counts = Counter(choose_version(rules, {3, 4}, point_of_request(number)) for number in range(1000))
+    assert 98 <= counts[4] <= 102
+
+
+@pytest.mark.parametrize(
+    ("available", "point", "expected"),
+    [
+        ({3, 4, 5}, 0.0, 4),
+        ({3, 4, 5}, 99.999, 3),
+        ({3, 4, 5}, None, 3),
+        ({4, 5}, 99.0, 4),
+        ({5}, 50.0, None),
+        ({2, 3}, 1.0, 3),
+    ],
+)
+def test_versions_that_are_not_available_have_no_share(
+    available: set[int], point: float | None, expected: int | None
+) -> None:
+    rules = VersionRules({}, {"3": 60, "4": 40, "2": 0})
+    assert choose_version(rules, available, point) == expected
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([], "must be an object"),
+        ({"other": 1}, "must be an object"),
+        ({"labels": {"7": 1}}, "not a number"),
+        ({"labels": {"a b": 1}}, "label 'a b'"),
+        ({"labels": {"": 1}}, "label ''"),
+        ({"labels": {"a": -1}}, "version of 'a'"),
+        ({"labels": {"a": "1"}}, "version of 'a'"),
+        ({"labels": 3}, "labels"),
+        ({"traffic": {"a": 100}}, "neither a label nor a version; labels: none"),
+        ({"traffic": {"1": 99}}, "add up to 100 percent, not 99"),
+        ({"traffic": {"1": 101, "2": -1}}, "traffic of '1'"),
+        ({"traffic": {"1": True}}, "traffic of '1'"),
+        ({"traffic": {"1": None}}, "traffic of '1'"),
+    ],
+)
+def test_wrong_rules_are_refused(tmp_path: Path, rules: Any, message: str) -> None:
+    (tmp_path / TRAFFIC).write_text(json.dumps(rules))
+    with pytest.raises(InputError, match=message) as raised:
+        VersionRules.read(tmp_path)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_rules_are_written_and_read(tmp_path: Path) -> None:
+    assert VersionRules.read(tmp_path) == VersionRules()
+    rules = VersionRules({"stable": 3}, {"stable": 25.5, "9": 74.5})
+    rules.write(tmp_path)
+    assert VersionRules.read(tmp_path) == rules
+    assert rules.shares == ((9, 74.5), (3, 25.5))
+    (tmp_path / TRAFFIC).write_bytes(b"{")
+    with pytest.raises(InputError, match="is not valid JSON"):
+        VersionRules.read(tmp_path)
+
+
+# ---- a server
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exports")
+    for version in (1, 2, 3):
+        export_version(out, version=version, seed=version)
+    return out
+
+
+@pytest.fixture
+def server(exports: Path) -> Iterator[ModelServer]:
+    VersionRules({"stable": 1, "canary": 2}, {"stable": 75, "canary": 25}).write(exports)
+    with ModelServer(exports, ServerConfig(poll_seconds=3600, trial="never")) as started:
+        yield started
+
+
+def version_of(server: ModelServer, key: str | None = None) -> int:
+    """The version that answers a request."""
+    metadata = [] if key is None else [("megalith-request-key", key)]
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+        data = call(request_of(INPUTS).SerializeToString(), metadata=metadata, timeout=20)
+    number: int = PredictResponse.FromString(data).model_spec.version.value
     return number
 
 
-def test_the_newest_version_answers(tmp_path: Path) -> None:
-    export_version(tmp_path, version=9)
-    export_version(tmp_path, version=10, seed=1)
-    with ModelServer(tmp_path) as server, ServerClient(server.address) as ask:
-        assert version_of(ask) == 10
-        with pytest.raises(RemoteError, match="no version 9; it has 10"):
-            ask(INPUTS, version=9)
-
-
-def test_several_versions_answer_where_asked_to(tmp_path: Path) -> None:
-    models = {version: export_version(tmp_path, version=version, seed=version) for version in (1, 2, 3)}
-    with ModelServer(tmp_path, ServerConfig(keep_versions=2)) as server, ServerClient(server.address) as ask:
-        assert version_of(ask) == 3
-        for version in (2, 3):
-            outputs = ask(INPUTS, version=version)
-            torch.testing.assert_close(outputs["logits"], logits(models[version], FEATURES, DENSE))
-        assert statuses(ask) == {3: (30, ""), 2: (30, "")}
-
-
-def test_a_new_version_takes_over_without_dropping_a_request(tmp_path: Path) -> None:
-    before = logits(export_version(tmp_path, version=1, seed=1), FEATURES, DENSE)
-    with (
-        ModelServer(tmp_path, ServerConfig(poll_seconds=0.01)) as server,
-        ServerClient(server.address) as ask,
-    ):
-        stop = threading.Event()
-        switched = threading.Event()
-
-        def load() -> list[tuple[int, torch.Tensor]]:
-            seen = []
-            while not stop.is_set():
-                outputs, spec = ask.send(request_of(INPUTS))
-                seen.append((spec.version.value, outputs["logits"]))
-                if spec.version.value == 2:
-                    switched.set()
-            return seen
-
-        with ThreadPoolExecutor(8) as pool:
-            loads = [pool.submit(load) for _ in range(8)]
-            try:
-                after = logits(export_version(tmp_path, version=2, seed=2), FEATURES, DENSE)
-                assert switched.wait(60)
-            finally:
-                stop.set()
-            seen = [each for load in loads for each in load.result(60)]
-        for version, scores in seen:
-            torch.testing.assert_close(scores, before if version == 1 else after)
-        server.refresh()  # returns when the old version has ended
-        assert {version for version, _ in seen} == {1, 2}
-        assert statuses(ask) == {2: (30, ""), 1: (50, "")}
-
-
-def test_a_broken_version_is_reported_and_the_old_one_continues(tmp_path: Path) -> None:
-    export_version(tmp_path, version=1)
-    with (
-        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
-        ServerClient(server.address) as ask,
-    ):
-        export_version(tmp_path, version=2)
-        table = tmp_path / "2" / "signature.json"
-        table.write_text(table.read_text().replace('"format_version": 2', '"format_version": 99'))
+def test_versions_that_rules_name_are_loaded_and_answer_by_label(server: ModelServer) -> None:
+    (model,) = server.models
+    assert list(model.versions) == [1, 2, 3]  # the newest too, although it has no share
+    request = request_of(INPUTS)
+    with ServerClient(server.address) as ask:
+        for label, number in (("stable", 1), ("canary", 2)):
+            request.model_spec.version_label = label
+            assert ask.send(request)[1].version.value == number
+            assert list(ask.status(label=label)) == [number]
+        model.rules = VersionRules({"zero": 0})  # 0 is not "any version" if a label names it
+        request.model_spec.version_label = "zero"
+        with pytest.raises(RemoteError, match="no version 0"):
+            ask.send(request)
+        with pytest.raises(RemoteError, match="no version 0"):
+            ask.status(label="zero")
         server.refresh()
-        server.refresh()
-        assert version_of(ask) == 1
-        state, error = statuses(ask)[2]
-        assert (state, "99" in error) == (50, True)
-        assert 'megalith_failed_versions_total{model="movies"} 1.0' in server.metrics.text().decode()
-
-        export_version(tmp_path, version=3)
-        server.refresh()
-        assert version_of(ask) == 3
+        request.model_spec.version_label = "other"
+        with pytest.raises(RemoteError, match="no version label 'other'; its labels are stable, canary"):
+            ask.send(request)
 
 
-def test_a_model_that_was_never_opened_has_a_status_too(tmp_path: Path) -> None:
-    export_version(tmp_path / "films", name="films")
-    (tmp_path / "songs" / "1").mkdir(parents=True)
-    with ModelServer(tmp_path) as server, ServerClient(server.address) as ask:
-        state, error = statuses(ask, "songs")[1]
-        assert (state, "signature.json" in error) == (50, True)
-        with pytest.raises(RemoteError, match="has no available version") as raised:
-            ask(INPUTS, model="songs")
-        assert raised.value.code == "UNAVAILABLE"
+def test_requests_are_split_and_keys_stay(server: ModelServer) -> None:
+    counts = Counter(version_of(server) for _ in range(12))
+    assert (counts[1] + counts[2], counts[3]) == (12, 0)
+    assert 2 <= counts[2] <= 4
+    for key in KEYS[:6]:
+        expected = 2 if point_of_key("movies", key) < 25 else 1
+        assert {version_of(server, key) for _ in range(2)} == {expected}
 
 
-def test_a_version_in_use_is_closed_by_its_last_user(tmp_path: Path) -> None:
-    export_version(tmp_path, version=1)
-    with ModelServer(tmp_path, ServerConfig(poll_seconds=3600, drain_seconds=0.0)) as server:
-        (model,) = server.models
-        with model.version(1) as used:
-            export_version(tmp_path, version=2)
-            server.refresh()
-            assert list(model.versions) == [2]
-            rows = used.servable.lookup("user", FEATURES["user"])
-            assert rows.any()
-        with pytest.raises(UsageError, match="is closed"):
-            used.servable.lookup("user", FEATURES["user"])
-
-
-def test_a_version_that_is_fixed_is_served(tmp_path: Path) -> None:
-    export_version(tmp_path, version=1)
-    (tmp_path / "2").mkdir()
-    with (
-        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
-        ServerClient(server.address) as ask,
-    ):
-        assert version_of(ask) == 1
-        shutil.rmtree(tmp_path / "2")
-        export_version(tmp_path, version=2)
-        server.refresh()
-        assert version_of(ask) == 2
-
-
-def test_deleting_the_newest_version_rolls_back(tmp_path: Path) -> None:
-    for version in (1, 2):
-        export_version(tmp_path, version=version)
-    with (
-        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
-        ServerClient(server.address) as ask,
-    ):
-        shutil.rmtree(tmp_path / "2")
-        server.refresh()
-        assert version_of(ask) == 1
-        shutil.rmtree(tmp_path / "1")
-        server.refresh()
-        assert version_of(ask) == 1, "the last version stays available even if its directory is deleted"
-
-
-def test_a_rollback_keeps_receiving_pushes(tmp_path: Path) -> None:
-    for version in (1, 2):
-        export_version(tmp_path, version=version)
-    ids, row = torch.tensor([7]), torch.full((1, 5), 3.0)
-    with (
-        ModelServer(tmp_path, ServerConfig(poll_seconds=3600, allow_writes=True)) as server,
-        ServerClient(server.address) as ask,
-    ):
-        ask({"user_id": ids, "user_value": torch.ones(1, 5)}, signature="hashtable_assign")
-        shutil.rmtree(tmp_path / "2")
-        server.refresh()
-        result = ask({"user_id": ids, "user_value": row}, signature="hashtable_assign")
-        assert result["user_result"].tolist() == [1]
-        assert version_of(ask) == 1
-        assert torch.equal(ask({"user": ids}, signature="lookup")["user"], row)
-
-
-def test_a_version_in_use_delays_no_other_model(tmp_path: Path) -> None:
-    for name in ("films", "songs"):
-        export_version(tmp_path / name, name=name)
-    with (
-        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
-        ServerClient(server.address) as ask,
-    ):
-        films = server.models[0]
-        with films.version(1):
-            for name in ("films", "songs"):
-                export_version(tmp_path / name, name=name, version=2)
-            server.refresh()
-            assert [version_of(ask, model=name) for name in ("films", "songs")] == [2, 2]
-            assert statuses(ask, "films") == {2: (30, ""), 1: (40, "")}
-        assert statuses(ask, "films") == {2: (30, ""), 1: (50, "")}
-
-
-def test_a_version_that_could_not_be_opened_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_rules_change_while_the_server_runs(
+    server: ModelServer, exports: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    export_version(tmp_path, version=1)
-    with (
-        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
-        ServerClient(server.address) as ask,
-    ):
-        export_version(tmp_path, version=2)
-        opens, failures = server._repository._open_version, [OSError("too many open files")] * 2
+    VersionRules({"canary": 2}, {"canary": 100}).write(exports)
+    server.refresh()
+    assert version_of(server) == 2
+    (model,) = server.models
+    assert list(model.versions) == [2, 3]
 
-        def fails(directory: Path) -> Any:
-            if failures:
-                raise failures.pop()
-            return opens(directory)
+    (exports / TRAFFIC).write_text("{")
+    server.refresh()
+    server.refresh()
+    assert version_of(server) == 2
+    assert caplog.text.count("keeps its labels and its split") == 1
 
-        monkeypatch.setattr(server._repository, "_open_version", fails)
-        server.refresh()
-        server.refresh()
-        assert len(failures) == 1, "not at once"
-        now = time.monotonic() + repository.RETRY_SECONDS
-        monkeypatch.setattr(repository, "time", SimpleNamespace(monotonic=lambda: now))
-        server.refresh()
-        server.refresh()
-        assert (len(failures), version_of(ask)) == (0, 1)
-        now += 2 * repository.RETRY_SECONDS
-        server.refresh()
-        assert version_of(ask) == 2
-        assert 'megalith_failed_versions_total{model="movies"} 1.0' in server.metrics.text().decode()
-
-
-def test_a_version_that_is_fixed_in_place_is_served(tmp_path: Path) -> None:
-    export_version(tmp_path, version=1)
-    export_version(tmp_path, version=2)
-    signature = tmp_path / "2" / "signature.json"
-    text = signature.read_text()
-    signature.write_text(text[:-10])
-    with (
-        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
-        ServerClient(server.address) as ask,
-    ):
-        assert version_of(ask) == 1
-        signature.write_text(text)
-        server.refresh()
-        assert version_of(ask) == 2
-
-
-def test_versions_are_int64_and_as_many_as_there_are(tmp_path: Path) -> None:
-    for number in (*range(1100), 2**63 - 1, 2**63, 10**30):
-        (tmp_path / str(number)).mkdir()
-    (tmp_path / "007").mkdir()
-    assert sorted(repository.versions_of(tmp_path)) == [*range(1100), 2**63 - 1]
-
-
-def test_a_directory_of_models(tmp_path: Path) -> None:
-    for name, seed in (("films", 1), ("books", 2)):
-        export_version(tmp_path / f"any-{name}", name=name, seed=seed)
-    with (
-        ModelServer(tmp_path, ServerConfig(poll_seconds=3600)) as server,
-        ServerClient(server.address) as ask,
-    ):
-        assert [model.name for model in server.models] == ["books", "films"]
-        films, books = (ask(INPUTS, model=name)["logits"] for name in ("films", "books"))
-        assert not torch.equal(films, books)
-        export_version(tmp_path / "later", name="songs")
-        server.refresh()
-        assert version_of(ask, model="songs") == 1
-
-
-def test_two_directories_of_one_model(tmp_path: Path) -> None:
-    export_version(tmp_path / "a", version=1)
-    export_version(tmp_path / "b", version=2)
-    with ModelServer(tmp_path) as server, ServerClient(server.address) as ask:
-        assert version_of(ask) == 1
-        (other,) = [model for model in server.models if not model.available]
-        assert "served from" in other.statuses[2].error
-
-
-def test_a_version_that_was_renamed_is_refused(tmp_path: Path) -> None:
-    export_version(tmp_path, version=1)
-    shutil.copytree(tmp_path / "1", tmp_path / "5")
-    with ModelServer(tmp_path) as server, ServerClient(server.address) as ask:
-        assert version_of(ask) == 1
-        assert "has version 1" in statuses(ask)[5][1]
-
-
-def test_parts_of_a_model_in_one_server(tmp_path: Path) -> None:
-    model = export_version(tmp_path, num_shards=2)
-    discovery = StaticDiscovery({})
-    with ModelServer(tmp_path, ServerConfig(fetch_timeout=20), discovery=discovery) as server:
-        assert [each.name for each in server.models] == ["movies:entry", "movies:ps_0", "movies:ps_1"]
-        services = ["movies:entry", "movies:ps_0", "movies:ps_1"]
-        assert [discovery.replicas(each)[0].address for each in services] == [server.address] * 3
-        with ServerClient(server.address) as ask:
-            for name in ("movies", "movies:entry"):
-                outputs = ask(INPUTS, model=name)
-                torch.testing.assert_close(outputs["logits"], logits(model, FEATURES, DENSE))
-            with pytest.raises(RemoteError, match="serves rows: use signature 'lookup'"):
-                ask(INPUTS, model="movies:ps_0")
-            for shard, ids in enumerate((torch.tensor([2, 4]), torch.tensor([3, 5]))):
-                part: Any = {"model": f"movies:ps_{shard}", "signature": "lookup"}
-                rows = ask({"user": ids}, **part)["user"]
-                assert torch.equal(rows, model.embeddings.shards.local["user"].lookup(ids))
-                with pytest.raises(RemoteError, match="belongs to another part"):
-                    ask({"user": ids + 1}, **part)
-    assert not discovery.replicas("movies:entry")
-
-
-def test_the_hit_rate_of_an_entry(tmp_path: Path) -> None:
-    export_version(tmp_path, num_shards=2)
-    with (
-        ModelServer(tmp_path, ServerConfig(fetch_timeout=20), discovery=StaticDiscovery({})) as server,
-        ServerClient(server.address) as ask,
-    ):
-        ask({**INPUTS, "user": torch.tensor([1, 2, 3, 10**9])}, model="movies:entry")
-        text = server.metrics.text().decode()
-        assert 'megalith_ids_looked_up_total{model="movies:entry",version="1"} 12.0' in text
-        assert 'megalith_ids_missing_total{model="movies:entry",version="1"} 1.0' in text
-
-
-def test_models_are_registered_and_unregistered(tmp_path: Path) -> None:
-    export_version(tmp_path / "models" / "movies")
-    path = tmp_path / "servers.json"
-    with (
-        ModelServer(tmp_path / "models", ServerConfig(discovery=f"file:{path}", replica_id=4)) as server,
-        FileDiscovery(path) as discovery,
-    ):
-        for part in ("standalone", "entry", "ps_0"):
-            (replica,) = discovery.replicas(f"movies:{part}")
-            assert (replica.address, replica.replica_id) == (server.address, 4)
-    assert "127.0.0.1" not in json.dumps(json.loads(path.read_text()))
-
-
-def test_sessions_of_training_are_counted(tmp_path: Path) -> None:
-    export_version(tmp_path)
-    config = ServerConfig(allow_writes=True, poll_seconds=3600)
-    with ModelServer(tmp_path, config) as server:
-        (model,) = server.models
-        assert model.subscriber is not None
-        begin = {"base": string_array("")}
-        for session, number in (("a" * 32, 1), ("b" * 32, 2)):
-            header = MessageHeader(session, sequence=1, number=number)
-            model.subscriber.handle("sync_begin", begin, dict(header.metadata()))
-        old = dict(MessageHeader("a" * 32, sequence=2, number=1).metadata())
-        with pytest.raises(SequenceError):
-            model.subscriber.handle("sync_begin", begin, old)
-        text = server.metrics.text().decode()
-    for event, count in (("begun", 2), ("replaced", 1), ("refused", 1)):
-        assert f'megalith_sessions_{event}_total{{model="movies"}} {count}.0' in text
+    (exports / TRAFFIC).unlink()
+    server.refresh()
+    assert version_of(server) == 3
+    assert list(model.versions) == [3]

@@ -13,7 +13,7 @@ import torch
 from megalith import checkpoint
 from megalith.models import Model
 from megalith.serving.client.channels import Connection
-from megalith.serving.proto import from_tensor_protos
+from megalith.serving.proto.tf_tensors import from_tensor_protos
 from megalith.serving.sync.push_messages import encode_request
 from tests.serving.sync_processes import LIMIT, NUM_IDS, Process, serve, train
 from tests.serving.sync_support import NAMES, Trainer, export_version, make_model, rows_of

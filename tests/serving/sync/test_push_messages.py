@@ -14,9 +14,10 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.library import MessageBuffers
 from megalith.serving.export.row_format import RowFormat, RowPart
-from megalith.serving.proto import PredictRequest, from_tensor_proto, from_tensor_protos
 from megalith.serving.proto.limits import tensor_of_bytes
 from megalith.serving.proto.message_bytes import LARGE, cut_contents
+from megalith.serving.proto.message_types import PredictRequest
+from megalith.serving.proto.tf_tensors import from_tensor_proto, from_tensor_protos
 from megalith.serving.sync.push_messages import (
     DeferredRows,
     NotFiniteRows,

@@ -1,6 +1,6 @@
 """Channels: connections to model servers, and failover among the replicas of a service.
 
-A `Connection` is a channel to one address, with limits and credentials, and TF Serving's calls over it. Every
+A `Connection` is a channel to one address, with limits and credentials, and the Predict calls over it. Every
 call has a deadline, and every failure raises RemoteError. `Channels` holds connections by address.
 
 An `Attempt` sends one request to a replica, and to others if it fails or is slow:
@@ -37,20 +37,13 @@ from megalith.errors import DiscoveryError, RemoteError, UsageError
 from megalith.serving.client.credentials import Credentials, grpc_module
 from megalith.serving.discovery.contract import Discovery, Replicas, check_address, is_loopback
 from megalith.serving.proto.limits import MAX_BYTES
-from megalith.serving.proto.message_types import (
-    GetModelMetadataResponse,
-    GetModelStatusResponse,
-    Message,
-    PredictResponse,
-)
+from megalith.serving.proto.message_types import Message, PredictResponse
 
 logger = logging.getLogger(__name__)
 
 Metadata = Sequence[tuple[str, str]]
 
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
-GET_MODEL_METADATA = "/tensorflow.serving.PredictionService/GetModelMetadata"
-GET_MODEL_STATUS = "/tensorflow.serving.ModelService/GetModelStatus"
 
 MAX_MESSAGE_BYTES = MAX_BYTES + 2**20
 """The largest message: the tensors of a request, and space for their names."""
@@ -78,8 +71,6 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Call:
-    """A call in progress."""
-
     def __init__(self, future: Any, address: str) -> None:
         self._future = future
         self.address = address
@@ -115,11 +106,8 @@ class Connection:
                 logger.warning("%s: the token is sent unencrypted; use TLS", self.address)
             self.channel = grpc_module().insecure_channel(self.address, options=OPTIONS)
         self._predict = self._method(PREDICT, PredictResponse)
-        self._get_model_metadata = self._method(GET_MODEL_METADATA, GetModelMetadataResponse)
-        self._get_model_status = self._method(GET_MODEL_STATUS, GetModelStatusResponse)
 
     def predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Message:
-        """Send a PredictRequest and wait for the response."""
         return self._call(self._predict, request, timeout, metadata)
 
     def start_predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Call:
@@ -128,14 +116,6 @@ class Connection:
             sent = (*self._metadata, *metadata)
             future = self._predict.future(_to_bytes(request), timeout=timeout, metadata=sent)
             return Call(future, self.address)
-
-    def get_model_metadata(self, request: Message | bytes, *, timeout: float) -> Message:
-        """Request the signatures of a model."""
-        return self._call(self._get_model_metadata, request, timeout)
-
-    def get_model_status(self, request: Message | bytes, *, timeout: float) -> Message:
-        """Request the states of the versions of a model."""
-        return self._call(self._get_model_status, request, timeout)
 
     def close(self) -> None:
         """Close the channel and cancel calls in progress; further calls do nothing."""
@@ -195,7 +175,6 @@ class Channels:
             self._workers.submit(work)
 
     def close(self) -> None:
-        """Close all connections; further calls do nothing."""
         with self._lock:
             self._closed = True
             connections = list(self._open.values())
@@ -274,7 +253,6 @@ class Targets:
         return addresses
 
     def failed(self, address: str) -> None:
-        """Record that a replica failed; for REST_SECONDS it is tried last."""
         self._failed[address] = time.monotonic()
 
     def close(self) -> None:
@@ -284,6 +262,7 @@ class Targets:
     def _set(self, replicas: Replicas) -> None:
         self._replicas = replicas
         known = {replica.address for replica in replicas}
+        # A copy: calls in other threads record failures meanwhile.
         for address in [address for address in self._failed.copy() if address not in known]:
             self._failed.pop(address, None)
 
@@ -381,6 +360,7 @@ class Attempt:
         self.wakes_at = now + left / 2 if self._waiting else self._end
         sent, request, ended = Try(self, address), self._routes[0].request, self._ended
         self._in_progress.append(sent)
+        # Nothing else can happen until this try ends, so it needs neither a thread nor the queue.
         if self._alone and not self._waiting and len(self._in_progress) == 1:
             self.take(sent, _predict(connection, request, left))
         else:

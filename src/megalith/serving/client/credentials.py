@@ -5,13 +5,13 @@ This module imports neither grpc nor protobuf, so that commands can read setting
 
 from __future__ import annotations
 
-import importlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalith.errors import InputError, MissingDependencyError
+from megalith.errors import InputError
+from megalith.library import import_extra
 from megalith.ops.checks import path as check_path
 
 MAX_SECRET_BYTES = 1 << 20
@@ -20,10 +20,7 @@ MAX_SECRET_BYTES = 1 << 20
 
 def grpc_module() -> Any:
     """Return the module grpc; raise MissingDependencyError if it is not installed."""
-    try:
-        return importlib.import_module("grpc")
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("serving needs grpcio", "serve") from error
+    return import_extra("grpc", "serving needs grpcio", "serve")
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,6 @@ class Credentials:
 
 
 def read_secret(what: str, path: Path) -> bytes:
-    """Read a token, a certificate or a key."""
     try:
         if path.stat().st_size > MAX_SECRET_BYTES:
             raise InputError(f"{what}: {path} has more than {MAX_SECRET_BYTES} bytes")

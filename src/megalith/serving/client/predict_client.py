@@ -190,7 +190,6 @@ def inputs_and_outputs(protos: Mapping[str, Message], outputs: Sequence[str] = (
 
 
 def read_outputs(response: Message, names: Sequence[str], service: str) -> dict[str, Tensor]:
-    """Read the tensors of a PredictResponse."""
     left, read = MAX_BYTES, {}
     for name in names or sorted(response.outputs):
         label = f"{service}: output {name[:100]!r}"
@@ -211,7 +210,6 @@ def read_outputs(response: Message, names: Sequence[str], service: str) -> dict[
 
 
 def service_of(model_name: str, task: str | int) -> ServiceName:
-    """Return the service of a part of a model."""
     if isinstance(task, bool) or not isinstance(task, str | int) or (isinstance(task, int) and task < 0):
         raise InputError(f"task must be a part of the model, such as 'entry', or 0 for 'ps_0', got {task!r}")
     return ServiceName(model_name, f"ps_{task}" if isinstance(task, int) else task)
@@ -223,7 +221,6 @@ def _wire_name(service: ServiceName) -> str:
 
 
 def check_timeout(value: float) -> float:
-    """Check a deadline."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise InputError(f"timeout must be a number of seconds above 0, got {value!r}")
     return value
@@ -340,12 +337,10 @@ class ClientCache:
             client = self._clients.get(key)
             if client is None:
                 channels = self._channels.setdefault(credentials, Channels(credentials))
-                opening = (
-                    self._opening(discovery) if isinstance(discovery, str) else _completed_future(discovery)
-                )
+                opening = self._opening(discovery) if isinstance(discovery, str) else None
                 client = _in_thread(
                     lambda: PredictClient(
-                        opening.result(),
+                        discovery if opening is None else opening.result(),
                         model_name,
                         task,
                         old_model_name=old_model_name,
@@ -449,12 +444,6 @@ def _in_thread(make: Callable[[], Made]) -> Future[Made]:
             future.set_exception(error)
 
     threading.Thread(target=work, name="megalith-opening", daemon=True).start()
-    return future
-
-
-def _completed_future(made: Made) -> Future[Made]:
-    future: Future[Made] = Future()
-    future.set_result(made)
     return future
 
 

@@ -102,7 +102,6 @@ class RowFetcher:
         return {table: found[table][inverse[table]] for table in ids}
 
     def close(self) -> None:
-        """Close the fetcher and cancel fetches in progress; further calls do nothing."""
         for targets in self._targets:
             targets.close()
         self._channels.close()

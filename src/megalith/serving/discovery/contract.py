@@ -295,21 +295,44 @@ class Discovery(SyncBackend):
         self._model = model_name
 
     def get_sync_targets(self, sub_graph: str) -> SyncTargets:
-        """Return the servers of a part of the subscribed model.
-
-        Args:
-            sub_graph: The part.
-
-        Returns:
-            ("model:sub_graph", addresses).
-
-        Raises:
-            UsageError: `subscribe_model` was not called.
-        """
         if self._model is None:
             raise UsageError("no model is subscribed: call subscribe_model first")
         name = str(ServiceName(self._model, sub_graph))
         return name, [replica.address for replica in self.replicas(name)]
+
+
+class PolledDiscovery(Discovery):
+    """Base of discoveries that a thread reads again every `interval` seconds; errors have the label."""
+
+    def __init__(self, label: str, interval: float) -> None:
+        super().__init__()
+        self._label = label
+        self._interval = interval
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @abstractmethod
+    def _poll(self) -> None:
+        """Read the servers again."""
+
+    def start(self, timeout: float = 15.0) -> None:
+        # Nothing to wait for: the first read is that of the first `replicas`.
+        if self._stopping.is_set():
+            raise UsageError(f"{self._label}: a stopped discovery cannot be started again: create a new one")
+        if self._thread is None:
+            self._begin()
+            self._thread = threading.Thread(target=self._run, name=f"watch {self._label}", daemon=True)
+            self._thread.start()
+
+    def _begin(self) -> None:
+        """Do what must succeed before the thread starts."""
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval):
+            self._poll()
+
+    def stop(self) -> None:
+        self._stopping.set()
 
 
 class ReplicaRegistry:
@@ -321,7 +344,6 @@ class ReplicaRegistry:
         self._watches: dict[str, list[OnChange]] = {}
 
     def get(self, service: str) -> Replicas:
-        """Return the replicas found last."""
         with self._changed:
             return self._found.get(service, ())
 

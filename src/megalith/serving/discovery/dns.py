@@ -10,9 +10,9 @@ import logging
 import socket
 import threading
 
-from megalith.errors import InputError, UsageError
+from megalith.errors import InputError
 from megalith.ops import checks
-from megalith.serving.discovery.contract import Discovery, Replica, Replicas, ServiceName, check_address
+from megalith.serving.discovery.contract import PolledDiscovery, Replica, Replicas, ServiceName, check_address
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ MODEL, PART = "{model}", "{part}"
 """Placeholders in a name."""
 
 
-class DNSDiscovery(Discovery):
+class DNSDiscovery(PolledDiscovery):
     """The servers that a DNS name leads to, all on one port.
 
     `replicas` resolves the name when it is first asked for a service. `start` starts a thread that resolves
@@ -37,59 +37,22 @@ class DNSDiscovery(Discovery):
     """
 
     def __init__(self, name: str, port: int, *, interval: float = 10.0) -> None:
-        super().__init__()
         self._name = checks.text(name, "dns: name")
         self._port = checks.integer(port, "dns: port")
         if not 0.01 <= checks.number(interval, "dns: interval") <= 3600:
             raise InputError(f"dns: interval must be 0.01 to 3600 seconds, got {interval}")
         check_address(f"{self._host(ServiceName('model', 'part'))}:{port}", "dns")
-        self._interval = interval
+        super().__init__(f"dns:{name}", interval)
         self._lock = threading.Lock()
         self._services: set[str] = set()
         self._problems: dict[str, str] = {}
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self, timeout: float = 15.0) -> None:
-        """Start to resolve the name again and again.
-
-        Args:
-            timeout: Not used.
-
-        Raises:
-            UsageError: The discovery was stopped.
-        """
-        if self._stopping.is_set():
-            raise UsageError(
-                f"dns:{self._name}: a stopped discovery cannot be started again: create a new one"
-            )
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._poll, name=f"watch dns:{self._name}", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
 
     def register(self, service: str, replica: Replica) -> None:
-        """Change nothing: the records of the name say who serves.
-
-        Args:
-            service: The service, "model:part".
-            replica: The server.
-
-        Raises:
-            InputError: The name of the service is malformed, or it is not a Replica.
-        """
+        # Changes nothing, as `unregister`: the records of the name say who serves.
         ServiceName.parse(service)
         checks.instance(replica, Replica, "register: replica")
 
     def unregister(self, service: str, address: str) -> None:
-        """Change nothing, as `register`.
-
-        Args:
-            service: The service, "model:part".
-            address: The address of the server.
-        """
         ServiceName.parse(service)
         checks.text(address, "unregister: address")
 
@@ -122,22 +85,19 @@ class DNSDiscovery(Discovery):
         self._registry.set(service, [Replica(address) for address in found])
 
     def _poll(self) -> None:
-        while not self._stopping.wait(self._interval):
-            with self._lock:
-                services = sorted(self._services)
-            for service in services:
-                self._resolve(service)
+        with self._lock:
+            services = sorted(self._services)
+        for service in services:
+            self._resolve(service)
 
 
 def lookup_addresses(host: str, port: int) -> list[str]:
-    """Resolve a name."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     ips = dict.fromkeys(str(address[0]) for *_, address in found)
     return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in ips]
 
 
 def open_dns(rest: str, **options: float) -> DNSDiscovery:
-    """Make a DNSDiscovery from the part of a URL after "dns:"."""
     name, colon, port = rest.removeprefix("//").rpartition(":")
     if not colon or not name or not port.isascii() or not port.isdecimal():
         raise InputError("dns: must be dns:name:port")

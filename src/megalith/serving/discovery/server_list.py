@@ -19,7 +19,14 @@ from typing import Any
 
 from megalith.errors import DiscoveryError, InputError, UsageError
 from megalith.ops import checks
-from megalith.serving.discovery.contract import Discovery, Replica, Replicas, ServiceName, parse_replica
+from megalith.serving.discovery.contract import (
+    Discovery,
+    PolledDiscovery,
+    Replica,
+    Replicas,
+    ServiceName,
+    parse_replica,
+)
 from megalith.storage.json_codec import parse_json
 from megalith.storage.local_files import take_lock
 
@@ -86,7 +93,7 @@ LOCK_SECONDS = 5.0
 """How long to wait for another writer."""
 
 
-class FileDiscovery(Discovery):
+class FileDiscovery(PolledDiscovery):
     """The servers listed in a file; a missing file lists no servers.
 
     `replicas` reads the file. `start` starts a thread that reads it every `interval` seconds and calls the
@@ -102,41 +109,25 @@ class FileDiscovery(Discovery):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> None:
-        super().__init__()
         if not 0.01 <= checks.number(interval, "interval") <= 60:
             raise InputError(f"interval must be 0.01 to 60 seconds, got {interval}")
         self.path = checks.path(path, "discovery: path")
-        self._interval = interval
+        super().__init__(str(self.path), interval)
         self._lock = threading.RLock()
         self._last: bytes | None = None
         self._problem: str | None = None
         self._listed: dict[str, list[Replica]] = {}
         self._own: set[tuple[str, str]] = set()
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
 
-    def start(self, timeout: float = 15.0) -> None:
-        """Start to watch the file.
-
-        Args:
-            timeout: Not used.
-
-        Raises:
-            InputError: The file exists and is malformed.
-            UsageError: The discovery was stopped.
-        """
-        if self._stopping.is_set():
-            raise UsageError(f"{self.path}: a stopped discovery cannot be started again: create a new one")
-        if self._thread is None:
-            data = self._read()
-            if data is not None:
-                parse_services(data, self.path)
-            self.refresh()
-            self._thread = threading.Thread(target=self._poll, name=f"watch {self.path}", daemon=True)
-            self._thread.start()
+    def _begin(self) -> None:
+        # A file that is malformed from the start is an error; later it only keeps the previous list.
+        data = self._read()
+        if data is not None:
+            parse_services(data, self.path)
+        self.refresh()
 
     def stop(self) -> None:
-        self._stopping.set()
+        super().stop()
         for service, address in sorted(self._own):
             try:
                 self.unregister(service, address)
@@ -191,8 +182,7 @@ class FileDiscovery(Discovery):
             self._listed = listed
 
     def _poll(self) -> None:
-        while not self._stopping.wait(self._interval):
-            self.refresh()
+        self.refresh()
 
     def _read(self) -> bytes | None:
         try:

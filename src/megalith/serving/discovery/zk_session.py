@@ -24,14 +24,14 @@ later has it; a task that fails does not keep the others from running.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
-from megalith.errors import DiscoveryError, InputError, MissingDependencyError, UsageError
+from megalith.errors import DiscoveryError, InputError, UsageError
+from megalith.library import import_extra
 from megalith.serving.discovery.contract import call_back
 
 T = TypeVar("T")
@@ -40,11 +40,7 @@ _READ_TRIES = 5
 
 
 def kazoo(module: str) -> Any:
-    """Import a module of kazoo."""
-    try:
-        return importlib.import_module(f"kazoo.{module}")
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("ZooKeeper needs kazoo", "discovery") from error
+    return import_extra(f"kazoo.{module}", "ZooKeeper needs kazoo", "discovery")
 
 
 class ZooKeeperUnavailable(DiscoveryError):
@@ -169,7 +165,6 @@ class ZooKeeperSession:
     # ---- start and stop
 
     def start(self, timeout: float = 15.0) -> None:
-        """Connect."""
         if self._stopping.is_set():
             raise UsageError(f"ZooKeeper {self.hosts}: a stopped session cannot restart: create a new one")
         if self._thread is not None:
@@ -256,7 +251,6 @@ class ZooKeeperSession:
         return view
 
     def drop(self, view: NodeView[Any]) -> None:
-        """Remove a view; its function is not called again."""
         with self._lock:
             if view in self._views:
                 self._views.remove(view)
@@ -271,14 +265,12 @@ class ZooKeeperSession:
             self._ask("set", path, value)
 
     def remove(self, path: str) -> None:
-        """Delete a node if it exists."""
         try:
             self._ask("delete", path)
         except kazoo("exceptions").NoNodeError:
             return
 
     def get(self, path: str) -> bytes | None:
-        """Read a node."""
         try:
             return bytes(self._ask("get", path)[0])
         except kazoo("exceptions").NoNodeError:
@@ -299,7 +291,6 @@ class ZooKeeperSession:
         return self.result(self.send(call, path, *args, **options), path)
 
     def send(self, call: str, path: str, *args: Any, **options: Any) -> Any:
-        """Send a request."""
         client = self._client
         if not client.connected:
             # kazoo would queue the request, and might execute it long after the caller got an error.
@@ -307,7 +298,6 @@ class ZooKeeperSession:
         return getattr(client, f"{call}_async")(path, *args, **options)
 
     def result(self, sent: Any, path: str) -> Any:
-        """Wait for an answer."""
         errors = kazoo("exceptions")
         try:
             return sent.get(timeout=self._request_seconds)

@@ -52,18 +52,7 @@ class ZnodeRecord:
 
     @classmethod
     def from_json(cls, data: bytes, *, where: str = "record") -> Self:
-        """Read a record from the content of a node.
-
-        Args:
-            data: The content.
-            where: The path of the node, for the error message.
-
-        Returns:
-            The record.
-
-        Raises:
-            InputError: The content is too long, not a JSON object, or a field has the wrong type or value.
-        """
+        """Read a record from the content of the node `where`; raise InputError if it is malformed."""
         found = parse_json(
             data, lambda problem: InputError(f"{where}: {problem}"), max_bytes=MAX_RECORD_BYTES
         )
@@ -180,7 +169,6 @@ class ZooKeeperDiscovery(Discovery):
 
     @property
     def is_connected(self) -> bool:
-        """Whether ZooKeeper is connected."""
         return self.session.is_connected
 
     def register(self, service: str, replica: Replica) -> None:
@@ -295,7 +283,6 @@ def _name_or_none(idc: str | None) -> str | None:
 
 
 def open_zookeeper(rest: str, **options: Any) -> ZooKeeperDiscovery:
-    """Make a discovery from a URL."""
     hosts, _, root = rest.removeprefix("//").partition("/")
     if not rest.startswith("//") or not hosts:
         raise InputError(f"zk:{rest} must be zk://host:port,host:port/root")

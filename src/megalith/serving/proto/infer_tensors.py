@@ -61,7 +61,6 @@ _CONTENTS = {
 
 
 def from_infer_request(request: Message, *, max_bytes: int = MAX_BYTES) -> dict[str, Tensor | Strings]:
-    """Convert the inputs of a ModelInferRequest."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise InputError(f"{len(raw)} raw_input_contents for {len(request.inputs)} inputs")
@@ -128,7 +127,6 @@ def to_infer_request(
 
 
 def datatype_of(value: Tensor | Strings | torch.dtype, name: str = "tensor") -> str:
-    """Return the protocol's name of a type."""
     if isinstance(value, np.ndarray):
         return BYTES
     dtype = value.dtype if isinstance(value, Tensor) else value

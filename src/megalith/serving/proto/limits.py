@@ -63,7 +63,6 @@ def tensor_of_bytes(
     name: str,
     buffers: MessageBuffers | None = None,
 ) -> Tensor:
-    """Make a tensor of elements."""
     expected = math.prod(shape) * dtype.itemsize
     if len(data) != expected:
         raise InputError(f"{name}: {len(data)} bytes, but {_kind(dtype)} {list(shape)} takes {expected}")
@@ -85,7 +84,6 @@ def tensor_of_bytes(
 
 
 def bytes_of_tensor(tensor: Tensor, name: str) -> bytes:
-    """Return the elements of a tensor."""
     if tensor.dtype not in BITS:
         raise InputError(f"{name}: {_kind(tensor.dtype)} cannot be sent; use one of {', '.join(_kinds())}")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -93,7 +91,6 @@ def bytes_of_tensor(tensor: Tensor, name: str) -> bytes:
 
 
 def tensor_of_bits(bits: NDArray[np.generic], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Convert an array of bits to a tensor."""
     flat = torch.from_numpy(np.ascontiguousarray(bits))
     if dtype in (torch.float16, torch.bfloat16):
         flat = flat.view(dtype)

@@ -39,6 +39,7 @@ from megalith.errors import InputError
 from megalith.library import native_module
 from megalith.serving.proto.infer_tensors import DATATYPES
 from megalith.serving.proto.message_types import DataType
+from megalith.serving.proto.tf_tensors import field_prefix, varint_bytes
 
 LARGE = 1 << 16
 """Minimum number of bytes of a tensor that is cut out."""
@@ -160,16 +161,6 @@ def _read_text(field: _WireField) -> str:
         raise InputError(f"field {field.number} is not UTF-8") from None
 
 
-def field_prefix(number: int, length: int) -> bytes:
-    """Encode the key and the length of a length-delimited protobuf field; its payload follows them."""
-    out = bytearray([number << 3 | _BYTES])
-    while length >= 0x80:
-        out.append(length & 0x7F | 0x80)
-        length >>= 7
-    out.append(length)
-    return bytes(out)
-
-
 class ScoreMessage(Protocol):
     """A request in the usual form; `InputReader.read_message` reads its inputs."""
 
@@ -199,14 +190,12 @@ class ScoreMessage(Protocol):
 
 
 def read_predict_message(data: bytes) -> ScoreMessage | None:
-    """Read a PredictRequest."""
     native: Any = native_module()
     message: ScoreMessage | None = None if native is None else native.read_predict_request(data)
     return message
 
 
 def read_infer_message(data: bytes) -> ScoreMessage | None:
-    """Read a ModelInferRequest."""
     native: Any = native_module()
     message: ScoreMessage | None = None if native is None else native.read_infer_request(data)
     return message
@@ -244,7 +233,7 @@ def encode_infer_response(
         parts.append(_field(3, request_id.encode()))
     parts += [_infer_output(name, array.dtype, array.shape) for name, array in outputs.items()]
     for array in outputs.values():
-        parts += (_head(6, array.nbytes), array.tobytes())
+        parts += (field_prefix(6, array.nbytes), array.tobytes())
     return b"".join(parts)
 
 
@@ -256,19 +245,17 @@ def _output_head(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], typed:
     if known is None:
         return None
     number, field = known
-    sizes = b"".join([_field(2, b"\x08" + _varint_bytes(size)) for size in shape])
+    sizes = b"".join([_field(2, b"\x08" + varint_bytes(size)) for size in shape])
     elements = math.prod(shape) * dtype.itemsize
-    tensor = bytes((8, number)) + _field(2, sizes) + _head(field if typed else _CONTENT, elements)
-    entry = _field(1, name.encode()) + _head(2, len(tensor) + elements) + tensor
-    return _head(1, len(entry) + elements) + entry
+    tensor = bytes((8, number)) + _field(2, sizes) + field_prefix(field if typed else _CONTENT, elements)
+    entry = _field(1, name.encode()) + field_prefix(2, len(tensor) + elements) + tensor
+    return field_prefix(1, len(entry) + elements) + entry
 
 
 @functools.lru_cache(_MAX_HEADS)
 def _spec(model: str, signature: str, version: int) -> bytes:
     spec = (
-        _field(1, model.encode())
-        + _field(2, b"\x08" + _varint_bytes(version))
-        + _field(3, signature.encode())
+        _field(1, model.encode()) + _field(2, b"\x08" + varint_bytes(version)) + _field(3, signature.encode())
     )
     return _field(2, spec)
 
@@ -280,26 +267,10 @@ def _infer_head(model: str, version: int) -> bytes:
 
 @functools.lru_cache(_MAX_HEADS)
 def _infer_output(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    sizes = b"".join(map(_varint_bytes, shape))
+    sizes = b"".join(map(varint_bytes, shape))
     described = _field(1, name.encode()) + _field(2, _DATATYPES[dtype.name].encode())
     return _field(5, described + (_field(3, sizes) if sizes else b""))
 
 
 def _field(number: int, data: bytes) -> bytes:
-    """Return a length-delimited field."""
-    return _head(number, len(data)) + data
-
-
-def _head(number: int, size: int) -> bytes:
-    """Return what precedes the bytes of a length-delimited field."""
-    return bytes((number << 3 | 2,)) + _varint_bytes(size)
-
-
-def _varint_bytes(number: int) -> bytes:
-    number &= (1 << 64) - 1  # of two's complement
-    out = bytearray()
-    while number >= 0x80:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
+    return field_prefix(number, len(data)) + data

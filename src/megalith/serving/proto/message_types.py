@@ -8,27 +8,21 @@ default pool. There is no generated code, so any supported version of protobuf w
 
 from __future__ import annotations
 
-import importlib
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from megalith.errors import MissingDependencyError
+from megalith.library import import_extra
 
 Message: TypeAlias = Any
 """A protobuf message. Its class is created at run time, so a type checker does not know its fields."""
 
 
 def protobuf(module: str) -> Any:
-    """Import a module of google.protobuf."""
-    try:
-        return importlib.import_module(f"google.protobuf.{module}")
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("this needs protobuf", "serve") from error
+    return import_extra(f"google.protobuf.{module}", "this needs protobuf", "serve")
 
 
 def load_pool(path: Path) -> Any:
-    """Create a descriptor pool."""
     pool = protobuf("descriptor_pool").DescriptorPool()
     for file in protobuf("descriptor_pb2").FileDescriptorSet.FromString(path.read_bytes()).file:
         pool.Add(file)

@@ -71,7 +71,6 @@ _FIELDS = {
 
 
 def to_tensor_proto(tensor: Tensor) -> Message:
-    """Convert a tensor to a TensorProto."""
     content = bytes_of_tensor(tensor, "tensor")
     proto = TensorProto(dtype=DTYPES[tensor.dtype], tensor_content=content)
     _set_shape(proto, tensor.shape)
@@ -89,17 +88,24 @@ def fill_tensor_proto(proto: Message, array: NDArray[np.generic], *, typed: bool
         # A packed field of floats is its tag, its length and the elements as they are in memory.
         data = array.tobytes()
         field = TensorProto.DESCRIPTOR.fields_by_name[_FIELDS[dtype]].number
-        proto.MergeFromString(bytes([field << 3 | 2]) + _varint(len(data)) + data)
+        proto.MergeFromString(field_prefix(field, len(data)) + data)
     else:
         getattr(proto, _FIELDS[dtype]).extend(array.reshape(-1).tolist())
 
 
-def _varint(number: int) -> bytes:
+def field_prefix(number: int, length: int) -> bytes:
+    """Encode the key and the length of a length-delimited protobuf field; its payload follows them."""
+    return bytes((number << 3 | 2,)) + varint_bytes(length)
+
+
+def varint_bytes(number: int) -> bytes:
+    number &= (1 << 64) - 1  # of two's complement
     out = bytearray()
     while number >= 0x80:
         out.append(number & 0x7F | 0x80)
         number >>= 7
-    return bytes([*out, number])
+    out.append(number)
+    return bytes(out)
 
 
 def from_tensor_proto(
@@ -110,7 +116,6 @@ def from_tensor_proto(
     content: memoryview | None = None,
     buffers: MessageBuffers | None = None,
 ) -> Tensor:
-    """Convert a TensorProto to a tensor."""
     number = proto.dtype
     if number not in _TORCH:
         hint = "; read it with strings_from_tensor_proto" if number == DataType.DT_STRING else ""
@@ -135,7 +140,6 @@ def from_tensor_protos(
     contents: Mapping[str, memoryview] = MappingProxyType({}),
     buffers: MessageBuffers | None = None,
 ) -> dict[str, Tensor | Strings]:
-    """Convert the inputs of a request."""
     left = max_bytes
     read: dict[str, Tensor | Strings] = {}
     for name in sorted(protos):
@@ -152,7 +156,6 @@ def from_tensor_protos(
 
 
 def strings_to_tensor_proto(strings: Strings | Sequence[bytes]) -> Message:
-    """Convert bytes objects to a TensorProto of DT_STRING."""
     array = np.asarray(strings, dtype=object)
     flat = array.reshape(-1).tolist()
     for value in flat:
@@ -179,7 +182,6 @@ def strings_from_tensor_proto(proto: Message, *, name: str = "tensor", max_bytes
 
 
 def tensor_info(name: str, dtype: torch.dtype | None, shape: Iterable[int | None]) -> Message:
-    """Describe a tensor for a signature."""
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"{name}: TensorFlow does not have the dtype {dtype}")
     info = TensorInfo(name=name, dtype=DataType.DT_STRING if dtype is None else DTYPES[dtype])

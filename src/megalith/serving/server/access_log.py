@@ -57,7 +57,6 @@ class AccessLog:
             raise InputError(f"access log: cannot write {path}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Close the file."""
         self._handler.close()
 
     @contextmanager

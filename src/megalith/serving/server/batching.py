@@ -32,8 +32,6 @@ SETTLE_SECONDS, MAX_SETTLE_SECONDS = 0.0002, 0.004
 
 
 class _QueuedRequest(Generic[Work, Result]):
-    """A request in the queue."""
-
     __slots__ = ("alive", "cost", "deadline", "error", "result", "rows", "since", "wake", "work")
 
     def __init__(self, work: Work, rows: int, cost: int, timeout: float, alive: Alive | None) -> None:
@@ -84,7 +82,6 @@ class Batcher(Generic[Work, Result]):
 
     @property
     def queued_rows(self) -> int:
-        """Number of queued rows."""
         return self._rows
 
     def check(self, rows: int, cost: int = 0) -> None:
@@ -99,7 +96,6 @@ class Batcher(Generic[Work, Result]):
     def submit(
         self, work: Work, rows: int, *, cost: int = 0, timeout: float, alive: Alive | None = None
     ) -> Result:
-        """Queue work and wait for its result."""
         self.check(rows, cost)
         queued: _QueuedRequest[Work, Result] = _QueuedRequest(work, rows, cost, timeout, alive)
         with self._changed:

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -58,7 +58,6 @@ class MallocTrimmer:
         self._received = 0
 
     def received(self, size: int) -> None:
-        """Count a request."""
         if size >= LARGE_BYTES:
             with self._lock:
                 self._received += size
@@ -171,8 +170,6 @@ class ScoreResult:
 
 
 class Dispatcher:
-    """Passes requests to the models of a repository."""
-
     def __init__(self, repository: Repository, metrics: Metrics, config: ServerConfig) -> None:
         self.repository = repository
         self.metrics = metrics
@@ -186,7 +183,8 @@ class Dispatcher:
         self._max_concurrent = config.max_concurrent
         self._changed = threading.Condition()
         self._running = 0
-        self._closing = False
+        self.closing = False
+        """Whether the server is shutting down."""
         self._leaving = False
 
     @property
@@ -194,13 +192,7 @@ class Dispatcher:
         """Whether some model is available and the server is not shutting down."""
         return not self._leaving and any(model.available for model in self.repository.models)
 
-    @property
-    def closing(self) -> bool:
-        """Whether the server is shutting down."""
-        return self._closing
-
     def permit(self, authorization: str | bytes | None, permission: Permission) -> None:
-        """Check what a client may do."""
         if not self._security.requires_token or self._security.permits(authorization, permission):
             return
         known = self._security.admits(authorization)
@@ -210,7 +202,6 @@ class Dispatcher:
         raise self.reject(RequestError(Code.PERMISSION_DENIED if known else Code.UNAUTHENTICATED, text))
 
     def check_size(self, size: int) -> None:
-        """Check the bytes of a request that is to be parsed."""
         self.memory.received(size)
         if size > self.max_predict_bytes:
             raise self.reject(
@@ -221,7 +212,6 @@ class Dispatcher:
             )
 
     def predict(self, request: ScoreRequest) -> ScoreResult:
-        """Compute the scores of a request's rows."""
         with (
             self.admit(request.model, PREDICT) as model,
             model.version(request.version, point=model.point(request.key)) as version,
@@ -259,7 +249,6 @@ class Dispatcher:
         outputs: Sequence[str] = (),
         timeout: float | None = None,
     ) -> tuple[int, dict[str, Tensor]]:
-        """Return the rows of the ids that a request holds."""
         with self.admit(name, signature) as model:
             _check_deadline(timeout)
             with model.version(version) as found:
@@ -293,9 +282,27 @@ class Dispatcher:
             finally:
                 model.writers.release()
 
-    def admit(self, name: str, signature: str) -> _Admission:
-        """Admit a request."""
-        return _Admission(self, name, signature)
+    @contextmanager
+    def admit(self, name: str, signature: str) -> Iterator[ServedModel]:
+        """Give the model of a request; count the request, and turn its error into a RequestError."""
+        started, label, code = time.perf_counter(), UNKNOWN, "OK"
+        try:
+            self._enter()
+            try:
+                model = self.repository.find(name)
+                label = model.name
+                yield model
+            finally:
+                self._leave()
+        except Exception as error:
+            status, text = as_request_error(error, f"{signature} of {label}")
+            code = status.name
+            raise RequestError(status, text) from None
+        finally:
+            if self.access_log is not None:
+                self.access_log.note(model=label, signature=signature)
+            known = signature if signature in SIGNATURES else UNKNOWN
+            self.metrics.request(label, known, code, time.perf_counter() - started)
 
     def reject(self, error: Exception) -> RequestError:
         """Count a request that cannot be parsed."""
@@ -310,13 +317,13 @@ class Dispatcher:
     def close(self, timeout: float) -> bool:
         """Refuse new requests and wait for those in progress."""
         with self._changed:
-            self._closing = self._leaving = True
+            self.closing = self._leaving = True
             return self._changed.wait_for(lambda: not self._running, timeout)
 
     def _enter(self) -> None:
-        """Register a request; raise RequestError if the server is full or shutting down."""
+        """Count a request in progress; raise RequestError if the server is full or shutting down."""
         with self._changed:
-            if self._closing:
+            if self.closing:
                 raise RequestError(Code.UNAVAILABLE, "the server is shutting down")
             if self._running >= self._max_concurrent:
                 raise RequestError(
@@ -325,58 +332,13 @@ class Dispatcher:
             self._running += 1
 
     def _leave(self) -> None:
-        """Register the end of a request."""
         with self._changed:
             self._running -= 1
-            if self._closing:
+            if self.closing:  # only `close` waits for it
                 self._changed.notify_all()
 
 
-class _Admission:
-    """One request between its admission and its end."""
-
-    __slots__ = ("_dispatcher", "_label", "_name", "_signature", "_started")
-
-    def __init__(self, dispatcher: Dispatcher, name: str, signature: str) -> None:
-        self._dispatcher, self._name, self._signature = dispatcher, name, signature
-        self._label = UNKNOWN
-        self._started = time.perf_counter()
-
-    def __enter__(self) -> ServedModel:
-        try:
-            self._dispatcher._enter()
-        except RequestError as error:
-            raise self._end(error) from None
-        try:
-            model = self._dispatcher.repository.find(self._name)
-        except Exception as error:
-            self._dispatcher._leave()
-            raise self._end(error) from None
-        self._label = model.name
-        return model
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._dispatcher._leave()
-        if isinstance(error, Exception):
-            raise self._end(error) from None
-        self._count("OK")
-
-    def _end(self, error: Exception) -> RequestError:
-        status, text = as_request_error(error, f"{self._signature} of {self._label}")
-        self._count(status.name)
-        return RequestError(status, text)
-
-    def _count(self, code: str) -> None:
-        signature = self._signature if self._signature in SIGNATURES else UNKNOWN
-        if self._dispatcher.access_log is not None:
-            self._dispatcher.access_log.note(model=self._label, signature=self._signature)
-        self._dispatcher.metrics.request(self._label, signature, code, time.perf_counter() - self._started)
-
-
 def unknown_signature(name: str) -> RequestError:
-    """Return the error for a signature that no model has."""
     known = ", ".join(SIGNATURES)
     return RequestError(Code.INVALID_ARGUMENT, f"signature {name[:100]!r} is unknown; use one of {known}")
 

@@ -35,10 +35,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from megalith.errors import MissingDependencyError
+from megalith.library import import_extra
 from megalith.serving.client.credentials import grpc_module
-from megalith.serving.proto import Message
-from megalith.serving.proto.message_types import POOL
+from megalith.serving.proto.message_types import POOL, Message
 from megalith.serving.server.access_log import AccessLog, traceparent_of
 from megalith.serving.server.batching import Alive
 from megalith.serving.server.dispatcher import Dispatcher
@@ -70,7 +69,6 @@ class GrpcScoreRequest:
 
 
 def grpc_handler(service: str, methods: Mapping[str, Method], log: AccessLog | None = None) -> Any:
-    """Make a gRPC handler of a service."""
     grpc = grpc_module()
     return grpc.method_handlers_generic_handler(
         service,
@@ -149,10 +147,7 @@ HEALTH = "grpc.health.v1.Health"
 
 
 def _module(package: str, name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingDependencyError.of_extra(f"serving needs {package}", "serve") from error
+    return import_extra(name, f"serving needs {package}", "serve")
 
 
 class Health:
@@ -166,7 +161,6 @@ class Health:
         self.set(())
 
     def add_to(self, server: Any) -> None:
-        """Add the service to a gRPC server."""
         stubs = _module("grpcio-health-checking", "grpc_health.v1.health_pb2_grpc")
         stubs.add_HealthServicer_to_server(self._servicer, server)
 
@@ -188,6 +182,7 @@ class Health:
 def add_reflection(server: Any, services: Sequence[str]) -> None:
     """Add reflection, by which clients such as grpcurl list services, methods and messages."""
     reflection = _module("grpcio-reflection", "grpc_reflection.v1alpha.reflection")
+    # Clients look up the messages of these services too, and ours are in a pool of their own.
     for name in ("grpc_health.v1.health_pb2", "grpc_reflection.v1alpha.reflection_pb2"):
         POOL.AddSerializedFile(importlib.import_module(name).DESCRIPTOR.serialized_pb)
     names = [*services, HEALTH, reflection.SERVICE_NAME]
@@ -231,7 +226,6 @@ class HandlerThreads(ThreadPoolExecutor):
         self._ended = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a call in a thread."""
         future: Future[T] = Future()
         call: _Call = (future, fn, args, kwargs)
         with self._mutex:
@@ -319,20 +313,15 @@ class ReadDeadlines:
     # oldest.
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
+        """Seconds in which the message of a call must arrive."""
         self._waiting: deque[_Wait] = deque()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="megalith-read-deadlines", daemon=True)
         self._thread.start()
 
-    @property
-    def seconds(self) -> float:
-        """Seconds in which the message of a call must arrive."""
-        return self._seconds
-
     def begin(self, context: Any, group: object = None) -> _Wait:
-        """Start the deadline of a call."""
         wait = _Wait(context, group)
         self._waiting.append(wait)
         return wait
@@ -360,14 +349,13 @@ class ReadDeadlines:
         return True
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(0.5, self._seconds / 2)):
+        while not self._closed.wait(min(0.5, self.seconds / 2)):
             now = time.monotonic()
-            oldest = now - self._seconds
+            oldest = now - self.seconds
             while self._waiting and (self._waiting[0].context is None or self._waiting[0].began <= oldest):
                 wait = self._waiting.popleft()
                 context = wait.context
@@ -417,6 +405,7 @@ class ConcurrencyLimits:
         self._security = security
         self._log = log
         self._requests = _CallGroup("rpc", max_requests)
+        self.pool = self._requests.pool
         self._control = _CallGroup("control", MAX_CONTROLS)
         self._checks = _CallGroup("health", MAX_CHECKS)
         self._streams = _CallGroup("streams", MAX_STREAMS)
@@ -434,13 +423,7 @@ class ConcurrencyLimits:
         self.interceptor: Any = Interceptor()
         """The `grpc.ServerInterceptor`."""
 
-    @property
-    def pool(self) -> ThreadPoolExecutor:
-        """The threads of requests."""
-        return self._requests.pool
-
     def close(self) -> None:
-        """End the threads; calls in progress continue."""
         self._deadlines.close()
         groups = (self._requests, self._control, self._checks, self._streams, self._reflection)
         for group in groups:
@@ -553,8 +536,6 @@ class ConcurrencyLimits:
             raise
 
     def _refusing(self, method: str, refusal: Refusal) -> Any:
-        """Return a handler that refuses a call."""
-
         def refuse(_: Any, context: Any) -> None:
             self._refuse(method, context, refusal)
 

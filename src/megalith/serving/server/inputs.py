@@ -53,7 +53,6 @@ class Column:
     weights: bytes | None = None
 
     def piece(self, begin: int, end: int) -> Column:
-        """Return some rows of the column."""
         lengths, first, last = None, begin, end
         if self.lengths is not None:
             lengths = self.lengths[8 * begin : 8 * end]
@@ -65,8 +64,6 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a request for scores."""
-
     count: int
     """Number of rows."""
     columns: tuple[Column | None, ...]
@@ -115,15 +112,13 @@ class InputReader:
             return None
         count, ids, dense = found
         if len(ids) + len(dense) > self.max_bytes:
-            return None
+            return None  # protobuf's path has the error, which names the input
         return self._check_cost(self._plain_rows(count, ids, dense if self.num_dense else None))
 
     def read_protos(self, protos: Mapping[str, Message]) -> Rows:
-        """Read the inputs of a PredictRequest."""
         return self.read(from_tensor_protos(protos, max_bytes=self.max_bytes))
 
     def read_infer(self, request: Message) -> Rows:
-        """Read the inputs of a ModelInferRequest."""
         return self.read(from_infer_request(request, max_bytes=self.max_bytes))
 
     def read(self, inputs: Inputs) -> Rows:
@@ -157,7 +152,6 @@ class InputReader:
         return self._check_cost(self._rows_of(count, tuple(columns), dense))
 
     def pieces(self, rows: Rows, size: int) -> list[Rows]:
-        """Split a request."""
         if rows.count <= size:
             return [rows]
         ends = [*range(size, rows.count, size), rows.count]
@@ -179,7 +173,6 @@ class InputReader:
         return features, self.join_dense(batch)
 
     def join_dense(self, batch: Sequence[Rows]) -> Tensor | None:
-        """Concatenate the dense values of requests."""
         # returns: float32 [B, num_dense].
         if not self.num_dense:
             return None
@@ -192,7 +185,6 @@ class InputReader:
         return Column(rows.plain[at * width : (at + 1) * width])
 
     def missing(self, rows: Rows) -> list[str]:
-        """Return the features that a request lacks."""
         if rows.plain is not None:
             return []
         return [name for name, column in zip(self.names, rows.columns, strict=True) if column is None]

@@ -34,10 +34,10 @@ from megalith.serving.export.compiled_program import compile_servable, default_c
 from megalith.serving.export.overlay import Compactor
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, Signature
-from megalith.serving.proto import MAX_BYTES
+from megalith.serving.proto.limits import MAX_BYTES
 from megalith.serving.server.dispatcher import Dispatcher
-from megalith.serving.server.grpc_calls import ConcurrencyLimits, Health, add_reflection, grpc_handler
-from megalith.serving.server.open_inference import OIP_SERVICE, OIPService, TritonExtensions
+from megalith.serving.server.grpc_calls import ConcurrencyLimits, Health, add_reflection
+from megalith.serving.server.open_inference import OIP_SERVICE, OIPService
 from megalith.serving.server.repository import Repository
 from megalith.serving.server.rest import RestServer
 from megalith.serving.server.served_model import ServedModel, services_of
@@ -218,7 +218,7 @@ class ModelServer:
     def metrics_address(self) -> str | None:
         """host:port of the metrics; None without them."""
         server = self._metrics_server
-        return None if server is None else f"{_bracketed(self._config.metrics_host)}:{server.port}"
+        return None if server is None else f"{bracketed(self._config.metrics_host)}:{server.port}"
 
     @property
     def models(self) -> list[ServedModel]:
@@ -237,7 +237,7 @@ class ModelServer:
     # ---- components
 
     def _address(self, port: int) -> str:
-        return f"{_bracketed(self._config.host)}:{port}"
+        return f"{bracketed(self._config.host)}:{port}"
 
     def _subscribe(self, servable: Servable) -> Subscriber:
         config = self._config
@@ -329,14 +329,10 @@ class ModelServer:
         grpc, config, guard = grpc_module(), self._config, self._guard
         assert guard is not None
         refusal = "" if writes else f"this port is shared by several processes: push to {self.address}"
-        methods = {**OIPService(self._dispatcher).methods(), **TritonExtensions(self._dispatcher).methods()}
         tf_serving = TFService(self._dispatcher, write_refusal=refusal)
         server = grpc.server(
             guard.pool,
-            handlers=[
-                *tf_serving.handlers(),
-                grpc_handler(OIP_SERVICE, methods, self._dispatcher.access_log),
-            ],
+            handlers=[*tf_serving.handlers(), *OIPService(self._dispatcher).handlers()],
             interceptors=[guard.interceptor],
             options=(
                 ("grpc.max_receive_message_length", config.max_request_bytes + MAX_MESSAGE_BYTES - MAX_BYTES),
@@ -367,25 +363,23 @@ class ModelServer:
         """Report the available models to health and discovery; retry registrations that failed."""
         self._dispatcher.memory.release()
         with self._announcing:
-            if self._state == "serving":
-                self._announce_all()
-
-    def _announce_all(self) -> None:
-        available = [model for model in self._repository.models if model.available]
-        self._health.set([*SERVICES, *(model.name for model in available)] if available else ())
-        if self._discovery is None:
-            return
-        replica = Replica(self._config.advertise or self.address, replica_id=self._config.replica_id)
-        for model in available:
-            newest = model.newest
-            for service in [] if newest is None else services_of(newest.signature):
-                if service in self._registered:
-                    continue
-                try:
-                    self._discovery.register(service, replica)
-                    self._registered[service] = replica.address
-                except MegalithError as error:
-                    logger.error("cannot register %s: %s", service, error)
+            if self._state != "serving":
+                return
+            available = [model for model in self._repository.models if model.available]
+            self._health.set([*SERVICES, *(model.name for model in available)] if available else ())
+            if self._discovery is None:
+                return
+            replica = Replica(self._config.advertise or self.address, replica_id=self._config.replica_id)
+            for model in available:
+                newest = model.newest
+                for service in [] if newest is None else services_of(newest.signature):
+                    if service in self._registered:
+                        continue
+                    try:
+                        self._discovery.register(service, replica)
+                        self._registered[service] = replica.address
+                    except MegalithError as error:
+                        logger.error("cannot register %s: %s", service, error)
 
     def _unregister(self) -> None:
         with self._announcing:
@@ -403,5 +397,5 @@ def linger(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _bracketed(host: str) -> str:
+def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -28,7 +28,10 @@ import torch
 from megalith import __version__
 from megalith.errors import InputError
 from megalith.serving.export.signature import OUTPUT_DTYPES, Signature
-from megalith.serving.proto import (
+from megalith.serving.proto.infer_tensors import BYTES, DATATYPES, datatype_of
+from megalith.serving.proto.message_bytes import encode_infer_response, read_infer_message
+from megalith.serving.proto.message_types import (
+    POOL,
     Message,
     ModelConfigRequest,
     ModelConfigResponse,
@@ -44,14 +47,11 @@ from megalith.serving.proto import (
     ServerLiveResponse,
     ServerMetadataResponse,
     ServerReadyResponse,
-    datatype_of,
 )
-from megalith.serving.proto.infer_tensors import BYTES, DATATYPES
-from megalith.serving.proto.message_bytes import encode_infer_response, read_infer_message
-from megalith.serving.proto.message_types import POOL
 from megalith.serving.server.dispatcher import Dispatcher
 from megalith.serving.server.grpc_calls import (
     GrpcScoreRequest,
+    grpc_handler,
     parse,
     remaining,
     report_missing,
@@ -71,48 +71,57 @@ EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "
 
 
 class OIPService:
-    """The methods of GRPCInferenceService."""
+    """The methods of GRPCInferenceService, those that Triton adds included."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
-    def methods(self) -> dict[str, Any]:
-        """Return the methods by name."""
-        return {
-            "ServerLive": self.server_live,
-            "ServerReady": self.server_ready,
-            "ModelReady": self.model_ready,
-            "ServerMetadata": self.server_metadata,
-            "ModelMetadata": self.model_metadata,
-            "ModelInfer": self.model_infer,
+    def handlers(self) -> list[Any]:
+        methods = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelInfer": self._model_infer,
+            "ModelConfig": self._model_config,
+            "ModelStatistics": self._model_statistics,
+            "RepositoryIndex": self._repository_index,
         }
+        return [grpc_handler(OIP_SERVICE, methods, self._dispatcher.access_log)]
 
-    def server_live(self, data: bytes, context: Any) -> bytes:
-        """Return that the server runs."""
+    def _server_live(self, data: bytes, context: Any) -> bytes:
         return serialize(ServerLiveResponse(live=True))
 
-    def server_ready(self, data: bytes, context: Any) -> bytes:
-        """Return whether some model is available."""
+    def _server_ready(self, data: bytes, context: Any) -> bytes:
         return serialize(ServerReadyResponse(ready=self._dispatcher.ready))
 
-    def model_ready(self, data: bytes, context: Any) -> bytes:
-        """Return whether a version of a model is available."""
+    def _model_ready(self, data: bytes, context: Any) -> bytes:
         request = parse(self._dispatcher, ModelReadyRequest, data)
         ready = model_ready(self._dispatcher, request.name, request.version)
         return serialize(ModelReadyResponse(ready=ready))
 
-    def server_metadata(self, data: bytes, context: Any) -> bytes:
-        """Return name and version of this server."""
+    def _server_metadata(self, data: bytes, context: Any) -> bytes:
         return serialize(ServerMetadataResponse(name=SERVER, version=__version__, extensions=EXTENSIONS))
 
-    def model_metadata(self, data: bytes, context: Any) -> bytes:
-        """Return the inputs and outputs of a version."""
+    def _model_metadata(self, data: bytes, context: Any) -> bytes:
         request = parse(self._dispatcher, ModelMetadataRequest, data)
         described = describe(self._dispatcher, request.name, request.version)
         return serialize(ModelMetadataResponse(**described))
 
-    def model_infer(self, data: bytes, context: Any) -> bytes:
-        """Return the scores of the request's rows."""
+    def _model_config(self, data: bytes, context: Any) -> bytes:
+        request = parse(self._dispatcher, ModelConfigRequest, data)
+        return serialize(model_config(self._dispatcher, request.name, request.version))
+
+    def _model_statistics(self, data: bytes, context: Any) -> bytes:
+        request = parse(self._dispatcher, ModelStatisticsRequest, data)
+        return serialize(model_statistics(self._dispatcher, request.name, request.version))
+
+    def _repository_index(self, data: bytes, context: Any) -> bytes:
+        request = parse(self._dispatcher, RepositoryIndexRequest, data)
+        return serialize(repository_index(self._dispatcher, ready_only=request.ready))
+
+    def _model_infer(self, data: bytes, context: Any) -> bytes:
         self._dispatcher.permit(authorization_of(context.invocation_metadata()), Permission.READ)
         self._dispatcher.check_size(len(data))
         message = read_infer_message(data)
@@ -129,10 +138,14 @@ class OIPService:
             return reader.read_message(message) or reader.read_infer(ModelInferRequest.FromString(data))
 
         model, version, outputs = asked
+        try:
+            number = parse_version(version)
+        except InputError as error:
+            raise self._dispatcher.reject(error) from None
         scored = self._dispatcher.predict(
             GrpcScoreRequest(
                 model,
-                self._version(version),
+                number,
                 outputs,
                 remaining(context),
                 context.is_active,
@@ -143,15 +156,8 @@ class OIPService:
         report_missing(context, scored.missing_ids)
         return encode_infer_response(model, scored.version, request_id, scored.outputs)
 
-    def _version(self, text: str) -> int | None:
-        try:
-            return parse_version(text)
-        except InputError as error:
-            raise self._dispatcher.reject(error) from None
-
 
 def parse_version(text: str) -> int | None:
-    """Parse a version of the protocol."""
     if not text:
         return None
     if not text.isascii() or not text.isdecimal() or len(text) > 19:
@@ -160,7 +166,6 @@ def parse_version(text: str) -> int | None:
 
 
 def model_ready(dispatcher: Dispatcher, name: str, version: str) -> bool:
-    """Return whether a version of a model is available."""
     try:
         number = parse_version(version)
         model = dispatcher.repository.find(name)
@@ -170,7 +175,6 @@ def model_ready(dispatcher: Dispatcher, name: str, version: str) -> bool:
 
 
 def describe(dispatcher: Dispatcher, name: str, version: str) -> dict[str, Any]:
-    """Return the metadata of a model in the form of the protocol."""
     with dispatcher.admit(name, "metadata") as model, model.version(parse_version(version)) as found:
         return {
             "name": name,
@@ -214,35 +218,7 @@ _STATES = {
 _TYPES = POOL.FindEnumTypeByName("inference.DataType").values_by_name
 
 
-class TritonExtensions:
-    """The methods of GRPCInferenceService that Triton adds."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-
-    def methods(self) -> dict[str, Any]:
-        """Return the methods by name."""
-        return {
-            "ModelConfig": self._config,
-            "ModelStatistics": self._statistics,
-            "RepositoryIndex": self._index,
-        }
-
-    def _config(self, data: bytes, context: Any) -> bytes:
-        request = parse(self._dispatcher, ModelConfigRequest, data)
-        return serialize(model_config(self._dispatcher, request.name, request.version))
-
-    def _statistics(self, data: bytes, context: Any) -> bytes:
-        request = parse(self._dispatcher, ModelStatisticsRequest, data)
-        return serialize(model_statistics(self._dispatcher, request.name, request.version))
-
-    def _index(self, data: bytes, context: Any) -> bytes:
-        request = parse(self._dispatcher, RepositoryIndexRequest, data)
-        return serialize(repository_index(self._dispatcher, ready_only=request.ready))
-
-
 def model_config(dispatcher: Dispatcher, name: str, version: str) -> Message:
-    """Return the configuration of a model."""
     described = describe(dispatcher, name, version)
     response = ModelConfigResponse()
     config = response.config
@@ -258,7 +234,6 @@ def model_config(dispatcher: Dispatcher, name: str, version: str) -> Message:
 
 
 def model_statistics(dispatcher: Dispatcher, name: str, version: str) -> Message:
-    """Return the statistics of loaded versions."""
     response = ModelStatisticsResponse()
     if not name:
         for model in dispatcher.repository.models:
@@ -298,7 +273,6 @@ def _add_statistics(response: Message, model: ServedModel, name: str, number: in
 
 
 def repository_index(dispatcher: Dispatcher, *, ready_only: bool) -> Message:
-    """Return the versions of all models."""
     response = RepositoryIndexResponse()
     for model in dispatcher.repository.models:
         for number, status in reversed(model.statuses.items()):

@@ -112,7 +112,6 @@ class Repository:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Stop polling and retire every version."""
         end = time.monotonic() + timeout
         self._stopping.set()
         if self._thread.is_alive():
@@ -124,7 +123,6 @@ class Repository:
                 model.subscriber.close()
 
     def find(self, name: str) -> ServedModel:
-        """Return the model that a request names."""
         found = self._names.get(name) or self._names.get(f"{name}:{ENTRY}")
         if found is None:  # a model that was never opened has the name of its directory
             found = next((model for model in self.models if model.name == name), None)
@@ -213,7 +211,12 @@ class Repository:
             servable, fetcher = self._open_version(directory)
             self._check(model, servable, number, root)
             servable.warm_up()
-            version = self._version(model.name, servable, fetcher)
+            version = Version(
+                servable,
+                self._config,
+                on_batch=lambda rows: self._metrics.batch(model.name, rows),
+                fetcher=fetcher,
+            )
             if self._stopping.is_set():
                 version.retire()
                 return False
@@ -227,8 +230,10 @@ class Repository:
             self._record_failure(model, directory, files)
             if version is not None:
                 version.retire()
-            else:
-                _close(servable, fetcher)
+                return False
+            for opened in (servable, fetcher):
+                if opened is not None:
+                    opened.close()
             return False
         self._failed.pop(directory, None)
         self._loaded[directory] = files
@@ -255,14 +260,6 @@ class Repository:
         logger.error("%s version %d: %s", model.name, number, text)
         self._metrics.version_changed(model.name)
         model.set_status(number, ModelState.AVAILABLE, text)
-
-    def _version(self, name: str, servable: Servable, fetcher: RowFetcher | None) -> Version:
-        return Version(
-            servable,
-            self._config,
-            on_batch=lambda rows: self._metrics.batch(name, rows),
-            fetcher=fetcher,
-        )
 
     def _record_failure(self, model: ServedModel, directory: Path, files: Files) -> None:
         before = self._failed.get(directory)
@@ -301,12 +298,6 @@ def _freeze_garbage_collection() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-
-
-def _close(servable: Servable | None, fetcher: RowFetcher | None) -> None:
-    for each in (servable, fetcher):
-        if each is not None:
-            each.close()
 
 
 def _files(directory: Path) -> Files:

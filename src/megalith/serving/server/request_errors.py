@@ -41,8 +41,6 @@ HTTP_STATUS: dict[Any, int] = {
 
 
 class RequestError(MegalithError):
-    """A request that is refused."""
-
     def __init__(self, code: Any, message: str) -> None:
         super().__init__(message)
         self.code = code

@@ -109,7 +109,6 @@ def check_token(token: str) -> bytes:
 
 
 def tls_context(certificate: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
-    """Make the TLS context of a server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
@@ -313,7 +312,6 @@ def _header_bytes(authorization: str | bytes | None) -> bytes:
 
 
 def authorization_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | bytes | None:
-    """Return the `authorization` of a call."""
     sent = [value for key, value in metadata if key == "authorization"]
     return sent[0] if len(sent) == 1 else None
 

@@ -88,19 +88,16 @@ class VersionStatistics:
             sums.last_ms = time.time_ns() // 1_000_000
 
     def failed(self, started: int) -> None:
-        """Count a request that raised an error."""
         with self._lock:
             self._sums.failures += 1
             self._sums.fail_ns += time.perf_counter_ns() - started
 
     def computed(self, requests: int, nanoseconds: int) -> None:
-        """Count a batch."""
         with self._lock:
             self._sums.batches += 1
             self._sums.infer_ns += requests * nanoseconds
 
     def sums(self) -> StatisticSums:
-        """Return a copy of the sums."""
         with self._lock:
             return StatisticSums(**vars(self._sums))
 
@@ -114,8 +111,6 @@ MAX_WRITERS = 8
 
 
 class Version:
-    """A version of a model that answers requests."""
-
     def __init__(
         self,
         servable: Servable,
@@ -148,7 +143,6 @@ class Version:
 
     @property
     def queued_rows(self) -> int:
-        """Number of rows that wait to be computed."""
         return self._batcher.queued_rows
 
     def acquire(self) -> bool:
@@ -297,7 +291,6 @@ class ServedModel:
 
     @property
     def available(self) -> bool:
-        """Whether some version is available."""
         return self._newest is not None
 
     def set_status(self, number: int, state: ModelState, error: str = "") -> None:
@@ -316,7 +309,6 @@ class ServedModel:
         self.set_status(version.number, ModelState.AVAILABLE)
 
     def remove(self, number: int, timeout: float = 0.0) -> None:
-        """Retire a version; see `Version.retire`."""
         with self._lock:
             version = self._versions.pop(number)
             self._newest = self._versions[max(self._versions)] if self._versions else None
@@ -379,5 +371,4 @@ def names_of(signature: Signature) -> list[str]:
 
 
 def services_of(signature: Signature) -> list[str]:
-    """Return the names under which discovery registers a model."""
     return [name for name in names_of(signature) if ":" in name]

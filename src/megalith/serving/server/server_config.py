@@ -6,7 +6,7 @@ option's help. This module imports neither grpc nor protobuf, so that the help n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from megalith.serving.server.security import Security
 from megalith.serving.wire_names import MAX_REQUEST_BYTES
 
 _MAX_PORT = 65535
-MAX_PROCESSES = 256
 MAX_PREDICT_BYTES = 16 << 20
 
 
@@ -139,50 +138,27 @@ class ServerConfig:
     """What an entry presents to the servers of its rows."""
 
     def __post_init__(self) -> None:
+        checks.one_of(self.trial, ("always", "running", "never"), "trial")
+        for each in fields(self):  # by the text of their annotations, so that no new option is forgotten
+            name, value = each.name, getattr(self, each.name)
+            if each.type == "bool":
+                checks.flag(value, name)
+            elif each.type == "float":
+                _check_seconds(self, name)
+            elif each.type in ("str", "str | None") and (value is not None or each.type == "str"):
+                checks.text(value, name)
+            elif each.type == "Path | None" and value is not None:
+                checks.path(value, name)
         for name in ("port", "http_port", "metrics_port"):
             _check_integer(self, name, 0, _MAX_PORT)
-        for name in (
-            "max_concurrent",
-            "keep_versions",
-            "max_request_bytes",
-            "max_predict_bytes",
-            "fold_rows",
-        ):
+        counts = ("max_concurrent", "keep_versions", "max_request_bytes", "max_predict_bytes", "fold_rows")
+        for name in counts:
             _check_integer(self, name, 1)
         _check_integer(self, "replica_id", -1)
-        for name in (
-            "fetch_timeout",
-            "lame_duck_seconds",
-            "drain_seconds",
-            "read_seconds",
-            "poll_seconds",
-            "carry_seconds",
-            "fold_seconds",
-        ):
-            _check_seconds(self, name)
-        for name in (
-            "allow_writes",
-            "fail_soft",
-            "accept_compressed",
-            "tensor_content",
-            "in_memory",
-            "refuse_nan",
-            "freeze_gc",
-            "pin_processes",
-            "compile",
-        ):
-            checks.flag(getattr(self, name), name)
-        for name in ("host", "metrics_host", "discovery", "advertise", "access_log"):
-            if getattr(self, name) is not None or getattr(type(self), name) is not None:
-                checks.text(getattr(self, name), name)
-        for name in ("checkpoint", "fold_directory", "compile_cache"):
-            if getattr(self, name) is not None:
-                checks.path(getattr(self, name), name)
         checks.instance(self.security, Security, "security")
         checks.instance(self.batching, Batching, "batching")
         if self.fetch_credentials is not None:
             checks.instance(self.fetch_credentials, Credentials, "fetch_credentials")
-        checks.one_of(self.trial, ("always", "running", "never"), "trial")
         for name in ("fetch_timeout", "read_seconds"):
             if not getattr(self, name):
                 raise InputError(f"{name} must be above 0")

@@ -7,11 +7,10 @@ several server processes, the parent returns the metrics of each with the label 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from megalith.errors import MissingDependencyError
+from megalith.library import import_extra
 from megalith.serving.server.http import Handler, HttpServer
 from megalith.serving.server.security import Security
 from megalith.serving.server.served_model import ServedModel
@@ -28,77 +27,55 @@ _SESSIONS = {
 
 
 def prometheus(module: str = "prometheus_client") -> Any:
-    """Import a module of prometheus_client."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("metrics need prometheus-client", "serve") from error
+    return import_extra(module, "metrics need prometheus-client", "serve")
 
 
 class Metrics:
-    """The metrics of one server."""
-
     def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
         client = prometheus()
         self.registry = client.CollectorRegistry()
-        self._latency = client.Histogram(
-            "megalith_request_seconds",
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return client.Counter(f"megalith_{name}", text, ["model", *labels], registry=self.registry)
+
+        def histogram(name: str, text: str, *labels: str, buckets: Sequence[float]) -> Any:
+            return client.Histogram(
+                f"megalith_{name}", text, ["model", *labels], buckets=buckets, registry=self.registry
+            )
+
+        self._latency = histogram(
+            "request_seconds",
             "Time from the arrival of a request to its response.",
-            ["model", "signature", "code"],
+            "signature",
+            "code",
             buckets=BUCKETS,
-            registry=self.registry,
         )
-        self._batches = client.Histogram(
-            "megalith_batch_rows", "Rows computed at once.", ["model"], buckets=ROWS, registry=self.registry
-        )
-        self._refused = client.Counter(
-            "megalith_refused", "Requests that were refused.", ["model", "code"], registry=self.registry
-        )
-        self._missing = client.Counter(
-            "megalith_missing_features",
-            "Requests without a feature of the model.",
-            ["model", "feature"],
-            registry=self.registry,
-        )
-        self._failed_loads = client.Counter(
-            "megalith_failed_versions",
-            "Versions that failed to load.",
-            ["model"],
-            registry=self.registry,
-        )
-        self._changed = client.Counter(
-            "megalith_changed_versions",
-            "Versions whose files changed after they were loaded.",
-            ["model"],
-            registry=self.registry,
-        )
+        self._batches = histogram("batch_rows", "Rows computed at once.", buckets=ROWS)
+        self._refused = counter("refused", "Requests that were refused.", "code")
+        self._missing = counter("missing_features", "Requests without a feature of the model.", "feature")
+        self._failed_loads = counter("failed_versions", "Versions that failed to load.")
+        self._changed = counter("changed_versions", "Versions whose files changed after they were loaded.")
         self.registry.register(_Models(models))
         self._children: dict[tuple[str, ...], Any] = {}
 
     def request(self, model: str, signature: str, code: str, seconds: float) -> None:
-        """Record the end of a request."""
         self._child(self._latency, "latency", model, signature, code).observe(seconds)
         if code not in ("OK", "INTERNAL"):
             self._child(self._refused, "refused", model, code).inc()
 
     def batch(self, model: str, rows: int) -> None:
-        """Record the rows of a batch."""
         self._child(self._batches, "batches", model).observe(rows)
 
     def missing_feature(self, model: str, feature: str) -> None:
-        """Count a request without a feature."""
         self._child(self._missing, "missing", model, feature).inc()
 
     def load_failed(self, model: str) -> None:
-        """Count a version that failed to load."""
         self._failed_loads.labels(model).inc()
 
     def version_changed(self, model: str) -> None:
-        """Count a version whose files changed after it was loaded."""
         self._changed.labels(model).inc()
 
     def text(self) -> bytes:
-        """Return the metrics in Prometheus's text format."""
         data: bytes = prometheus().generate_latest(self.registry)
         return data
 
@@ -118,7 +95,6 @@ class _Models:
         self._models = models
 
     def collect(self) -> Iterator[Any]:
-        """Yield the current metrics of all models."""
         core = prometheus("prometheus_client.core")
 
         def gauge(name: str, text: str, *labels: str) -> Any:
@@ -149,20 +125,19 @@ class _Models:
             versions = model.versions
             queue.add_metric([model.name], float(sum(v.queued_rows for v in versions.values())))
             for number, version in versions.items():
-                counters = version.servable.counters
-                looked_up.add_metric([model.name, str(number)], float(counters.ids_looked_up))
-                missing.add_metric([model.name, str(number)], float(counters.ids_missing))
+                labels, counters = [model.name, str(number)], version.servable.counters
+                looked_up.add_metric(labels, float(counters.ids_looked_up))
+                missing.add_metric(labels, float(counters.ids_missing))
                 sums = version.statistics.sums()
                 for family, value in (
                     (answered, sums.successes),
                     (errors, sums.failures),
                     (seconds, sums.success_ns / 1e9),
                 ):
-                    family.add_metric([model.name, str(number)], float(value))
+                    family.add_metric(labels, float(value))
                 if version.fetcher is not None:
-                    failed.add_metric([model.name, str(number)], float(version.fetcher.failed_shards))
-                    rows = float(version.fetcher.rows_missing_by_failure)
-                    zeros.add_metric([model.name, str(number)], rows)
+                    failed.add_metric(labels, float(version.fetcher.failed_shards))
+                    zeros.add_metric(labels, float(version.fetcher.rows_missing_by_failure))
             newest = model.newest
             if newest is not None:
                 overlay.add_metric([model.name], float(len(newest.servable.overlay)))
@@ -206,54 +181,3 @@ class _MetricsHandler(Handler):
         kind = prometheus().CONTENT_TYPE_LATEST
         with self.server.answering():
             self.reply(200, kind, self.server.metrics.text())
-
-
-class MeasuredProcess(Protocol):
-    """A process whose metrics are collected."""
-
-    number: int
-    restarts: int
-    """How often it was started again."""
-    up: bool
-
-    def metrics(self) -> str | None:
-        """Return its metrics in Prometheus's text format; None if it does not answer."""
-
-
-class GroupMetrics:
-    """The metrics of all processes."""
-
-    def __init__(self, processes: Sequence[MeasuredProcess]) -> None:
-        self._processes = processes
-
-    def text(self) -> bytes:
-        """Return the metrics in Prometheus's text format."""
-        registry = prometheus().CollectorRegistry()
-        registry.register(self)
-        data: bytes = prometheus().generate_latest(registry)
-        return data
-
-    def describe(self) -> list[Any]:
-        """Return no names, which are known only when the processes answer."""
-        return []
-
-    def collect(self) -> Iterator[Any]:
-        """Yield the metrics of all processes, and which of them answer."""
-        core, parser = prometheus("prometheus_client.core"), prometheus("prometheus_client.parser")
-        up = core.GaugeMetricFamily("megalith_process_up", "Whether a process serves.", labels=["process"])
-        restarts = core.CounterMetricFamily(
-            "megalith_process_restarts", "How often a process was started again.", labels=["process"]
-        )
-        families: dict[str, Any] = {}
-        for process in self._processes:
-            label = str(process.number)
-            text = process.metrics()
-            up.add_metric([label], float(text is not None))
-            restarts.add_metric([label], float(process.restarts))
-            for family in parser.text_string_to_metric_families(text or ""):
-                known = families.setdefault(
-                    family.name, core.Metric(family.name, family.documentation, family.type)
-                )
-                for sample in family.samples:
-                    known.samples.append(sample._replace(labels={**sample.labels, "process": label}))
-        yield from (up, restarts, *families.values())

@@ -30,7 +30,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,9 +38,9 @@ from typing import IO, Any, Self
 
 from megalith.errors import InputError, MegalithError, RemoteError, UsageError
 from megalith.ops import checks
-from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.model_server import ModelServer, bracketed
 from megalith.serving.server.server_config import ServerConfig
-from megalith.serving.server.server_metrics import GroupMetrics
+from megalith.serving.server.server_metrics import MetricsServer, prometheus
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +118,8 @@ class ServerProcesses:
         for child in self._children:
             child.watch()
         if config.metrics_port is not None:
-            from megalith.serving.server.server_metrics import MetricsServer
-
-            metrics = GroupMetrics(self._children)
             self._metrics_server = MetricsServer(
-                metrics, config.security, config.metrics_host, config.metrics_port
+                GroupMetrics(self._children), config.security, config.metrics_host, config.metrics_port
             )
             self._metrics_server.start()
 
@@ -164,39 +161,35 @@ class ServerProcesses:
     @property
     def address(self) -> str:
         """host:port of gRPC, which all processes share."""
-        return f"{self._host}:{self._port}"
+        return self._address(self._port)
 
     @property
     def http_address(self) -> str | None:
         """host:port of REST; None without it."""
-        return f"{self._host}:{self._http_port}" if self._http_port else None
+        return self._address(self._http_port) if self._http_port else None
 
     @property
     def metrics_address(self) -> str | None:
         """host:port of the metrics of all processes; None without them."""
         server = self._metrics_server
-        return None if server is None else f"{self._config.metrics_host}:{server.port}"
+        return None if server is None else f"{bracketed(self._config.metrics_host)}:{server.port}"
 
     @property
     def process_addresses(self) -> list[str]:
         """host:port of each process alone, to which training pushes; empty if they have none."""
-        found = [child.task for child in self._children]
-        return [f"{self._host}:{task.config.port}" for task in found if task.shared_port is not None]
+        tasks = [child.task for child in self._children]
+        return [self._address(task.config.port) for task in tasks if task.shared_port is not None]
 
     @property
     def models(self) -> list[tuple[str, int]]:
-        """Name and newest version of the models that the first process serves."""
         return [(name, number) for name, number in self._children[0].models]
+
+    def _address(self, port: int) -> str:
+        return f"{bracketed(self._config.host)}:{port}"
 
     @property
     def process_ids(self) -> list[int]:
-        """The system's number of each process."""
         return [child.pid for child in self._children]
-
-    @property
-    def _host(self) -> str:
-        host = self._config.host
-        return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
     def stop(self) -> None:
         """Stop all processes at once, as `ModelServer.stop` does; further calls do nothing."""
@@ -243,7 +236,6 @@ class _Child:
         return self._process.pid if self._process is not None else 0
 
     def begin(self) -> None:
-        """Start the process."""
         path = os.pathsep.join(each for each in sys.path if each)
         environment = {**os.environ, "PYTHONPATH": path}
         threads = self.task.config.batching.threads
@@ -280,7 +272,6 @@ class _Child:
         self.up = True
 
     def watch(self) -> None:
-        """Start it again whenever it ends."""
         self._watcher.start()
 
     def _watch(self) -> None:
@@ -355,8 +346,44 @@ class _Child:
                     pipe.close()
 
 
+class GroupMetrics:
+    """The metrics of all processes."""
+
+    def __init__(self, processes: Sequence[_Child]) -> None:
+        self._processes = processes
+
+    def text(self) -> bytes:
+        registry = prometheus().CollectorRegistry()
+        registry.register(self)
+        data: bytes = prometheus().generate_latest(registry)
+        return data
+
+    def describe(self) -> list[Any]:
+        """Return no names, which are known only when the processes answer."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        core, parser = prometheus("prometheus_client.core"), prometheus("prometheus_client.parser")
+        up = core.GaugeMetricFamily("megalith_process_up", "Whether a process serves.", labels=["process"])
+        restarts = core.CounterMetricFamily(
+            "megalith_process_restarts", "How often a process was started again.", labels=["process"]
+        )
+        families: dict[str, Any] = {}
+        for process in self._processes:
+            label = str(process.number)
+            text = process.metrics()
+            up.add_metric([label], float(text is not None))
+            restarts.add_metric([label], float(process.restarts))
+            for family in parser.text_string_to_metric_families(text or ""):
+                known = families.setdefault(
+                    family.name, core.Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    known.samples.append(sample._replace(labels={**sample.labels, "process": label}))
+        yield from (up, restarts, *families.values())
+
+
 def divide_cores(processes: int, cores: Sequence[int] | None = None) -> list[tuple[int, ...]]:
-    """Divide the cores of this process among children."""
     if cores is None:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     each = len(cores) // processes

@@ -22,7 +22,13 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.library import MessageBuffers
 from megalith.serving.export.signature import ENTRY, OUTPUT_DTYPES, Signature
-from megalith.serving.proto import (
+from megalith.serving.proto.message_bytes import (
+    LARGE,
+    cut_contents,
+    encode_predict_response,
+    read_predict_message,
+)
+from megalith.serving.proto.message_types import (
     ErrorCode,
     GetModelMetadataRequest,
     GetModelMetadataResponse,
@@ -33,19 +39,14 @@ from megalith.serving.proto import (
     PredictRequest,
     PredictResponse,
     SignatureDefMap,
+)
+from megalith.serving.proto.tf_tensors import (
     Strings,
     fill_tensor_proto,
     from_tensor_protos,
     strings_to_tensor_proto,
     tensor_info,
     to_tensor_proto,
-)
-from megalith.serving.proto.message_bytes import (
-    LARGE,
-    ScoreMessage,
-    cut_contents,
-    encode_predict_response,
-    read_predict_message,
 )
 from megalith.serving.server.dispatcher import FLAT_ROWS, Dispatcher, unknown_signature
 from megalith.serving.server.grpc_calls import (
@@ -73,7 +74,6 @@ METHOD = "tensorflow/serving/predict"
 
 
 def model_status(dispatcher: Dispatcher, name: str, wanted: int | str | None) -> Message:
-    """Return the state of each version of a model, or of one version."""
     with dispatcher.admit(name, "status") as model:
         response = GetModelStatusResponse()
         for number, status in model.statuses_of(wanted).items():
@@ -84,7 +84,6 @@ def model_status(dispatcher: Dispatcher, name: str, wanted: int | str | None) ->
 
 
 def model_metadata(dispatcher: Dispatcher, name: str, wanted: int | str | None) -> tuple[Message, Message]:
-    """Return the signatures of a version."""
     with dispatcher.admit(name, "metadata") as model, model.version(wanted) as version:
         spec = ModelSpec(name=name)
         spec.version.value = version.number
@@ -92,7 +91,6 @@ def model_metadata(dispatcher: Dispatcher, name: str, wanted: int | str | None) 
 
 
 def signatures_of(signature: Signature, writes: bool) -> Message:
-    """Return the signatures of a version."""
     made = SignatureDefMap()
 
     def define(name: str, inputs: dict[str, Message], outputs: dict[str, Message]) -> None:
@@ -146,7 +144,6 @@ class TFService:
         self._buffers = MessageBuffers(_LARGEST)
 
     def handlers(self) -> list[Any]:
-        """Return the handlers to register with a gRPC server."""
         return [
             grpc_handler(
                 PREDICTION_SERVICE,
@@ -162,20 +159,33 @@ class TFService:
         """Return scores, rows, or the response to a write, depending on the signature."""
         message = read_predict_message(data)
         if message is not None and (message.signature or PREDICT) == PREDICT:
-            return self._predict_message(data, message, context)
+            return self._scores(
+                message.model,
+                message.version_text or message.version,
+                message.outputs,
+                # Inputs in the usual form are read from the bytes, others by protobuf.
+                lambda reader: reader.read_message(message) or _read_protos(reader, data),
+                len(data),
+                context,
+            )
         small, contents = cut_contents(data, _is_large) if len(data) >= LARGE else (data, {})
         if len(small) >= LARGE:  # a parsed message takes up to twenty times its bytes
             self._dispatcher.check_size(len(small))
-        request = self._parse(PredictRequest, small)
+        request = parse(self._dispatcher, PredictRequest, small)
         spec = request.model_spec
         signature = spec.signature_name or PREDICT
+        if signature == PREDICT:
+            return self._scores(
+                spec.name,
+                version_of(spec),
+                request.output_filter,
+                lambda reader: _read_protos(reader, data) if contents else reader.read_protos(request.inputs),
+                len(data),
+                context,
+            )
         timeout = remaining(context)
         read_inputs = functools.partial(self._read_inputs, request, contents)
         self._permit(signature, context)
-        if signature == PREDICT:
-            self._dispatcher.check_size(len(data))
-            whole = self._parse(PredictRequest, data) if contents else request
-            return self._scores(whole, timeout, context)
         if signature in (LOOKUP, RAW_LOOKUP):
             number, rows = self._dispatcher.lookup(
                 spec.name,
@@ -201,12 +211,9 @@ class TFService:
         return serialize(response)
 
     def get_model_metadata(self, data: bytes, context: Any) -> bytes:
-        """Return the signatures of a version."""
-        request = self._parse(GetModelMetadataRequest, data)
+        request = parse(self._dispatcher, GetModelMetadataRequest, data)
         if list(request.metadata_field) != [METADATA_FIELD]:
-            error = InputError(f"metadata_field must be [{METADATA_FIELD!r}]")
-            raise self._dispatcher.reject(error)
-
+            raise self._dispatcher.reject(InputError(f"metadata_field must be [{METADATA_FIELD!r}]"))
         spec = request.model_spec
         response = GetModelMetadataResponse()
         found, signatures = model_metadata(self._dispatcher, spec.name, version_of(spec))
@@ -216,7 +223,7 @@ class TFService:
 
     def get_model_status(self, data: bytes, context: Any) -> bytes:
         """Return the state of each version, or of the one that the request names (0 names none)."""
-        request = self._parse(GetModelStatusRequest, data)
+        request = parse(self._dispatcher, GetModelStatusRequest, data)
         spec = request.model_spec
         return serialize(model_status(self._dispatcher, spec.name, version_of(spec)))
 
@@ -228,34 +235,18 @@ class TFService:
             permission = Permission.WRITE
         self._dispatcher.permit(authorization_of(context.invocation_metadata()), permission)
 
-    def _predict_message(self, data: bytes, message: ScoreMessage, context: Any) -> bytes:
-        """Return scores; inputs in the usual form are read from the bytes, others by protobuf."""
-        self._permit(PREDICT, context)
-        self._dispatcher.check_size(len(data))
-
-        def read(reader: InputReader) -> Rows:
-            return reader.read_message(message) or reader.read_protos(PredictRequest.FromString(data).inputs)
-
-        version = message.version_text or message.version
-        return self._respond(message.model, version, message.outputs, read, remaining(context), context)
-
-    def _scores(self, request: Message, timeout: float | None, context: Any) -> bytes:
-        spec = request.model_spec
-
-        def read(reader: InputReader) -> Rows:
-            return reader.read_protos(request.inputs)
-
-        return self._respond(spec.name, version_of(spec), request.output_filter, read, timeout, context)
-
-    def _respond(
+    def _scores(
         self,
         model: str,
         version: int | str | None,
         outputs: Sequence[str],
         read: Callable[[InputReader], Rows],
-        timeout: float | None,
+        size: int,
         context: Any,
     ) -> bytes:
+        self._permit(PREDICT, context)
+        self._dispatcher.check_size(size)
+        timeout = remaining(context)
         scored = self._dispatcher.predict(
             GrpcScoreRequest(
                 model, version, outputs, timeout, context.is_active, read, *request_options(context)
@@ -278,8 +269,9 @@ class TFService:
         limit = self._dispatcher.max_bytes
         return from_tensor_protos(request.inputs, max_bytes=limit, contents=contents, buffers=self._buffers)
 
-    def _parse(self, kind: Any, data: bytes) -> Message:
-        return parse(self._dispatcher, kind, data)
+
+def _read_protos(reader: InputReader, data: bytes) -> Rows:
+    return reader.read_protos(PredictRequest.FromString(data).inputs)
 
 
 def _is_large(signature: str) -> bool:
@@ -288,7 +280,6 @@ def _is_large(signature: str) -> bool:
 
 
 def version_of(spec: Message) -> int | str | None:
-    """Return the version that a ModelSpec names."""
     if spec.version_label:
         label: str = spec.version_label
         return label

@@ -66,6 +66,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_LABEL = 100
 MAX_LABELS = 1000
 TOTAL = 100.0
+# Multiples of the golden ratio spread evenly, however many requests there are.
 _GOLDEN = TOTAL * (math.sqrt(5) - 1) / 2
 
 
@@ -157,7 +158,6 @@ class VersionRules:
 
 
 def is_named(rules: VersionRules, number: int) -> bool:
-    """Return whether rules name a version."""
     return number in rules.labels.values() or any(number == each for each, _ in rules.shares)
 
 

@@ -38,9 +38,9 @@ from torch import Tensor
 from megalith.errors import InputError, MegalithError
 from megalith.library import native_module
 from megalith.serving.export.row_format import Formats, RowFormat
-from megalith.serving.proto.message_bytes import LARGE, field_prefix
+from megalith.serving.proto.message_bytes import LARGE
 from megalith.serving.proto.message_types import ModelSpec, TensorProto
-from megalith.serving.proto.tf_tensors import DTYPES, Strings
+from megalith.serving.proto.tf_tensors import DTYPES, Strings, field_prefix
 from megalith.serving.wire_names import HASHTABLE_ASSIGN, RAW_ASSIGN
 
 DENSE_PART, DENSE_BEGIN = "dense_part:", "dense_begin:"

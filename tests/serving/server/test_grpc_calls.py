@@ -1,27 +1,22 @@
-"""The guard of gRPC calls: calls that never send their message take nothing from others."""
+"""Calls of gRPC: those that never send their message take nothing from others; threads run them in order."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from megalith.errors import InputError, RemoteError
-from megalith.serving.proto import GetModelStatusRequest
 from megalith.serving.server import grpc_calls
-from megalith.serving.server.grpc_calls import MAX_CONTROLS, MAX_REFLECTIONS, REQUESTS
+from megalith.serving.server.grpc_calls import MAX_CONTROLS, MAX_REFLECTIONS, REQUESTS, HandlerThreads
 from megalith.serving.server.model_server import SPARE_REQUESTS, ModelServer
 from megalith.serving.server.server_config import ServerConfig
-from tests.serving.exports import ServerClient, export_version, request_of, rows
-from tests.serving.server.test_security import silent
+from tests.serving.exports import INPUTS, ServerClient, is_healthy, request_of, silent, wait_until
 
-FEATURES, DENSE = rows(2)
-INPUTS = {**FEATURES, "dense": DENSE}
 STATUS = "/tensorflow.serving.ModelService/GetModelStatus"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 MAX_CONCURRENT = 4
@@ -29,10 +24,8 @@ LIMIT = 60.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
-    out = tmp_path_factory.mktemp("exports")
-    export_version(out)
-    with ModelServer(out, ServerConfig(max_concurrent=MAX_CONCURRENT)) as started:
+def server(exported: Path) -> Iterator[ModelServer]:
+    with ModelServer(exported, ServerConfig(max_concurrent=MAX_CONCURRENT)) as started:
         yield started
 
 
@@ -40,28 +33,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
 def short_reads(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls without a message end soon; only here, because other calls may be slow on a busy machine."""
     assert server._guard is not None
-    monkeypatch.setattr(server._guard._deadlines, "_seconds", 1.0)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def is_healthy(server: ModelServer) -> bool:
-    with grpc.insecure_channel(server.address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+    monkeypatch.setattr(server._guard._deadlines, "seconds", 1.0)
 
 
 def has_status(server: ModelServer) -> bool:
-    request = GetModelStatusRequest()
-    request.model_spec.name = "movies"
     with ServerClient(server.address) as ask:
-        return bool(ask.connection.get_model_status(request, timeout=20).model_version_status)
+        return bool(ask.status())
 
 
 @pytest.mark.usefixtures("short_reads")
@@ -99,7 +76,7 @@ def test_half_open_calls_give_way_to_others(
     """Otherwise a few of them, begun again and again, would keep everyone out."""
     guard = server._guard
     assert guard is not None
-    monkeypatch.setattr(guard._deadlines, "_seconds", 3600.0)
+    monkeypatch.setattr(guard._deadlines, "seconds", 3600.0)
     monkeypatch.setattr(grpc_calls, "PATIENCE_SECONDS", 0.0)
     groups = {REQUESTS[0]: guard._requests, STATUS: guard._control}
     places = groups.get(method, guard._checks).places
@@ -169,3 +146,64 @@ def test_a_cancelled_call_has_its_place_until_its_thread_is_free(
         assert places._value == before - 1
         go.set()
         wait_until(lambda: places._value == before)
+
+
+def blocked(gate: threading.Event) -> Callable[[], int]:
+    def call() -> int:
+        assert gate.wait(LIMIT)
+        return threading.get_ident()
+
+    return call
+
+
+def test_the_thread_that_became_idle_last_runs_the_next_call() -> None:
+    pool = HandlerThreads(4, "test")
+    gates = [threading.Event() for _ in range(3)]
+    futures = [pool.submit(blocked(gate)) for gate in gates]
+    threads = []
+    for gate, future in zip(gates, futures, strict=True):
+        gate.set()
+        threads.append(future.result(LIMIT))
+        wait_until(lambda: len(pool._idle) >= len(threads))
+
+    assert len(set(threads)) == 3
+    for _ in range(5):
+        assert pool.submit(threading.get_ident).result(LIMIT) == threads[2]
+        wait_until(lambda: len(pool._idle) >= 3)
+    pool.shutdown()
+
+
+def test_calls_wait_in_order_while_all_threads_are_busy() -> None:
+    pool, gate = HandlerThreads(2, "test"), threading.Event()
+    busy = [pool.submit(blocked(gate)) for _ in range(2)]
+    done: list[int] = []
+    waiting = [pool.submit(done.append, k) for k in range(50)]
+    assert not any(each.done() for each in waiting)
+    gate.set()
+    pool.shutdown()
+
+    assert all(each.done() for each in (*busy, *waiting))
+    assert sorted(done) == list(range(50))
+
+
+def test_errors_and_results_reach_the_caller() -> None:
+    pool = HandlerThreads(1, "test")
+
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(divmod, 1, 0).result(LIMIT)
+    assert pool.submit(int, "ff", base=16).result(LIMIT) == 255
+    pool.shutdown()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.submit(int)
+
+
+def test_shutdown_cancels_what_has_not_begun() -> None:
+    pool, gate = HandlerThreads(1, "test"), threading.Event()
+    running = pool.submit(blocked(gate))
+    waiting = pool.submit(int)
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert waiting.cancelled()
+    assert not running.done()
+    gate.set()
+    pool.shutdown()
+    assert running.done()
