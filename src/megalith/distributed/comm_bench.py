@@ -143,10 +143,8 @@ def measure(settings: CommSettings, group: dist.ProcessGroup | None = None) -> I
     links = _links(settings, group)
     for pattern, transport in settings.pairs:
         for size in sorted(settings.sizes) if transport in links else ():
-            if (
-                _slowest(torch.tensor([time.perf_counter() - begin], device="cpu"), group)[0]
-                > settings.budget
-            ):
+            spent = torch.tensor([time.perf_counter() - begin], device="cpu")
+            if _slowest(spent, group)[0] > settings.budget:
                 return
             yield _measure_one(pattern, transport, size, settings, links[transport])
 

@@ -253,10 +253,8 @@ def largest_of_chunks(matrix: Tensor, chunk: tuple[int, int], keep: int) -> tupl
     if native is None:
         return None
     rows = math.prod(-(-side // each) for side, each in zip(matrix.shape, chunk, strict=True))
-    indices, values = (
-        torch.empty(rows, keep, dtype=torch.int64, device="cpu"),
-        torch.empty(rows, keep, device="cpu"),
-    )
+    indices = torch.empty(rows, keep, dtype=torch.int64, device="cpu")
+    values = torch.empty(rows, keep, device="cpu")
     native.largest_of_chunks(matrix, *chunk, indices, values, torch.get_num_threads())
     return indices, values
 
