@@ -137,12 +137,7 @@ SCAN_SECONDS = 60.0  # How long a server keeps rows in their places for the next
 
 
 class ServerRows(Shards):
-    """Everything concerns the rows of all servers.
-
-    Attributes:
-        routers: The router of each table.
-        links: The connections to the servers.
-    """
+    """Everything concerns the rows of all servers."""
 
     preparer: RoutingPreparer
     routers: Mapping[str, Router]
