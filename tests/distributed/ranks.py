@@ -15,10 +15,13 @@ import traceback
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megalith import checkpoint
 
 SECONDS = 120
 PATIENT = 60.0
@@ -63,6 +66,16 @@ def error_of(work: Callable[..., object], *args: Any, **options: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def assert_same_checkpoints(run: Path, other: Path) -> None:
+    """Two runs have saved the same rows, optimizer state, times and dense weights, bit for bit."""
+    found = checkpoint.diff(run / "checkpoint", other / "checkpoint")
+    assert (found.only_before, found.only_after, found.dense, found.steps) == ([], [], {}, {})
+    assert not found.optimizer
+    for name, table in found.tables.items():
+        assert (table.added, table.removed, table.changed) == (0, 0, 0), name
+        assert table.before > 0
 
 
 def store() -> Any:

@@ -6,7 +6,7 @@ import torch
 
 from megalith.distributed.exchange import Exchange, staging_buffer
 from tests.distributed import cuda_shards
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import error_of, run_ranks
 
 
 def test_ranks_with_tables_of_the_cuda_engine_train_as_one_process() -> None:
@@ -15,12 +15,7 @@ def test_ranks_with_tables_of_the_cuda_engine_train_as_one_process() -> None:
 
 
 def nccl_without_a_gpu() -> str:
-    exchange = Exchange(transport="nccl")
-    try:
-        exchange.use_device(torch.device("cpu"))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return error_of(Exchange(transport="nccl").use_device, torch.device("cpu"))
 
 
 def test_nccl_needs_a_gpu_for_each_rank() -> None:

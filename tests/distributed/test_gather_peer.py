@@ -1,4 +1,4 @@
-"""A peer of several ranks: the rows of all ranks travel, and no rank loses what it has trained."""
+"""Tables in windows, over ranks: the rows of all ranks travel, each is added once, and none is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalith import SGD, LocalShards, Shards, SyncShards, TableConfig
-from megalith.errors import MegalithError, UsageError
+from megalith.errors import InputError, UsageError
 from megalith.gather import (
     ElasticRanks,
     ErrorFeedback,
@@ -27,13 +27,18 @@ from megalith.gather import (
     publish,
     run_window,
 )
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import error_of, run_ranks
 
 CONFIGS = [TableConfig("users", dim=2, optimizer=SGD(0.1)), TableConfig("items", dim=3, optimizer=SGD(0.1))]
 IDS = torch.arange(20, dtype=torch.int64) * 7 - 50
 WEIGHTS = {"w": torch.zeros(4, 4)}
 SCHEMA = PayloadSchema.of(WEIGHTS, tables={"users": 2, "items": 3})
 Peer = tuple[bytes | None, dict[str, list[Any]]]
+
+
+def plan(window: int, *uids: int) -> GatherPlan:
+    update = UpdateConfig(clip="none")
+    return GatherPlan(run="r", window=window, schema=SCHEMA.digest, primary=uids, update=update)
 
 
 def gradients(width: int, scale: float) -> Tensor:
@@ -72,11 +77,8 @@ def peer(folder: str, make: Callable[[], Shards], ranks: ElasticRanks | None) ->
             publish(store, made, Label("r", window, 1))
         else:
             assert made.tables == {}
-        plan = GatherPlan(
-            run="r", window=window, schema=SCHEMA.digest, primary=(1,), update=UpdateConfig(clip="none")
-        )
         before = rows(shared)
-        run_window(plan, WEIGHTS, update, {"default": store}, ranks=ranks, tables=shared)
+        run_window(plan(window, 1), WEIGHTS, update, {"default": store}, ranks=ranks, tables=shared)
         trained = rows(local)
         tables.adopt()
         after = rows(local)
@@ -115,12 +117,6 @@ def test_a_peer_of_several_ranks_sends_and_keeps_what_one_process_would(
             assert each[window][1] == found
 
 
-def raised(call: Callable[[], object]) -> tuple[str, str]:
-    with pytest.raises(MegalithError) as caught:
-        call()
-    return type(caught.value).__name__, str(caught.value)
-
-
 def refused() -> dict[str, Any]:
     """What each rank raises, and what compress does with copies of tables."""
     ranks, found = ElasticRanks.of_group(timeout=60.0), {}
@@ -131,20 +127,20 @@ def refused() -> dict[str, Any]:
 
     feedback = ErrorFeedback()
     wrong = {"users": (ids, ones if ranks.leads else ones * float("nan"))}
-    found["wrong"] = raised(lambda: made(wrong, feedback=feedback))
+    found["wrong"] = error_of(made, wrong, feedback=feedback)
     differing = {"users": (ids + ranks.place * 6, ones * (1 + ranks.place))}
-    found["differing"] = raised(lambda: made(differing, feedback=feedback))
-    found["type"] = raised(lambda: made(None if ranks.leads else 5, feedback=feedback))
+    found["differing"] = error_of(made, differing, feedback=feedback)
+    found["type"] = error_of(made, None if ranks.leads else 5, feedback=feedback)
     assert feedback.left == {}
     found["copies"] = lists_of_rows(made({"users": (ids, ones)}))
     found["first"] = lists_of_rows(made({"users": (ids, ones)} if ranks.leads else None))
     found["last"] = lists_of_rows(made(None if ranks.leads else {"users": (ids, ones)}))
     found["none"] = lists_of_rows(made(None))
     changes = PeerTables(sync(), sync()).changes()
-    found["no ranks"] = raised(lambda: compress(WEIGHTS, SCHEMA, tables=changes))
+    found["no ranks"] = error_of(compress, WEIGHTS, SCHEMA, tables=changes)
     hashed = SyncShards(CONFIGS, seed=1, router="hash_roundrobin")
-    found["router"] = raised(lambda: PeerTables(sync(), hashed))
-    found["local"] = raised(lambda: PeerTables(alone(), sync()))
+    found["router"] = error_of(PeerTables, sync(), hashed)
+    found["local"] = error_of(PeerTables, alone(), sync())
     return found
 
 
@@ -154,17 +150,20 @@ def lists_of_rows(made: Any) -> dict[str, Any]:
 
 def test_an_error_of_one_rank_and_rows_that_differ_raise_on_all() -> None:
     first, second = run_ranks(refused, world_size=2)
-    assert first["wrong"][0] == "RankFailedError"
-    assert second["wrong"] == ("InputError", "table 'users' has rows with values that are not finite")
-    assert "rank 1: InputError: table 'users' has rows" in first["wrong"][1]
-    assert first["differing"][0] == "InputError"
-    assert "rank 1 and a rank before it have different changes of id 9" in first["differing"][1]
-    assert second["differing"][0] == "RankFailedError"
-    assert (first["type"][0], second["type"][0]) == ("RankFailedError", "InputError")
+    assert second["wrong"] == "InputError: table 'users' has rows with values that are not finite"
+    for name, ours, theirs in (
+        ("wrong", "RankFailedError", "InputError"),
+        ("differing", "InputError", "RankFailedError"),
+        ("type", "RankFailedError", "InputError"),
+    ):
+        assert first[name].startswith(f"{ours}: "), name
+        assert second[name].startswith(f"{theirs}: "), name
+    assert "rank 1: InputError: table 'users' has rows" in first["wrong"]
+    assert "rank 1 and a rank before it have different changes of id 9" in first["differing"]
     for each in (first, second):
-        assert "one of 2 ranks, but 1 ranks compress" in each["no ranks"][1]
-        assert "create both with the same router" in each["router"][1]
-        assert "divided over ranks by Router" in each["local"][1]
+        assert "one of 2 ranks, but 1 ranks compress" in each["no ranks"]
+        assert "create both with the same router" in each["router"]
+        assert "divided over ranks by Router" in each["local"]
     for name in ("copies", "first", "last"):
         assert first[name] == {"users": ([3, 9], [[1.0, 1.0]] * 2)}
         assert second[name] == {}
@@ -188,7 +187,7 @@ def interrupted() -> tuple[str, bool, bool]:
     with pytest.MonkeyPatch.context() as patch:
         if ranks.place == ranks.size - 1:
             patch.setattr(shared, "drain_touched", fail)
-        kind, _ = raised(tables.adopt)
+        kind = error_of(tables.adopt).partition(":")[0]
     unchanged = all(torch.equal(before[name], each) for name, each in rows(local).items())
     tables.adopt()
     same = all(torch.equal(each, rows(shared)[name]) for name, each in rows(local).items())
@@ -198,3 +197,67 @@ def interrupted() -> tuple[str, bool, bool]:
 def test_adopt_raises_on_all_ranks_and_can_be_repeated() -> None:
     said = run_ranks(interrupted, world_size=2)
     assert said == [("RankFailedError", True, True), ("UsageError", True, True)]
+
+
+# ---- each row of a window is added once, by its owner
+
+
+def added(folder: str) -> dict[str, Any]:
+    """How far rows move with tables that are divided over ranks, and with a copy on each rank."""
+    ranks, found = ElasticRanks.of_group(timeout=60.0), {}
+    stores = {"default": open_object_store(folder)}
+    for name, shards in (("sync", sync()), ("local", alone())):
+        before = rows(shards)["users"]
+        given = plan(1, 1, 2) if ranks.leads else None
+        run_window(given, WEIGHTS, OuterUpdate(SCHEMA), stores, ranks=ranks, tables=shards)
+        found[name] = (rows(shards)["users"] - before).tolist()
+        found[f"{name} rows"] = len(shards.local["users"])
+    with pytest.raises(InputError, match="divided over 2 ranks, but 1 ranks gather"):
+        run_window(plan(1, 1, 2), WEIGHTS, OuterUpdate(SCHEMA), stores, tables=sync())
+    return found
+
+
+def test_each_row_is_added_once_by_its_owner(tmp_path: Path) -> None:
+    store = open_object_store(tmp_path)
+    for uid in (1, 2):
+        change = {"users": (IDS, torch.ones(len(IDS), 2))}
+        publish(store, compress(WEIGHTS, SCHEMA, tables=change), Label("r", 1, uid))
+    said = run_ranks(added, str(tmp_path), world_size=2)
+    for each in said:
+        for name in ("sync", "local"):
+            torch.testing.assert_close(torch.tensor(each[name]), torch.full((len(IDS), 2), -1.0))
+        assert each["local rows"] == len(IDS)
+    assert sum(each["sync rows"] for each in said) == len(IDS)
+
+
+def test_rows_stay_changes_until_they_are_adopted() -> None:
+    """Rows that are trained after `changes` are neither overwritten nor forgotten."""
+    local, shared = alone(), alone()
+    tables = PeerTables(local, shared)
+
+    def train(*ids: int) -> None:
+        grads = torch.ones(len(ids), 2)
+        local.apply_gradients({"users": torch.tensor(ids)}, {"users": grads}, step=0)
+
+    train(3, 5)
+    first = tables.changes()["users"]
+    train(5, 7)
+    found, change = tables.changes()["users"]
+    assert (first[0].tolist(), found.tolist()) == ([3, 5], [3, 5, 7])
+    torch.testing.assert_close(change, torch.tensor([[0.1], [0.2], [0.1]]).expand(3, 2))
+    shared.assign_add({"users": (found, -change)})
+    train(7, 9)
+    tables.adopt()  # 7 was sent: its row becomes that of the window
+    found, change = tables.changes()["users"]
+    assert found.tolist() == [9]
+    torch.testing.assert_close(change, torch.full((1, 2), 0.1))
+    tables.adopt()
+    assert tables.changes()["users"][0].tolist() == []
+    assert lists(rows(local)) == lists(rows(shared))
+    with pytest.raises(InputError, match="both must have the same"):
+        PeerTables(local, LocalShards([TableConfig("other", dim=2, optimizer=SGD(0.1))]))
+
+
+def test_tables_that_are_not_shards_are_refused() -> None:
+    with pytest.raises(InputError, match="tables must have the method assign_add"):
+        run_window(plan(1, 1), WEIGHTS, OuterUpdate(SCHEMA), {}, tables=object())  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megalith.distributed.launcher_environment import broadcast_dense, configure
 from megalith.errors import InputError
 from tests.distributed.launched import Model
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import error_of, run_ranks
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120
@@ -72,21 +72,13 @@ def test_dense_weights_become_those_of_rank_0_unless_told_not_to(torchrun: list[
 # ---- without a launcher
 
 
-def error_of(work: Any) -> str:
-    try:
-        work()
-    except InputError as error:
-        return str(error)
-    return "no error"
-
-
 def bad_models() -> tuple[str, str, list[float], str]:
     rank = dist.get_rank()
     model = nn.Linear(2, 2 + rank % 2)
     nn.init.constant_(model.weight, rank)
-    shapes = error_of(lambda: broadcast_dense(model))
-    lazy = error_of(lambda: broadcast_dense(nn.LazyLinear(2) if rank == 1 else nn.Linear(2, 2)))
-    return shapes, lazy, model.weight.unique().tolist(), error_of(lambda: configure("runs", environ={}))
+    shapes = error_of(broadcast_dense, model)
+    lazy = error_of(broadcast_dense, nn.LazyLinear(2) if rank == 1 else nn.Linear(2, 2))
+    return shapes, lazy, model.weight.unique().tolist(), error_of(configure, "runs", environ={})
 
 
 def subgroup() -> list[float]:
@@ -197,7 +189,7 @@ def bad_optimizers() -> list[Any]:
         torch.optim.SGD(model.parameters()) if rank == 0 else 3,
         torch.optim.SGD([{"params": model.parameters(), "choose": lambda: 1}]),
     ]
-    found = [error_of(lambda each=each: broadcast_dense(model, optimizer=each)) for each in made]
+    found = [error_of(broadcast_dense, model, optimizer=each) for each in made]
     return [*found, torch.equal(model.weight, start)]
 
 

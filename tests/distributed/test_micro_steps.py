@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megalith import SGD, EmbeddingCollection, Feature, TableConfig
-from megalith.errors import UsageError
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import error_of, run_ranks
 
 
 def ddp(dense: nn.Module, **options: Any) -> nn.Module:
@@ -52,61 +51,45 @@ class Loop:
     def backward(self) -> None:
         self.dense(self.embeddings({"a": torch.arange(4)})["a"]).square().mean().backward()
 
-    def steps(self, *backwards: int, set_to_none: bool = True, sync: bool = True) -> str:
-        """Make a step after each number of backwards; return the error."""
-        try:
-            for count in backwards:
-                for number in range(count):
-                    with nullcontext() if sync or number == count - 1 else self.without_sync():
-                        self.backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=set_to_none)
-        except UsageError as error:
-            return str(error)
-        return ""
+    def steps(self, *backwards: int, set_to_none: bool = True, sync: bool = True) -> None:
+        """Make a step after each number of backwards."""
+        for count in backwards:
+            for number in range(count):
+                with nullcontext() if sync or number == count - 1 else self.without_sync():
+                    self.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=set_to_none)
 
-    def with_dropped_gradients(self) -> str:
+    def with_dropped_gradients(self) -> None:
         """Now and then there is no step, as after a loss that is not finite."""
-        try:
-            for step in (True, False, True, True, False, False, True, True):
-                self.backward()
-                if step:
-                    self.optimizer.step()
-                self.optimizer.zero_grad()
-        except UsageError as error:
-            return str(error)
-        return ""
+        for step in (True, False, True, True, False, False, True, True):
+            self.backward()
+            if step:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
 
-    def without_sync(self) -> Any:
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
         dense: Any = self.dense
         if hasattr(dense, "no_sync"):
-            return dense.no_sync()
-        return Unsynchronized(dense)
-
-
-class Unsynchronized:
-    """What no_sync() is for FSDP2."""
-
-    def __init__(self, dense: Any) -> None:
-        self.dense = dense
-
-    def __enter__(self) -> None:
-        self.dense.set_requires_gradient_sync(False)
-
-    def __exit__(self, *_: object) -> None:
-        self.dense.set_requires_gradient_sync(True)
+            with dense.no_sync():
+                yield
+            return
+        dense.set_requires_gradient_sync(False)  # FSDP2
+        yield
+        dense.set_requires_gradient_sync(True)
 
 
 def loops() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for name, wrap in WRAPPERS.items():
         found[name] = {
-            "one": Loop(wrap).steps(1, 1, 1, 1),
-            "zeroed in place": Loop(wrap).steps(1, 1, 1, set_to_none=False),
-            "accumulated": Loop(wrap).steps(2, 2, 2),
-            "accumulated in place": Loop(wrap).steps(2, 2, 2, set_to_none=False),
-            "without sync": Loop(wrap).steps(2, 2, 2, sync=False),
-            "some dropped": Loop(wrap).with_dropped_gradients(),
+            "one": error_of(Loop(wrap).steps, 1, 1, 1, 1),
+            "zeroed in place": error_of(Loop(wrap).steps, 1, 1, 1, set_to_none=False),
+            "accumulated": error_of(Loop(wrap).steps, 2, 2, 2),
+            "accumulated in place": error_of(Loop(wrap).steps, 2, 2, 2, set_to_none=False),
+            "without sync": error_of(Loop(wrap).steps, 2, 2, 2, sync=False),
+            "some dropped": error_of(Loop(wrap).with_dropped_gradients),
         }
     return found
 

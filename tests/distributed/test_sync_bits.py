@@ -25,9 +25,8 @@ from megalith import (
     SyncShards,
     TableConfig,
 )
-from megalith.errors import InputError, UsageError
 from megalith.nn import MicroBatches
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import error_of, run_ranks
 from tests.table.support import whole
 
 NUM, STEPS, ROWS = 8, 3, 4
@@ -178,18 +177,9 @@ def test_each_engine_has_its_own_bits_on_any_number_of_ranks(digests: dict[str, 
 
 
 def refused() -> list[str]:
-    said = []
-    for num, options in ((6, {}), (1, {}), (0, {}), (8, {"reduction": "sum"})):
-        try:
-            MicroBatches(Model(SyncShards(TABLES), **options), num)
-        except (InputError, UsageError) as error:
-            said.append(str(error))
-    micro = MicroBatches(Model(SyncShards(TABLES)), 4)
-    try:
-        micro.step([])
-    except UsageError as error:
-        said.append(str(error))
-    return said
+    said = [error_of(MicroBatches, Model(SyncShards(TABLES)), num) for num in (6, 1, 0)]
+    said.append(error_of(MicroBatches, Model(SyncShards(TABLES), reduction="sum"), 8))
+    return [*said, error_of(MicroBatches(Model(SyncShards(TABLES)), 4).step, [])]
 
 
 def test_numbers_that_no_tree_divides_among_the_ranks_are_refused() -> None:

@@ -196,10 +196,11 @@ def train_collections(case: Case) -> list[str]:
     options: dict[str, Any] = {
         "layouts": layouts,
         "update": draw.choice(["backward", "step"]),
-        "reduction": "sum",
+        "reduction": draw.choice(["sum", "mean"]),
         "clip_norm": draw.choice([None, None, 0.5]),
         "clip_value": draw.choice([None, None, 0.8]),
     }
+    parts = case.ranks if options["reduction"] == "mean" else 1  # the loss of one process is their mean
     shards = case.spread()
     spread = EmbeddingCollection(shards, features, **options)
     alone = EmbeddingCollection(case.alone(), features, **options)
@@ -217,7 +218,7 @@ def train_collections(case: Case) -> list[str]:
                 if not (torch.equal(part, expected) if exact else close(part, expected)):
                     problems.append(f"step {step}, forward {number}: another output")
                 weight = case.floats(*whole_output.shape)
-                losses.append(((whole_output * weight).sum(), (part * weight[where]).sum()))
+                losses.append(((whole_output * weight).sum() / parts, (part * weight[where]).sum()))
             sum(a for a, _ in losses).backward()  # type: ignore[union-attr]
             sum(b for _, b in losses).backward()  # type: ignore[union-attr]
         if spread.update == "step":
@@ -332,14 +333,10 @@ def on_a_rank(seeds: range) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("ranks", SEEDS)
-def test_ranks_train_what_one_process_trains_on_the_joined_batch(ranks: int) -> None:
-    for rank, problems in enumerate(run_ranks(on_a_rank, SEEDS[ranks], world_size=ranks)):
-        assert problems == [], f"rank {rank}"
+MANY = [pytest.param(*case, marks=pytest.mark.soak) for case in MORE_SEEDS.items()]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("ranks", MORE_SEEDS)
-def test_ranks_train_what_one_process_trains_in_many_cases(ranks: int) -> None:
-    for rank, problems in enumerate(run_ranks(on_a_rank, MORE_SEEDS[ranks], world_size=ranks)):
+@pytest.mark.parametrize(("ranks", "seeds"), [*SEEDS.items(), *MANY])
+def test_ranks_train_what_one_process_trains_on_the_joined_batch(ranks: int, seeds: range) -> None:
+    for rank, problems in enumerate(run_ranks(on_a_rank, seeds, world_size=ranks)):
         assert problems == [], f"rank {rank}"

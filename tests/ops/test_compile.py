@@ -217,8 +217,8 @@ SIZES_AS_TENSORS: dict[str, Callable[[Tensor], Any]] = {
     "layout version 4": version_4,
     "layout version 5": version_5,
     "layout of ids sharded in the graph": sharded_inside,
-    "reduce_mean": lambda r: monolith.reduce_mean(TO, r, TO.max() + 2),
-    "fused_sorted_segment_sum": shape_as_tensor,
+    "reduce_mean to a size": lambda r: monolith.reduce_mean(TO, r, TO.max() + 2),
+    "fused_sorted_segment_sum to shapes": shape_as_tensor,
 }
 INSIDE_OTHERS = {
     "finalize_shared_tensor",
@@ -268,22 +268,10 @@ def test_every_public_function_is_here() -> None:
     assert functions - NOT_COMPILED - INSIDE_OTHERS == set(MODELS)
 
 
-@pytest.mark.parametrize("name", named(MODELS))
+@pytest.mark.parametrize("name", named(MODELS | SIZES_AS_TENSORS))
 def test_a_model_compiles_to_one_graph(name: str) -> None:
     torch._dynamo.reset()
-    expected = outcome(MODELS[name])
-    torch.testing.assert_close(
-        outcome(torch.compile(MODELS[name], fullgraph=True, backend="aot_eager")),
-        expected,
-        rtol=1e-6,
-        atol=1e-6,
-    )
-
-
-@pytest.mark.parametrize("name", named(SIZES_AS_TENSORS))
-def test_sizes_in_tensors_compile_to_one_graph(name: str) -> None:
-    torch._dynamo.reset()
-    model = SIZES_AS_TENSORS[name]
+    model = (MODELS | SIZES_AS_TENSORS)[name]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(outcome(compiled), outcome(model), rtol=1e-6, atol=1e-6)
 

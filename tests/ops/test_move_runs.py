@@ -200,18 +200,3 @@ def test_pad_rows_passes_gradients_both_ways() -> None:
     cuts = ints(0, 3, 3, 5)
     assert gradcheck(lambda x: pad_rows(x, cuts, 2), values)
     assert gradgradcheck(lambda x: pad_rows(x, cuts, 2), values)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((torch.ones(()), ints(0), 2), "values"),
-        ((torch.ones(3, 1), ints(0, 2), 2), "splits"),
-        ((torch.ones(3, 1), ints(0, 3, 2, 3), 2), "splits"),
-        ((torch.ones(3, 1), ints(1, 3), 2), "splits"),
-        ((torch.ones(3, 1), ints(0, 3), -1), "length"),
-    ],
-)
-def test_pad_rows_names_what_is_wrong(arguments: tuple[Tensor, Tensor, int], words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        pad_rows(*arguments)

@@ -102,6 +102,11 @@ BUCKETS: dict[str, Case] = {
     "move unequal": (lambda: ops.move_runs(F32[:, 0], ints(0), I3, ints(1), 3), "target must have the shape"),
     "move ints": (lambda: ops.move_runs(I3, ints(0), ints(0), ints(1), 3), "values must be a float"),
     "move floats": (lambda: ops.move_runs(F32[:, 0], F32[0], ints(0), ints(1), 3), "source must be"),
+    "pad a number": (lambda: ops.pad_rows(torch.ones(()), ints(0), 2), "values"),
+    "pad too few": (lambda: ops.pad_rows(F32, ints(0, 2), 2), "splits"),
+    "pad falling": (lambda: ops.pad_rows(F32, ints(0, 3, 2, 3), 2), "splits"),
+    "pad late": (lambda: ops.pad_rows(F32, ints(1, 3), 2), "splits"),
+    "pad to less than none": (lambda: ops.pad_rows(F32, ints(0, 3), -1), "length"),
     "move into less than none": (lambda: ops.move_runs(F32[:, 0], EMPTY, EMPTY, EMPTY, -1), "size"),
 }
 

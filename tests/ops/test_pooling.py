@@ -1,9 +1,8 @@
-"""Pooling: pure data, its checks, and the torch references that define what engines compute."""
+"""Pooling: pure data, and the torch references that define what engines compute."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from megalith.errors import InputError, UsageError
+from megalith.errors import UsageError
 from megalith.ops import Bags, OutputSlice, Pooling, pool, pool_rows, segment_sum, unpool
 from megalith.ops.pooling import _pool_reference, _unpool_reference, op_arguments
 from tests.fixed_examples import fixed_examples
@@ -133,100 +132,6 @@ def test_an_occurrence_of_a_feature_without_outputs_still_takes_part() -> None:
 
     assert result.tolist() == [[0.0, 0.0], [0.0, 0.0]]
     assert reached.tolist() == [True, False]
-
-
-@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-def test_unpool_is_the_backward_of_pool(data: st.DataObject, seed: int) -> None:
-    dim, rows = 4, data.draw(st.integers(1, 3))
-    n = data.draw(st.integers(0, 10))
-    generator = torch.Generator().manual_seed(seed)
-    features, columns, begin = [], 0, 0
-    for _ in range(data.draw(st.integers(1, 3))):
-        inner = data.draw(st.sampled_from([1, 2]))
-        bags = inner * rows
-        cuts = data.draw(st.lists(st.integers(begin, n), min_size=bags + 1, max_size=bags + 1))
-        offsets = sorted(cuts)
-        begin = offsets[-1]
-        start = data.draw(st.integers(0, dim - 1))
-        end = data.draw(st.integers(start + 1, dim))
-        parts = (
-            OutputSlice(0, columns, start, end, inner),
-            OutputSlice(1, 0, 0, 1, inner, accumulate=True),
-        )
-        columns += inner * (end - start)
-        weights = torch.randn(n, generator=generator) if data.draw(st.booleans()) else None
-        divisor = torch.rand(bags, generator=generator) + 1 if data.draw(st.booleans()) else None
-        features.append(Bags(ints(*offsets), parts, weights, divisor))
-    pooling = Pooling(((rows, columns), (rows, 2)), {"t": tuple(features)})
-    pooling.check("t", n, dim)
-    source = torch.randn(n, dim, generator=generator, requires_grad=True)
-    grads = [torch.randn(shape, generator=generator) for shape in pooling.outputs]
-
-    outputs = [torch.zeros(shape) for shape in pooling.outputs]
-    pool(source, pooling.of("t"), outputs)
-    loss = sum((out * grad).sum() for out, grad in zip(outputs, grads, strict=True))
-    (expected,) = torch.autograd.grad(loss + 0 * source.sum(), source)
-    actual, reached = unpool(grads, pooling.of("t"), n, dim)
-
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-    assert bool((expected[~reached] == 0).all())
-
-
-# ---- check
-
-
-def test_a_matching_pooling_passes() -> None:
-    pooling = one_feature(
-        ints(0, 1, 3, 3), OutputSlice(0, 1, 0, 2), (3, 4), weights=torch.ones(3), divisor=torch.ones(3)
-    )
-
-    pooling.check("t", 3, 2)
-    pooling.check("other", 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("offsets", "tensors", "part", "message"),
-    [
-        (ints(0, 2, 1), {}, {}, "offsets must ascend"),
-        (ints(-1, 1, 2), {}, {}, "offsets must ascend"),
-        (ints(0, 1, 4), {}, {}, "within 3 occurrences"),
-        (ints(0, 1, 3).int(), {}, {}, "offsets must be int64"),
-        (ints(0, 1, 3)[None], {}, {}, "offsets must be int64"),
-        (ints(), {}, {}, "offsets must be int64"),
-        ([0, 1, 3], {}, {}, "offsets must be int64"),
-        (ints(0, 3), {}, {}, "1 bags do not fill 2 output rows"),
-        (ints(0, 1, 3), {"weights": torch.ones(2)}, {}, r"weights must be float32 \[3\]"),
-        (ints(0, 1, 3), {"weights": torch.ones(3).double()}, {}, "weights must be float32"),
-        (ints(0, 1, 3), {"divisor": torch.ones(3)}, {}, r"divisor must be float32 \[2\]"),
-        (ints(0, 1, 3), {"divisor": [1.0, 1.0]}, {}, r"divisor must be float32 \[2\]"),
-        (ints(0, 1, 3), {}, {"output": 1}, "no output number 1"),
-        (ints(0, 1, 3), {}, {"output": -1}, "no output number -1"),
-        (ints(0, 1, 3), {}, {"end": 3}, "slice 0:3 is outside rows of 2 columns"),
-        (ints(0, 1, 3), {}, {"start": -1}, "slice -1:2"),
-        (ints(0, 1, 3), {}, {"start": 2}, "slice 2:2"),
-        (ints(0, 1, 3), {}, {"inner": 0}, "bags do not fill"),
-        (ints(0, 1, 3), {}, {"inner": 2}, "bags do not fill"),
-        (ints(0, 1, 3), {}, {"column": -1}, "outside the columns of output 0"),
-        (ints(0, 1, 3), {}, {"column": 1}, "outside the columns of output 0"),
-    ],
-)
-def test_a_pooling_that_does_not_match_raises(
-    offsets: Any, tensors: dict[str, Any], part: dict[str, Any], message: str
-) -> None:
-    fields = {"output": 0, "column": 0, "start": 0, "end": 2, **part}
-    pooling = Pooling(((2, 2),), {"user": (Bags(offsets, (OutputSlice(**fields),), **tensors),)})
-
-    with pytest.raises(InputError, match=message) as raised:
-        pooling.check("user", 3, 2)
-    assert "'user'" in str(raised.value)
-
-
-def test_features_of_a_table_follow_each_other() -> None:
-    part = (OutputSlice(0, 0, 0, 2),)
-    pooling = Pooling(((1, 2),), {"t": (Bags(ints(0, 2), part), Bags(ints(1, 3), part))})
-
-    with pytest.raises(InputError, match="ascend from feature to feature"):
-        pooling.check("t", 3, 2)
 
 
 # ---- pool_rows: rows of any memory, the reference's bits, gradients, every kind of bag, any thread count

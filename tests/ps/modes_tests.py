@@ -110,16 +110,6 @@ def test_a_bad_gradient_of_one_worker_raises_on_all(make: Make) -> None:
     assert read(first, "t", 1, 2) == [[-2.0], [0.0]]
 
 
-def test_workers_learn_of_checks_that_fail_before_the_gradients(make: Make) -> None:
-    options: dict[str, Any] = {"mode": "sync", "num_workers": 2, "name": next(NAMES)}
-    first, second = (make(table(), worker=worker, **options) for worker in (0, 1))
-    push(first, [1], [[1.0]])
-    with pytest.raises(InputError, match="another Shards"):
-        second.apply_gradients(first.lookup({"t": ints(1)}), {"t": torch.ones(1, 1)}, step=0)
-    with pytest.raises(Exception, match="worker 1 failed"):
-        first.flush()
-
-
 def test_a_write_that_cannot_be_sent_does_not_use_up_a_number(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ The guide of the servers and the sweep of wrong input of
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from megalith import (
     MinCount,
     OneBit,
     Pipeline,
-    PolynomialDecay,
     Ragged,
     Router,
     Segment,
@@ -49,13 +48,13 @@ from megalith.ps.launch import ray_module
 from megalith.serving import export_model
 from tests.ps.support import (
     Make,
-    one_rate,
     push,
     read,
     rows_of,
     table,
     where,
 )
+from tests.shards.vectors import VECTORS, float16_on_the_wire
 from tests.table.support import ints
 from tests.test_docs import ROOT, snippets
 from tests.test_wrong_input import raw_errors
@@ -70,66 +69,9 @@ def test_ray_listens_on_the_loopback_address(servers: Servers) -> None:
 # ---- Monolith's vectors (reference 1.5), on two servers
 
 
-def test_one_table(make: Make) -> None:
-    shards = make(table(dim=2))
-    rows = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
-    shards.assign_add({"t": (ints(1, 2, 3), rows)})
-    assert read(shards, "t", 1, 2, 3) == [[1, 1], [2, 2], [3, 3]]
-    assert read(shards, "t", 1, 1, 3) == [[1, 1], [1, 1], [3, 3]]
-    shards.assign({"t": (ints(2, 3, 4), rows)})
-    assert read(shards, "t", 1, 2, 3, 4) == [[1, 1], [1, 1], [2, 2], [3, 3]]
-
-
-def test_gradients_of_one_table(make: Make) -> None:
-    shards = make(
-        table("plain"), table("duplicates"), table("other"), table("lr", lr=PolynomialDecay(1.0, 10, 2.0))
-    )
-    push(shards, [0, 1], [[2.0], [2.0]], name="plain")
-    assert read(shards, "plain", 0, 1) == [[-2], [-2]]
-    push(shards, [0, 3, 0, 1], [[2.0]] * 4, name="duplicates")
-    assert read(shards, "duplicates", 0, 3, 0, 1) == [[-4], [-2], [-4], [-2]]
-    shards.apply_gradients({"other": ints(1, 1)}, {"other": torch.full((2, 1), -2.0)}, step=0)
-    assert read(shards, "other", 1, 0) == [[4], [0]]
-    push(shards, [0, 1], [[2.0], [2.0]], 0, "lr")
-    assert read(shards, "lr", 0, 1) == [[-2], [-2]]
-    push(shards, [0, 1], [[2.0], [2.0]], 1, "lr")
-    assert read(shards, "lr", 0, 1) == [pytest.approx([-4.2]), pytest.approx([-4.2])]
-
-
-def test_tables_of_two_dims(make: Make) -> None:
-    shards = make(table("1", lr=PolynomialDecay(1.0, 10, 2.0)), table("2", 2, lr=one_rate))
-
-    def both() -> list[Any]:
-        rows = shards.lookup({"1": ints(1, 2), "2": ints(3)}).rows
-        return [rows["1"].tolist(), rows["2"].tolist()]
-
-    first = {"1": (ints(1, 2), torch.tensor([[-1.0], [-2.0]])), "2": (ints(3), torch.tensor([[-3.0, -3.0]]))}
-    half = {name: values / 2 for name, (_, values) in first.items()}
-    shards.assign_add(first)
-    assert both() == [[[-1], [-2]], [[-3, -3]]]
-    lookup = shards.lookup({"1": ints(1, 2), "2": ints(3)})
-    shards.apply_gradients(lookup, half, step=0)
-    assert both() == [[[-0.5], [-1]], [[-1.5, -1.5]]]
-    shards.apply_gradients(shards.lookup({"1": ints(1, 2), "2": ints(3)}), half, step=1)
-    found = both()
-    assert found[0] == [pytest.approx([0.05]), pytest.approx([0.1])]
-    assert found[1] == [[0, 0]]
-    shards.assign({name: (ids, values / 2) for name, (ids, values) in first.items()})
-    status = shards.reinitialize({"1": ints(1, 2, 3), "3": ints(1, 2, 3)}, missing_ok=True)
-    assert {name: x.tolist() for name, x in status.items()} == {"1": [1, 1, 0], "3": [-1, -1, -1]}
-    assert both() == [[[0], [0]], [[-1.5, -1.5]]]
-    assert list(shards.lookup({"1": ints(1), "3": ints(1)}, missing_ok=True).rows) == ["1"]
-
-
-def test_float16_on_the_wire(make: Make) -> None:
-    shards = make(table("1"), table("2", 2), wire="float16")
-    ids = {"1": ints(1, 2), "2": ints(3)}
-    shards.apply_gradients(ids, {"1": torch.full((2, 1), 2.0), "2": torch.full((1, 2), 3.0)}, step=0)
-    assert read(shards, "1", 1, 2) == [[-2], [-2]]
-    assert read(shards, "2", 3) == [[-3, -3]]
-    shards.assign({"1": (ints(9), torch.tensor([[1 / 3]]))})
-    assert read(shards, "1", 9) == [[torch.tensor(1 / 3).half().item()]]  # rows are rounded on the way back
-    assert rows_of(shards, "1")[9][0] == [torch.tensor(1 / 3).item()]
+@pytest.mark.parametrize("vector", [*VECTORS, float16_on_the_wire], ids=lambda vector: vector.__name__)
+def test_vectors(make: Make, vector: Callable[..., None]) -> None:
+    vector(make)
 
 
 # ---- the contract, compared with one process

@@ -31,10 +31,6 @@ def push(shards: Shards, ids: list[int], grads: list[list[float]], step: int = 0
     shards.apply_gradients(shards.lookup({name: torch.tensor(ids)}), {name: torch.tensor(grads)}, step=step)
 
 
-def one_rate() -> float:
-    return 1.0
-
-
 def nap(part: ShardsPart, seconds: float) -> float:
     time.sleep(seconds)
     return seconds

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megalith import SGD, TableConfig, Zeros
-from megalith.errors import RankFailedError, RankTimeoutError, ServerRestartedError, UsageError
+from megalith.errors import RankTimeoutError, ServerRestartedError, UsageError
 from megalith.ps.messages import ServerWrite, SpaceSpec
-from megalith.ps.table_space import READER, TableSpace
+from megalith.ps.status import quantile
+from megalith.ps.table_space import READER, CallCounts, Member, TableSpace
 from tests.table.support import ints
 
 TABLE = TableConfig("t", dim=1, optimizer=SGD(1.0), initializer=Zeros())
@@ -68,13 +69,6 @@ def test_writes_that_arrive_in_another_order_are_applied_in_the_order_of_their_n
     assert value(made) == 4.0
 
 
-def test_a_repeated_write_is_applied_once() -> None:
-    made = space()
-    run(made.write(0, "s", 1, push(1.0)), made.write(0, "s", 1, push(1.0)))
-    run(made.write(0, "s", 1, push(1.0)))
-    assert value(made) == -1.0
-
-
 def test_the_result_of_a_repeated_write_is_that_of_the_first() -> None:
     made = space()
     write = ServerWrite("reinitialize", {"counts": [1], "time": 1}, {"ids": np.array([7])})
@@ -90,13 +84,6 @@ def test_an_error_is_raised_again_for_a_repeated_write_and_the_next_write_is_app
     assert results[1] is None
     assert str(results[2]) == str(results[0])
     assert value(made) == -1.0
-
-
-def test_a_read_includes_the_writes_before_it() -> None:
-    made = space()
-    read = made.read(0, "s", 1, np.array([7]), [1], None)
-    rows, _ = run(read, made.write(0, "s", 1, push(2.0)))
-    assert rows.view(np.float32).tolist() == [-2.0]
 
 
 def test_a_worker_that_repeats_a_synchronous_step_reads_the_rows_before_it() -> None:
@@ -134,11 +121,6 @@ def test_a_read_of_a_process_that_is_no_worker_does_not_wait() -> None:
     assert rows.view(np.float32).tolist() == [0.0]
 
 
-def test_a_worker_that_has_not_joined_is_refused() -> None:
-    (error,) = run(space().write(5, "s", 1, push(1.0)))
-    assert isinstance(error, UsageError)
-
-
 def test_two_processes_under_one_number_are_noticed() -> None:
     made = space()
     run(made.write(0, "s", 1, push(1.0)))
@@ -156,14 +138,6 @@ def test_a_worker_of_an_earlier_start_must_join_again() -> None:
     assert run(made.write(0, f"s@{known.incarnation}", 1, push(1.0))) == [None]
     (error,) = run(again.write(0, f"s@{known.incarnation}", 2, push(1.0)))
     assert isinstance(error, ServerRestartedError)
-
-
-def test_a_write_whose_predecessor_never_arrives_times_out() -> None:
-    made = space(timeout=0.01)
-    (error,) = run(made.write(0, "s", 2, push(1.0)))
-    assert isinstance(error, RankTimeoutError)
-    assert "write 2 of worker 0" in str(error)
-    assert value(made) == 0.0
 
 
 def test_a_worker_that_joins_again_continues_its_numbers() -> None:
@@ -232,18 +206,6 @@ def test_an_observer_joins_during_a_step_and_is_known_after_a_restart() -> None:
 # ---- synchronous steps
 
 
-def test_a_step_waits_for_all_workers_and_sums_their_gradients() -> None:
-    made = space(sync=True, workers=2)
-    before: list[float] = []
-
-    async def between() -> None:
-        before.append(value(made))
-
-    run(made.write(1, "s", 1, push(2.0)), between(), made.write(0, "s", 1, push(1.0)))
-    assert before == [0.0]
-    assert value(made) == -3.0
-
-
 def test_the_first_step_waits_until_all_workers_have_joined() -> None:
     made = TableSpace(space(sync=True, workers=2).spec, 0, 1)
     made.join(0, "s")
@@ -259,19 +221,6 @@ def test_the_first_step_waits_until_all_workers_have_joined() -> None:
 async def _after(made: TableSpace, worker: int, write: ServerWrite) -> None:
     await asyncio.sleep(0)
     await made.write(worker, "s", 1, write)
-
-
-def test_a_worker_that_fails_stops_the_step_of_all() -> None:
-    made = space(sync=True, workers=2)
-    fail = ServerWrite("fail", {"error": "InputError: bad gradient"})
-    results = run(made.write(0, "s", 1, push(1.0)), made.write(1, "s", 1, fail))
-    assert isinstance(results[0], RankFailedError)
-    assert "worker 1" in str(results[0])
-    assert "bad gradient" in str(results[0])
-    assert results[1] is None  # that worker raises its own error
-    assert value(made) == 0.0
-    assert run(made.write(0, "s", 2, push(1.0)), made.write(1, "s", 2, push(1.0))) == [None, None]
-    assert value(made) == -2.0
 
 
 def test_workers_must_push_the_same_step() -> None:
@@ -382,26 +331,6 @@ def test_a_worker_leaves_after_its_writes_and_then_writes_nothing() -> None:
 # ---- bounded staleness
 
 
-def test_a_worker_that_is_too_far_ahead_waits_for_the_slowest() -> None:
-    made = space(staleness=1, workers=2)
-    seen: list[str] = []
-
-    async def read(worker: int, after: int) -> None:
-        await made.read(worker, "s", after, np.array([7]), [1], None)
-        seen.append(f"worker {worker} read")
-
-    async def write(worker: int, number: int) -> None:
-        await made.write(worker, "s", number, push(1.0))
-        seen.append(f"worker {worker} pushed {number}")
-
-    run(write(0, 1), read(0, 1), write(0, 2), read(0, 2), write(1, 1), read(1, 1))
-    assert seen.index("worker 1 pushed 1") < len(seen) - 1
-    assert seen.count("worker 0 read") == 2
-    assert seen.index("worker 0 read") < seen.index("worker 1 pushed 1")  # one step ahead is allowed
-    last = len(seen) - 1 - seen[::-1].index("worker 0 read")
-    assert last > seen.index("worker 1 pushed 1")  # two are not
-
-
 def test_a_worker_that_left_holds_up_nobody() -> None:
     made = space(staleness=0, workers=2, timeout=0.01)
     (waited,) = run(_both(made))
@@ -423,3 +352,35 @@ def test_a_write_without_a_time_gets_the_clock_of_the_server(kind: str) -> None:
     timed = made.with_time(ServerWrite(write.kind, write.header | {"time": None}, write.arrays))
     assert timed.header["time"] > 1_700_000_000
     assert made.with_time(write) is write
+
+
+def test_errors_that_are_no_longer_kept_raise_all_the_same() -> None:
+    member = Member()
+    for number in range(1, 1003):
+        member.keep(number, UsageError(f"error {number}"))
+    with pytest.raises(UsageError, match="error 1002"):
+        member.raise_error(1002)
+    for number in (1, 2):
+        with pytest.raises(UsageError, match="no longer known"):
+            member.raise_error(number)
+    member.raise_error(1003)
+    skipped = Member(accepted=5)
+    skipped.skip(2000, UsageError("late"))
+    for number, message in {1000: "no longer known", 1500: "late"}.items():
+        with pytest.raises(UsageError, match=message):
+            skipped.raise_error(number)
+
+
+def test_calls_per_second_and_quantiles() -> None:
+    counts = CallCounts()
+    begin = counts._began
+    for number in range(40):
+        counts.add(begin + number / 2)
+    assert counts.numbers(begin + 20)["requests_per_second"] == pytest.approx(2.0, abs=0.2)
+    assert counts.numbers(begin + 60)["requests_per_second"] == 0
+    assert quantile(counts.numbers()["lookup_seconds"], 0.5) is None
+    for seconds in (0.0001, 0.0001, 0.03, 9.0):
+        counts.add_lookup(seconds)
+    histogram = counts.numbers()["lookup_seconds"]
+    assert [quantile(histogram, part) for part in (0.5, 0.75, 1.0)] == [0.0005, 0.05, float("inf")]
+    assert histogram["sum"] == pytest.approx(9.0302)

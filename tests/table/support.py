@@ -23,6 +23,7 @@ from megalith import (
     GroupAdagrad,
     GroupFTRL,
     Lion,
+    LocalShards,
     Momentum,
     MovingAverage,
     RMSProp,
@@ -34,6 +35,8 @@ from megalith import (
 )
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk, Initializer, Optimizer
+from megalith.table.engines.group import EngineGroup
+from megalith.table.table_data import FoundRows
 
 if TYPE_CHECKING:  # the tests on a GPU run without the native module
     from megalith import _native
@@ -57,13 +60,13 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adagrad": Adagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.01),
     "rowwise_adagrad": RowWiseAdagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.01),
     "adam": Adam(0.1, weight_decay=0.01),
-    "adam-row": Adam(0.1, weight_decay=0.01, bias_correction="row"),
-    "adam-nesterov": Adam(0.1, nesterov=True),
+    "adam_row": Adam(0.1, weight_decay=0.01, bias_correction="row"),
+    "adam_nesterov": Adam(0.1, nesterov=True),
     "adamw": AdamW(0.1, weight_decay=0.1),
     "amsgrad": AMSGrad(0.1, betas=(0.9, 0.5)),
-    "amsgrad-row": AMSGrad(0.1, betas=(0.9, 0.5), bias_correction="row", weight_decay=0.01),
+    "amsgrad_row": AMSGrad(0.1, betas=(0.9, 0.5), bias_correction="row", weight_decay=0.01),
     "lamb": LAMB(0.1, weight_decay=0.01),
-    "lamb-row": LAMB(0.1, bias_correction="row"),
+    "lamb_row": LAMB(0.1, bias_correction="row"),
     "lion": Lion(0.1, weight_decay=0.01),
     "adadelta": Adadelta(weight_decay=0.01, eps=1e-3),
     "rmsprop": RMSProp(0.1, weight_decay=0.01, eps=1e-3),
@@ -76,7 +79,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "delay_compensated": DelayCompensated(
         Adagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.01), strength=0.5
     ),
-    "delay_compensated-adam": DelayCompensated(Adam(0.1, bias_correction="row", nesterov=True)),
+    "delay_compensated_adam": DelayCompensated(Adam(0.1, bias_correction="row", nesterov=True)),
 }
 """Every optimizer of the library that trains rows of any dim, so without BatchSoftmax."""
 
@@ -170,6 +173,33 @@ def whole(table: Table, chunk_size: int = 65536) -> Chunk:
         {key: torch.cat([c.state[key] for c in chunks])[order] for key in chunks[0].state},
         torch.cat([c.time for c in chunks])[order],
     )
+
+
+Found = tuple[dict[str, Tensor], dict[str, FoundRows], Tensor]
+
+
+def found_blocks(shards: LocalShards, counts: Tensor) -> Found:
+    """Ids for peers that ask for counts[peer, table], where they are, and their rows read table by table."""
+    generator, device = torch.Generator().manual_seed(1), next(iter(shards.local.values())).engine_impl.device
+    drawn = [torch.randint(0, 20, (n,), generator=generator) for n in counts.sum(0).tolist()]
+    ids = {name: own.to(device) for name, own in zip(shards.local, drawn, strict=True)}
+    shards.assign({n: (own[:3], torch.randn(own[:3].numel(), shards.local[n].dim)) for n, own in ids.items()})
+    found = shards.engines.find({name: own for name, own in ids.items() if own.numel()})
+    rows = torch.empty(sum(own.numel() * shards.local[name].dim for name, own in ids.items()), device=device)
+    EngineGroup.read_blocks(shards.engines, ids, found, counts, rows, step=0)
+    return ids, found, rows
+
+
+def contents(chunks: list[Chunk]) -> dict[int, list[float]]:
+    """All columns of chunks by id; each id may come once."""
+    rows: dict[int, list[float]] = {}
+    for chunk in chunks:
+        counted = [x[:, None].float() for x in (chunk.time, chunk.count, chunk.step) if x is not None]
+        wide = torch.cat([*chunk.columns(), *counted], 1)
+        for id, row in zip(chunk.ids.tolist(), wide.tolist(), strict=True):
+            assert id not in rows
+            rows[id] = row
+    return rows
 
 
 def bits(values: Tensor) -> Tensor:

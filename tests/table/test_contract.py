@@ -55,19 +55,6 @@ def test_an_unknown_engine_or_a_wrong_config_or_seed_raises(engine: str) -> None
 # ---- finding and reading
 
 
-def test_find_gives_each_id_its_own_row(engine: str) -> None:
-    table = sgd_table(engine)
-    ids = ints(*EXTREME_IDS)
-    table.assign(ids, torch.zeros(ids.numel(), 2))
-
-    rows = table.find(torch.cat([ids, ids.flip(0), ints(12345)]))
-
-    assert rows.dtype == torch.int32
-    assert sorted(set(rows.tolist())) == [-1, *range(ids.numel())]
-    assert rows[: ids.numel()].tolist() == rows[ids.numel() : -1].flip(0).tolist()
-    assert rows[-1].item() == -1
-
-
 @pytest.mark.parametrize("missing", ["initial", "zeros"])
 def test_a_new_table_is_empty_and_lookup_never_inserts(engine: str, missing: str) -> None:
     table = sgd_table(engine, initializer=Normal(), missing=missing)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith import (
@@ -29,17 +25,22 @@ from megalith import (
     Segment,
     Slice,
     Sqrtn,
-    Table,
     TableConfig,
 )
 from megalith.errors import InputError, TableFullError, UnknownNameError, UsageError
 from megalith.ops import Bags, OutputSlice, Pooling
-from megalith.table import Optimizer
 from megalith.table.engines.cpu import CpuEngineGroup
 from megalith.table.engines.group import EngineGroup
-from tests.fixed_examples import fixed_examples
 from tests.ops.support import with_threads
-from tests.table.support import TorchSGD, assert_same_bits, assert_same_tables, ints, unchanged, whole
+from tests.table.support import (
+    TorchSGD,
+    assert_same_bits,
+    assert_same_tables,
+    found_blocks,
+    ints,
+    unchanged,
+    whole,
+)
 
 
 def first_column(chunk: object) -> Tensor:
@@ -112,7 +113,7 @@ def train(group: type[EngineGroup], update: str) -> tuple[LocalShards, list[Tens
         shards, FEATURES, layouts=LAYOUTS, update=update, clip_norm=0.5, allow_micro_steps=True
     )
     seen: list[Tensor] = []
-    for step, size in enumerate((7, 1, 12, 0, 9)):
+    for step, size in enumerate((7, 1, 2500, 0, 9)):
         result = collection(batch(step, size), time=step)
         outputs = [result["added"], result["beside"], *result["first"], result["long"]]
         seen += [output.detach().clone() for output in outputs]
@@ -171,20 +172,10 @@ def test_rows_of_several_peers_are_read_by_peer_then_table(views: bool, restore_
     shards = LocalShards(chosen, seed=3)
     counts = torch.randint(0, 9, (3, len(shards.local)), generator=generator)
     counts[1] = 0
-    ids = {
-        name: torch.randint(0, 20, (int(n),), generator=generator)
-        for name, n in zip(shards.local, counts.sum(0), strict=True)
-    }
-    shards.assign(
-        {name: (own[:3], torch.randn(own[:3].numel(), shards.local[name].dim)) for name, own in ids.items()}
-    )
-    group = shards.engines
-    found = group.find({name: own for name, own in ids.items() if own.numel()})
-    size = sum(own.numel() * shards.local[name].dim for name, own in ids.items())
-    ours, one_by_one = torch.empty(size), torch.empty(size)
+    ids, found, one_by_one = found_blocks(shards, counts)
+    group, ours = shards.engines, torch.empty_like(one_by_one)
 
     assert isinstance(group, CpuEngineGroup)
-    EngineGroup.read_blocks(group, ids, found, counts, one_by_one, step=0)
     for _ in with_threads(1, 2):
         group.read_blocks(ids, found, counts, ours.fill_(torch.nan), step=0)
         assert_same_bits(ours, one_by_one)
@@ -195,102 +186,7 @@ def test_rows_of_several_peers_are_read_by_peer_then_table(views: bool, restore_
         with pytest.raises(InputError, match="too small"):
             group.read_blocks(ids, found, counts, ours[1:].clone())
         with pytest.raises(InputError, match="too large"):
-            group.read_blocks(ids, found, counts, torch.empty(size + 1))
-
-
-# ---- any layout, precision and policy
-
-
-class Halving(Optimizer):
-    """A step written in torch."""
-
-    def update(self, rows: Tensor, grads: Tensor, state: object, lr: float, step: int) -> None:
-        rows -= lr * (grads + rows / 2)
-
-
-ANY_CONFIG = st.builds(
-    TableConfig,
-    st.just("t"),
-    dim=st.sampled_from([1, 3, 8, 16, 20, 70]),
-    optimizer=st.sampled_from([SGD(0.1), Adagrad(0.1), Adam(0.1), Halving(0.1)]),
-    initializer=st.just(Normal()),
-    precision=st.sampled_from(["float32", "float16", "bfloat16"]),
-    missing=st.sampled_from(["initial", "zeros"]),
-    admission=st.sampled_from([None, None, MinCount(2)]),
-)
-
-
-@dataclass
-class Batch:
-    """Ids by table, how they are pooled, and a gradient per output."""
-
-    ids: dict[str, Tensor]
-    pooling: Pooling
-    grads: list[Tensor]
-
-
-def make_batch(configs: list[TableConfig], rows: int, seed: int) -> Batch:
-    """Two features per table: side by side in one output, and their first columns added up in another."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def below(n: int, *shape: int) -> Tensor:
-        return torch.randint(0, n, shape, generator=generator)
-
-    width = sum(config.dim for config in configs)
-    ids: dict[str, Tensor] = {}
-    bags: dict[str, tuple[Bags, ...]] = {}
-    column = 0
-    for number, config in enumerate(configs):
-        ends = below(3, 2 * rows + 2).cumsum(0)  # some bags are empty; a gap between the features
-        first, second = ends[: rows + 1], ends[rows + 1 :]
-        n = int(ends[-1]) + number  # some occurrences are in no bag
-        ids[config.name] = below(40 + 10 * rows, n) << 40
-        weights = torch.randn(n, generator=generator) if number % 2 else None
-        divisor = 1.0 + below(5, rows).float() if number % 3 else None
-        whole_row = OutputSlice(0, column, 0, config.dim)
-        added = OutputSlice(1, 0, 0, 1, accumulate=True)
-        bags[config.name] = (
-            Bags(first.contiguous(), (whole_row,), weights, divisor),
-            Bags(second.contiguous(), (added,), weights),
-        )
-        column += config.dim
-    # Gradients as autograd returns them: columns of a wider tensor, and one row for all.
-    wide = torch.randn(rows, width + 5, generator=generator)
-    grads = [wide[:, 2 : 2 + width], torch.randn(1, 1, generator=generator).expand(rows, 1)]
-    return Batch(ids, Pooling(((rows, width), (rows, 1)), bags), grads)
-
-
-@fixed_examples(15, 100)
-@given(st.lists(ANY_CONFIG, min_size=1, max_size=4), st.sampled_from([0, 1, 7, 2500]), st.integers(0, 2**32))
-def test_all_tables_together_equal_one_at_a_time(configs: list[TableConfig], rows: int, seed: int) -> None:
-    configs = [replace(config, name=f"t{k}") for k, config in enumerate(configs)]
-    single = {config.name: Table(config) for config in configs}
-    batches = [make_batch(configs, rows, seed + k) for k in range(2)]
-    expected = []
-    threads = torch.get_num_threads()
-    for step, batch in enumerate(batches):
-        outputs = batch.pooling.new_outputs()
-        for name, table in single.items():
-            found = table.find(batch.ids[name])
-            table.read(found, batch.ids[name], batch.pooling, out=outputs)
-        expected.append(outputs)
-        dense = [grad.clone() for grad in batch.grads]
-        for name, table in single.items():
-            table.update(None, batch.ids[name], dense, batch.pooling, step=step, time=step)
-
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            shards = LocalShards(configs)
-            for step, batch in enumerate(batches):
-                lookup = shards.lookup(batch.ids)
-                for actual, wanted in zip(lookup.pool(batch.pooling), expected[step], strict=True):
-                    assert_same_bits(actual, wanted)
-                shards.apply_gradients(lookup, batch.grads, pooling=batch.pooling, step=step, time=step)
-            for name, table in single.items():
-                assert_same_tables(whole(shards.local[name]), whole(table))
-    finally:
-        torch.set_num_threads(threads)
+            group.read_blocks(ids, found, counts, torch.empty(ours.numel() + 1))
 
 
 def test_an_error_names_its_table_and_writes_nothing() -> None:

@@ -9,7 +9,7 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -48,7 +48,7 @@ from megalith import (
 )
 from megalith.errors import TableFullError
 from megalith.ops import Bags, OutputSlice, Pooling
-from megalith.table import Admission, Chunk, Eviction, Optimizer
+from megalith.table import Admission, Chunk, Eviction
 from megalith.table.engines import shard_capacity
 from megalith.table.engines.shard_capacity import MIN_PART
 from megalith.table.snapshot import Snapshot
@@ -62,20 +62,13 @@ from tests.table.support import (
     dyadic,
     ints,
     sgd_table,
-    summed,
     whole,
 )
+from tests.table.test_custom_optimizer import SignSGD
 
 CONSUMERS = ("publisher", "delta")
 DRIFT = 1e-6  # absolute; a program takes up to 40 steps, and the 1e-6 is promised for each of them
 SLOT = 7
-
-
-class SignSGD(Optimizer):
-    """An optimizer in torch, which the cpu engine runs outside of the native table."""
-
-    def update(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], lr: float, step: int) -> None:
-        rows -= lr * grads.sign()
 
 
 def smallest_remainder(chunk: Chunk) -> Tensor:
@@ -584,40 +577,3 @@ def test_each_step_on_many_duplicated_ids(
             largest = theirs.abs().max().item() if theirs.numel() else 0.0
             assert_close(mine, theirs, atol=1e-6 * largest)
         cpu.restore(expected)  # the next step starts from equal rows
-
-
-@given(
-    dim=st.sampled_from([1, 3, 8, 20, 32, 64, 100]),
-    bags=st.integers(1, 60),
-    weighted=st.booleans(),
-    divided=st.booleans(),
-    missing=st.sampled_from(["initial", "zeros"]),
-    seed=seeds,
-)
-@fixed_examples(25, 40)
-def test_pooled_reads_and_updates_of_ordinary_numbers(
-    dim: int, bags: int, weighted: bool, divided: bool, missing: str, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 6, (bags,), generator=generator)
-    offsets = torch.cat([ints(0), lengths.cumsum(0)])
-    n = int(offsets[-1])
-    ids = torch.randint(-20, 20, (n,), generator=generator)
-    fields: dict[str, Tensor] = {}
-    if weighted:
-        fields["weights"] = torch.randn(n, generator=generator)
-    if divided:
-        fields["divisor"] = lengths.clamp(min=1).float()
-    pooling = summed("t", offsets, dim, **fields)
-    grads = torch.randn(bags, dim, generator=generator)
-    known = torch.randn(20, dim, generator=generator)
-    outputs = []
-    for engine in ("reference", "cpu"):
-        table = sgd_table(engine, dim, optimizer=SGD(0.1), initializer=Constant(0.7), missing=missing)
-        table.assign(torch.arange(20), known)
-        outputs.append(table.read(table.find(ids), ids, pooling))
-        table.update(table.find(ids), ids, [grads], pooling, step=0)
-        outputs.append([table.lookup(torch.arange(-20, 20))])
-
-    assert_same_bits(outputs[2][0], outputs[0][0])
-    assert_close(outputs[3][0], outputs[1][0])

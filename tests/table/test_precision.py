@@ -27,7 +27,6 @@ from megalith.table.rounding import DTYPES, round_step
 from tests.fixed_examples import fixed_examples
 from tests.table.support import (
     OPTIMIZERS,
-    TorchSGD,
     assert_close,
     assert_same_bits,
     assert_same_tables,
@@ -230,21 +229,6 @@ def test_stochastic_rounding_does_not_depend_on_order_threads_or_engine() -> Non
     near = Table(narrow_config("bfloat16", 16))
     near.apply_gradients(ids, grads, step=7, time=0)
     assert not torch.equal(expected.rows, whole(near).rows)
-
-
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_an_optimizer_written_in_torch_rounds_like_a_native_one(rounding: str) -> None:
-    ids, grads = torch.arange(30), dyadic(2, 30, 19) * 2.0**-9
-    rows = []
-    for optimizer in (SGD(0.5), TorchSGD(0.5)):
-        config = replace_segments(mixed_config(rounding), optimizer=optimizer)  # type: ignore[arg-type]
-        for engine in ("reference", "cpu"):
-            table = Table(config, engine=engine)
-            table.apply_gradients(ids, grads, step=4, time=0)
-            rows.append(whole(table).rows)
-
-    for other in rows[1:]:
-        assert_same_bits(other, rows[0])
 
 
 @pytest.mark.parametrize("precision", [*NARROW, "mixed"])

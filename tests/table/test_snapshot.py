@@ -13,19 +13,9 @@ from megalith import Adagrad, Adam, Segment, Table, TableConfig
 from megalith.errors import InputError, UsageError
 from megalith.table import Chunk
 from tests.fixed_examples import fixed_examples
-from tests.table.support import EXTREME_IDS, ints
+from tests.table.support import EXTREME_IDS, contents, ints
 
 CONFIG = TableConfig("t", segments=[Segment(2, optimizer=Adam(0.1)), Segment(1, optimizer=Adagrad(0.1))])
-
-
-def contents(chunks: list[Chunk]) -> dict[int, list[float]]:
-    rows: dict[int, list[float]] = {}
-    for chunk in chunks:
-        wide = torch.cat([*chunk.columns(), chunk.time[:, None].float()], 1)
-        for id, row in zip(chunk.ids.tolist(), wide.tolist(), strict=True):
-            assert id not in rows
-            rows[id] = row
-    return rows
 
 
 def filled(engine: str, n: int = 300) -> Table:

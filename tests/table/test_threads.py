@@ -16,7 +16,7 @@ from megalith import FTRL, SGD, Adagrad, Adam, Normal, RowWiseAdagrad, Segment, 
 from megalith.errors import UnknownNameError
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table import Chunk, Optimizer
-from tests.table.support import assert_same_bits, assert_same_tables, ints, sgd_table, whole
+from tests.table.support import assert_same_bits, assert_same_tables, sgd_table, whole
 from tests.table.test_custom_optimizer import SignSGD
 
 PATIENCE = 120  # seconds; only a deadlock takes so long
@@ -88,17 +88,18 @@ def skewed_ids(seed: int) -> Tensor:
 
 
 def two_features() -> Pooling:
-    """Half the occurrences summed with weights, half averaged and added to it; some left out."""
+    """Half the occurrences summed with weights, most others averaged and added; some for the whole batch."""
     half, bags = OCCURRENCES // 2, OCCURRENCES // 20
     weights = torch.randn(OCCURRENCES, generator=torch.Generator().manual_seed(3))
     tens, nines = torch.arange(bags + 1) * 10, half + 3 + torch.arange(bags + 1) * 9
-    counts = torch.full((bags,), 9.0)
+    counts, shared = torch.full((bags,), 9.0), nines[-1] + torch.tensor([0, 500])
     return Pooling(
         outputs=((bags, 24), (bags, 10)),
         bags={
             "t": (
                 Bags(tens, (OutputSlice(0, 0, 0, 24), OutputSlice(1, 0, 2, 12)), weights=weights),
                 Bags(nines, (OutputSlice(0, 0, 0, 24, accumulate=True),), divisor=counts),
+                Bags(shared, (OutputSlice(1, 0, 0, 10, accumulate=True),), shared=True),
             )
         },
     )
@@ -245,25 +246,6 @@ def test_concurrent_updates_all_count(engine: str, optimizer: Optimizer) -> None
     assert_same_bits(table.lookup(ids), expected)
 
 
-def test_writers_of_different_ids_do_not_disturb_each_other(engine: str) -> None:
-    table = sgd_table(engine, 1)
-    rounds = 30 if engine == "cpu" else 4
-
-    def life_of(number: int) -> None:
-        ids = torch.arange(100) * 4 + number
-        for round in range(rounds):
-            table.assign(ids, torch.full((100, 1), float(round)))
-            table.assign_add(ids, torch.ones(100, 1))
-            assert table.lookup(ids).tolist() == [[round + 1.0]] * 100
-            if round % 3 == 1:
-                assert table.remove(ids[:50]) == 50
-                assert table.reinitialize(ids).tolist() == [0] * 50 + [1] * 50
-
-    run_together(*[lambda n=n: life_of(n) for n in range(4)])
-
-    assert len(table) == 400
-
-
 def test_two_consumers_drain_everything_once_while_rows_change() -> None:
     table = sgd_table("cpu", 1)
     for consumer in ("a", "b"):
@@ -286,21 +268,6 @@ def test_two_consumers_drain_everything_once_while_rows_change() -> None:
 
     # Each id was written once, so each consumer hears of it exactly once.
     assert sorted(drained["a"]) == sorted(drained["b"]) == list(range(10_000))
-
-
-def test_the_last_of_two_assignments_wins_whole() -> None:
-    table = sgd_table("cpu", 8)
-    ids = torch.arange(2000)
-
-    def write(constant: float) -> None:
-        for _ in range(50):
-            table.assign(ids, torch.full((2000, 8), constant))
-
-    run_together(lambda: write(1.0), lambda: write(2.0))
-
-    assert torch.unique(table.lookup(ids)).numel() == 1
-    assert len(table) == 2000
-    assert table.find(ints(-1)).item() == -1
 
 
 # ---- consumers that come and go, and numbers below the normal ones

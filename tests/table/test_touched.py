@@ -166,17 +166,6 @@ def test_every_row_of_many_is_reported(engine: str) -> None:
     assert table.memory().side < 20000
     assert drained(table, "slow") == (set(), set(ids.tolist()))
 
-    table = sgd_table(engine, 1)
-    table.track("a")
-    ids = torch.arange(900) * 7919
-    table.assign(ids, torch.ones(900, 1))
-    drained(table)
-
-    table.assign(ids[::3], torch.ones(300, 1))
-    table.remove(ids[1::3])
-
-    assert drained(table) == (set(ids[::3].tolist()), set(ids[1::3].tolist()))
-
 
 # ---- giving back
 

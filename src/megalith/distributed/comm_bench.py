@@ -36,11 +36,9 @@ from megalith.distributed.launcher_environment import Launch, check_address
 from megalith.errors import InputError, RankFailedError, RankTimeoutError, UnknownNameError, UsageError
 
 TRANSPORTS = ("gloo", "shared_memory")
-MAX_SIZE = 1 << 32
-"""The maximum number of bytes that a rank sends at once."""
+MAX_SIZE = 1 << 32  # The maximum number of bytes that a rank sends at once
 
-START_SECONDS = 60
-"""Seconds beyond the budget for the start of processes and the end of the last exchange."""
+START_SECONDS = 60  # Seconds beyond the budget for the start of processes and the end of the last exchange
 
 _WARM_UPS = 2
 _FEWEST = 3
@@ -50,19 +48,15 @@ _FEWEST = 3
 class RankLink:
     """How the ranks of a measurement are connected."""
 
-    group: dist.ProcessGroup | None = None
-    """Their process group; None: the default group."""
-    exchange: Exchange | None = None
-    """The exchange for all-to-all, with shared memory; None: gloo."""
+    group: dist.ProcessGroup | None = None  # Their process group; None: the default group
+    exchange: Exchange | None = None  # The exchange for all-to-all, with shared memory; None: gloo
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """The rank of this process."""
         return dist.get_rank(self.group)
 
 
@@ -70,10 +64,8 @@ class MeasuredExchange(NamedTuple):
     """A collective that can be called repeatedly; it returns what was received."""
 
     call: Callable[[], Tensor]
-    size: int
-    """Bytes that this rank passes to the collective."""
-    sent: int
-    """Bytes that count for goodput: all for an all-reduce, those to other ranks for an all-to-all."""
+    size: int  # Bytes that this rank passes to the collective
+    sent: int  # Bytes that count for goodput: all for an all-reduce, those to other ranks for an all-to-all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +110,6 @@ class CommSettings:
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The patterns with their transports, in order of measurement."""
         return [
             (pattern, transport)
             for pattern in self.patterns
@@ -128,7 +119,6 @@ class CommSettings:
 
     @property
     def num_points(self) -> int:
-        """The number of measurements."""
         return len(self.pairs) * len(self.sizes)
 
 
@@ -138,14 +128,10 @@ class Measurement:
 
     pattern: str
     transport: str
-    size: int
-    """Bytes that a rank passed to an exchange, rounded to complete elements."""
-    calls: int
-    """Number of timed calls."""
-    latency: float
-    """Median seconds of a call."""
-    best: float
-    """Seconds of the fastest call."""
+    size: int  # Bytes that a rank passed to an exchange, rounded to complete elements
+    calls: int  # Number of timed calls
+    latency: float  # Median seconds of a call
+    best: float  # Seconds of the fastest call
     goodput: float
     """Bytes per second, mean of all ranks: of the buffer for all_reduce, else of the bytes to other ranks."""
 
@@ -157,16 +143,13 @@ def measure(settings: CommSettings, group: dist.ProcessGroup | None = None) -> I
     links = _links(settings, group)
     for pattern, transport in settings.pairs:
         for size in sorted(settings.sizes) if transport in links else ():
-            if (
-                _slowest(torch.tensor([time.perf_counter() - begin], device="cpu"), group)[0]
-                > settings.budget
-            ):
+            spent = torch.tensor([time.perf_counter() - begin], device="cpu")
+            if _slowest(spent, group)[0] > settings.budget:
                 return
             yield _measure_one(pattern, transport, size, settings, links[transport])
 
 
 def _links(settings: CommSettings, group: dist.ProcessGroup | None) -> dict[str, RankLink]:
-    """Return the links by transport, the same ones on all ranks."""
     links = {}
     for transport in settings.transports:
         if transport == "gloo":
@@ -197,7 +180,6 @@ def _measure_one(
 
 
 def _timed(exchange: MeasuredExchange, calls: int) -> Tensor:
-    """Return the seconds of each call, float32 [calls]."""
     seconds = []
     for _ in range(calls):
         begin = time.perf_counter()
@@ -207,7 +189,6 @@ def _timed(exchange: MeasuredExchange, calls: int) -> Tensor:
 
 
 def _slowest(seconds: Tensor, group: dist.ProcessGroup | None) -> list[float]:
-    """Return the maximum over ranks, element by element."""
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
     found: list[float] = seconds.tolist()
     return found
@@ -302,7 +283,6 @@ def _count(size: int, each: int) -> int:
 
 
 def _shares(total: int, weights: list[float]) -> list[int]:
-    """Split a total into integer parts by weight."""
     whole = sum(weights)
     ends = [round(total * done / whole) for done in accumulate(weights)]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
@@ -312,7 +292,6 @@ _MAX_MESSAGE = 1 << 16
 
 
 def measure_local(settings: CommSettings, num_ranks: int) -> Iterator[Measurement]:
-    """Yield measurements among processes on this machine, which are started and ended here."""
     if num_ranks < 2:
         raise InputError(f"bench: at least 2 ranks are needed, got {num_ranks}")
     context = multiprocessing.get_context("forkserver")  # imports torch once, not once a rank

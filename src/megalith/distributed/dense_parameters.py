@@ -45,8 +45,7 @@ def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if not is_anchor(name))
 
 
-BUCKET_BYTES = 25 << 20
-"""Tensors are sent together up to this size; larger ones separately."""
+BUCKET_BYTES = 25 << 20  # Tensors are sent together up to this size; larger ones separately
 
 
 def broadcast_dense(
@@ -143,7 +142,6 @@ def _check_equal(
 
 
 def _description(named: list[tuple[str, Tensor]], optimizer: Optimizer | None) -> Any:
-    """Return what must be equal on all ranks."""
     weights = [(name, tuple(x.shape), str(x.dtype)) for name, x in named]
     if optimizer is None:
         return weights, None
@@ -159,12 +157,8 @@ def _description(named: list[tuple[str, Tensor]], optimizer: Optimizer | None) -
 
 
 class _PackedState(NamedTuple):
-    """Options and state of an optimizer."""
-
-    form: bytes
-    """Pickled data, with a _TensorForm in place of each tensor."""
-    tensors: list[Tensor]
-    """The tensors, in the order in which the data contains them."""
+    form: bytes  # Pickled data, with a _TensorForm in place of each tensor
+    tensors: list[Tensor]  # The tensors, in the order in which the data contains them
 
 
 class _TensorForm(NamedTuple):
@@ -172,8 +166,7 @@ class _TensorForm(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    on_cpu: bool
-    """Whether it is on the CPU; otherwise it is on the device of its parameter."""
+    on_cpu: bool  # Whether it is on the CPU; otherwise it is on the device of its parameter
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -36,6 +36,7 @@ from torch import Tensor
 from megalith.distributed.ranks import Ranks, has_process_group, naming_absent_ranks, timeout_message
 from megalith.errors import InputError, MegalithError, RankFailedError, RankTimeoutError, UsageError
 from megalith.library import MessageBuffers, native_module, span
+from megalith.ops import checks
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +49,12 @@ class Exchange(Ranks):
     """All-to-all exchange between the ranks of a group. Construction is a collective call."""
 
     def __init__(self, group: Any = None, *, timeout: float = 600.0, transport: str = "auto") -> None:
-        if (
-            isinstance(timeout, bool)
-            or not isinstance(timeout, int | float)
-            or not 0 < timeout <= MAX_SECONDS
-        ):
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if not is_number or not 0 < timeout <= MAX_SECONDS:
             raise InputError(
                 f"timeout must be seconds above 0 and at most {MAX_SECONDS:.0f}, got {timeout!r}"
             )
-        if not isinstance(transport, str) or transport not in TRANSPORTS:
-            raise InputError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+        checks.one_of(transport, TRANSPORTS, "transport")
         if not has_process_group():
             raise UsageError("an exchange between ranks needs a process group: call init_process_group first")
         members = dist.get_process_group_ranks(_group_of(group))
@@ -148,7 +145,6 @@ class Exchange(Ranks):
                 tensor.record_stream(own if to_thread else current)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run a function in the thread and wait for it."""
         if threading.current_thread() is self._thread:
             return work()
         return self.submit(work).result()

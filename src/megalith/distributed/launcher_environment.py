@@ -43,8 +43,7 @@ class Launcher(NamedTuple):
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...]
-    identity: tuple[str, ...]
-    """Together they identify a launch; they are equal on all its ranks."""
+    identity: tuple[str, ...]  # Together they identify a launch; they are equal on all its ranks
 
 
 LAUNCHERS = (
@@ -89,16 +88,11 @@ class LaunchWarning(UserWarning):
 class Launch:
     """The position of this process in its launch."""
 
-    rank: int = 0
-    """Rank among all processes, from 0."""
-    size: int = 1
-    """Number of processes."""
-    local_rank: int = 0
-    """Rank among the processes of its machine."""
-    local_size: int = 1
-    """Number of processes on its machine."""
-    launcher: str | None = None
-    """torchrun, OpenMPI or SLURM; None without a launcher."""
+    rank: int = 0  # Rank among all processes, from 0
+    size: int = 1  # Number of processes
+    local_rank: int = 0  # Rank among the processes of its machine
+    local_size: int = 1  # Number of processes on its machine
+    launcher: str | None = None  # torchrun, OpenMPI or SLURM; None without a launcher
     uuid: str | None = None
     """Identifies the launch on all its ranks, also after a restart; None if the launcher has no id."""
 
@@ -107,14 +101,11 @@ class Launch:
 class RankSetup(Launch):
     """The result of `configure`: rank, device and run directory of this process."""
 
-    device: torch.device
-    """The device for the dense part of the model."""
-    run_dir: Path
-    """The directory to write to."""
+    device: torch.device  # The device for the dense part of the model
+    run_dir: Path  # The directory to write to
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """Return the launch that this process belongs to."""
     # The first launcher whose rank and size are both set is used; otherwise the first with any variable set;
     # otherwise this is rank 0 of 1. A missing rank is 0 and a missing size is 1, with a LaunchWarning that
     # names the variable.
@@ -252,7 +243,6 @@ def _check(
     local_rank: _LauncherVariables,
     local_size: _LauncherVariables,
 ) -> None:
-    """Raise InputError if the numbers contradict each other."""
     for part, whole in ((rank, size), (local_rank, local_size)):
         if part.number >= whole.number:
             raise InputError(

@@ -28,17 +28,14 @@ from megalith.errors import MegalithError, RankFailedError, RankTimeoutError
 
 
 def has_process_group() -> bool:
-    """Return whether the default process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
 def current_rank(group: Any = None) -> int:
-    """Return the rank of this process."""
     return dist.get_rank(group) if has_process_group() else 0
 
 
 def world_size(group: Any = None) -> int:
-    """Return the number of ranks."""
     return dist.get_world_size(group) if has_process_group() else 1
 
 
@@ -154,7 +151,6 @@ def naming_absent_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: 
 
 
 def timeout_message(what: str, absent: Sequence[int], seconds: float) -> str:
-    """Return the message for ranks that did not take part."""
     missing = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
     return (
         f"{what}: rank {dist.get_rank()} waited for {missing}, which did not arrive within {seconds:g} s; "

@@ -28,8 +28,7 @@ from megalith.distributed.elastic_ranks import ElasticRanks
 from megalith.errors import InputError
 from megalith.ops import checks
 
-Span = tuple[int, int]
-"""A range: from, to."""
+Span = tuple[int, int]  # A range: from, to
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class TensorPart:
     whole: Tensor  # The parameter itself, a DTensor if it is sharded
 
     def like(self, local: Tensor) -> Tensor:
-        """Wrap a tensor like this parameter."""
         if self.whole is self.tensor:
             return local
         from torch.distributed.tensor import DTensor
@@ -58,7 +56,6 @@ class TensorPart:
 
 
 def part_of(name: str, tensor: Tensor, ranks: ElasticRanks) -> TensorPart:
-    """Return what this rank holds of a parameter."""
     if type(tensor) in (Tensor, nn.Parameter):
         return TensorPart(tensor, None, tensor)
     # Importing it takes about as long as torch itself: only for those that shard.
@@ -91,7 +88,6 @@ def shard_spans(length: int, size: int) -> list[Span]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds."""
     found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
 

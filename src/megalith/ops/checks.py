@@ -28,7 +28,6 @@ Checked = TypeVar("Checked")
 
 
 def integers(tensor: Any, name: str, shape: Shape = (None,)) -> Tensor:
-    """Check an int64 or int32 tensor."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
         got = show_id_dtype(tensor.dtype) if isinstance(tensor, Tensor) else kind(tensor)
         raise InputError(f"{name} must be an int64 or int32 tensor, got {got}")
@@ -36,17 +35,14 @@ def integers(tensor: Any, name: str, shape: Shape = (None,)) -> Tensor:
 
 
 def int64(tensor: Any, name: str, shape: Shape = (None,)) -> Tensor:
-    """Check an int64 or int32 tensor and convert it to int64."""
     return integers(tensor, name, shape).to(torch.int64)
 
 
 def int64_vectors(tensors: Any, name: str) -> list[Tensor]:
-    """Check a list of int64 or int32 vectors and convert them to int64."""
     return [int64(each, f"{name}[{i}]") for i, each in enumerate(as_list(tensors, name))]
 
 
 def splits(tensor: Any, name: str, size: int) -> Tensor:
-    """Check row splits."""
     # tensor: int64 or int32 [rows + 1].
     cuts = int64(tensor, name)
     if cuts.shape[0] < 1:
@@ -62,7 +58,6 @@ def splits(tensor: Any, name: str, size: int) -> Tensor:
 
 
 def floats(tensor: Any, name: str, shape: Shape) -> Tensor:
-    """Check a float tensor."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise InputError(f"{name} must be a float tensor, got {kind(tensor)}")
     return _shaped(tensor, name, shape)
@@ -80,28 +75,24 @@ def same_floats(tensors: Any, name: str) -> list[Tensor]:
 
 
 def tensor(x: Any, name: str, shape: Shape) -> Tensor:
-    """Check a tensor of any dtype."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a tensor, got {kind(x)}")
     return _shaped(x, name, shape)
 
 
 def as_list(items: Any, name: str) -> list[Any]:
-    """Check a list or tuple of anything."""
     if not isinstance(items, list | tuple):
         raise InputError(f"{name} must be a list, got {kind(items)}")
     return list(items)
 
 
 def items(value: Any, name: str, of: str) -> list[Any]:
-    """Check an iterable of anything."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping | Tensor):
         raise InputError(f"{name} must be a list of {of}, got {kind(value)}")
     return list(value)
 
 
 def same_length(**lists: Sequence[Any]) -> None:
-    """Raise unless all lists have the same length."""
     lengths = {name: len(items) for name, items in lists.items()}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
@@ -134,7 +125,6 @@ def scalar(value: Any, name: str) -> int:
 
 
 def number(value: Any, name: str) -> Any:
-    """Check a real number."""
     if isinstance(value, Tensor):
         good = value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool
     else:
@@ -170,20 +160,17 @@ def as_number(value: Any) -> float | None:
 
 
 def instance(value: Any, expected: type[Checked], name: str) -> Checked:
-    """Check an object of a class."""
     if not isinstance(value, expected):
         raise InputError(f"{name} must be a {expected.__name__}, got {kind(value)}")
     return value
 
 
 def callback(value: Any, name: str, *, required: bool = False) -> None:
-    """Check a function."""
     if not callable(value) and (required or value is not None):
         raise InputError(f"{name} must be a function, got {kind(value)}")
 
 
 def one_of(value: Any, choices: Sequence[str], name: str) -> str:
-    """Check a string with a few known values."""
     if not isinstance(value, str) or value not in choices:
         raise InputError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     return value
@@ -213,7 +200,6 @@ def path(value: Any, name: str) -> Path:
 
 
 def text(value: Any, name: str, most: int | None = None) -> str:
-    """Check a string."""
     if not isinstance(value, str):
         raise InputError(f"{name} must be text, got {kind(value)}")
     if most is not None and not 0 < len(value) <= most:
@@ -222,7 +208,6 @@ def text(value: Any, name: str, most: int | None = None) -> str:
 
 
 def flag(value: Any, name: str) -> bool:
-    """Check True or False."""
     if not isinstance(value, bool):
         raise InputError(f"{name} must be True or False, got {kind(value)}")
     return value
@@ -236,7 +221,6 @@ def with_data(tensor: Tensor, name: str) -> Tensor:
 
 
 def sizes(items: Any, name: str, least: int = 1) -> list[int]:
-    """Check a list or tuple of ints."""
     return [integer(item, f"{name}[{i}]", least) for i, item in enumerate(as_list(items, name))]
 
 

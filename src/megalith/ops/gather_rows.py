@@ -217,7 +217,6 @@ def add_at(out: Tensor, index: Tensor, values: Tensor) -> None:
 
 
 def _elements(index: Tensor, stride: int, width: int, size: int, name: str) -> Tensor:
-    """Return the elements [n, width] of the rows at this index."""
     checks.index_range(index, 0, index_limit(size, stride, width), name)
     return (index * stride)[:, None] + torch.arange(width, device=index.device)
 

@@ -28,8 +28,7 @@ from torch import Tensor
 from megalith.library import native_module
 
 StepRule = Literal["sgd", "nesterov", "sign"]
-STEP_BYTES = 24 << 16
-"""Memory that a step needs at most in addition to its arguments."""
+STEP_BYTES = 24 << 16  # Memory that a step needs at most in addition to its arguments
 _STEP_POSITIONS = 1 << 16  # positions that a step in plain torch changes at once
 
 
@@ -40,7 +39,6 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def to_chunks(matrix: Tensor, chunk: tuple[int, int]) -> Tensor:
-    """Cut a matrix into chunks."""
     # matrix: [lines, columns]; returns: float32 [chunks, height * width].
     (lines, columns), (height, width) = matrix.shape, chunk
     down, across = -(-lines // height), -(-columns // width)
@@ -72,7 +70,6 @@ def step_chunks(
     lr: float,
     beta: float = 0.0,
 ) -> None:
-    """Step a matrix by the chunks of a gradient."""
     # tile: float32 [n, height * width], a row for each chunk; matrix: float [lines, columns], contiguous, a
     # part of a larger matrix.
     fast = rule == "sgd" and matrix.dtype is torch.float32 and matrix.is_cpu and tile.is_contiguous()
@@ -106,7 +103,6 @@ def step_chunks(
 
 
 def _join(chunks: Tensor, down: int, across: int, chunk: tuple[int, int]) -> Tensor:
-    """A rectangle of chunks as a matrix."""
     height, width = chunk
     return chunks.view(down, across, height, width).permute(0, 2, 1, 3).reshape(down * height, across * width)
 
@@ -170,13 +166,11 @@ def _basis(side: int, device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64, device="cpu").to(torch.float32).to(device)
 
 
-SPARE_BITS, TOO_HIGH, NOT_ASCENDING = 1, 2, 4
-"""What `index_problems` finds."""
+SPARE_BITS, TOO_HIGH, NOT_ASCENDING = 1, 2, 4  # What `index_problems` finds
 _SIGMAS = 6  # the range of values that codes cover
 
 
 def pack_indices(indices: Tensor) -> Tensor:
-    """Pack indices."""
     # returns: uint8 [n, ceil(1.5 k)].
     rows, keep = indices.shape
     whole = torch.zeros(rows, keep + keep % 2, dtype=torch.int32, device=indices.device)
@@ -187,7 +181,6 @@ def pack_indices(indices: Tensor) -> Tensor:
 
 
 def unpack_indices(packed: Tensor, keep: int) -> Tensor:
-    """Unpack indices."""
     # packed: uint8 [n, ceil(1.5 k)]; returns: int32 [n, k].
     rows = packed.shape[0]
     pairs = keep // 2
@@ -201,7 +194,6 @@ def unpack_indices(packed: Tensor, keep: int) -> Tensor:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes."""
     # codes: uint8 [n, k] below 2^bits; returns: uint8 [n, ceil(bits k / 8)].
     rows, keep = codes.shape
     each = 8 // bits
@@ -215,7 +207,6 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, keep: int, bits: int) -> Tensor:
-    """Unpack codes."""
     # packed: uint8 [n, ceil(bits k / 8)]; returns: uint8 [n, k].
     rows, each, mask = packed.shape[0], 8 // bits, (1 << bits) - 1
     out = torch.empty(rows, packed.shape[1], each, dtype=torch.uint8, device=packed.device)
@@ -262,10 +253,8 @@ def largest_of_chunks(matrix: Tensor, chunk: tuple[int, int], keep: int) -> tupl
     if native is None:
         return None
     rows = math.prod(-(-side // each) for side, each in zip(matrix.shape, chunk, strict=True))
-    indices, values = (
-        torch.empty(rows, keep, dtype=torch.int64, device="cpu"),
-        torch.empty(rows, keep, device="cpu"),
-    )
+    indices = torch.empty(rows, keep, dtype=torch.int64, device="cpu")
+    values = torch.empty(rows, keep, device="cpu")
     native.largest_of_chunks(matrix, *chunk, indices, values, torch.get_num_threads())
     return indices, values
 
@@ -284,7 +273,6 @@ def index_problems(packed: Tensor, keep: int, size: int) -> int:
 
 
 def count_codes(packed: Tensor, keep: int, bits: int) -> tuple[Tensor, bool]:
-    """Count packed codes."""
     # packed: uint8 [n, ceil(bits k / 8)]; returns: how often each code occurs, int64 [2^bits], and whether
     # unused bits are set.
     counts = torch.zeros(1 << bits, dtype=torch.int64, device="cpu")

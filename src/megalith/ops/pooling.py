@@ -92,8 +92,6 @@ class Bags:
         return self.offsets.numel() - 1
 
     def _moved(self, device: torch.device) -> Bags:
-        """Return the bags with their tensors on another device."""
-
         def move(tensor: Any) -> Any:
             has_data = isinstance(tensor, Tensor) and not tensor.is_meta
             return tensor.to(device, non_blocking=device.type != "cpu") if has_data else tensor
@@ -688,7 +686,6 @@ def _checked(bags: Sequence[Bags]) -> list[Bags]:
 
 
 def op_arguments(bags: Sequence[Bags], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Convert bags to the arguments of the ops `pool` and `unpool`."""
     weights = next((b.weights for b in bags if b.weights is not None), None)
     if any(b.weights is not None and b.weights is not weights for b in bags):
         raise InputError("weights: all features of a call must share one tensor, a weight per occurrence")
@@ -722,7 +719,6 @@ def _parts_tensor(bags: Sequence[Bags]) -> Tensor:
 def _bags(
     offsets: list[Tensor], divisors: list[Tensor], weighted: list[int], weights: Tensor | None, parts: Tensor
 ) -> list[Bags]:
-    """Convert the op's arguments back to bags."""
     of: list[list[OutputSlice]] = [[] for _ in offsets]
     shared = [False] * len(offsets)
     for feature, output, column, start, end, inner, accumulate, step, is_shared in parts.tolist():
@@ -821,7 +817,6 @@ def _index_reference(source: Tensor, index: Tensor | None, stride: int, dim: int
 
 
 def _elements(index: Tensor, stride: int, dim: int) -> Tensor:
-    """Return the elements [n, dim] of the row of each occurrence; -1 counts as 0."""
     return (index.clamp(min=0) * stride)[:, None] + torch.arange(dim, device=index.device)
 
 

@@ -35,6 +35,7 @@ from megalith.ps.channel_messages import (
     answer_id,
     as_bytes,
     decode_error,
+    drop_sent,
     frame_bytes,
     place_arrays,
     proof,
@@ -48,8 +49,6 @@ class ChannelLostError(ConnectionError):
 
 
 class ChannelReply:
-    """The answer to a request."""
-
     def __init__(self, channel: ServerChannel, held: list[Array], out: Array | None) -> None:
         self.channel = channel
         self.out = out
@@ -58,13 +57,12 @@ class ChannelReply:
         self.result: Failure | None = None
 
     def end(self, result: Failure | None = None, *, lost: bool = False) -> None:
-        """Note the answer."""
         self.result, self.lost, self.done = result, lost, True
         self.held, self.out = [], None
 
 
 class ServerChannel:
-    """See the module. Thread-safe."""
+    """Thread-safe."""
 
     def __init__(self, address: ChannelAddress, pool: SegmentPool, timeout: float) -> None:
         self._pool = pool
@@ -87,14 +85,12 @@ class ServerChannel:
     # ---- requests
 
     def read(self, text: dict[str, Any], ids: Array, out: Tensor) -> ChannelReply:
-        """Request rows."""
         target = array_of(out)
         place = self._find(target)
         text = {"call": "read", **text, "rows": None if place is None else [*place, target.size]}
         return self._request(text, {"ids": ids}, target, inline=place is None)
 
     def push(self, text: dict[str, Any], arrays: Mapping[str, Array]) -> ChannelReply:
-        """Send gradients."""
         return self._request({"call": "push", **text}, arrays)
 
     def _request(
@@ -167,17 +163,9 @@ class ServerChannel:
         deadline = clock.monotonic() + self._timeout
         while pieces:
             try:
-                sent = self._socket.sendmsg(list(pieces)[:16])
+                drop_sent(pieces, self._socket.sendmsg(list(pieces)[:16]))
             except BlockingIOError:
                 self._wait_until_writable(deadline)
-                continue
-            while sent:
-                taken = min(sent, len(pieces[0]))
-                sent -= taken
-                if taken == len(pieces[0]):
-                    pieces.popleft()
-                else:
-                    pieces[0] = pieces[0][taken:]
 
     def _wait_until_writable(self, deadline: float) -> None:
         poll = select.poll()
@@ -188,7 +176,6 @@ class ServerChannel:
     # ---- answers
 
     def wait(self, reply: ChannelReply, timeout: float | None) -> bool:
-        """Wait for an answer."""
         deadline = None if timeout is None else clock.monotonic() + timeout
         while True:
             mine = arrived = False

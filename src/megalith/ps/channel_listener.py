@@ -37,6 +37,7 @@ from megalith.ps.channel_messages import (
     WireFrame,
     as_bytes,
     decode_request,
+    drop_sent,
     error_text,
     forgotten,
     frame_bytes,
@@ -48,15 +49,14 @@ from megalith.ps.shared_memory import map_segment
 
 logger = logging.getLogger(__name__)
 
-_WAITING = 64
-"""Number of connections that may be in their handshake."""
+_WAITING = 64  # Number of connections that may be in their handshake
 _SEGMENTS = 4096
 _FILES = 8
 Serve = Callable[[ReadRequest | PushRequest], Awaitable[Array | None]]
 
 
 class ChannelServer:
-    """See the module. All methods run in the event loop of the server."""
+    """All methods run in the event loop of the server."""
 
     def __init__(self, serve: Serve, node: str, host: str) -> None:
         self._serve = serve
@@ -257,8 +257,7 @@ class ServerConnection:
     def _writable(self) -> None:
         try:
             while self._outgoing:
-                sent = self._peer.sendmsg(list(self._outgoing)[:16])
-                _drop(self._outgoing, sent)
+                drop_sent(self._outgoing, self._peer.sendmsg(list(self._outgoing)[:16]))
         except BlockingIOError:
             return
         except OSError:
@@ -277,13 +276,3 @@ class ServerConnection:
         self._segments.clear()
         while self._files:
             os.close(self._files.popleft())
-
-
-def _drop(pieces: deque[memoryview], sent: int) -> None:
-    """Remove bytes that were sent."""
-    while sent:
-        first = pieces[0]
-        if sent < len(first):
-            pieces[0] = first[sent:]
-            return
-        sent -= len(pieces.popleft())

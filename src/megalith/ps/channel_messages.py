@@ -38,6 +38,7 @@ import builtins
 import hmac
 import json
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -58,8 +59,6 @@ _FRAME = b"MCH1"
 
 
 class WireFrame(NamedTuple):
-    """A message."""
-
     text: dict[str, Any]  # The JSON object
     payload: Array  # uint8, the bytes after it; empty: none
 
@@ -70,7 +69,6 @@ Place = Callable[[dict[str, Any], int], Array]
 
 
 def new_payload(text: dict[str, Any], size: int) -> Array:
-    """Return new memory for a payload."""
     # returns: uint8 [size], uninitialized.
     return np.empty(size, np.uint8)
 
@@ -95,7 +93,6 @@ class FrameReader:
         return self._view[self._at :]
 
     def advance(self, count: int) -> WireFrame | None:
-        """Note that bytes have arrived."""
         self._at += count
         if self._at < len(self._view):
             return None
@@ -133,7 +130,6 @@ class FrameReader:
 
 
 def frame_bytes(text: dict[str, Any], payload: list[Array]) -> list[memoryview]:
-    """Return a frame as pieces of bytes."""
     try:
         encoded = json.dumps(text, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:
@@ -148,8 +144,17 @@ def frame_bytes(text: dict[str, Any], payload: list[Array]) -> list[memoryview]:
     return [memoryview(head + encoded), *(piece.data for piece in payload if piece.size)]
 
 
+def drop_sent(pieces: deque[memoryview], sent: int) -> None:
+    """Remove what a socket has accepted, which may end within a piece."""
+    while sent:
+        first = pieces[0]
+        if sent < len(first):
+            pieces[0] = first[sent:]
+            return
+        sent -= len(pieces.popleft())
+
+
 def proof(secret: bytes, side: bytes, first: bytes, second: bytes) -> bytes:
-    """Return the proof that a side knows the secret."""
     return hmac.digest(secret, side + first + second, "sha256")
 
 
@@ -158,12 +163,10 @@ HANDSHAKE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class ChannelAddress:
-    """Where a server listens."""
-
     unix: str  # The name of a Unix socket without a file; empty: use `host` and `port`
     host: str  # An address of the server's node
     port: int  # A TCP port there
-    secret: bytes  # See `channel_frames.py`.
+    secret: bytes  # What both sides of the handshake know
 
 
 INLINE = -1
@@ -176,29 +179,25 @@ _PUSH_FIELDS = {"counts", "step", "time", "scale", "clip_norm", "rates"}
 class TableRequest:
     """What a lookup and a push have in common."""
 
-    id: int  # See the module
+    id: int  # Identifies the answer
     name: str  # The name of the tables
-    worker: int  # The number of the worker
-    session: str  # See `TableSpace.join`.
+    worker: int
+    session: str  # That of `TableSpace.join`, with the incarnation of the server
 
 
 @dataclass(frozen=True)
 class ReadRequest(TableRequest):
-    """A lookup."""
-
-    after: int  # See `TableSpace.read`.
-    ids: Array  # See `TableSpace.read`.
-    counts: list[int]  # See `TableSpace.read`.
-    step: int | None  # See `TableSpace.read`.
+    after: int  # The last write of the worker that the read must see
+    ids: Array
+    counts: list[int]
+    step: int | None
     out: Array | None  # uint8, memory of the worker for the rows; None: the answer has them
 
 
 @dataclass(frozen=True)
 class PushRequest(TableRequest):
-    """A push."""
-
-    number: int  # See `TableSpace.write`.
-    write: ServerWrite  # See `TableSpace.write`.
+    number: int  # Counts the writes of the worker
+    write: ServerWrite
 
 
 # ---- arrays
@@ -207,7 +206,6 @@ class PushRequest(TableRequest):
 def place_arrays(
     arrays: Mapping[str, Array], places: Mapping[str, tuple[int, int] | None]
 ) -> tuple[list[list[Any]], list[Array]]:
-    """Describe the arrays of a request."""
     described: list[list[Any]] = []
     payload: list[Array] = []
     at = 0
@@ -255,7 +253,6 @@ def _part(memory: Array, offset: int, size: int, what: str) -> Array:
 
 
 def decode_request(frame: WireFrame, segments: Mapping[int, Array]) -> ReadRequest | PushRequest:
-    """Check a request."""
     text = frame.text
     call = text.get("call")
     if call not in ("read", "push"):
@@ -349,12 +346,10 @@ def _text(value: Any, what: str) -> str:
 
 
 def segment_fields(text: Mapping[str, Any]) -> tuple[int, int]:
-    """Check the text of a "segment"."""
     return _integer(text.get("number"), "segment"), _integer(text.get("size"), "size of a segment", 1)
 
 
 def forgotten(text: Mapping[str, Any]) -> list[int]:
-    """Check the text of a "forget"."""
     numbers = text.get("numbers")
     if not isinstance(numbers, list):
         raise InputError("a request: numbers of segments are missing")
@@ -365,7 +360,6 @@ def forgotten(text: Mapping[str, Any]) -> list[int]:
 
 
 def error_text(error: BaseException) -> list[str]:
-    """Return the field "error" of an answer."""
     kind = type(error).__name__
     if _error_class(kind) is not None:
         return [kind, str(error)]
@@ -375,7 +369,6 @@ def error_text(error: BaseException) -> list[str]:
 
 
 def decode_error(value: Any) -> Failure:
-    """Return the error of an answer."""
     if not isinstance(value, list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
         raise InputError(f"an answer with the error {value!r}")
     kind = _error_class(value[0])
@@ -392,7 +385,6 @@ def _error_class(name: str) -> type[Exception] | None:
 
 
 def answer_id(text: Mapping[str, Any]) -> int:
-    """Check the id of an answer."""
     return _integer(text.get("id"), "id of an answer")
 
 

@@ -14,6 +14,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from operator import itemgetter
 from types import TracebackType
 from typing import Any
 
@@ -24,12 +25,10 @@ from megalith.ps.table_server import TableServer
 
 logger = logging.getLogger(__name__)
 
-_LEAST_STORE = 80 << 20
-"""Ray refuses less."""
+_LEAST_STORE = 80 << 20  # Ray refuses less
 _CLOSE_SECONDS = 10.0
 _REACH_SECONDS = 10.0
-NAMESPACE = "megalith"
-"""The namespace of Ray in which servers are named actors."""
+NAMESPACE = "megalith"  # The namespace of Ray in which servers are named actors
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Read by Ray at its import. 0: no cluster of several hosts, so Ray listens on the loopback address only."""
 
@@ -38,7 +37,6 @@ _NICENESS = "RAY_worker_niceness"
 
 
 def ray_module() -> Any:
-    """Import Ray."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -58,7 +56,6 @@ def loopback_ray() -> Any:
 
 
 def start_ray(address: str | None = None, *, object_store_bytes: int | None = None) -> bool:
-    """Connect this process to Ray, unless it is connected."""
     if address is not None:
         return connect_ray(address)
     ray = loopback_ray()
@@ -100,6 +97,17 @@ def connect_ray(address: str | None = None) -> bool:
     return True
 
 
+def named_servers() -> list[tuple[str, int, Any]]:
+    """Return the actors of all servers of the cluster, with their group and number, in this order."""
+    ray = ray_module()
+    found = []
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == NAMESPACE:
+            group, _, server = entry["name"].rpartition("-")
+            found.append((group, int(server), ray.get_actor(entry["name"], namespace=NAMESPACE)))
+    return sorted(found, key=itemgetter(0, 1))
+
+
 def _check_reachable(address: str) -> None:
     """Raise if nothing listens at an address: Ray itself would try for minutes."""
     scheme, _, place = address.rpartition("://")
@@ -118,7 +126,6 @@ def _check_reachable(address: str) -> None:
 
 
 def stop_ray() -> None:
-    """Disconnect from Ray, and end it if it was started here."""
     ray_module().shutdown()
 
 

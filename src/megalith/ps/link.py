@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -43,8 +43,6 @@ from megalith.shards.preparer import RoutedIds
 
 
 class PendingCall:
-    """A call in progress."""
-
     def __init__(
         self,
         send: Callable[[], Any],
@@ -63,14 +61,11 @@ class PendingCall:
         self.reference = send()
 
     def send_again(self, generation: int) -> None:
-        """Make the call again, after the connection was lost."""
         self.generation = generation
         self.reference = self._send()
 
 
 class PendingRead(PendingCall):
-    """A read in progress."""
-
     def __init__(self, send: Callable[[Tensor], Any], out: Tensor, pool: SegmentPool) -> None:
         self.out = out
         self.moved = False
@@ -84,16 +79,14 @@ class PendingRead(PendingCall):
         super().send_again(generation)
 
 
+_Call = TypeVar("_Call", bound=PendingCall)
 logger = logging.getLogger(__name__)
 
-GRACE = 30.0
-"""Seconds that an answer may take beyond the time for which a server waits for other workers."""
+GRACE = 30.0  # Seconds that an answer may take beyond the time for which a server waits for other workers
 _PAUSE = 0.1
 
 
 class ServerLink:
-    """See the module."""
-
     def __init__(
         self,
         actor: Any,
@@ -122,16 +115,13 @@ class ServerLink:
         self.restarts = 0
 
     def open(self) -> PendingCall:
-        """Create the tables, or check that they are those of the server."""
         return self._call("open", self._spec)
 
     @property
     def written(self) -> int:
-        """The number of the last write."""
         return self._number
 
     def join(self, written: int | None = None) -> Joined:
-        """Join the workers of the tables."""
         first = None if written is None else written + 1
         joined: Joined = self.result(self._call("join", self._worker, self._session, first, self._observer))
         self._number = joined.accepted if written is None else written
@@ -155,22 +145,17 @@ class ServerLink:
         )
 
     def remove(self, worker: int) -> PendingCall:
-        """Remove a worker from those of the tables, whatever it does."""
         return self._call("remove", worker)
 
     def close(self, *, moved: bool) -> PendingCall:
-        """Drop the tables."""
-        remote, name = self._actor.close, self._name
-        return self._started(PendingCall(lambda: remote.remote(name, moved=moved), "close"))
+        return self._call("close", moved=moved)
 
     def describe(self) -> PendingCall:
-        """Ask for numbers about the server."""
         return self._call("describe")
 
     def run(
         self, function: Callable[..., Any], *args: Any, background: bool, repeatable: bool = False
     ) -> PendingCall:
-        """Run a function on the server; see `Shards.each_part`."""
         remote, name, number = self._actor.run, self._name, self._number
 
         def send() -> Any:
@@ -183,23 +168,21 @@ class ServerLink:
             PendingCall(send, function.__name__, repeatable=repeatable, limited=not background)
         )
 
-    def _call(self, method: str, *args: Any) -> PendingCall:
+    def _call(self, method: str, *args: Any, **options: Any) -> PendingCall:
         remote = getattr(self._actor, method)
-        return self._started(PendingCall(lambda: remote.remote(self._name, *args), method))
+        return self._started(PendingCall(lambda: remote.remote(self._name, *args, **options), method))
 
-    def _started(self, pending: PendingCall) -> PendingCall:
+    def _started(self, pending: _Call) -> _Call:
         pending.generation = self.restarts
         return pending
 
     def read(self, ids: Array, counts: Sequence[int], step: int | None, out: Tensor) -> PendingRead:
-        """Read rows; see `TableSpace.read`."""
         text = {"after": self._number, "counts": list(counts), "step": step}
-        pending = PendingRead(lambda place: self._open.read(self._signed(text), ids, place), out, self._pool)
-        self._started(pending)
-        return pending
+        return self._started(
+            PendingRead(lambda place: self._open.read(self._signed(text), ids, place), out, self._pool)
+        )
 
     def write(self, write: ServerWrite) -> PendingCall:
-        """Send a write."""
         with self._lock:
             number = self._number + 1
             pending = PendingCall(lambda: self._send_write(number, write), write.kind, number)
@@ -222,7 +205,6 @@ class ServerLink:
         return self._channel
 
     def is_done(self, pending: PendingCall) -> bool:
-        """Return whether a call has ended, without waiting."""
         if isinstance(pending.reference, ChannelReply):
             return pending.reference.channel.poll(pending.reference)
         done, _ = ray_module().wait([pending.reference], timeout=0)
@@ -418,8 +400,6 @@ Calls = Sequence[tuple[ServerLink, PendingCall]]
 
 
 class LinkGroup:
-    """See the module."""
-
     def __init__(self, links: Sequence[ServerLink], pool: SegmentPool) -> None:
         self._links = list(links)
         self.pool = pool
@@ -451,15 +431,12 @@ class LinkGroup:
         return max(steps)
 
     def leave(self) -> None:
-        """Remove this worker, after its writes."""
         self.everywhere(ServerLink.leave)
 
     def remove(self, worker: int) -> None:
-        """Remove a worker, whatever it does."""
         self.everywhere(lambda link: link.remove(worker))
 
     def close(self, *, moved: bool = False) -> None:
-        """Drop the tables on all servers."""
         self.everywhere(lambda link: link.close(moved=moved))
 
     def disconnect(self) -> None:
@@ -470,7 +447,6 @@ class LinkGroup:
     # ---- calls
 
     def everywhere(self, call: Callable[[ServerLink], PendingCall]) -> list[Any]:
-        """Make a call of every server."""
         return self.results([(link, call(link)) for link in self._links])
 
     def ask(self, function: Callable[..., Any]) -> list[Any]:
@@ -478,7 +454,6 @@ class LinkGroup:
         return self.everywhere(lambda link: link.run(function, background=False, repeatable=True))
 
     def write_everywhere(self, kind: str, header: dict[str, Any]) -> list[Any]:
-        """Send a write to every server."""
         write = ServerWrite(kind, header)
         return self.everywhere(lambda link: link.write(write))
 
@@ -489,7 +464,6 @@ class LinkGroup:
         routed: RoutedIds,
         arrays: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> list[Any]:
-        """Send a write of ids to their owners."""
         counts = routed.deduped.counts
         pieces = routed.deduped.ids.split_with_sizes(counts.sum(1).tolist())
         calls: list[tuple[ServerLink, PendingCall]] = []
@@ -529,7 +503,7 @@ def run_all(*calls: Callable[[], object]) -> None:
 
 
 class PushWindow:
-    """See the module. An error is raised once, by the first call that finds the update finished."""
+    """An error is raised once, by the first call that finds the update finished."""
 
     def __init__(self, links: LinkGroup, size: int, *, sync: bool) -> None:
         self._links = links
@@ -558,7 +532,6 @@ class PushWindow:
             self._links.results(self._pushed.popleft())
 
     def flush(self) -> None:
-        """Wait for all updates, and raise the first error."""
         pushed, self._pushed = self._pushed, deque()
         self._links.results([call for calls in pushed for call in calls])
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from megalith.errors import UsageError
 from megalith.ps.link import LinkGroup, PendingRead
 from megalith.ps.messages import ServerWrite, array_of
+from megalith.ps.shared_memory import SegmentPool
 from megalith.shards.gradients import Gradients
 from megalith.shards.owner_rows import blocks_by_table
 from megalith.shards.preparer import RoutedIds
@@ -24,6 +25,17 @@ from megalith.table.table_data import Update
 
 if TYPE_CHECKING:
     from megalith.ps.shards import ServerShards
+
+
+def read_parts(
+    routed: RoutedIds, wire: Wire, dims: list[int], pool: SegmentPool
+) -> tuple[Tensor, list[tuple[Tensor, list[int], Tensor]]]:
+    """Return memory for rows, and for each server the ids to read, their counts, and where its rows go."""
+    deduped = routed.deduped
+    counts, sizes = deduped.counts.tolist(), wire.sizes(deduped.counts, dims)
+    received = pool.new(sum(sizes))
+    ids = deduped.ids.split_with_sizes([sum(own) for own in counts])
+    return received, list(zip(ids, counts, received.split_with_sizes(sizes), strict=True))
 
 
 class ServerLookup(RoutedLookup):
@@ -60,16 +72,11 @@ class ServerLookup(RoutedLookup):
     def fetch(self) -> None:
         if self._reads is not None or self.moved:
             return
-        deduped = self.routed.deduped
-        sizes = self.shards.rows_wire.sizes(deduped.counts, list(self._dims.values()))
-        self._received = self.links.pool.new(sum(sizes))
-        counts = deduped.counts.tolist()
-        pieces = deduped.ids.split_with_sizes([sum(own) for own in counts])
+        dims = list(self._dims.values())
+        self._received, parts = read_parts(self.routed, self.shards.rows_wire, dims, self.links.pool)
         self._reads = [
-            link.read(array_of(ids), own, self.step, out) if ids.numel() else None
-            for link, ids, own, out in zip(
-                self.links, pieces, counts, self._received.split_with_sizes(sizes), strict=True
-            )
+            link.read(array_of(ids), counts, self.step, out) if ids.numel() else None
+            for link, (ids, counts, out) in zip(self.links, parts, strict=True)
         ]
 
     @property

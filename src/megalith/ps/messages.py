@@ -37,14 +37,11 @@ from megalith.routing import Router
 from megalith.table import Chunk, TableConfig
 
 Array = np.ndarray[Any, Any]
-READER = -1
-"""The number of a process that only reads, in place of the number of a worker."""
+READER = -1  # The number of a process that only reads, in place of the number of a worker
 
 
 @dataclass(frozen=True)
 class ServerWrite:
-    """A change of the tables of one server."""
-
     kind: str  # See the module
     header: dict[str, Any]  # JSON data
     arrays: dict[str, Array] = field(default_factory=dict)  # Arrays by name
@@ -110,7 +107,6 @@ def array_of(tensor: Tensor) -> Array:
 
 
 def chunk_arrays(chunk: Chunk) -> dict[str, Array]:
-    """Return the columns of a chunk by name."""
     columns = {"ids": chunk.ids, "rows": chunk.rows, "time": chunk.time}
     columns |= {f"state/{key}": values for key, values in chunk.state.items()}
     columns |= {

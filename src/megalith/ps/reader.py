@@ -16,7 +16,8 @@ from torch import Tensor
 from megalith.errors import MegalithError, RankTimeoutError, ServerLostError, UsageError
 from megalith.ops import checks
 from megalith.ps.channel_client import ChannelLostError, ChannelReply, ServerChannel, open_channel
-from megalith.ps.launch import NAMESPACE, connect_ray, ray_module
+from megalith.ps.launch import connect_ray, named_servers, ray_module
+from megalith.ps.lookup import read_parts
 from megalith.ps.messages import READER, Failure, SpaceSpec, array_of
 from megalith.ps.shared_memory import SegmentPool
 from megalith.shards.preparer import RoutingPreparer
@@ -26,35 +27,23 @@ _PAUSE = 0.1
 
 
 class ServerReader:
-    """See the module."""
-
     def __init__(self, name: str, *, address: str | None = None, timeout: float = 30.0) -> None:
         self._name = checks.text(name, "ServerReader: name")
         self._timeout = checks.seconds(timeout, "ServerReader: timeout")
         self._pool = SegmentPool()
         self._channels: dict[int, ServerChannel] = {}
         self._connected = connect_ray(address)
-        ray = ray_module()
-        named = [
-            entry["name"].rpartition("-")
-            for entry in ray.util.list_named_actors(all_namespaces=True)
-            if entry["namespace"] == NAMESPACE
-        ]
-        groups: dict[str, dict[int, Any]] = {}
-        for group, _, server in named:
-            actor = ray.get_actor(f"{group}-{server}", namespace=NAMESPACE)
-            groups.setdefault(group, {})[int(server)] = actor
-        for actors in groups.values():
-            spec = self._result(actors[min(actors)].spec_of.remote(self._name))
+        groups: dict[str, list[Any]] = {}
+        for group, _, actor in named_servers():
+            groups.setdefault(group, []).append(actor)
+        for self._actors in groups.values():
+            spec: SpaceSpec | None = self._result(self._actors[0].spec_of.remote(self._name))
             if spec is not None:
-                self._use(spec, [actors[server] for server in sorted(actors)])
-                return
-        self.close()
-        raise UsageError(f"ServerReader: no server has tables named {name!r}")
-
-    def _use(self, spec: SpaceSpec, actors: list[Any]) -> None:
+                break
+        else:
+            self.close()
+            raise UsageError(f"ServerReader: no server has tables named {name!r}")
         self.configs = {config.name: config for config in spec.configs}
-        self._actors = actors
         self._prepare = RoutingPreparer(self.configs, spec.routers)
         self._wire = make_wire(spec.wire[0])
         self._dims = [config.dim for config in spec.configs]
@@ -63,23 +52,12 @@ class ServerReader:
         """Read rows as they are now. An id without a row reads as `TableConfig.missing` says."""
         # ids: int64 or int32 [n] per table; returns: float32 [n, dim] per table.
         routed = self._prepare(ids)
-        deduped = routed.deduped
-        counts = deduped.counts.tolist()
-        sizes = self._wire.sizes(deduped.counts, self._dims)
-        received = self._pool.new(sum(sizes))
-        parts = list(
-            zip(
-                deduped.ids.split_with_sizes([sum(own) for own in counts]),
-                counts,
-                received.split_with_sizes(sizes),
-                strict=True,
-            )
-        )
+        received, parts = read_parts(routed, self._wire, self._dims, self._pool)
         calls = {server: self._read(server, *part) for server, part in enumerate(parts) if part[0].numel()}
         found_at = [self._wait(server, call, *parts[server]) for server, call in calls.items()]
         if any(out is not parts[server][2] for server, out in zip(calls, found_at, strict=True)):
             received = torch.cat(found_at)
-        flat = self._wire.decode(received, deduped.counts, self._dims)
+        flat = self._wire.decode(received, routed.deduped.counts, self._dims)
         found = {}
         for name in routed.ids:
             columns = torch.arange(self.configs[name].dim, device="cpu")

@@ -52,7 +52,6 @@ class Recovery:
         checks.callback(self.restore, "Recovery: restore", required=True)
 
     def folder(self, name: str, index: int, count: int) -> Path:
-        """Return the folder of a server."""
         return Path(self.directory) / name / f"server-{index}-of-{count}"
 
 
@@ -61,7 +60,6 @@ MOVING = "moving"
 
 
 def claim_folder(recovery: Recovery, name: str, index: int, count: int) -> Path:
-    """Return the folder of the log of a server that starts."""
     folder = recovery.folder(name, index, count)
     now = _recorded_servers(folder.parent / LAYOUT)
     if now == count:
@@ -82,7 +80,6 @@ def claim_folder(recovery: Recovery, name: str, index: int, count: int) -> Path:
 
 
 def write_layout(folder: Path, count: int) -> None:
-    """Record on how many servers the tables are."""
     write_atomically(folder.parent / LAYOUT, [json.dumps({"servers": count}).encode()])
 
 

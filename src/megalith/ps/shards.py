@@ -66,26 +66,25 @@ from megalith.table.table_data import Update
 from megalith.table.validation import InputChecks, check_flag, check_start
 
 MODES = ("async", "sync")
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
-"""Names of tables on servers are also names of folders."""
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")  # Names of tables on servers are also names of folders
 
 
 @dataclass
 class ServerOptions:
-    """See the module, and `ServerShards` for the meaning of each option."""
+    """Options of `ServerShards`, which has the meaning of each."""
 
-    name: str  # See `ServerShards`
-    worker: int  # See `ServerShards`
-    num_workers: int  # See `ServerShards`
-    mode: str  # See `ServerShards`
-    staleness: int | None  # See `ServerShards`
-    window: int  # See `ServerShards`
-    engine: str  # See `ServerShards`
-    seed: int  # See `ServerShards`
-    wire: str | dict[str, str]  # See `ServerShards`
-    timeout: float  # See `ServerShards`
-    recovery: Recovery | None  # See `ServerShards`
-    observer: bool  # See `ServerShards`
+    name: str
+    worker: int
+    num_workers: int
+    mode: str
+    staleness: int | None
+    window: int
+    engine: str
+    seed: int
+    wire: str | dict[str, str]
+    timeout: float
+    recovery: Recovery | None
+    observer: bool
 
     def __post_init__(self) -> None:
         self.mode = checks.one_of(self.mode, MODES, "ServerShards: mode")
@@ -111,11 +110,9 @@ class ServerOptions:
 
     @property
     def wires(self) -> tuple[str, str]:
-        """The precision of rows and of gradients."""
         return check_wire(self.wire)
 
     def spec(self, configs: Mapping[str, TableConfig], routers: Mapping[str, Router]) -> SpaceSpec:
-        """Return what a server needs to make the tables."""
         tables, owners, sync = dict(configs), dict(routers), self.mode == "sync"
         modes = self.mode, self.staleness, self.num_workers if sync else None
         return SpaceSpec(
@@ -136,17 +133,11 @@ class ServerOptions:
 logger = logging.getLogger(__name__)
 
 
-SCAN_SECONDS = 60.0
-"""How long a server keeps rows in their places for the next part of a scan."""
+SCAN_SECONDS = 60.0  # How long a server keeps rows in their places for the next part of a scan
 
 
 class ServerRows(Shards):
-    """See the module. Everything concerns the rows of all servers.
-
-    Attributes:
-        routers: The router of each table.
-        links: The connections to the servers.
-    """
+    """Everything concerns the rows of all servers."""
 
     preparer: RoutingPreparer
     routers: Mapping[str, Router]
@@ -286,7 +277,7 @@ class ServerRows(Shards):
 
     def stats(self) -> dict[str, TableStats]:
         # Numbers are summed over the servers.
-        parts = self.links.ask(_stats_of_part)
+        parts = self.links.ask(part_stats)
         return {name: _joint_stats([part[name] for part in parts]) for name in self.configs}
 
     def memory(self) -> dict[str, MemoryUse]:
@@ -319,16 +310,11 @@ def _reserve_part(part: ShardsPart, rows: Mapping[str, int]) -> None:
     part.shards.reserve(rows)
 
 
-def _stats_of_part(part: ShardsPart) -> dict[str, TableStats]:
-    return part_stats(part)
-
-
 def _memory_of_part(part: ShardsPart) -> dict[str, MemoryUse]:
     return part.shards.memory()
 
 
 def _joint_stats(parts: Sequence[TableStats]) -> TableStats:
-    """Return the numbers of a table that is spread over servers."""
     first = parts[0]
     return TableStats(
         first.name,
@@ -343,7 +329,6 @@ def _joint_stats(parts: Sequence[TableStats]) -> TableStats:
 
 
 def check_empty(target: ServerRows) -> None:
-    """Raise UsageError if tables have rows."""
     found = target.links.everywhere(ServerLink.describe)
     if any(sum(server["rows"].values()) or server["step"] >= 0 for server in found):
         raise UsageError("resize: the new servers have tables under this name already: pass new servers")

@@ -32,14 +32,11 @@ SMALLEST = 16 << 10
 """Less than this is sent over the socket, which then costs less than to name a part of a segment."""
 _SEGMENT_SIZE = 256 << 10
 """The smallest segment; others are twice, four times, ... as large. Only pages in use take memory."""
-_KEPT = 32
-"""Number of free segments that are kept."""
+_KEPT = 32  # Number of free segments that are kept
 
 
 @dataclass
 class SharedSegment:
-    """Memory that can be mapped by another process."""
-
     number: int  # Identifies it in messages
     size: int  # Bytes
     file: int  # The file descriptor
@@ -49,7 +46,7 @@ class SharedSegment:
 
 
 class SegmentPool:
-    """See the module. Memory is used again when the last tensor that shares it is freed. Thread-safe."""
+    """Memory is used again when the last tensor that shares it is freed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,11 +58,9 @@ class SegmentPool:
 
     @property
     def segments(self) -> Mapping[int, SharedSegment]:
-        """All segments by number."""
         return self._segments
 
     def new(self, size: int) -> Tensor:
-        """Return memory."""
         # returns: uint8 [size], uninitialized.
         if size < SMALLEST or not SHARED_MEMORY:
             return torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -82,7 +77,6 @@ class SegmentPool:
         return torch.from_numpy(array)[:size]
 
     def find(self, array: Array) -> tuple[SharedSegment, int] | None:
-        """Return where an array is."""
         address: int = array.__array_interface__["data"][0]
         with self._lock:
             for segment in self._segments.values():
@@ -131,7 +125,6 @@ def _close_files(segments: Mapping[int, SharedSegment]) -> None:
 
 
 def map_segment(file: int, size: int) -> Array:
-    """Map a segment of a worker."""
     # returns: uint8 [size], the memory.
     try:
         found = os.fstat(file).st_size

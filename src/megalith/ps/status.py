@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from megalith.errors import UsageError
-from megalith.ps.launch import NAMESPACE, connect_ray, ray_module
+from megalith.ps.launch import connect_ray, named_servers, ray_module
 from megalith.ps.table_space import LATENCY_BOUNDS
 
 _STATUS_GAUGES = {
@@ -28,16 +28,10 @@ _STATUS_COUNTERS = {"reads": "Lookups.", "writes": "Writes."}
 
 
 def server_status(address: str | None = None, *, timeout: float = 30.0) -> list[dict[str, Any]]:
-    """Ask all servers of a Ray cluster for their numbers."""
     connected = connect_ray(address)
     ray = ray_module()
     try:
-        found = []
-        for entry in ray.util.list_named_actors(all_namespaces=True):
-            if entry["namespace"] == NAMESPACE:
-                group, _, server = entry["name"].rpartition("-")
-                found.append((group, int(server), ray.get_actor(entry["name"], namespace=NAMESPACE)))
-        calls = [(group, server, actor.describe_all.remote()) for group, server, actor in sorted(found)]
+        calls = [(group, server, actor.describe_all.remote()) for group, server, actor in named_servers()]
         numbers: list[dict[str, Any]] = []
         for group, server, call in calls:
             try:
@@ -52,7 +46,6 @@ def server_status(address: str | None = None, *, timeout: float = 30.0) -> list[
 
 
 def prometheus_text(numbers: Sequence[Mapping[str, Any]]) -> str:
-    """Return numbers of servers in Prometheus's text format."""
     try:
         return "".join(
             f"{line}\n" for line in _prometheus_lines([each for each in numbers if "error" not in each])
@@ -132,11 +125,9 @@ class RayMetrics:
         }
 
     def add_lookup(self, name: str, seconds: float) -> None:
-        """Count the time of a lookup."""
         self._latency.observe(seconds, tags=self._tags | {"name": name})
 
     def set(self, numbers: Mapping[str, Any]) -> None:
-        """Set the gauges."""
         tags = self._tags | {"name": numbers["name"]}
         for key, gauge in self._gauges.items():
             values = numbers[key] if isinstance(numbers[key], Mapping) else {"": numbers[key]}

@@ -16,7 +16,7 @@ import asyncio
 import os
 import threading
 import time as clock
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -32,14 +32,13 @@ T = TypeVar("T")
 
 
 class ServerLoop:
-    """See the module. The thread ends with the process."""
+    """The thread of all calls; it ends with the process."""
 
     def __init__(self) -> None:
         self._loop = asyncio.SelectorEventLoop()
         threading.Thread(target=self._loop.run_forever, name="megalith server", daemon=True).start()
 
     async def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the thread."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
 
@@ -47,7 +46,7 @@ _REPORT_SECONDS = 5.0
 
 
 class TableServer:
-    """See the module. Every method is a call of a worker."""
+    """Every method is a call of a worker."""
 
     def __init__(self, index: int, num_servers: int, ray_metrics: bool = False) -> None:
         self._index = index
@@ -67,16 +66,16 @@ class TableServer:
 
     async def open(self, name: str, spec: SpaceSpec) -> Any:
         """Create the tables of a `ServerShards`, or check that they are those that exist."""
-        return await self._guarded(self._open(name, spec))
+        return await self._guarded(lambda: self._open(name, spec))
 
-    async def _open(self, name: str, spec: SpaceSpec) -> None:
+    def _open(self, name: str, spec: SpaceSpec) -> None:
         self._moved.discard(name)
         if name not in self._spaces:
             space = TableSpace(spec, self._index, self._count)
             if spec.recovery is not None:
                 space.recover(claim_folder(spec.recovery, name, self._index, self._count))
-                if spec.recovery.log != "sync":
-                    self._flush_logs()
+                if spec.recovery.log != "sync" and self._flusher is None:
+                    self._flusher = asyncio.get_running_loop().create_task(self._flush_forever())
             self._spaces[name] = space
             if self._ray_metrics is not None and self._reporter is None:
                 self._reporter = asyncio.get_running_loop().create_task(self._report_forever())
@@ -85,11 +84,6 @@ class TableServer:
                 f"ServerShards {name!r}: server {self._index} has other tables or options under this name: "
                 f"{self._spaces[name].spec.described}, not {spec.described}"
             )
-
-    def _flush_logs(self) -> None:
-        """Write what logs have buffered, from now on every FLUSH_SECONDS."""
-        if self._flusher is None:
-            self._flusher = asyncio.get_running_loop().create_task(self._flush_forever())
 
     async def _flush_forever(self) -> None:
         while True:
@@ -106,7 +100,7 @@ class TableServer:
     async def close(self, name: str | None = None, *, moved: bool = False) -> Any:
         """Drop the tables of a `ServerShards`; its log keeps what was not written to it yet."""
 
-        async def close() -> None:
+        def close() -> None:
             for each in list(self._spaces) if name is None else [name]:
                 space = self._spaces.pop(each, None)
                 if space is not None:
@@ -114,40 +108,32 @@ class TableServer:
                 if moved:
                     self._moved.add(each)
 
-        return await self._guarded(close())
+        return await self._guarded(close)
 
     async def join(
         self, name: str, worker: int, session: str, unacknowledged: int | None, observer: bool
     ) -> Any:
-        async def join() -> Any:
-            return self._space(name).join(worker, session, unacknowledged, observer=observer)
-
-        return await self._guarded(join())
+        return await self._guarded(
+            lambda: self._space(name).join(worker, session, unacknowledged, observer=observer)
+        )
 
     async def leave(self, name: str, worker: int, session: str, after: int) -> Any:
-        async def leave() -> Any:
-            await self._space(name).leave(worker, session, after)
-
-        return await self._guarded(leave())
+        return await self._guarded(lambda: self._space(name).leave(worker, session, after))
 
     async def remove(self, name: str, worker: int) -> Any:
-        async def remove() -> Any:
-            self._space(name).remove(worker)
-
-        return await self._guarded(remove())
+        return await self._guarded(lambda: self._space(name).remove(worker))
 
     async def channel(self, node: str) -> Any:
         """Listen for lookups and pushes, which do not go through Ray."""
 
-        async def listen() -> Any:
+        def listen() -> Any:
             if self._channel is None:
                 self._channel = ChannelServer(self._serve, *_own_node())
             return self._channel.address(node)
 
-        return await self._guarded(listen())
+        return await self._guarded(listen)
 
     async def _serve(self, request: ReadRequest | PushRequest) -> Array | None:
-        """Make a call that has arrived over a socket."""
         space = self._space(request.name)
         space.calls.add()
         if isinstance(request, PushRequest):
@@ -172,11 +158,11 @@ class TableServer:
     async def write(self, name: str, worker: int, session: str, number: int, write: ServerWrite) -> Any:
         # Pushes arrive over a socket.
 
-        async def apply() -> Any:
+        def apply() -> Coroutine[Any, Any, Any]:
             self._space(name).calls.add()
-            return await self._space(name).write(worker, session, number, write)
+            return self._space(name).write(worker, session, number, write)
 
-        return await self._guarded(apply())
+        return await self._guarded(apply)
 
     async def run(
         self,
@@ -188,39 +174,25 @@ class TableServer:
         *args: Any,
         background: bool,
     ) -> Any:
-        async def run() -> Any:
-            space = self._space(name)
-            return await space.run(worker, session, after, function, *args, background=background)
-
-        return await self._guarded(run())
+        return await self._guarded(
+            lambda: self._space(name).run(worker, session, after, function, *args, background=background)
+        )
 
     async def describe(self, name: str) -> Any:
-        """Return numbers about this server."""
-
-        async def describe() -> Any:
-            self._space(name)
-            return self._numbers(name)
-
-        return await self._guarded(describe())
+        return await self._guarded(lambda: self._numbers(name))
 
     async def spec_of(self, name: str) -> Any:
         """Return the tables of a `ServerShards`, for a process that only reads."""
 
-        async def spec() -> Any:
-            return self._spaces[name].spec if name in self._spaces else None
-
-        return await self._loop.run(spec())
+        return await self._guarded(lambda: self._spaces[name].spec if name in self._spaces else None)
 
     async def describe_all(self) -> list[dict[str, Any]]:
         """Return numbers about this server for all tables, without joining them."""
-
-        async def describe() -> list[dict[str, Any]]:
-            return [self._numbers(name) for name in sorted(self._spaces)]
-
-        return await self._loop.run(describe())
+        found: list[dict[str, Any]] = await self._guarded(lambda: [*map(self._numbers, sorted(self._spaces))])
+        return found
 
     def _numbers(self, name: str) -> dict[str, Any]:
-        space = self._spaces[name]
+        space = self._space(name)
         members = {w: m for w, m in space.members.items() if m.trains}
         pushes = [member.pushes for member in members.values()]
         memory = space.part.shards.memory()
@@ -257,12 +229,13 @@ class TableServer:
             )
         return self._spaces[name]
 
-    async def _guarded(self, call: Awaitable[Any]) -> Any:
+    async def _guarded(self, call: Callable[[], Any]) -> Any:
         """Run a call in the thread of the tables; return its error, if it is one of Megalith."""
 
         async def guarded() -> Any:
             try:
-                return await call
+                result = call()
+                return await result if isinstance(result, Coroutine) else result
             except (MegalithError, OSError) as error:
                 return Failure(error.with_traceback(None))
 

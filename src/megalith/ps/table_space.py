@@ -74,7 +74,6 @@ class Waiters:
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
 
     async def until(self, condition: Callable[[], bool], timeout: float, what: Callable[[], str]) -> None:
-        """Wait until a condition holds."""
         if condition():
             return
         entry = condition, asyncio.get_running_loop().create_future()
@@ -104,8 +103,6 @@ _KEPT_ERRORS = 1000
 
 @dataclass
 class Member:
-    """A worker."""
-
     session: str = ""  # Identifies the process that is this worker
     accepted: int = 0  # The number of the last accepted write
     done: int = 0  # The number of the last write that has been applied or has failed
@@ -137,7 +134,6 @@ class Member:
             del self.errors[next(iter(self.errors))]
 
     def raise_error(self, number: int) -> None:
-        """Raise the error of a write that is done."""
         if number in self.errors:
             raise self.errors[number]
         if number <= self.forgotten:
@@ -156,8 +152,6 @@ class Member:
 
 
 class Round:
-    """The pushes of one synchronous step."""
-
     def __init__(self) -> None:
         self.pushes: dict[int, ServerWrite] = {}
         self.ended = False
@@ -165,8 +159,6 @@ class Round:
 
 
 class RowsBefore:
-    """See the module."""
-
     def __init__(
         self,
         numbers: Mapping[int, int] = MappingProxyType({}),
@@ -180,7 +172,6 @@ class RowsBefore:
         return self.put if self._numbers.get(worker) == after + 1 else None
 
     def put(self, ids: Mapping[str, Tensor], rows: Sequence[Tensor]) -> None:
-        """Replace rows of a read by those before the step."""
         # rows: float32 [n, dim] per table of `ids`, the rows to correct.
         for (name, wanted), found in zip(ids.items(), rows, strict=True):
             if name not in self._rows:
@@ -194,13 +185,10 @@ class RowsBefore:
 
 LATENCY_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Upper bounds of latencies in seconds."""
-RATE_SECONDS = 10
-"""The time over which calls per second are counted."""
+RATE_SECONDS = 10  # The time over which calls per second are counted
 
 
 class CallCounts:
-    """Counts calls of the tables of one `ServerShards` on one server."""
-
     def __init__(self) -> None:
         self._seconds: deque[list[int]] = deque()  # [second, calls], the last RATE_SECONDS of them
         self._began = clock.monotonic()
@@ -219,12 +207,10 @@ class CallCounts:
             self._seconds.popleft()
 
     def add_lookup(self, seconds: float) -> None:
-        """Count the time of a lookup."""
         self._latencies[bisect_left(LATENCY_BOUNDS, seconds)] += 1
         self._latency_sum += seconds
 
     def numbers(self, now: float | None = None) -> dict[str, Any]:
-        """Return what was counted."""
         at = clock.monotonic() if now is None else now
         self._forget(int(at))
         span = max(1.0, min(RATE_SECONDS, at - self._began))
@@ -256,10 +242,11 @@ def count_from(part: ShardsPart, counters: Mapping[str, Sequence[int]]) -> None:
             part.counted[name] = before._replace(pending=0)
 
 
-class SpaceMembers:
-    """See the module."""
+_TIMED = {"push", "assign", "assign_add", "reinitialize", "evict", "evict_part"}
 
-    def __init__(self, spec: SpaceSpec, index: int) -> None:
+
+class TableSpace:
+    def __init__(self, spec: SpaceSpec, index: int, num_servers: int) -> None:
         self.spec = spec
         self.members: dict[int, Member] = {}
         self.step = -1
@@ -268,14 +255,42 @@ class SpaceMembers:
         self._round = Round()
         self._index = index
         self._incarnation = uuid.uuid4().hex
+        shards = LocalShards(list(spec.configs), engine=spec.engine, seed=spec.seed, num_shards=num_servers)
+        self.part = ShardsPart(shards, index, num_servers)
+        self.tables = OwnedTables(shards, make_wire(spec.wire[0]), make_wire(spec.wire[1]))
+        self.reads = self.writes = 0
+        self.calls = CallCounts()
+        self._journal: SpaceJournal | None = None
+        self._kept_by: dict[str, int] = {}  # worker by the key of what its functions keep
+        self._before = RowsBefore()
 
     @property
     def waiting(self) -> int:
-        """The number of calls that wait for other workers."""
         return len(self._waiters)
 
+    # ---- recovery
+
+    def recover(self, folder: Path) -> None:
+        """Take the state of the last server with this log, and continue the log."""
+        recovery = self.spec.recovery
+        assert recovery is not None
+        journal = SpaceJournal(self, folder, recovery)
+        journal.replay()
+        self._journal = self.part.recovery = journal
+
+    def flush_log(self) -> None:
+        """Write what the log has buffered. The next call of a worker raises the error."""
+        if self._journal is not None:
+            self._journal.flush()
+
+    def close(self, *, moved: bool = False) -> None:
+        for worker in set(self._kept_by.values()):
+            self._abandon(worker)
+        if self._journal is not None:
+            self._journal.close(delete=moved)
+
     def state(self) -> dict[str, Any]:
-        """Return the numbers of workers and steps as JSON data, without the pushes of a round in progress."""
+        """Return what a log begins with, as JSON data, without the pushes of a round in progress."""
         pushed = self._round.pushes
         members = {
             str(worker): {
@@ -287,136 +302,28 @@ class SpaceMembers:
             }
             for worker, member in self.members.items()
         }
-        return {"members": members, "step": self.step, "complete": self.complete}
+        consumers = [table.stats().consumers for table in self.part.shards.local.values()]
+        return {
+            "members": members,
+            "step": self.step,
+            "complete": self.complete,
+            "consumers": list(consumers[0]) if consumers else [],
+            "counters": {name: list(stats.counters) for name, stats in part_stats(self.part).items()},
+        }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Set the numbers of workers and steps."""
         self.members = {
-            int(worker): Member(
-                session=known["session"],
-                accepted=known["accepted"],
-                done=known["accepted"],
-                pushes=known["pushes"],
-                present=known["present"],
-                observer=known["observer"],
-            )
-            for worker, known in state["members"].items()
+            int(worker): Member(done=known["accepted"], **known) for worker, known in state["members"].items()
         }
         self.step, self.complete = state["step"], state["complete"]
-
-    def round_pushes(self) -> list[tuple[int, int, ServerWrite]]:
-        """Return worker, number and push of the round in progress."""
-        return [(w, self.members[w].accepted, push) for w, push in sorted(self._round.pushes.items())]
-
-    def _member(self, worker: int, session: str) -> Member:
-        """Return a worker. `session` is that of `join`, then "@" and the incarnation that it returned."""
-        session, _, incarnation = session.partition("@")
-        if incarnation and incarnation != self._incarnation:
-            raise ServerRestartedError(
-                f"server {self._index} was started again: worker {worker} must join it"
-            )
-        member = self.members.get(worker)
-        if member is None:
-            raise UsageError(f"worker {worker} has not joined server {self._index}")
-        if member.session != session:
-            raise UsageError(
-                f"another ServerShards has joined server {self._index} as worker {worker}: give each worker "
-                "its own number"
-            )
-        return member
-
-    async def wait_for(self, worker: int, session: str, after: int) -> None:
-        """Wait until a write of a worker is done."""
-        member = self._member(worker, session)
-        own = member.session
-        await self._waiters.until(
-            lambda: member.done >= after or member.session != own,
-            self.spec.timeout,
-            lambda: self._missing(f"server {self._index}: a call of worker {worker} waits for its push"),
-        )
-        self._member(worker, session)
-
-    async def _wait_for_slowest(self, worker: int, session: str) -> None:
-        member, bound = self._member(worker, session), self.spec.staleness
-        own = member.session
-        assert bound is not None
-
-        def slowest() -> int:
-            others = [x.pushes for w, x in self.members.items() if x.trains and w != worker]
-            return min(others, default=member.pushes)
-
-        await self._waiters.until(
-            lambda: member.pushes - slowest() <= bound or member.session != own,
-            self.spec.timeout,
-            lambda: (
-                f"server {self._index}: worker {worker} has made {member.pushes} steps and may be {bound} "
-                f"ahead, but another worker has made {slowest()}"
-            ),
-        )
-        self._member(worker, session)
-
-    def _missing(self, what: str) -> str:
-        absent = [w for w, x in self.members.items() if x.trains and w not in self._round.pushes]
-        count = sum(member.trains for member in self.members.values())
-        joined = "" if self.complete else f", and {count} of {self.spec.num_workers} workers have joined"
-        return f"{what}; no gradients from workers {absent}{joined}"
-
-
-_TIMED = {"push", "assign", "assign_add", "reinitialize", "evict", "evict_part"}
-
-
-class TableSpace(SpaceMembers):
-    """See the module."""
-
-    def __init__(self, spec: SpaceSpec, index: int, num_servers: int) -> None:
-        super().__init__(spec, index)
-        shards = LocalShards(list(spec.configs), engine=spec.engine, seed=spec.seed, num_shards=num_servers)
-        self.part = ShardsPart(shards, index, num_servers)
-        self.tables = OwnedTables(shards, make_wire(spec.wire[0]), make_wire(spec.wire[1]))
-        self.reads = self.writes = 0
-        self.calls = CallCounts()
-        self._journal: SpaceJournal | None = None
-        self._kept_by: dict[str, int] = {}  # worker by the key of what its functions keep
-        self._before = RowsBefore()
-
-    # ---- recovery
-
-    def recover(self, folder: Path) -> int:
-        """Take the state of the last server with this log, and continue the log."""
-        recovery = self.spec.recovery
-        assert recovery is not None
-        journal = SpaceJournal(self, folder, recovery)
-        applied = journal.replay()
-        self._journal = self.part.recovery = journal
-        return applied
-
-    def flush_log(self) -> None:
-        """Write what the log has buffered. The next call of a worker raises the error."""
-        if self._journal is not None:
-            self._journal.flush()
-
-    def close(self, *, moved: bool = False) -> None:
-        """End what functions keep, and close the log."""
-        for worker in set(self._kept_by.values()):
-            self._abandon(worker)
-        if self._journal is not None:
-            self._journal.close(delete=moved)
-
-    def state(self) -> dict[str, Any]:
-        # With the consumers of touched rows.
-        consumers = [table.stats().consumers for table in self.part.shards.local.values()]
-        counters = {name: list(stats.counters) for name, stats in part_stats(self.part).items()}
-        own = {"consumers": list(consumers[0]) if consumers else [], "counters": counters}
-        return super().state() | own
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        super().set_state(state)
         for consumer in state["consumers"]:
             self.part.shards.track(consumer)
         count_from(self.part, state["counters"])
 
+    def round_pushes(self) -> list[tuple[int, int, ServerWrite]]:
+        return [(w, self.members[w].accepted, push) for w, push in sorted(self._round.pushes.items())]
+
     def replay(self, worker: int, number: int, write: ServerWrite) -> None:
-        """Apply a record of the log."""
         if write.kind == "join":
             self.join(worker, write.header["session"], observer=write.header["observer"])
         elif write.kind == "leave":
@@ -460,7 +367,6 @@ class TableSpace(SpaceMembers):
         return Joined(known, self.step, self._incarnation)
 
     async def leave(self, worker: int, session: str, after: int) -> None:
-        """Remove the worker that calls, after its writes."""
         await self.wait_for(worker, session, after)
         self.remove(worker)
 
@@ -472,6 +378,23 @@ class TableSpace(SpaceMembers):
             self._abandon(worker)
             self._end_round_if_complete()
             self._waiters.changed()
+
+    def _member(self, worker: int, session: str) -> Member:
+        """Return a worker. `session` is that of `join`, then "@" and the incarnation that it returned."""
+        session, _, incarnation = session.partition("@")
+        if incarnation and incarnation != self._incarnation:
+            raise ServerRestartedError(
+                f"server {self._index} was started again: worker {worker} must join it"
+            )
+        member = self.members.get(worker)
+        if member is None:
+            raise UsageError(f"worker {worker} has not joined server {self._index}")
+        if member.session != session:
+            raise UsageError(
+                f"another ServerShards has joined server {self._index} as worker {worker}: give each worker "
+                "its own number"
+            )
+        return member
 
     # ---- reads
 
@@ -485,7 +408,6 @@ class TableSpace(SpaceMembers):
         step: int | None,
         out: Array | None = None,
     ) -> Array:
-        """Read rows."""
         if worker != READER:
             await self.wait_for(worker, session, after)
             if self.spec.staleness is not None and not self.members[worker].observer:
@@ -494,10 +416,42 @@ class TableSpace(SpaceMembers):
         return self.tables.read(ids, counts, step, out, self._before.correction(worker, after))
 
     async def wait_for(self, worker: int, session: str, after: int) -> None:
-        # It raises the error of a log that cannot be written.
-        await super().wait_for(worker, session, after)
+        """Wait for a write of a worker; raise the error of a log that cannot be written."""
+        member = self._member(worker, session)
+        own = member.session
+        await self._waiters.until(
+            lambda: member.done >= after or member.session != own,
+            self.spec.timeout,
+            lambda: self._missing(f"server {self._index}: a call of worker {worker} waits for its push"),
+        )
+        self._member(worker, session)
         if self._journal is not None:
             self._journal.check()
+
+    async def _wait_for_slowest(self, worker: int, session: str) -> None:
+        member, bound = self._member(worker, session), self.spec.staleness
+        own = member.session
+        assert bound is not None
+
+        def slowest() -> int:
+            others = [x.pushes for w, x in self.members.items() if x.trains and w != worker]
+            return min(others, default=member.pushes)
+
+        await self._waiters.until(
+            lambda: member.pushes - slowest() <= bound or member.session != own,
+            self.spec.timeout,
+            lambda: (
+                f"server {self._index}: worker {worker} has made {member.pushes} steps and may be {bound} "
+                f"ahead, but another worker has made {slowest()}"
+            ),
+        )
+        self._member(worker, session)
+
+    def _missing(self, what: str) -> str:
+        absent = [w for w, x in self.members.items() if x.trains and w not in self._round.pushes]
+        count = sum(member.trains for member in self.members.values())
+        joined = "" if self.complete else f", and {count} of {self.spec.num_workers} workers have joined"
+        return f"{what}; no gradients from workers {absent}{joined}"
 
     # ---- functions
 
@@ -510,7 +464,6 @@ class TableSpace(SpaceMembers):
         *args: Any,
         background: bool,
     ) -> Any:
-        """Run a function with this server's part of the tables; see `Shards.each_part`."""
         await self.wait_for(worker, session, after)
         if background:
             return await asyncio.to_thread(function, self.part, *args)
@@ -588,7 +541,6 @@ class TableSpace(SpaceMembers):
         return None
 
     def _record(self, worker: int, number: int, write: ServerWrite) -> None:
-        """Record a change before it is applied."""
         if self._journal is not None:
             self._journal.append(worker, number, write)
 

@@ -35,7 +35,6 @@ class DrainedIds:
 
 
 def drain(part: ShardsPart, consumer: str) -> dict[str, tuple[Array, Array]]:
-    """Take the touched ids of a consumer; see the module."""
     kept = part.kept.pop(_key(consumer), None)
     if kept is not None:
         kept.abandon()
@@ -45,7 +44,6 @@ def drain(part: ShardsPart, consumer: str) -> dict[str, tuple[Array, Array]]:
 
 
 def confirm(part: ShardsPart, consumer: str) -> None:
-    """Forget the ids of the last drain."""
     part.kept.pop(_key(consumer), None)
 
 
@@ -60,7 +58,6 @@ def pending_ids(part: ShardsPart, consumer: str) -> dict[str, Tensor]:
 
 
 def check_consumer(part: ShardsPart, consumer: str) -> None:
-    """Raise UnknownNameError if there is no such consumer."""
     part.shards.consumer_numbers(consumer)
 
 

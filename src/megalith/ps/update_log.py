@@ -66,8 +66,6 @@ _DTYPES = {name: np.dtype(name) for name in ("int64", "int32", "float32", "uint8
 
 
 class UpdateLog:
-    """The log of one server, for the tables of one `ServerShards`."""
-
     def __init__(self, folder: Path, *, flushed: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
@@ -82,7 +80,6 @@ class UpdateLog:
         self.segment = max(self.segments(), default=-1)
 
     def segments(self) -> list[int]:
-        """Return the numbers of the segments, sorted."""
         found = (_SEGMENT.fullmatch(path.name) for path in self._folder.iterdir())
         return sorted(int(match[1]) for match in found if match is not None)
 
@@ -97,7 +94,6 @@ class UpdateLog:
         return self.segment
 
     def append(self, worker: int, number: int, write: ServerWrite) -> None:
-        """Add a record."""
         record = encode_record(worker, number, write)
         if self._flushed:
             assert self._file is not None
@@ -143,13 +139,11 @@ class UpdateLog:
             raise self._failure or failure
 
     def sync(self) -> None:
-        """Write what is buffered, and flush it to the disk."""
         self.flush()
         if self._file is not None:
             os.fdatasync(self._file)
 
     def close(self) -> None:
-        """Write what is buffered and close the file."""
         try:
             self.flush()
             if self._flush is not None:
@@ -164,11 +158,9 @@ class UpdateLog:
     # ---- points
 
     def write_point(self, id: str, point: Mapping[str, Any]) -> None:
-        """Record the state of the server at the beginning of a segment."""
         write_atomically(self._point(id), [json.dumps(point).encode()])
 
     def remove_point(self, id: str) -> None:
-        """Remove the record of a save that failed."""
         self._point(id).unlink(missing_ok=True)
 
     def points(self) -> dict[str, dict[str, Any]]:
@@ -195,7 +187,6 @@ class UpdateLog:
     # ---- reading
 
     def records(self, first: int) -> Iterator[tuple[int, int, ServerWrite]]:
-        """Read the records from a segment on."""
         known = [segment for segment in self.segments() if segment >= first]
         if known != list(range(first, first + len(known))):
             raise CheckpointError(f"{self._folder}: segments of the log are missing: there are {known}")
@@ -229,7 +220,6 @@ def encode_record(worker: int, number: int, write: ServerWrite) -> list[bytes]:
 
 
 def read_records(path: Path, *, last: bool) -> Iterator[tuple[int, int, ServerWrite]]:
-    """Read the records of a segment."""
     size, at = path.stat().st_size, 0
     with path.open("rb") as file:
         while at < size:
@@ -301,7 +291,7 @@ not what consumers have not received yet."""
 
 
 class SpaceJournal:
-    """See the module. A `PartRecovery`."""
+    """Writes the log of a `TableSpace` and replays it; a `PartRecovery`."""
 
     def __init__(self, space: TableSpace, folder: Path, recovery: Recovery) -> None:
         self._space = space
@@ -326,7 +316,6 @@ class SpaceJournal:
         self._log.check()
 
     def settle(self, count: int) -> None:
-        """Record that the tables are on these servers; see `log_layout.py`."""
         write_layout(self._folder, count)
 
     def close(self, *, delete: bool = False) -> None:
@@ -336,7 +325,7 @@ class SpaceJournal:
             if delete:
                 rmtree(self._folder)
 
-    def replay(self) -> int:
+    def replay(self) -> None:
         """Restore the newest checkpoint of the log and apply the records after it; begin a segment."""
         first, applied = self._restore(), 0
         for worker, number, write in self._log.records(first):
@@ -345,7 +334,6 @@ class SpaceJournal:
         self._log.begin_segment()
         if applied:
             logger.info("%s: %d records applied", self._folder, applied)
-        return applied
 
     def _restore(self) -> int:
         """Load rows and state; return the first segment to apply."""

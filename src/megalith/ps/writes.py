@@ -7,6 +7,7 @@ nothing of the process that sent it. `table_space.py` decides when and in which 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import mul
 from typing import Any
 
@@ -23,8 +24,6 @@ from megalith.table.table_data import FoundRows, Update
 
 
 class OwnedTables:
-    """The tables of one server, with what writes need."""
-
     def __init__(self, shards: LocalShards, rows_wire: Wire, wire: Wire) -> None:
         self.shards = shards
         self.rows = OwnerRows(shards)
@@ -43,7 +42,6 @@ class OwnedTables:
         out: Array | None,
         corrected: Callable[[Mapping[str, Tensor], Sequence[Tensor]], None] | None = None,
     ) -> Array:
-        """Read rows; see `TableSpace.read`."""
         # corrected: receives the ids by table and their rows, float32 [n, dim] each, and may change rows.
         self._check_counts(ids, counts)
         own = torch.tensor([counts], dtype=torch.int64, device="cpu")
@@ -68,7 +66,6 @@ class OwnedTables:
     def read_before(
         self, received: Mapping[str, Gradients], step: int
     ) -> tuple[dict[str, FoundRows], dict[str, tuple[Tensor, Tensor]]]:
-        """Read the rows that an update will change."""
         # returns: where the rows are, and by table the ids and rows, float32 [n, dim], in new memory.
         pieces = {name: received[name].ids if name in received else self._no_ids for name in self.names}
         counts = [piece.numel() for piece in pieces.values()]
@@ -98,7 +95,6 @@ class OwnedTables:
             raise InputError(f"{ids.size} ids with counts {list(counts)} for {len(self.names)} tables")
 
     def by_table(self, flat: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
-        """Split values of all tables."""
         # flat: [n], the values of all tables concatenated.
         pieces = flat.to(self.shards.device).split_with_sizes(list(counts))
         return {name: piece for name, piece in zip(self.names, pieces, strict=True) if piece.numel()}
@@ -144,7 +140,7 @@ def _sums(tables: OwnedTables, push: ServerWrite) -> dict[str, Gradients]:
     ids = tables.by_table(tensor_of(push.arrays["ids"]), counts)
     own = torch.tensor([counts], dtype=torch.int64, device="cpu")
     flat = tables.wire.decode(tensor_of(push.arrays["grads"]), own, tables.dims)
-    floats = [n * dim for n, dim in zip(counts, tables.dims, strict=True)]
+    floats = list(map(mul, counts, tables.dims))
     grads = tables.by_table(flat, floats)
     seen: Mapping[str, Tensor] = {}
     if "seen" in push.arrays:
@@ -160,34 +156,26 @@ _Arrays = Mapping[str, Array]
 
 
 def _push(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
+    # A worker gets no result, and so not the rows of `apply_pushes`.
     apply_pushes(tables, [ServerWrite("push", header, dict(arrays))])
 
 
-def _assign(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
-    _write_rows(tables, header, arrays, add=False)
-
-
-def _assign_add(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
-    _write_rows(tables, header, arrays, add=True)
+def _ids_of(tables: OwnedTables, header: _Header, arrays: _Arrays) -> dict[str, Tensor]:
+    return tables.by_table(tensor_of(arrays["ids"]), header["counts"])
 
 
 def _write_rows(tables: OwnedTables, header: _Header, arrays: _Arrays, *, add: bool) -> None:
-    counts = header["counts"]
-    floats = [n * dim for n, dim in zip(counts, tables.dims, strict=True)]
+    floats = list(map(mul, header["counts"], tables.dims))
     rows = tables.by_table(tensor_of(arrays["rows"]), floats)
-    for name, ids in tables.by_table(tensor_of(arrays["ids"]), counts).items():
+    for name, ids in _ids_of(tables, header, arrays).items():
         engine = tables.shards.engines[name]
         engine.assign(ids, rows[name].view(-1, engine.dim), add=add, time=header["time"])
 
 
 def _reinitialize(tables: OwnedTables, header: _Header, arrays: _Arrays) -> Array:
-    ids = tables.by_table(tensor_of(arrays["ids"]), header["counts"])
+    ids = _ids_of(tables, header, arrays)
     found = [tables.shards.local[name].reinitialize(x, time=header["time"]) for name, x in ids.items()]
     return array_of(torch.cat(found) if found else torch.empty(0, dtype=torch.int32, device="cpu"))
-
-
-def _remove(tables: OwnedTables, header: _Header, arrays: _Arrays) -> dict[str, int]:
-    return tables.shards.remove(tables.by_table(tensor_of(arrays["ids"]), header["counts"]))
 
 
 def _evict(tables: OwnedTables, header: _Header, arrays: _Arrays) -> dict[str, Array]:
@@ -197,10 +185,6 @@ def _evict(tables: OwnedTables, header: _Header, arrays: _Arrays) -> dict[str, A
 def _evict_part(tables: OwnedTables, header: _Header, arrays: _Arrays) -> dict[str, Array]:
     found = tables.shards.evict_part(header["time"], parts=header["parts"], start=header["start"])
     return {name: array_of(ids) for name, ids in found.items()}
-
-
-def _restore(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
-    tables.shards.restore(header["table"], chunk_of(arrays))
 
 
 def _restore_pending(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
@@ -213,31 +197,22 @@ def _clear(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
         tables.shards.local[name].clear()
 
 
-def _track(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
-    tables.shards.track(header["consumer"])
-
-
-def _untrack(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
-    tables.shards.untrack(header["consumer"])
-
-
 def _mark(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
-    ids = tables.by_table(tensor_of(arrays["ids"]), header["counts"])
-    tables.shards.mark_touched(header["consumer"], ids)
+    tables.shards.mark_touched(header["consumer"], _ids_of(tables, header, arrays))
 
 
 _KINDS: Mapping[str, Callable[[OwnedTables, _Header, _Arrays], Any]] = {
     "push": _push,
-    "assign": _assign,
-    "assign_add": _assign_add,
+    "assign": partial(_write_rows, add=False),
+    "assign_add": partial(_write_rows, add=True),
     "reinitialize": _reinitialize,
-    "remove": _remove,
+    "remove": lambda tables, header, arrays: tables.shards.remove(_ids_of(tables, header, arrays)),
     "evict": _evict,
     "evict_part": _evict_part,
-    "restore": _restore,
+    "restore": lambda tables, header, arrays: tables.shards.restore(header["table"], chunk_of(arrays)),
     "restore_pending": _restore_pending,
     "clear": _clear,
-    "track": _track,
-    "untrack": _untrack,
+    "track": lambda tables, header, arrays: tables.shards.track(header["consumer"]),
+    "untrack": lambda tables, header, arrays: tables.shards.untrack(header["consumer"]),
     "mark": _mark,
 }

@@ -11,29 +11,18 @@ from torch import Tensor
 
 from megalith import (
     FTRL,
-    LAMB,
     SGD,
     TTL,
-    Adadelta,
     Adagrad,
     Adam,
-    AdamW,
-    AMSGrad,
     BatchSoftmax,
     Capacity,
     Constant,
     DelayCompensated,
-    DynamicWdAdagrad,
-    GroupAdagrad,
-    GroupFTRL,
-    Lion,
     MinCount,
     Momentum,
-    MovingAverage,
     Normal,
     Probability,
-    RMSProp,
-    RMSPropV2,
     RowWiseAdagrad,
     Segment,
     TableConfig,
@@ -42,6 +31,7 @@ from megalith import (
     Zeros,
 )
 from megalith.table import Optimizer
+from tests.table.support import OPTIMIZERS as FOR_ANY_DIM
 
 ON_GPU = torch.cuda.is_available()
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -66,31 +56,8 @@ class Halving(Optimizer):
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "sgd": SGD(0.5),
-    "momentum": Momentum(0.1, momentum=0.9, weight_decay=0.01),
-    "nesterov": Momentum(0.1, momentum=0.9, nesterov=True),
-    "adagrad": Adagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.01),
-    "rowwise_adagrad": RowWiseAdagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.01),
-    "adam": Adam(0.1, weight_decay=0.01),
-    "adam_nesterov": Adam(0.1, nesterov=True),
-    "adam_row": Adam(0.1, weight_decay=0.01, bias_correction="row"),
-    "amsgrad_row": AMSGrad(0.1, betas=(0.9, 0.5), bias_correction="row"),
-    "adamw": AdamW(0.1, weight_decay=0.1),
-    "amsgrad": AMSGrad(0.1, betas=(0.9, 0.5)),
-    "ftrl": FTRL(0.5, beta=1.0, l1=0.25, l2=0.125),
-    "lion": Lion(0.1, weight_decay=0.01),
-    "rmsprop": RMSProp(0.1, weight_decay=0.01, eps=1e-3),
-    "rmsprop_v2": RMSPropV2(0.1, weight_decay=0.01, eps=1e-3),
-    "adadelta": Adadelta(weight_decay=0.01, eps=1e-3),
-    "dynamic_wd_adagrad": DynamicWdAdagrad(0.1, initial_accumulator_value=0.1, weight_decay=0.1),
-    "moving_average": MovingAverage(momentum=0.8),
-    "lamb": LAMB(0.1, weight_decay=0.01),
-    "lamb_row": LAMB(0.1, bias_correction="row"),
-    "group_adagrad": GroupAdagrad(0.1, l2=0.5, weight_decay=0.01),
-    "group_ftrl": GroupFTRL(0.5, l1=1.0, l2=0.125),
+    **FOR_ANY_DIM,
     "batch_softmax": BatchSoftmax(),
-    "delay_compensated": DelayCompensated(Adagrad(0.1, initial_accumulator_value=0.1), strength=0.5),
-    "delay_compensated_adam": DelayCompensated(Adam(0.1, bias_correction="row", nesterov=True)),
     "delay_compensated_rowwise": DelayCompensated(RowWiseAdagrad(0.1, initial_accumulator_value=0.1)),
     "in_torch": Halving(0.1),
 }

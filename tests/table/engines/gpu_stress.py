@@ -29,18 +29,6 @@ def test_growth_and_removal_under_load_lose_no_row() -> None:
     assert ids.numel() == ids.unique().numel() == len(table)
 
 
-def test_calls_on_several_streams_are_in_order() -> None:
-    table = Table(TableConfig("t", dim=16, optimizer=SGD(1.0), initializer=Zeros()), engine="cuda")
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-    ids, ones = torch.arange(200_000, device="cuda"), torch.ones(200_000, 16, device="cuda")
-    torch.cuda.synchronize()
-    for step in range(20):
-        with torch.cuda.stream(first):
-            table.apply_gradients(ids, ones, step=step)
-        with torch.cuda.stream(second):
-            assert bool((table.lookup(ids) == -(step + 1)).all())
-
-
 def test_two_runs_give_the_same_bits() -> None:
     results = []
     for _ in range(2):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalith import Table, TableConfig
 from megalith.ops import Bags, OutputSlice, Pooling
-from megalith.table import Chunk
+from tests.table.support import whole as everything
 
 SPECIAL = (0, -1, 2**63 - 1, -(2**63), -0x5BD1E995_27D4EB2F, -0x1B873593_CC9E2D51)
 """Ids at the ends of the range, and the two that equal the reserved keys of the cuda engine's index."""
@@ -216,17 +216,3 @@ class Program:
             assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
         else:
             torch.testing.assert_close(got, expected, rtol=self.tolerance, atol=self.tolerance)
-
-
-def everything(table: Table) -> Chunk:
-    """All rows of a table, by ascending id."""
-    chunks = list(table.scan(1000))
-    if not chunks:
-        return table.new_chunk(0)
-    order = torch.argsort(torch.cat([chunk.ids for chunk in chunks]))
-    return Chunk(
-        torch.cat([c.ids for c in chunks])[order],
-        torch.cat([c.rows for c in chunks])[order],
-        {key: torch.cat([c.state[key] for c in chunks])[order] for key in chunks[0].state},
-        torch.cat([c.time for c in chunks])[order],
-    )

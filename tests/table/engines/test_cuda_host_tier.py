@@ -24,7 +24,8 @@ from megalith.table import eviction_pass
 from megalith.table.engines import reference_policies, shard_capacity
 from megalith.table.engines.cuda import host_tier
 from megalith.table.engines.cuda.engine import CudaEngine
-from tests.table.engines.cuda_configs import CONFIGS, ON_GPU, OPTIMIZERS, Halving, cases, gpu_or_soak
+from megalith.table.table_data import HostTierUse
+from tests.table.engines.cuda_configs import CONFIGS, ON_GPU, Halving, cases, gpu_or_soak
 from tests.table.engines.programs import Program, everything
 
 SIZES = {"distinct": 5000, "batch": 3000} if ON_GPU else {"distinct": 60, "batch": 24}
@@ -63,28 +64,16 @@ def places(table: Table, ids: torch.Tensor) -> torch.Tensor:
     return engine.group.find(ids.to(engine.device), [ids.numel()]).rows.cpu()
 
 
-def numbers(table: Table) -> tuple[int, int, int]:
-    """Hits, misses and moved rows."""
+def usage(table: Table) -> HostTierUse:
     use = table.stats().host_tier
     assert use is not None
+    return use
+
+
+def numbers(table: Table) -> tuple[int, int, int]:
+    """Hits, misses and moved rows."""
+    use = usage(table)
     return use.hits, use.misses, use.moved
-
-
-@gpu_or_soak
-@pytest.mark.parametrize("seed", range(4 if ON_GPU else 1))
-def test_programs_of_calls_beyond_the_budget(seed: int) -> None:
-    config = limited(TableConfig("t", dim=3, optimizer=Adagrad(0.1), eviction=TTL(50)), 16)
-    program = Program(config, 7 + seed, **SIZES)
-    program.run(40 if ON_GPU else 8)
-    use = program.tables[0].stats().host_tier
-    assert use is not None
-    assert use.host_rows > 0
-
-
-@gpu_or_soak
-def test_programs_of_calls_beyond_the_budget_with_an_optimizer_in_torch() -> None:
-    program = Program(limited(TableConfig("t", dim=3, optimizer=OPTIMIZERS["in_torch"]), 16), 11, **SIZES)
-    program.run(40 if ON_GPU else 8)
 
 
 @pytest.mark.parametrize("name", cases(WITHOUT_CAPACITY, "min_count"))
@@ -108,8 +97,7 @@ def test_rows_in_use_move_to_the_gpu_and_the_hit_rate_shows_it() -> None:
     for step in range(4):
         table.apply_gradients(hot, torch.ones(8, 2), step=step)
 
-    use = table.stats().host_tier
-    assert use is not None
+    use = usage(table)
     # The first update finds the rows in host memory and moves them.
     assert (use.hits, use.misses, use.moved) == (3 * 8, 8, 8)
     assert use.hit_rate == 0.75
@@ -150,8 +138,7 @@ def test_no_id_shares_a_row_if_rows_move_while_a_search_for_low_scores_visits_th
         assert table.find(called).unique().numel() == 14
     ids = everything(table).ids
     assert ids.unique().numel() == table.find(ids).unique().numel() == len(table) == 64
-    use = table.stats().host_tier
-    assert use is not None
+    use = usage(table)
     assert use.moved > 20
 
 
@@ -259,8 +246,7 @@ def test_rows_in_frequent_use_stay_on_the_gpu_while_others_are_used_once(
         table.lookup(ids)
         assert bool((places(table, ids) < 32).all())
         assert bool((places(table, hot) < 32).all())
-    use = table.stats().host_tier
-    assert use is not None
+    use = usage(table)
     # The ids 0 to 8 were on the GPU when they were used; others that were there had left before.
     assert (use.hits, use.misses) == (9 * 10 + 9, 10 + 180 - 9)
 
@@ -373,15 +359,13 @@ def test_a_scan_in_separate_calls_keeps_rows_in_their_places_until_it_ends() -> 
         seen += chunk.ids.tolist()
         table.lookup(torch.arange(40, 48))
     assert sorted(seen) == list(range(64))
-    use = table.stats().host_tier
-    assert use is not None
+    use = usage(table)
     assert use.moved == 0
 
     engine.keep_places(8, -1.0)  # a lease that has ended
     engine.keep_places(7, 0.0)
     table.lookup(torch.arange(40, 48))
-    use = table.stats().host_tier
-    assert use is not None
+    use = usage(table)
     assert use.moved == 8
 
 
@@ -402,8 +386,7 @@ def test_rows_of_a_lookup_move_once_for_its_update() -> None:
     shards.apply_gradients(lookup, grads, step=0)
     for name in ids:
         assert shards.local[name].epoch == before[name] + 1  # one call moved rows
-        use = shards.local[name].stats().host_tier
-        assert use is not None
+        use = usage(shards.local[name])
         assert (use.hits, use.misses, use.moved) == (0, 8, 8)
         assert bool((shards.local[name].lookup(ids[name]) == -1.0).all())
 
@@ -414,6 +397,5 @@ def test_an_optimizer_in_torch_counts_a_use_once() -> None:
     shards = LocalShards([config], engine="cuda")
     shards.assign({"t": (torch.arange(64), torch.zeros(64, 2))})
     shards.apply_gradients({"t": torch.arange(40, 48)}, {"t": torch.ones(8, 2)}, step=0)
-    use = shards.local["t"].stats().host_tier
-    assert use is not None
+    use = usage(shards.local["t"])
     assert (use.hits, use.misses, use.moved) == (0, 8, 8)

@@ -16,9 +16,8 @@ from megalith.table import Chunk
 from megalith.table.engines.cuda import engine, streams
 from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
-from megalith.table.engines.group import EngineGroup
 from tests.table.engines.cuda_configs import Halving, cases, gpu_or_soak
-from tests.table.support import ints
+from tests.table.support import contents, found_blocks, ints
 
 SEGMENTS = [Segment(2, optimizer=Adagrad(0.1)), Segment(1, optimizer=SGD(0.1), precision="float16")]
 TABLES = {
@@ -42,18 +41,6 @@ def filled(config: TableConfig, n: int = 50) -> Table:
     table.apply_gradients(ids[:4], torch.ones(4, 3), step=1, time=51)
     table.remove(ids[5:9])
     return table
-
-
-def contents(chunks: list[Chunk]) -> dict[int, list[float]]:
-    rows: dict[int, list[float]] = {}
-    for chunk in chunks:
-        counted = [x[:, None].float() for x in (chunk.time, chunk.count, chunk.step) if x is not None]
-        for id, row in zip(
-            chunk.ids.tolist(), torch.cat([*chunk.columns(), *counted], 1).tolist(), strict=True
-        ):
-            assert id not in rows
-            rows[id] = row
-    return rows
 
 
 def change(table: Table, what: str, ids: list[int]) -> None:
@@ -225,23 +212,10 @@ def test_rows_of_several_peers_are_read_by_peer_then_table(tables: tuple[str, ..
     generator = torch.Generator().manual_seed(0)
     counts = torch.randint(0, 7, (peers, len(tables)), generator=generator)
     counts[-1, 0], counts[:, -1] = 4, counts[:, -1] * (len(tables) < 3)
-    ids = {
-        name: torch.randint(0, 9, (int(n),), generator=generator)
-        for name, n in zip(tables, counts.sum(0), strict=True)
-    }
-    shards.assign(
-        {name: (own[:3], torch.randn(own[:3].numel(), configs[name].dim)) for name, own in ids.items()}
-    )
-    group = shards.engines
-    assert isinstance(group, CudaEngineGroup)
-    device = shards.local["a"].engine_impl.device
-    moved = {name: own.to(device) for name, own in ids.items()}
-    found = group.find({name: own for name, own in moved.items() if own.numel()})
-    size = sum(own.numel() * configs[name].dim for name, own in ids.items())
-    one_by_one, ours = torch.empty(size, device=device), torch.full((size,), torch.nan, device=device)
-    EngineGroup.read_blocks(group, moved, found, counts, one_by_one, step=0)
-    group.read_blocks(moved, found, counts, ours, step=0)
-    assert torch.equal(ours, one_by_one)
+    ids, found, one_by_one = found_blocks(shards, counts)
     stale = {name: own._replace(epoch=None) for name, own in found.items()}
-    group.read_blocks(moved, stale, counts, ours.fill_(torch.nan), step=0)
-    assert torch.equal(ours, one_by_one)
+    assert isinstance(shards.engines, CudaEngineGroup)
+    for known in (found, stale):
+        ours = torch.full_like(one_by_one, torch.nan)
+        shards.engines.read_blocks(ids, known, counts, ours, step=0)
+        assert torch.equal(ours, one_by_one)

@@ -89,14 +89,6 @@ def test_draws_depend_on_id_and_step_only(engine: str) -> None:
     assert table.stats().counters.refused == 2000 - len(table)
 
 
-def test_each_occurrence_draws(engine: str) -> None:
-    table = table_with(engine, Probability(0.5))
-
-    table.apply_gradients(torch.arange(1000).repeat(4), torch.ones(4000, 1), step=0)
-
-    assert 910 < len(table) < 965  # 1 - 0.5^4 = 0.9375
-
-
 def test_many_occurrences_of_an_id_draw_alike_on_both_engines() -> None:
     ids, occurrences = torch.arange(40), torch.arange(40) * 5000 + 1
     tables = [table_with(engine, Probability(1e-5)) for engine in ("reference", "cpu")]

@@ -39,8 +39,6 @@ class AdmissionPlan(NamedTuple):
 
 
 class CudaPolicies:
-    """The policies of one engine, and its counters and logs."""
-
     def __init__(self, engine: CudaEngine) -> None:
         self._engine = engine
         config = engine.config
@@ -55,7 +53,6 @@ class CudaPolicies:
         self._search = DeviceVictimSearch()
 
     def set_key(self, key: int) -> None:
-        """Change the key of the random numbers."""
         self.admission.set_key(key)
 
     def forget(self) -> None:
@@ -64,7 +61,6 @@ class CudaPolicies:
         self._search = DeviceVictimSearch()
 
     def count(self, ids: list[int], counts: list[int]) -> None:
-        """Add occurrences of ids without a row."""
         for id, number in zip(ids, counts, strict=True):
             self.admission.count(id, number)
 
@@ -145,7 +141,6 @@ class CudaPolicies:
         return True
 
     def counters(self, created: int) -> RowCounters:
-        """Return the counters of the table."""
         state = self.admission
         return RowCounters(
             created=created,
@@ -168,8 +163,7 @@ Scored = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Reads rows, int32 [n]: whether each is in use, bool [n], and its score, int64 [n], by `ordered`."""
 
 _HIGHEST = 2**63 - 1
-_AHEAD = 2 * LOW_PART
-"""Rows of the walk that are looked at for each row that is needed."""
+_AHEAD = 2 * LOW_PART  # Rows of the walk that are looked at for each row that is needed
 
 
 def ordered(scores: Tensor) -> Tensor:
@@ -188,7 +182,6 @@ class DeviceVictimSearch:
         self._threshold = _HIGHEST
 
     def choose(self, need: int, high: int, scored: Scored, kept: Tensor, size: int) -> Tensor:
-        """Choose rows to remove."""
         # kept: int64 [k], distinct rows that must stay; returns: int32 [need], in the order of their removal.
         call = _Call(high, scored, kept, max(size - kept.numel(), 1))
         victims: list[Tensor] = []

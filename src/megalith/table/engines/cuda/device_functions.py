@@ -8,8 +8,7 @@ IEEE operation, and kernels are launched without fused multiply-add.
 
 from megalith.table.engines.cuda.triton_runtime import tl, triton
 
-EMPTY = tl.constexpr(-0x5BD1E995_27D4EB2F)
-"""Key of a slot that was never used."""
+EMPTY = tl.constexpr(-0x5BD1E995_27D4EB2F)  # Key of a slot that was never used
 REMOVED = tl.constexpr(-0x1B873593_CC9E2D51)
 """Key of a slot whose id was removed. The ids that equal these two keys have slots of their own."""
 
@@ -99,7 +98,6 @@ def number_at(place, CONSTANT: tl.constexpr):
 
 @triton.jit
 def layout_number(tables, table, FIELDS: tl.constexpr, number: tl.constexpr, CONSTANT: tl.constexpr):
-    """A number of a table's layout."""
     return number_at(tables + table * FIELDS + number, CONSTANT)
 
 
@@ -107,7 +105,6 @@ def layout_number(tables, table, FIELDS: tl.constexpr, number: tl.constexpr, CON
 def segment_number(
     tables, table, FIELDS: tl.constexpr, SEGMENT: tl.constexpr, number: tl.constexpr, CONSTANT: tl.constexpr
 ):
-    """A number of a segment."""
     return number_at(tables + table * FIELDS + SEGMENTS + SEGMENT * SEGMENT_FIELDS + number, CONSTANT)
 
 
@@ -116,7 +113,6 @@ def run_number(
     tables, table, FIELDS: tl.constexpr, NUM_SEGMENTS: tl.constexpr, RUN: tl.constexpr,
     number: tl.constexpr, CONSTANT: tl.constexpr,
 ):  # fmt: skip
-    """A number of a run of columns."""
     first = SEGMENTS + NUM_SEGMENTS * SEGMENT_FIELDS + RUN * RUN_FIELDS
     return number_at(tables + table * FIELDS + first + number, CONSTANT)
 
@@ -264,7 +260,6 @@ def weight_pointer(address, offset, OFFSET: tl.constexpr, PRECISION: tl.constexp
 
 @triton.jit
 def load_weights(pointer, mask, PRECISION: tl.constexpr):
-    """Weights as float32."""
     if PRECISION == 0:
         return tl.load(pointer, mask=mask, other=0.0)
     elif PRECISION == 1:

@@ -29,18 +29,14 @@ BLOCK = 1024 if INTERPRETED else 256
 WARPS = 4
 FLAGS = 12
 NUM_COUNTERS = 4
-INFINITE = 2**62
-HOST_BLOCK = 256 << 20
-"""Bytes of pinned memory that are allocated at once, at most."""
+HOST_BLOCK = 256 << 20  # Bytes of pinned memory that are allocated at once, at most
 
 
 def grid(n: int, block: int) -> tuple[int]:
-    """Return the grid of a launch over n elements."""
     return (-(-n // block),)
 
 
 def float_bits(x: float) -> int:
-    """Return the bits of a number as a float32."""
     try:
         return int(struct.unpack("<i", struct.pack("<f", x))[0])
     except OverflowError:
@@ -48,8 +44,6 @@ def float_bits(x: float) -> int:
 
 
 class DeviceTable:
-    """The memory of one table."""
-
     changes = 0
 
     def __init__(
@@ -74,11 +68,10 @@ class DeviceTable:
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
         self._chunks: list[Tensor] = []
         self.entries = self.chunk_table = self.free = self.counters
-        self._state_values = torch.tensor(initial or [0.0], dtype=torch.float32, device=device)
+        self.state_values = torch.tensor(initial or [0.0], dtype=torch.float32, device=device)
         self.empty()
 
     def empty(self) -> None:
-        """Drop all rows and memory."""
         if self._chunks:
             retire(self.entries, self.chunk_table, self.free, *self._chunks)
         if self.row_capacity > self.device_rows and self.device.type == "cuda":
@@ -98,7 +91,6 @@ class DeviceTable:
 
     @property
     def row_capacity(self) -> int:
-        """Number of rows that are allocated."""
         return len(self._chunks) << self.layout.shift
 
     @property
@@ -128,7 +120,6 @@ class DeviceTable:
         self.room = most - self._live - (self.requested - self.known_at)
 
     def changed(self) -> None:
-        """Note that the descriptor changed."""
         self.version += 1
         DeviceTable.changes += 1
 
@@ -152,7 +143,6 @@ class DeviceTable:
         return self.room < n * CALLS_AHEAD // 2
 
     def reserve(self, n: int) -> None:
-        """Allocate memory for n rows in all."""
         self.read_counters()
         if n > self.slot_limit - self._removed_slots:
             self._rehash(n)
@@ -201,7 +191,6 @@ class DeviceTable:
         self._replace_index(entries, slots)
 
     def remove(self, ids: Tensor, rows: Tensor) -> None:
-        """Remove rows."""
         # ids: int64 [n], distinct ids that have a row; rows: their rows, int32 [n].
         n = ids.numel()
         if not n:
@@ -268,7 +257,6 @@ class DeviceTable:
         self.read_counters()
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole rows."""
         # sources: int32 [n]; targets: int32 [n], distinct and not among the sources.
         layout = self.layout
         if sources.numel():
@@ -284,7 +272,6 @@ class DeviceTable:
             )
 
     def headers(self, rows: Tensor) -> Tensor:
-        """Read the headers of rows."""
         # rows: int32 [n], allocated rows; returns: int64 [5, n]: ids, times, flags, counts, steps.
         n = rows.numel()
         out = torch.empty(5, n, dtype=torch.int64, device=self.device)
@@ -323,7 +310,6 @@ class DeviceTable:
             )
 
     def live_rows(self, start: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the rows in use, in order."""
         # returns: their numbers, int32 [n], and their headers, int64 [5, n].
         end = self.read_counters()[0] if end is None else end
         rows = torch.arange(start, max(start, end), dtype=torch.int32, device=self.device)
@@ -332,7 +318,6 @@ class DeviceTable:
         return rows[live], headers[:, live].contiguous()
 
     def copy_states(self, rows: Tensor, values: Tensor, *, write: bool) -> None:
-        """Read or write optimizer states."""
         # rows: int32 [n], distinct; values: float32 [n, state_floats].
         n, layout = rows.numel(), self.layout
         if n and layout.state_floats:
@@ -351,7 +336,6 @@ class DeviceTable:
             )
 
     def write_weights(self, rows: Tensor, values: Tensor) -> None:
-        """Write weights, rounded to the nearest."""
         # rows: int32 [n], distinct; values: float32 [n, dim].
         n, layout = rows.numel(), self.layout
         for run in layout.runs if n else ():
@@ -376,7 +360,6 @@ class DeviceTable:
 
     @property
     def num_fields(self) -> int:
-        """Number of int64 of a descriptor."""
         layout = self.layout
         segments, runs = SEGMENT_FIELDS.value * len(layout.segments), RUN_FIELDS.value * len(layout.runs)
         return int(SEGMENTS.value + segments + runs)
@@ -394,7 +377,7 @@ class DeviceTable:
             self.free.data_ptr(),
             base,
             self.row_capacity,
-            self._state_values.data_ptr(),
+            self.state_values.data_ptr(),
             self.tracked,
             int(layout.initial),
             int(layout.counted),
@@ -414,8 +397,7 @@ class DeviceTable:
         return fields
 
 
-TIME, COUNT, STEP = 8, 16, 20
-"""Fields of a header, in bytes from its start."""
+TIME, COUNT, STEP = 8, 16, 20  # Fields of a header, in bytes from its start
 
 
 def write_chunk(table: DeviceTable, rows: Tensor, chunk: Chunk) -> None:

@@ -59,16 +59,13 @@ from megalith.table.table_data import (
 )
 
 SCAN_ROWS = 1 << 16
-LIVE_ROWS = 1 << 20
-"""Row numbers whose headers are read at once."""
+LIVE_ROWS = 1 << 20  # Row numbers whose headers are read at once
 FIRST_CONSUMER_BIT = 8
 FIRST_WATCH_BIT = 16
 NUM_WATCHES = 8
 
 
 class ScannedPart:
-    """A part of a scan that is on its way to the host."""
-
     def __init__(self, rows: int, download: ChunkDownload, following: int, writes: int) -> None:
         self.rows = rows
         self.download = download
@@ -88,8 +85,6 @@ class FoundBy(NamedTuple):
 
 
 class CudaEngine(Engine):
-    """One table in GPU memory."""
-
     engine = "cuda"
 
     def __init__(
@@ -122,12 +117,10 @@ class CudaEngine(Engine):
 
     @cached_property
     def copies(self) -> HostCopies:
-        """The copies between host and device."""
         return HostCopies(self.device)
 
     @cached_property
     def block_rows(self) -> int:
-        """Rows that travel at once."""
         return block_rows(32 + 4 * self.config.row_floats)
 
     # ---- writes
@@ -430,11 +423,9 @@ class CudaEngine(Engine):
         rows = found.rows
         weights = torch.empty(rows.numel(), self.dim, dtype=torch.float32, device=self.device)
         self.group.read(ids.contiguous(), found, [rows.numel()], weights)
-        initial = [c.initial for c in self.config.state_columns for _ in range(c.end - c.start)]
-        values = torch.tensor(initial, dtype=torch.float32, device=self.device)
-        states = values.expand(rows.numel(), -1).contiguous()
+        states = self.table.state_values.repeat(rows.numel(), 1)[:, : self.layout.state_floats].contiguous()
         exists = (rows >= 0).nonzero()[:, 0]
-        known = torch.empty(exists.numel(), len(initial), dtype=torch.float32, device=self.device)
+        known = torch.empty_like(states[exists])
         self.table.copy_states(rows[exists].contiguous(), known, write=False)
         states[exists] = known
         return weights, states
@@ -655,7 +646,6 @@ class CudaEngine(Engine):
         return search
 
     def note_found(self, rows: Tensor, by: FoundBy) -> FoundRows:
-        """Return rows that were found now."""
         # rows: int32 [n], the rows of this table.
         rows.megalith_found = by  # type: ignore[attr-defined]
         return FoundRows(rows, self._epoch)

@@ -61,20 +61,16 @@ from megalith.table.engines.cuda.streams import retire
 from megalith.table.engines.cuda.triton_runtime import launched, padded, tl, triton
 from megalith.table.table_data import HostTierUse
 
-HALF_LIFE = 64
-"""Number of fetches after which a use counts half."""
-WINDOW = 1 << 16
-"""Places of the GPU among which a small batch looks for those that are used least."""
-LAST_TICK = 1 << 20
-"""Ticks start again after this one: scores are float32 and would lose digits."""
+HALF_LIFE = 64  # Number of fetches after which a use counts half
+WINDOW = 1 << 16  # Places of the GPU among which a small batch looks for those that are used least
+LAST_TICK = 1 << 20  # Ticks start again after this one: scores are float32 and would lose digits
 PROGRAMS = 132
 """Programs of an exchange, one for each multiprocessor of an H100 or H200. More of them are slower: they
 access host memory in more places at a time."""
 NUM_COUNTERS = 3
 
 
-NO_ROW = tl.constexpr(2**31 - 1)
-"""Fills the list of wanted rows; greater than any row number."""
+NO_ROW = tl.constexpr(2**31 - 1)  # Fills the list of wanted rows; greater than any row number
 
 # Counters of a tier.
 HITS = tl.constexpr(0)
@@ -84,7 +80,6 @@ MOVED = tl.constexpr(2)
 
 @triton.jit
 def own_positions(n, BLOCK: tl.constexpr):
-    """The positions of this program, and which of them exist."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return at, at < n
 
@@ -288,8 +283,6 @@ def renew_rows(entries, ids, rows, mask, n, boundary, BLOCK: tl.constexpr):
 
 
 class HostTier:
-    """The places of one table's rows."""
-
     def __init__(self, table: DeviceTable) -> None:
         self._table = table
         self._scores = torch.empty(0, dtype=torch.float32, device=table.device)
@@ -300,12 +293,10 @@ class HostTier:
 
     @property
     def boundary(self) -> int:
-        """The first row number in host memory."""
         return self._table.device_rows
 
     @property
     def active(self) -> bool:
-        """Whether rows may be in host memory."""
         return self._table.row_capacity > self.boundary
 
     @property
@@ -314,7 +305,6 @@ class HostTier:
         return 4 * (self._scores.numel() + self._stamps.numel())
 
     def use(self, rows: int) -> HostTierUse:
-        """Return the numbers of the tier. Waits for the device."""
         host = max(0, rows - self.boundary)
         return HostTierUse(rows - host, host, *self._counters.tolist())
 
@@ -399,7 +389,6 @@ class HostTier:
         self._hand = (self._hand + window) % boundary
 
     def _note(self, ids: Tensor, rows: Tensor, lists: tuple[Tensor, Tensor] | None, *, counted: bool) -> None:
-        """Stamp and count rows, and list those in host memory."""
         listed = torch.zeros(1, dtype=torch.int32, device=rows.device)
         wanted, wanted_ids = (rows, ids) if lists is None else lists
         note_uses[grid(rows.numel(), BLOCK)](
@@ -422,7 +411,6 @@ class HostTier:
         )
 
     def _exchange(self, wanted: Tensor, places: Tensor) -> None:
-        """Exchange rows with those in other places."""
         layout, pairs, block = self._table.layout, places.numel(), 8
         exchange_rows[(min(PROGRAMS, -(-pairs // block)),)](
             self._table.chunk_table,

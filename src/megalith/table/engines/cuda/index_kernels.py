@@ -57,7 +57,6 @@ SKIPPED = tl.constexpr(3)
 
 @triton.jit
 def positions(spans, BLOCK: tl.constexpr):
-    """The positions of this program, and which of them exist."""
     table = tl.program_id(1)
     start = tl.load(spans + SPAN_FIELDS * table)
     end = tl.load(spans + SPAN_FIELDS * table + 1)

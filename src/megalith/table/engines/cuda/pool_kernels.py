@@ -88,7 +88,6 @@ def repeat_bytes(part, bag):
 
 @triton.jit
 def all_found(rows, position, length):
-    """Whether all ids of a block of bags have a row."""
     longest = tl.max(length, 0)
     found = length >= 0
     k = longest * 0

@@ -35,8 +35,7 @@ from megalith.table.serving_precision import ServingView
 
 HEADER_BYTES = 24
 SECTOR, WIDE_SECTOR, WIDE_ROW = 32, 64, 512
-CHUNK_BYTES = 16 << 20
-"""Bytes of a chunk of rows, about."""
+CHUNK_BYTES = 16 << 20  # Bytes of a chunk of rows, about
 MIN_CHUNK_SHIFT = 4
 
 
@@ -45,17 +44,12 @@ class ColumnRun:
     """Columns of equal precision that lie next to each other."""
 
     start: int
-    """The first column."""
     end: int
-    """The column after the last one."""
-    offset: int
-    """Bytes from the start of the row."""
-    precision: int
-    """Number of the precision: 0 float32, 1 float16, 2 bfloat16."""
+    offset: int  # Bytes from the start of the row
+    precision: int  # 0 float32, 1 float16, 2 bfloat16
 
     @property
     def width(self) -> int:
-        """The number of columns."""
         return self.end - self.start
 
 
@@ -68,15 +62,12 @@ class SegmentPlace:
     offset: int
     precision: int
     stochastic: bool
-    state: int
-    """Bytes from the start of the row to the first state of the segment."""
+    state: int  # Bytes from the start of the row to the first state of the segment
     rule: StepRule | None
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The layout of the rows of a table."""
-
     dim: int
     runs: tuple[ColumnRun, ...]
     segments: tuple[SegmentPlace, ...]
@@ -92,7 +83,6 @@ class RowLayout:
 
     @classmethod
     def of(cls, config: TableConfig, chunk_bytes: int = CHUNK_BYTES) -> RowLayout:
-        """Compute the layout of a table's rows."""
         view = ServingView.of(config)
         in_torch = view is not None and view.depends_on_step
         numbers = {name: number for number, name in enumerate(PRECISIONS)}
@@ -161,34 +151,27 @@ def shared_number(values: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class SharedLayout:
-    """The layouts of the tables of a launch."""
-
     layouts: tuple[RowLayout, ...]  # Layouts with equal `launch_kind`
 
     @classmethod
     def of(cls, layouts: Sequence[RowLayout]) -> SharedLayout:
-        """Join layouts."""
         assert len({launch_kind(layout) for layout in layouts}) == 1
         return cls(tuple(layouts))
 
     @cached_property
     def dims(self) -> tuple[int, ...]:
-        """The dim of each table."""
         return tuple(layout.dim for layout in self.layouts)
 
     @cached_property
     def dim(self) -> int:
-        """The dim as a shared number."""
         return shared_number(self.dims)
 
     @cached_property
     def max_dim(self) -> int:
-        """The largest dim."""
         return max(self.dims)
 
     @cached_property
     def header(self) -> int:
-        """Bytes from the start of a row to its header, as a shared number."""
         return shared_number(layout.header for layout in self.layouts)
 
     @cached_property
@@ -210,12 +193,10 @@ class SharedLayout:
 
     @property
     def num_runs(self) -> int:
-        """Number of runs of columns of equal precision."""
         return len(self.layouts[0].runs)
 
     @property
     def num_segments(self) -> int:
-        """Number of segments."""
         return len(self.layouts[0].segments)
 
     @property
@@ -257,11 +238,9 @@ class SharedLayout:
         return found
 
     def run_offset(self, number: int) -> int:
-        """Return the bytes from the start of a row to a run of columns, as a shared number."""
         return shared_number(layout.runs[number].offset for layout in self.layouts)
 
     def rule(self, number: int) -> StepRule:
-        """Return the rule of a segment."""
         rule = self.layouts[0].segments[number].rule
         assert rule is not None
         return rule

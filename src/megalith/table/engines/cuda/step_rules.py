@@ -86,7 +86,6 @@ def row_correction(count, beta1, beta2):
 
 @triton.jit
 def norm(values, wide):
-    """The length of a row."""
     return tl.sqrt_rn(tl.sum(tl.where(wide, values * values, 0.0), 0))
 
 
@@ -95,7 +94,6 @@ def rule_step(
     weight, grad, state, column, wide, lr, factor, extra, h0, h1, h2, h3, h4, h5, width,
     RULE: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """The step of a rule; see `optimizer_step`."""
     first = state + column
     second = first + width
     result = weight
@@ -223,8 +221,6 @@ NUM_SETTINGS = 6
 
 
 class StepRule(NamedTuple):
-    """The rule of one segment."""
-
     rule: int  # Number of the rule
     options: int  # Variants of the rule, as bits
     settings: tuple[float, ...]  # `NUM_SETTINGS` numbers
@@ -241,19 +237,17 @@ def find_rule(optimizer: Optimizer) -> StepRule | None:
     return StepRule(rule, options, (*settings, *[0.0] * (NUM_SETTINGS - len(settings))))
 
 
-def _rule(optimizer: Optimizer) -> tuple[int, int, tuple[float, ...]]:
-    kind, o = type(optimizer), optimizer
-    if kind is optimizers.SGD:
+def _rule(o: Optimizer) -> tuple[int, int, tuple[float, ...]]:
+    if type(o) is optimizers.SGD:
         return SGD.value, 0, ()
-    if kind is optimizers.Momentum:
-        assert isinstance(o, optimizers.Momentum)
+    if type(o) is optimizers.Momentum:
         settings = (o.momentum, o.weight_decay, 1.0 + o.momentum)
         return MOMENTUM.value, int(o.nesterov), settings
-    if kind is optimizers.Adagrad:
+    if type(o) is optimizers.Adagrad:
         return ADAGRAD.value, 0, o.hyper
-    if kind is optimizers.RowWiseAdagrad:
+    if type(o) is optimizers.RowWiseAdagrad:
         return ROWWISE_ADAGRAD.value, 0, o.hyper
-    if kind in (optimizers.Adam, optimizers.AdamW, optimizers.AMSGrad, optimizers.LAMB):
+    if type(o) in (optimizers.Adam, optimizers.AdamW, optimizers.AMSGrad, optimizers.LAMB):
         assert isinstance(o, AdamSettings)
         beta1, beta2, new1, new2, eps, decay, _ = o.hyper
         numbers = (new1, new2, eps, decay, as_float32(beta1), as_float32(beta2))
@@ -261,28 +255,25 @@ def _rule(optimizer: Optimizer) -> tuple[int, int, tuple[float, ...]]:
             return LAMB.value, 8 * o.counts_rows, numbers
         options = o.nesterov + 2 * o.decoupled + 4 * o.keeps_maximum + 8 * o.counts_rows
         return ADAM.value, options, numbers
-    if kind in (optimizers.FTRL, optimizers.GroupFTRL):
+    if type(o) in (optimizers.FTRL, optimizers.GroupFTRL):
         assert isinstance(o, optimizers.FTRL)
-        rule = FTRL if kind is optimizers.FTRL else GROUP_FTRL
+        rule = FTRL if type(o) is optimizers.FTRL else GROUP_FTRL
         return rule.value, 0, (o.beta, o.l1)
-    if kind is optimizers.GroupAdagrad:
+    if type(o) is optimizers.GroupAdagrad:
         return GROUP_ADAGRAD.value, 0, o.hyper
-    if kind is optimizers.BatchSoftmax:
+    if type(o) is optimizers.BatchSoftmax:
         return BATCH_SOFTMAX.value, 0, ()
-    if kind is optimizers.Lion:
-        assert isinstance(o, optimizers.Lion)
+    if type(o) is optimizers.Lion:
         beta1, beta2 = o.betas
         return LION.value, 0, (beta1, 1 - beta1, beta2, 1 - beta2, o.weight_decay)
-    if kind in (optimizers.RMSProp, optimizers.RMSPropV2):
+    if type(o) in (optimizers.RMSProp, optimizers.RMSPropV2):
         assert isinstance(o, optimizers.RMSProp)
         return RMSPROP.value, 0, (o.alpha, o.new_square, o.eps, o.weight_decay)
-    if kind is optimizers.Adadelta:
-        assert isinstance(o, optimizers.Adadelta)
+    if type(o) is optimizers.Adadelta:
         return ADADELTA.value, 0, (o.rho, 1 - o.rho, o.eps, o.weight_decay)
-    if kind is optimizers.DynamicWdAdagrad:
+    if type(o) is optimizers.DynamicWdAdagrad:
         return DYNAMIC_WD.value, 0, o.hyper[:2]
-    if kind is optimizers.MovingAverage:
-        assert isinstance(o, optimizers.MovingAverage)
+    if type(o) is optimizers.MovingAverage:
         return MOVING_AVERAGE.value, 0, (o.momentum, 1 - o.momentum)
     return 0, 0, ()
 

@@ -27,13 +27,10 @@ from torch import Tensor
 from megalith.table.engines.cuda.streams import ArrivingColumns, HostCopies, all_columns
 from megalith.table.table_data import Chunk
 
-WINDOW = 1 << 20
-"""Row numbers among which the reader looks for rows at once."""
+WINDOW = 1 << 20  # Row numbers among which the reader looks for rows at once
 
 
 class StreamedSnapshot:
-    """An open snapshot."""
-
     def __init__(
         self,
         flags: Tensor,
@@ -77,7 +74,6 @@ class StreamedSnapshot:
                     self._saved_rows += part.numel()
 
     def save_all(self) -> None:
-        """Take all rows that are left. The caller holds the lock of the engine."""
         while (rows := self._next_rows()) is not None:
             self._save(rows)
 
@@ -98,7 +94,6 @@ class StreamedSnapshot:
     # ---- the reader
 
     def read(self, chunk: Chunk) -> int:
-        """Fill a chunk with the next rows."""
         if self._current is None and not self._next_block():
             return 0
         assert self._current is not None
@@ -166,7 +161,6 @@ class StreamedSnapshot:
 
 
 def flag_rows(size: int, blocks: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the flags of a snapshot."""
     # returns: uint8 [size].
     flags = torch.zeros(size, dtype=torch.uint8, device=device)
     for rows in blocks:

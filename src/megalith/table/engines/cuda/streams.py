@@ -87,7 +87,6 @@ class StreamOrder:
 
     @property
     def is_held(self) -> bool:
-        """Whether this thread is within a call."""
         return self._owner == threading.get_ident()
 
     def follow(self, handle: int) -> None:
@@ -107,7 +106,6 @@ class StreamOrder:
 
 
 def current_handle(device: torch.device) -> int:
-    """Return the handle of the current stream."""
     if device.type != "cuda":
         return -1
     return int(torch._C._cuda_getCurrentRawStream(device.index))
@@ -128,8 +126,7 @@ def enter_call(device: torch.device) -> ExitStack | None:
     return changed
 
 
-BLOCK_BYTES = 32 << 20
-"""Bytes of pinned memory that a block takes, about."""
+BLOCK_BYTES = 32 << 20  # Bytes of pinned memory that a block takes, about
 ALIGNED_ROWS = 16
 """Blocks have a multiple of this number of rows: Triton compiles a kernel once more for other pointers."""
 _ALIGNMENT = 64
@@ -149,7 +146,6 @@ def with_columns(chunk: Chunk, columns: Sequence[Tensor]) -> Chunk:
 
 
 def block_rows(row_bytes: int) -> int:
-    """Return the number of rows of a block."""
     return max(ALIGNED_ROWS, BLOCK_BYTES // max(1, row_bytes) // ALIGNED_ROWS * ALIGNED_ROWS)
 
 
@@ -177,7 +173,6 @@ class HostCopies:
         self._sent: deque[torch.cuda.Event] = deque()
 
     def to_host(self, columns: Sequence[Tensor]) -> ArrivingColumns:
-        """Start to copy columns to the host."""
         targets = self._pinned_like(columns)
         if self._stream is None:
             for target, column in zip(targets, columns, strict=True):
@@ -246,7 +241,6 @@ class ChunkDownload:
             self._at += self._rows
 
     def finish(self, target: Chunk) -> None:
-        """Wait for the rows."""
         while self._sent:
             self._send()
             start, arriving = self._sent.popleft()

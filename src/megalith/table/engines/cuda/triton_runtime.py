@@ -41,7 +41,6 @@ PLAIN_ARITHMETIC = {} if INTERPRETED else {"enable_fp_fusion": False}
 
 
 def find_device() -> torch.device:
-    """Return the device of new tables."""
     if INTERPRETED:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -53,28 +52,22 @@ def find_device() -> torch.device:
 
 
 def padded(n: int) -> int:
-    """Return the next power of two, at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
-Bound = Callable[..., None]
-"""A kernel with its constants: call it with the grid and the other arguments."""
+Bound = Callable[..., None]  # A kernel with its constants: call it with the grid and the other arguments
 
 
 def launched(kernel: Any) -> LaunchedKernel:
-    """Make a kernel that is launched from the host."""
     return LaunchedKernel(kernel)
 
 
 class LaunchedKernel:
-    """A kernel and its compiled variants."""
-
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._bound: dict[tuple[object, ...], Bound] = {}
 
     def bind(self, **constants: Any) -> Bound:
-        """Fix the constants of a kernel."""
         return _interpreted(self._kernel, constants) if INTERPRETED else _BoundKernel(self._kernel, constants)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:

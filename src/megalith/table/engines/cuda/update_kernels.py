@@ -338,8 +338,7 @@ def finish_chunks(
 # mypy: ignore-errors
 
 
-UNUSED = tl.constexpr(2147483647)
-"""A mark without an occurrence."""
+UNUSED = tl.constexpr(2147483647)  # A mark without an occurrence
 
 
 @triton.jit
