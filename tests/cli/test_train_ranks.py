@@ -98,26 +98,6 @@ def test_resume_with_a_config_starts_or_continues_and_names_keys_that_cannot_cha
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--dist-type", "continuous"), "continuous requires train.block_size (--block-size)"),
-        (("--block-size", 10), "no other mode allows it; got roundrobin and 10"),
-        (("--dist-type", "modulo"), "train.dist_type must be one of continuous, roundrobin, hash_roundrobin"),
-        (("--micro-batches", 3), "train.micro_batches must be a power of two, got 3"),
-        (("--wire", "int4"), "train.wire: wire must be one precision"),
-        (("--wire", "rows=int8,grads=int8"), "grads: float32, float16, bfloat16"),
-        (("--timeout", 0), "train.timeout must be a finite number above 0"),
-    ],
-)
-def test_wrong_flags_are_reported(
-    tmp_path: Path, config: Path, flags: tuple[object, ...], words: str
-) -> None:
-    result = megalith("train", "--config", config, "--run", tmp_path / "run", *flags)
-    assert result.exit_code == 1
-    assert words in plain(result.stderr)
-
-
-@pytest.mark.parametrize(
     ("flags", "tables"),
     [(("--comm-metrics",), None), (("--comm-metrics=user,item",), ["user", "item"])],
 )
