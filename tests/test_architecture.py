@@ -176,7 +176,7 @@ FACTORIES = [
         "logspace",
         "ones",
     ),
-    *("rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices"),
+    *("ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices"),
     *("triu_indices", "zeros"),
 ]
 """Functions of torch whose result is on the default device, which users may change."""
