@@ -42,7 +42,6 @@ def _grid(*columns: str, title: str = "", right: tuple[str, ...] = ()) -> Table:
 
 
 def print_checkpoint(found: ListedCheckpoint, manifest: Manifest) -> None:
-    """Prints the saves and tables of a checkpoint."""
     out = console()
     out.print(Text.assemble("checkpoint ", (found.path, "bold")), soft_wrap=True)
     saved = f"saved {manifest.latest.created} by megalith {manifest.megalith}"
@@ -79,7 +78,6 @@ def print_checkpoint(found: ListedCheckpoint, manifest: Manifest) -> None:
 
 
 def print_checkpoints(path: str, found: list[ListedCheckpoint]) -> None:
-    """Prints one line per checkpoint of a directory."""
     numbers = ("rows", "bytes", "deltas", "step")
     grid = _grid("checkpoint", "rows", "bytes", "deltas", "created", "step", title=path, right=numbers)
     for each in found:
@@ -99,7 +97,6 @@ def print_checkpoints(path: str, found: list[ListedCheckpoint]) -> None:
 
 
 def checkpoint_json(found: ListedCheckpoint) -> dict[str, Any]:
-    """Return the JSON form of a listed checkpoint."""
     about = {"path": found.path, "complete": found.manifest is not None, "problem": found.problem}
     if found.manifest is None:
         return {**about, "leftovers": found.leftovers}
@@ -145,7 +142,6 @@ def _name(t: TableSummary) -> str:
 
 
 def print_difference(found: Difference) -> None:
-    """Prints the differences of two checkpoints."""
     out = console()
     if found.same:
         out.print("no differences" + (", except in times" if _times(found) else ""))

@@ -55,7 +55,6 @@ def exit_on_error() -> Iterator[None]:
 
 
 def _plain(text: str) -> str:
-    """Escapes text for rich."""
     return text.replace("[", r"\[")
 
 
@@ -100,7 +99,6 @@ def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
 
 
 def bar_table(title: str, what: str, bins: Sequence[tuple[str, int]]) -> Table:
-    """Return a table of counts with bars."""
     most = max((count for _, count in bins), default=0)
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column(what, justify="right")
@@ -113,7 +111,6 @@ def bar_table(title: str, what: str, bins: Sequence[tuple[str, int]]) -> Table:
 
 
 def show_routing(routing: Routing) -> str:
-    """Return a short description of a routing."""
     block = f", blocks of {routing.block_size:,}" if routing.block_size else ""
     return f"{routing.dist_type}, {plural(routing.num_shards, 'shard')}{block}" + (
         ", first shard empty" if routing.skip_first else ""
@@ -121,7 +118,6 @@ def show_routing(routing: Routing) -> str:
 
 
 def show_segments(table: TableSummary) -> str:
-    """Return a short description of the segments of a table."""
     return " + ".join(
         f"{s.dim} {s.optimizer}" + ("" if s.precision == "float32" else f" {show_precision(s)}")
         for s in table.segments

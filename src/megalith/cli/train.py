@@ -136,7 +136,6 @@ class TrainCommand(TyperCommand):
     """The `train` command, where `--comm-metrics` may be given without a value: all tables."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Adds the value to a bare `--comm-metrics`."""
         return super().parse_args(
             ctx, ["--comm-metrics=*" if arg == "--comm-metrics" else arg for arg in args]
         )
@@ -285,7 +284,6 @@ def _train(run: Run, out: Console) -> bool:
 
 
 def _conclude(run: Run, comparison: Path | None, out: Console) -> None:
-    """Evaluates the model and writes the report."""
     result = None
     if run.source.test is not None:
         first = run.ranks.rank == 0

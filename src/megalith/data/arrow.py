@@ -60,7 +60,6 @@ class ColumnFault:
 def numbers(
     array: Any, column: str, *, nan: NanRule | None = None
 ) -> tuple[NDArray[np.float64], Mask, list[ColumnFault]]:
-    """Converts a column to numbers."""
     # returns: float64 [n] with NaN for missing values, a mask of the missing values, and the rows that are
     # not finite numbers.
     pa, pc = arrow(), arrow("pyarrow.compute")
@@ -112,7 +111,6 @@ def seconds(array: Any, column: str) -> tuple[NDArray[np.int64], list[ColumnFaul
 
 
 def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[ColumnFault]]:
-    """Converts a column to ids."""
     # A missing value is an empty row; a missing value in a list is left out.
     pa, pc = arrow(), arrow("pyarrow.compute")
     array = _plain(array)

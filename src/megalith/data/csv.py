@@ -33,8 +33,6 @@ CRITEO_CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
 
 
 class _Block(NamedTuple):
-    """Complete lines of a file."""
-
     data: bytes
     offset: int
     """Offset of the first byte in the file."""

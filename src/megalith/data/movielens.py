@@ -298,8 +298,6 @@ class _File(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The files of a directory."""
-
     ratings: _File
     """Rows of user, movie, rating, time."""
     users: _File
@@ -309,7 +307,6 @@ class _Layout(NamedTuple):
 
 
 def _layout(directory: Path) -> _Layout:
-    """The files of a directory in either layout."""
     if (directory / "ratings.dat").exists():
         return _Layout(
             _File(directory / "ratings.dat", "latin-1", "::", 1, 4, (0, 1, 2, 3)),
@@ -366,8 +363,6 @@ def _rows(file: _File) -> Iterator[tuple[int, list[str]]]:
 
 
 class _Ratings(NamedTuple):
-    """The columns of n ratings."""
-
     user: Tensor
     """Index in the file of users, int64 [n]."""
     movie: Tensor

@@ -22,7 +22,6 @@ class Cross(nn.Module):
         self.up = nn.Linear(rank, width)
 
     def forward(self, first: Tensor, x: Tensor) -> Tensor:
-        """Return the output [B, width]."""
         # returns: float [B, width].
         out: Tensor = first * self.up(self.down(x)) + x
         return out

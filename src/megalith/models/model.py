@@ -181,6 +181,5 @@ def widths(hidden: Any, name: str) -> list[int]:
 
 
 def join(rows: Tensor, dense: Tensor | None) -> Tensor:
-    """Concatenates rows and dense values."""
     # rows: float [B, w]; dense: float [B, k]; returns: float [B, w + k].
     return rows if dense is None else torch.cat([rows, dense], 1)

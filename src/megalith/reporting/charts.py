@@ -45,8 +45,6 @@ _LINES = {"line": "line", "faint": "line faint", "line and points": "line"}
 
 @dataclass(frozen=True)
 class Series:
-    """Points of a chart with a name."""
-
     name: str
     """Name in the legend. Empty: the series is not in the legend."""
     points: Sequence[tuple[float, float]]
@@ -59,8 +57,6 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a chart."""
-
     label: str
     log: bool = False
     low: float | None = None
@@ -75,13 +71,11 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
 
 
 def scatter_chart(title: str, series: Sequence[Series], x: Axis, y: Axis, *, diagonal: bool = False) -> str:
-    """Draws points."""
     points = [Series(s.name, s.points, "points", s.sizes, s.colour) for s in series]
     return _plot(title, points, x, y, diagonal)
 
 
 def bar_chart(title: str, bars: Sequence[tuple[str, float]], y: Axis, *, label: str, colour: int = 0) -> str:
-    """Draws vertical bars."""
     if not bars or not all(0 <= value < _LARGEST for _, value in bars):
         raise InputError(f"chart {title!r}: needs at least one bar, and values between 0 and 1e100")
     ticks = _linear_ticks(0.0, max(value for _, value in bars) or 1.0)

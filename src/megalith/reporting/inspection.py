@@ -54,8 +54,6 @@ _FLOAT32_MAX = np.finfo(np.float32).max
 
 @dataclass(frozen=True)
 class SegmentSummary:
-    """A segment as described by the manifest."""
-
     dim: int
     precision: str
     rounding: str
@@ -144,8 +142,6 @@ class Ages:
 
 @dataclass(frozen=True)
 class InspectedRow:
-    """The stored data of an id."""
-
     id: int
     weights: list[float]
     norm: float
@@ -209,7 +205,6 @@ def _summary(path: str, name: str, entries: list[TableEntry], step: int) -> Tabl
 def find_table(
     manifest: Manifest, name: str | None = None, collection: str | None = None
 ) -> tuple[TableSummary, list[TableEntry]]:
-    """Finds a table of a checkpoint."""
     if collection is not None and collection not in manifest.collections:
         known = ", ".join(map(repr, manifest.collections)) or "none"
         raise UnknownNameError(f"no collection {collection!r} (known: {known})")
@@ -231,7 +226,6 @@ def find_table(
 def measure_norms(
     root: Path, entries: Sequence[TableEntry], *, top: int = 10, on_rows: OnRows | None = None
 ) -> Norms:
-    """Measures the norms of all rows."""
     spread = _Spread()
     best: list[TopRow] = []
     rows = nonfinite = 0
@@ -264,7 +258,6 @@ def newest_time(root: Path, entries: Sequence[TableEntry]) -> int | None:
 
 
 def measure_ages(root: Path, entries: Sequence[TableEntry], *, now: int) -> Ages:
-    """Measures the ages of all rows."""
     limits = np.array([0, *(limit for limit, _ in AGE_LIMITS)], np.int64)
     counts = np.zeros(len(limits) + 1, np.int64)
     spread = _Spread()

@@ -242,8 +242,6 @@ class Load:
 
 @dataclass(frozen=True)
 class ModeForecast:
-    """The loads of one routing mode."""
-
     mode: str
     block_size: int | None
     rows: Load

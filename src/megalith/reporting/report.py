@@ -29,8 +29,6 @@ class Absent(Exception):
 
 
 class RunFiles:
-    """The files of a run."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.config = _optional(lambda: read_object(directory / "config.json"))
@@ -38,11 +36,9 @@ class RunFiles:
         self.records, self.unread = _records(directory / "metrics.jsonl")
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """Return the records of a kind."""
         return [r for r in self.records if r.get("kind") == kind]
 
     def points(self, kind: str, field: str) -> list[tuple[float, float]]:
-        """Return the values of a field by step."""
         pairs = [(finite_number(r.get("step")), finite_number(r.get(field))) for r in self.of_kind(kind)]
         return [(step, value) for step, value in pairs if step is not None and value is not None]
 
@@ -72,7 +68,6 @@ def _text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a file with a JSON object."""
     try:
         data = json.loads(_text(path))
     except (ValueError, RecursionError):
@@ -142,7 +137,6 @@ tr.best td { font-weight:600; } details summary { cursor:pointer; }
 
 
 def section(title: str, body: Callable[[], str]) -> str:
-    """Return a section of the page."""
     try:
         content = body()
     except Absent as absent:
@@ -167,7 +161,6 @@ def html_table(
     best: set[int] | None = None,
     plain: bool = False,
 ) -> str:
-    """Return a table of text."""
     value = "" if plain else ' class="value"'
     parts = []
     if head:
@@ -181,7 +174,6 @@ def html_table(
 
 
 def facts_table(facts: Mapping[str, str]) -> str:
-    """Return a table of names and values."""
     return html_table(None, [list(item) for item in facts.items()])
 
 
@@ -404,7 +396,6 @@ def _histogram(feature: Any) -> tuple[list[tuple[float, float]], float]:
 
 
 def _counted(data: Mapping[str, Any], share: float) -> str:
-    """Which ids were counted."""
     samples, total = finite_number(data.get("samples")), finite_number(data.get("samples_of_run"))
     texts = []
     if samples is not None and total is not None:

@@ -385,7 +385,6 @@ class RunConfig:
             raise InputError(f"config: train.wire: {error}") from None
 
     def _check_servers(self) -> None:
-        """Checks the keys of parameter servers."""
         train = self.train
         _one_of("train.server_mode", train.server_mode, SERVER_MODES)
         _one_of("train.server_log", train.server_log, LOGS)

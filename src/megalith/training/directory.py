@@ -110,8 +110,6 @@ KEPT_CHECKPOINTS = "checkpoints"
 
 
 class RunCheckpoints:
-    """The kept checkpoints of a run."""
-
     def __init__(self, directory: Path, *, keep_last: int, keep_every: int | None) -> None:
         self._rotation = Rotation(directory, keep_last=keep_last, keep_every=keep_every)
 

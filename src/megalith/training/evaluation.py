@@ -164,7 +164,6 @@ def predict_file(
 
 
 def check_output(out: Path) -> None:
-    """Checks the name of an output file."""
     if out.suffix not in SUFFIXES:
         raise InputError(f"{out}: write to a file named {' or '.join(SUFFIXES)}")
 

@@ -47,7 +47,6 @@ def export_run(
     block_size: int | None = None,
     **options: Any,
 ) -> Path:
-    """Writes a checkpoint of a run as a version below `out`."""
     # A checkpoint that training replaces meanwhile is read again.
     for _ in range(_TRIES - 1):
         root = find_checkpoint(path)
@@ -111,7 +110,6 @@ def _single_ids(features: Sequence[str], list_features: Any) -> list[str]:
 
 
 def count_rows(path: str | Path) -> int:
-    """Return the number of rows of a run's newest checkpoint."""
     manifest = checkpoint.read_manifest(find_checkpoint(path))
     return sum(entries[-1].live for entries in manifest.tables().values())
 

@@ -31,14 +31,11 @@ _SALT = 0x5851F42D4C957F2D  # mix64(0) is 0: without it, id 0 would always be in
 
 
 class IdFrequencies:
-    """The occurrences of ids by feature."""
-
     def __init__(self) -> None:
         self.samples = 0
         self._counts: dict[str, _IdCounts] = {}
 
     def update(self, batch: Batch) -> None:
-        """Adds the ids of a batch."""
         self.samples += len(batch)
         for name, column in batch.features.items():
             self._counts.setdefault(name, _IdCounts()).add(column.values)
@@ -49,7 +46,6 @@ class IdFrequencies:
         return {"samples": self.samples, "samples_of_run": samples, "features": features}
 
     def write(self, path: Path, samples: int) -> None:
-        """Writes the summary as JSON."""
         path.write_text(json.dumps(self.summary(samples)))
 
     # ---- with a checkpoint
@@ -118,7 +114,6 @@ class _IdCounts:
             self.compact()
 
     def compact(self) -> None:
-        """Counts the pending ids."""
         if not self._pending:
             return
         distinct = dedup(torch.cat([self.ids, *self._pending]))

@@ -83,7 +83,6 @@ class MetricsLog:
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends a line."""
         with open(self.path, "a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -155,7 +154,6 @@ class ScalarWriter:
                 self._writer.add_histogram(name, torch.tensor(each, device="cpu"), step)
 
     def close(self) -> None:
-        """Flushes and closes the event files."""
         if self._writer is not None:
             self._writer.close()
 

@@ -133,11 +133,9 @@ class Publishing:
         self._lost = False
 
     def step(self) -> None:
-        """To be called after every training step."""
         self._repeated(lambda: self._publisher.step())
 
     def saved(self, id: str) -> None:
-        """To be called after a save with its id."""
         self._repeated(lambda: self._publisher.checkpoint_taken(id), base=id)
 
     def finish(self) -> Pushed:

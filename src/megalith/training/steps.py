@@ -44,8 +44,7 @@ class Steps(ABC):
     """Whether a rank passed stop=True to the last `take`, the same on all ranks."""
 
     @abstractmethod
-    def take(self, step: Any, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
-        """Trains on a batch."""
+    def take(self, step: Any, *, stop: bool = False) -> tuple[float, list[BatchScores]]: ...
 
 
 class WholeBatches(Steps):

@@ -48,7 +48,6 @@ TABLE_KEYS = (
 
 
 def parse_admission(given: str | Mapping[str, Any] | None, where: str) -> Admission | None:
-    """Build an admission policy."""
     policies = _policies(given, ADMISSIONS, where)
     if len(policies) > 1:
         raise InputError(f"config: {where} has {len(policies)} policies, but a table has at most one")
@@ -56,12 +55,10 @@ def parse_admission(given: str | Mapping[str, Any] | None, where: str) -> Admiss
 
 
 def parse_eviction(given: str | Mapping[str, Any] | None, where: str) -> tuple[Eviction, ...]:
-    """Build eviction policies."""
     return tuple(_policies(given, EVICTIONS, where))
 
 
 def parse_precision(given: Any, where: str) -> str | list[str]:
-    """Check the precision of a table."""
     for each in given if isinstance(given, list) and given else [given]:
         _one_of(each, tuple(PRECISIONS), where)
     found: str | list[str] = given
@@ -69,7 +66,6 @@ def parse_precision(given: Any, where: str) -> str | list[str]:
 
 
 def parse_rounding(given: Any, precision: str | list[str], where: str) -> str:
-    """Check the rounding of a table."""
     _one_of(given, ROUNDINGS, where)
     stored = precision if isinstance(precision, list) else [precision]
     if given != "nearest" and all(each == "float32" for each in stored):
@@ -81,7 +77,6 @@ def parse_rounding(given: Any, precision: str | list[str], where: str) -> str:
 
 
 def parse_serving(given: Any, where: str) -> ServingPrecision | str | None:
-    """Build the serving precision of a table."""
     if isinstance(given, str) and given in SERVING_FLOATS:
         return given
     if isinstance(given, str) and given.strip() and "=" not in given:
@@ -144,7 +139,6 @@ def _settings(given: Mapping[str, Any], shared: TableSettings, where: str) -> Ta
 
 
 def needs_passes(eviction: tuple[Eviction, ...]) -> bool:
-    """Return whether eviction policies need passes over the table."""
     return any(not isinstance(policy, Capacity) for policy in eviction)
 
 
@@ -220,7 +214,6 @@ TABLE_OPTIONS = "train.table_options"
 
 
 def build_optimizer(name: str, lr: float, options: str | None) -> Optimizer:
-    """Build the optimizer of the tables."""
     settings = _read_settings(options or "")
     if OPTIMIZERS[name] is not DelayCompensated:
         return _build(name, lr, settings)

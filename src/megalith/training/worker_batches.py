@@ -51,8 +51,6 @@ SHARES_PER_WORKER = 4
 
 
 class DataShares:
-    """See the module."""
-
     def __init__(self, reader: Reader, *, split: bool) -> None:
         self._reader = reader
         self._split = split
@@ -84,7 +82,6 @@ class DataShares:
         return self.share(self._free.popleft()) if self._free else None
 
     def share(self, index: int) -> DataShare:
-        """Return a share at its position."""
         return DataShare(index, len(self._at), self._at[index])
 
     def give_back(self, index: int) -> None:
@@ -106,7 +103,6 @@ class DataShares:
         return self._at[0] if len(self._at) == 1 else {"shards": list(self._at)}
 
     def seek(self, position: Position) -> None:
-        """Continue at a position."""
         if not isinstance(position, dict) or "shards" not in position:
             self._reader.shard(0, 1).seek(position)
             start = {**self._start, "epoch": position["epoch"]} if "epoch" in self._start else self._start
@@ -134,7 +130,6 @@ class DoneStep:
 
     @property
     def rows(self) -> int:
-        """Number of rows of all workers."""
         return sum(result.rows for result in self.results)
 
     @property
@@ -167,8 +162,6 @@ class DoneSteps(Steps):
 
 
 class WorkerBatches(ABC):
-    """See the module."""
-
     def __init__(
         self,
         reader: Reader,
@@ -209,12 +202,10 @@ class WorkerBatches(ABC):
         self._shares.end(self._epoch() + 1)
 
     @abstractmethod
-    def _epoch_steps(self) -> Iterator[DoneStep]:
-        """Yields the steps that are left of the epoch."""
+    def _epoch_steps(self) -> Iterator[DoneStep]: ...
 
     @property
     def in_progress(self) -> bool:
-        """Whether a worker has something to do."""
         return any(worker.calls for worker in self.pool.workers.values())
 
     def settle(self) -> bool:
@@ -233,7 +224,6 @@ class WorkerBatches(ABC):
         return self._shares.position()
 
     def seek(self, position: Position) -> None:
-        """Continue at a position, before the first step."""
         self._shares.seek(position)
 
     def skipped(self) -> Counter[str]:
@@ -290,7 +280,6 @@ class WorkerBatches(ABC):
         worker.share, worker.ahead = None, 0
 
     def _grow(self) -> list[PoolWorker]:
-        """Start and connect workers that are missing."""
         missing = self.wanted - len(self.pool) - self.pool.starting
         if missing > 0:
             self.pool.start(missing)
@@ -305,7 +294,6 @@ class WorkerBatches(ABC):
         return sorted(self.pool.workers.values(), key=lambda worker: worker.number)[self.wanted :]
 
     def close(self) -> None:
-        """End the workers."""
         self.pool.close()
 
 

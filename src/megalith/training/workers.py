@@ -65,8 +65,6 @@ from megalith.training.steps import PartBatches, Steps, WholeBatches
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What a worker needs to build the model and to find the servers."""
-
     config: RunConfig  # The config of the run, with the fitted schema
     servers: Servers
     log: str  # The directory of their logs
@@ -114,8 +112,6 @@ class StepOrder:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a worker did in a step."""
-
     rows: int  # The number of rows that it computed; 0 in mode "async": the share has ended
     loss: float  # Its share of the mean loss of the step
     scores: list[tuple[Tensor, Tensor | None, Tensor]]  # Labels, weights and logits of its rows
@@ -185,7 +181,6 @@ class TrainingWorker:
 
     @returning_failures
     def prepare(self, number: int) -> Any:
-        """Open the data."""
         self.number = number
         self._reader = self._source = open_source(self._setup.config).train
         return os.getpid()
@@ -217,7 +212,6 @@ class TrainingWorker:
 
     @returning_failures
     def read(self, share: DataShare, rows: int) -> Any:
-        """Open a share."""
         self._reader = self._source.shard(share.index, share.count)
         self._reader.batch_size = rows
         self._reader.seek(share.position)
@@ -360,8 +354,6 @@ class PoolWorker:
 
 
 class WorkerPool:
-    """See the module."""
-
     def __init__(
         self,
         setup: WorkerSetup,
@@ -386,11 +378,9 @@ class WorkerPool:
 
     @property
     def starting(self) -> int:
-        """The number of workers whose process is starting."""
         return len(self._starting)
 
     def start(self, count: int) -> None:
-        """Start processes."""
         number = 1  # 0 is the run itself
         for _ in range(count):
             while number in self.workers or number in self._starting:
@@ -485,7 +475,6 @@ class WorkerPool:
         self.given_up += 1
 
     def call(self, worker: PoolWorker, name: str, *args: Any) -> None:
-        """Add a call to the queue of a worker."""
         worker.calls.append(((name, args), getattr(worker.actor, name).remote(*args)))
 
     def wait(self) -> tuple[PoolWorker, Call, Any]:
@@ -569,7 +558,6 @@ class WorkerPool:
 
 
 def _task_failure(worker: PoolWorker, error: Any) -> MegalithError:
-    """The error of a call as Ray describes it."""
     return worker_failure(worker.number, error.cause, error.traceback_str)
 
 
