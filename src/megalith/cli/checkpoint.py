@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from megalith import checkpoint
@@ -14,8 +13,10 @@ from megalith.checkpoint import Difference, ListedCheckpoint, Manifest
 from megalith.checkpoint.compare import Change
 from megalith.checkpoint.manifest import Save, is_checkpoint
 from megalith.cli.output import (
+    AsJson,
     console,
     exit_on_error,
+    grid,
     plural,
     print_json,
     print_line,
@@ -34,20 +35,13 @@ _LONGEST = 60
 # ---- ls
 
 
-def _grid(*columns: str, title: str = "", right: tuple[str, ...] = ()) -> Table:
-    grid = Table(title=Text(title) if title else None, title_justify="left", title_style="bold")
-    for column in columns:
-        grid.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return grid
-
-
 def print_checkpoint(found: ListedCheckpoint, manifest: Manifest) -> None:
     out = console()
     out.print(Text.assemble("checkpoint ", (found.path, "bold")), soft_wrap=True)
     saved = f"saved {manifest.latest.created} by megalith {manifest.megalith}"
     out.print(Text(f"{found.rows:,} rows, {show_bytes(found.bytes)}, {saved}"))
-    numbers = ("rows", "removed", "bytes", "step", "dim")
-    saves = _grid("save", "kind", "created", "rows", "removed", "bytes", "step", right=numbers)
+    names = ("save", "kind", "created", "rows", "removed", "bytes", "step")
+    saves = grid(names, left=names[:3])
     for save in manifest.saves:
         each = _save(save, manifest)
         saves.add_row(
@@ -60,7 +54,8 @@ def print_checkpoint(found: ListedCheckpoint, manifest: Manifest) -> None:
             _steps(each["steps"]),
         )
     out.print(saves)
-    tables = _grid("table", "rows", "bytes", "dim", "segments", "routing", "policies", right=numbers)
+    names = ("table", "rows", "bytes", "dim", "segments", "routing", "policies")
+    tables = grid(names, left=("table", *names[4:]))
     for t in summarize(manifest):
         cells = [
             _name(t),
@@ -78,14 +73,14 @@ def print_checkpoint(found: ListedCheckpoint, manifest: Manifest) -> None:
 
 
 def print_checkpoints(path: str, found: list[ListedCheckpoint]) -> None:
-    numbers = ("rows", "bytes", "deltas", "step")
-    grid = _grid("checkpoint", "rows", "bytes", "deltas", "created", "step", title=path, right=numbers)
+    names = ("checkpoint", "rows", "bytes", "deltas", "created", "step")
+    table = grid(names, left=("checkpoint", "created"), title=path)
     for each in found:
         name = Text(each.path.removeprefix(path.rstrip("/") + "/"))
         if each.manifest is None:
-            grid.add_row(name, Text(each.problem.partition(":")[0], style="bold red"))
+            table.add_row(name, Text(each.problem.partition(":")[0], style="bold red"))
             continue
-        grid.add_row(
+        table.add_row(
             name,
             f"{each.rows:,}",
             show_bytes(each.bytes),
@@ -93,7 +88,7 @@ def print_checkpoints(path: str, found: list[ListedCheckpoint]) -> None:
             each.manifest.latest.created,
             _steps(each.steps),
         )
-    console().print(grid)
+    console().print(table)
 
 
 def checkpoint_json(found: ListedCheckpoint) -> dict[str, Any]:
@@ -148,15 +143,14 @@ def print_difference(found: Difference) -> None:
         for line in _times(found):
             out.print(Text(line), soft_wrap=True)
         return
-    numbers = ("before", "after", "added", "removed", "changed", "weights")
-    shown = (*numbers, "largest", "id")
-    grid = _grid("table", *shown, title="rows", right=shown)
+    names = ("table", "before", "after", "added", "removed", "changed", "weights", "largest", "id")
+    table = grid(names, left=("table",), title="rows")
     for name, t in found.tables.items():
         counts = (t.before, t.after, t.added, t.removed, t.changed, t.weights)
         largest = ("", "") if t.largest is None else (show_number(t.largest.amount), str(t.largest.id))
-        grid.add_row(Text(name), *(f"{count:,}" for count in counts), *largest)
+        table.add_row(Text(name), *(f"{count:,}" for count in counts), *largest)
     if found.tables:
-        out.print(grid)
+        out.print(table)
     for side, names in (("before", found.only_before), ("after", found.only_after)):
         for name in names:
             out.print(Text(f"table {name} is only in the checkpoint {side}"))
@@ -203,7 +197,6 @@ Place = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()

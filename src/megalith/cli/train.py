@@ -59,9 +59,7 @@ def launched(run: Path, timeout: float) -> Iterator[RankSetup]:
 
 
 class TrainingBar(Watcher):
-    """Shows samples, samples/s, loss, AUC, rows and memory, the lowest hit rate of GPU memory of tables with
-    rows in host memory, and the rows written by a slow save.
-    """
+    """Shows the progress of a run and of a slow save, with numbers of the last line of its log."""
 
     def __init__(self, run: Run) -> None:
         rows = run.source.train.num_rows

@@ -51,19 +51,7 @@ class ColumnChunk(NamedTuple):
 
 
 class ColumnReader(Reader):
-    """Reads files of named columns.
-
-    Args:
-        paths: Files, directories or patterns.
-        schema: The columns to read.
-        batch_size: Rows per batch.
-        drop_last: See `Reader`.
-        on_error: See `Reader`.
-        binary_labels: See `Reader`.
-
-    Raises:
-        InputError: No file is found, or an argument is out of range.
-    """
+    """Reads files of named columns."""
 
     suffixes: tuple[str, ...]
     row_word = "row"

@@ -153,21 +153,13 @@ class InspectedRow:
     """Number of updates, if a policy counts them."""
 
 
-def _row_bytes(entry: TableEntry) -> int:
-    """Bytes of weights in their precision, state as float32, the id, and the time of the last update."""
-    return _weight_bytes(entry) + 4 * sum(entry.state_sizes.values()) + 8 + 4
-
-
-def _weight_bytes(entry: TableEntry) -> int:
-    return sum(int(s["dim"]) * PRECISIONS.get(str(s.get("precision")), 4) for s in entry.segments)
-
-
 def _memory_parts(entry: TableEntry) -> dict[str, int]:
+    weights = sum(int(s["dim"]) * PRECISIONS.get(str(s.get("precision")), 4) for s in entry.segments)
     return {
-        "rows": entry.live * _weight_bytes(entry),
+        "rows": entry.live * weights,
         "state": 4 * entry.live * sum(entry.state_sizes.values()),
         "index": INDEX_BYTES * entry.live,
-        "side": (8 + 4) * entry.live,
+        "side": (8 + 4) * entry.live,  # the id, and the time of the last update
         "counters": PENDING_BYTES * sum(piece.rows for piece in entry.pending),
     }
 
@@ -185,13 +177,14 @@ def summarize(manifest: Manifest) -> list[TableSummary]:
 def _summary(path: str, name: str, entries: list[TableEntry], step: int) -> TableSummary:
     files = [piece.file for entry in entries for piece in (*entry.pieces, *entry.removed)]
     latest = entries[-1]
+    parts = _memory_parts(latest)
     return TableSummary(
         collection=path,
         name=name,
         rows=latest.live,
         bytes=sum(file.bytes for file in files),
-        memory=latest.live * _row_bytes(latest),
-        memory_parts=_memory_parts(latest),
+        memory=parts["rows"] + parts["state"] + parts["side"],
+        memory_parts=parts,
         pending=sum(piece.rows for piece in latest.pending),
         dim=latest.dim,
         num_files=len(files),

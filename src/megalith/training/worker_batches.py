@@ -59,11 +59,6 @@ class DataShares:
         self._start = reader.shard(0, 1).position
         self._continued: Position | None = None
 
-    @property
-    def begun(self) -> bool:
-        """Whether the position is in the midst of an epoch."""
-        return bool(self._at)
-
     def begin(self, epoch: int, workers: int) -> None:
         """Begin an epoch, unless one has begun."""
         if self._at:
