@@ -44,29 +44,15 @@ def print_checkpoint(found: ListedCheckpoint, manifest: Manifest) -> None:
     saves = grid(names, left=names[:3])
     for save in manifest.saves:
         each = _save(save, manifest)
-        saves.add_row(
-            save.id,
-            each["kind"],
-            save.created,
-            f"{each['rows']:,}",
-            f"{each['removed']:,}",
-            show_bytes(each["bytes"]),
-            _steps(each["steps"]),
-        )
+        counts = f"{each['rows']:,}", f"{each['removed']:,}", show_bytes(each["bytes"])
+        saves.add_row(save.id, each["kind"], save.created, *counts, _steps(each["steps"]))
     out.print(saves)
     names = ("table", "rows", "bytes", "dim", "segments", "routing", "policies")
     tables = grid(names, left=("table", *names[4:]))
     for t in summarize(manifest):
-        cells = [
-            _name(t),
-            f"{t.rows:,}",
-            show_bytes(t.bytes),
-            str(t.dim),
-            show_segments(t),
-            show_routing(t.routing),
-            t.policies,
-        ]
-        tables.add_row(*(Text(cell) for cell in cells))
+        counts = f"{t.rows:,}", show_bytes(t.bytes), str(t.dim)
+        cells = (_name(t), *counts, show_segments(t), show_routing(t.routing), t.policies)
+        tables.add_row(*map(Text, cells))
     out.print(tables)
     for folder in found.leftovers:
         out.print(f"{folder} belongs to an unfinished save; the next save deletes it")
@@ -80,14 +66,8 @@ def print_checkpoints(path: str, found: list[ListedCheckpoint]) -> None:
         if each.manifest is None:
             table.add_row(name, Text(each.problem.partition(":")[0], style="bold red"))
             continue
-        table.add_row(
-            name,
-            f"{each.rows:,}",
-            show_bytes(each.bytes),
-            f"{len(each.manifest.deltas):,}",
-            each.manifest.latest.created,
-            _steps(each.steps),
-        )
+        counts = f"{each.rows:,}", show_bytes(each.bytes), f"{len(each.manifest.deltas):,}"
+        table.add_row(name, *counts, each.manifest.latest.created, _steps(each.steps))
     console().print(table)
 
 
@@ -141,10 +121,10 @@ def print_difference(found: Difference) -> None:
     if found.same:
         out.print("no differences" + (", except in times" if _times(found) else ""))
         for line in _times(found):
-            out.print(Text(line), soft_wrap=True)
+            print_line(line)
         return
-    names = ("table", "before", "after", "added", "removed", "changed", "weights", "largest", "id")
-    table = grid(names, left=("table",), title="rows")
+    columns = ("table", "before", "after", "added", "removed", "changed", "weights", "largest", "id")
+    table = grid(columns, left=("table",), title="rows")
     for name, t in found.tables.items():
         counts = (t.before, t.after, t.added, t.removed, t.changed, t.weights)
         largest = ("", "") if t.largest is None else (show_number(t.largest.amount), str(t.largest.id))
@@ -168,7 +148,7 @@ def print_difference(found: Difference) -> None:
     for key, change in found.progress.items():
         out.print(Text(f"progress {key}: {_arrow(change)}"), soft_wrap=True)
     for line in _times(found):
-        out.print(Text(line), soft_wrap=True)
+        print_line(line)
 
 
 def _times(found: Difference) -> list[str]:

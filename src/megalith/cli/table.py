@@ -103,16 +103,10 @@ def _show_all(manifest: Manifest, as_json: bool) -> None:
     names = ("collection", "table", "rows", "on disk", "dim", "segments", "routing", "step")
     table = grid(names[not with_collections :], left=words)
     for t in tables:
-        cells = [
-            t.name,
-            f"{t.rows:,}",
-            show_bytes(t.bytes),
-            str(t.dim),
-            show_segments(t),
-            show_routing(t.routing),
-        ]
-        cells = [*([t.collection] if with_collections else []), *cells, f"{t.global_step:,}"]
-        table.add_row(*(Text(cell) for cell in cells))
+        where = [t.collection] if with_collections else []
+        counts = f"{t.rows:,}", show_bytes(t.bytes), str(t.dim)
+        cells = (*where, t.name, *counts, show_segments(t), show_routing(t.routing), f"{t.global_step:,}")
+        table.add_row(*map(Text, cells))
     out.print(table)
     out.print("Show one table with --table NAME.")
 

@@ -212,14 +212,9 @@ def _is_list(kind: Any) -> bool:
 
 def _is_text(kind: Any) -> bool:
     types = arrow().types
-    return bool(
-        types.is_string(kind)
-        or types.is_large_string(kind)
-        or types.is_binary(kind)
-        or types.is_large_binary(kind)
-        or types.is_string_view(kind)
-        or types.is_binary_view(kind)
-    )
+    views = (types.is_string_view, types.is_binary_view)
+    texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, *views)
+    return any(is_text(kind) for is_text in texts)
 
 
 def _inner(kind: Any) -> Any:

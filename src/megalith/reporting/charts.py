@@ -65,14 +65,9 @@ class Axis:
     """Upper end. None: the largest value."""
 
 
-def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
-    """Draws lines. Points beyond 1e100, and points of 0 or less on a log axis, are left out."""
-    return _plot(title, series, x, y, False)
-
-
 def scatter_chart(title: str, series: Sequence[Series], x: Axis, y: Axis, *, diagonal: bool = False) -> str:
     points = [Series(s.name, s.points, "points", s.sizes, s.colour) for s in series]
-    return _plot(title, points, x, y, diagonal)
+    return line_chart(title, points, x, y, diagonal=diagonal)
 
 
 def bar_chart(title: str, bars: Sequence[tuple[str, float]], y: Axis, *, label: str, colour: int = 0) -> str:
@@ -218,7 +213,8 @@ class _Frame:
         return "".join(parts)
 
 
-def _plot(title: str, series: Sequence[Series], x: Axis, y: Axis, diagonal: bool) -> str:
+def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis, *, diagonal: bool = False) -> str:
+    """Draws lines. Points beyond 1e100, and points of 0 or less on a log axis, are left out."""
     drawn = [_clean(s, i, x, y) for i, s in enumerate(series)]
     drawn = [s for s in drawn if s.points]
     if not drawn:

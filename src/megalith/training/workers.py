@@ -161,7 +161,7 @@ def worker_failure(number: int, error: Exception, trace: str) -> WorkerFailedErr
 
 
 class TrainingWorker:
-    """See the module and `worker_messages.py`. Every method is a call of the run."""
+    """The calls of the run, which the module lists."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.number = 0
@@ -187,7 +187,6 @@ class TrainingWorker:
 
     @returning_failures
     def connect(self, written: Written | None) -> Any:
-        """Build the model and join the workers."""
         config, servers = self._setup.config, self._setup.servers
         torch.manual_seed(config.train.seed + self.number)
         place = functools.partial(server_shards, config, servers, self._setup.log, worker=self.number)
@@ -236,7 +235,6 @@ class TrainingWorker:
 
     @returning_failures
     def step(self, order: StepOrder) -> Any:
-        """Train on the batch that was read ahead, and read the next one."""
         batch = self._ahead
         if batch is None and not self._sync:
             return self._result(0, 0.0, [], None, order, Counter())
@@ -311,7 +309,6 @@ class TrainingWorker:
 
     @returning_failures
     def rest(self) -> Any:
-        """Leave the workers until the next step, so that nobody waits for this one."""
         if not self._resting:
             self._resting = True
             self._tables.leave()
@@ -319,7 +316,6 @@ class TrainingWorker:
 
     @returning_failures
     def leave(self) -> Any:
-        """Leave the workers for good."""
         return self.rest()
 
 
