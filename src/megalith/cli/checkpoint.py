@@ -363,7 +363,6 @@ def _checkpoint_of(path: str) -> str:
 
 
 def _rows_of(path: str) -> int:
-    """Number of rows of all files."""
     manifest = checkpoint.read_manifest(path)
     return sum(entry.rows for entries in manifest.tables().values() for entry in entries)
 

@@ -156,7 +156,6 @@ def skipped_lines(
 
 
 def print_line(text: str) -> None:
-    """Prints a line of plain text to stdout."""
     console().print(Text(text), soft_wrap=True)
 
 

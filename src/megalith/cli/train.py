@@ -303,7 +303,6 @@ def _resume_flags(run: Run) -> str:
 
 
 def _stop_without_saving(run: Run, out: Console) -> NoReturn:
-    """Prints what is saved and what is not, and exits."""
     try:
         saved = checkpoint.read_manifest(run.directory / CHECKPOINT).progress["step"]
     except CheckpointError:

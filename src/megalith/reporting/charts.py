@@ -109,14 +109,11 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], y: Axis, *, label: 
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps a range of numbers to 0 .. 1."""
-
     low: float
     high: float
     log: bool
 
     def __call__(self, value: float) -> float:
-        """Return the position of a number: 0 at the low end, 1 at the high end."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)

@@ -67,8 +67,6 @@ class SegmentSummary:
 
 @dataclass(frozen=True)
 class TableSummary:
-    """A table as described by the manifest."""
-
     collection: str
     name: str
     rows: int
@@ -245,7 +243,6 @@ def measure_norms(
 
 
 def newest_time(root: Path, entries: Sequence[TableEntry]) -> int | None:
-    """Return the time of the last update of any row in seconds, or None if there is no row."""
     latest = [int(chunk.time.max()) for chunk in _read(root, entries) if chunk.ids.numel()]
     return max(latest, default=None)
 

@@ -253,8 +253,6 @@ class ModeForecast:
 
 
 class HotId(NamedTuple):
-    """An id and its fraction of all occurrences."""
-
     id: int
     occurrences: int
     share: float
@@ -272,8 +270,6 @@ class Advice:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Rows and traffic of a sample in each mode."""
-
     ranks: int
     num_distinct: int
     occurrences: int | None

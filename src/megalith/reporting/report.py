@@ -51,7 +51,6 @@ class RunFiles:
         return f"step {show_number(step)} of {show_number(newest)}"
 
     def last(self, field: str) -> float | None:
-        """Return the newest value of a field."""
         found = [finite_number(r.get(field)) for r in self.of_kind("train") or self.records]
         return next((value for value in reversed(found) if value is not None), None)
 
@@ -102,7 +101,6 @@ def _optional(read: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a value of a JSON file as a number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     try:
         return float(value) if is_number and math.isfinite(value) else None
@@ -145,7 +143,6 @@ def section(title: str, body: Callable[[], str]) -> str:
 
 
 def plots(cards: Sequence[str], note: str = "") -> str:
-    """Return cards side by side."""
     below = f'<p class="muted">{escape(note)}</p>' if note else ""
     return f'<div class="plots">{"".join(cards)}</div>{below}'
 

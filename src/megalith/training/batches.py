@@ -64,8 +64,6 @@ class StepBatch(NamedTuple):
 
 
 class RunBatches:
-    """The batches of a reader for the ranks of a run. A collective call."""
-
     def __init__(self, reader: Reader, ranks: Ranks, *, shards: bool = False, ahead: bool = False) -> None:
         self.reader = reader
         self._ahead = ahead

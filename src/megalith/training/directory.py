@@ -115,7 +115,6 @@ class RunCheckpoints:
 
     @classmethod
     def of(cls, config: TrainConfig, run: Path) -> RunCheckpoints | None:
-        """Return the kept checkpoints of a config, or None if the config keeps none."""
         if config.keep_last is None and config.keep_every is None:
             return None
         return cls(run / KEPT_CHECKPOINTS, keep_last=config.keep_last or 1, keep_every=config.keep_every)

@@ -75,8 +75,6 @@ class Watcher:
 
 
 class MetricsLog:
-    """metrics.jsonl: one JSON object per line."""
-
     def __init__(self, path: Path, *, keep_steps: int) -> None:
         self.path = path
         kept = [line for line in read_log(path) if line["step"] <= keep_steps] if keep_steps else []
@@ -159,8 +157,6 @@ class ScalarWriter:
 
 
 class LogWindow:
-    """Loss and AUC since the last line of the log."""
-
     def __init__(self) -> None:
         self.auc = BinnedAUC()
         self.total = 0.0

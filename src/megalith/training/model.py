@@ -99,7 +99,6 @@ def score(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def moved(model: nn.Module, batch: Batch) -> Batch:
-    """Return a batch on the device of a model."""
     first = next((parameter for _, parameter in dense_parameters(model)), None)
     if first is None or first.device == batch.labels.device:
         return batch
@@ -115,7 +114,6 @@ def threads_for(rows: int, features: int, most: int) -> int:
 
 
 def threads_of(config: RunConfig, features: Sequence[str], ranks: int = 1) -> int:
-    """Return the number of threads of torch for the steps of a run."""
     given = config.train.threads
     if given is not None:
         return given

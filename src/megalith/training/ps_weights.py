@@ -96,7 +96,6 @@ class DenseWeights:
             parameter.grad = None
 
     def step(self) -> None:
-        """Push the gradients of the model, for step `at`."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         self.shards.apply_gradients(
             {DENSE_TABLE: self._ids}, {DENSE_TABLE: self._as_rows(grads)}, step=self.at

@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Pushed:
-    """The pushes of a run on all ranks together."""
-
     rows: int
     """Rows that servers acknowledged. A row counts once per push and server."""
     servers: int

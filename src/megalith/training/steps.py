@@ -98,6 +98,5 @@ class PartBatches(Steps):
 
 
 def _losses(logits: Tensor, batch: Batch) -> Tensor:
-    """The loss of each row, float32 [rows]."""
     losses = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
     return losses if batch.weights is None else losses * batch.weights

@@ -60,7 +60,6 @@ class DataShares:
         self._continued: Position | None = None
 
     def begin(self, epoch: int, workers: int) -> None:
-        """Begin an epoch, unless one has begun."""
         if self._at:
             return
         if self._continued is not None:
@@ -84,7 +83,6 @@ class DataShares:
         self._free.appendleft(index)
 
     def record(self, index: int, position: Position) -> None:
-        """Record how far a share was read."""
         self._at[index] = position
 
     def end(self, epoch: int) -> None:
@@ -118,8 +116,6 @@ _QUEUED = 2
 
 @dataclass(frozen=True)
 class DoneStep:
-    """A step that workers have computed."""
-
     results: list[StepResult]  # Their results
     error: Exception | None = None  # The error of a worker instead
 
@@ -139,8 +135,6 @@ class DoneStep:
 
 
 class DoneSteps(Steps):
-    """Takes the results of steps that workers have computed."""
-
     def __init__(self, after: Callable[[DoneStep], None]) -> None:
         self._after = after
 
@@ -215,7 +209,7 @@ class WorkerBatches(ABC):
         return any(name == "step" for name, _ in calls)
 
     def position(self) -> Position:
-        """Return where the next step starts; call it when the workers have settled."""
+        # Of a moment: the workers must have settled.
         return self._shares.position()
 
     def seek(self, position: Position) -> None:

@@ -80,8 +80,6 @@ class Written:
 
 @dataclass(frozen=True)
 class DataShare:
-    """A part of the training data, read by one worker at a time."""
-
     index: int  # Its number
     count: int  # The number of shares
     position: Position  # Where to begin
@@ -492,7 +490,6 @@ class WorkerPool:
                 return worker, *found
 
     def answer(self, worker: PoolWorker) -> tuple[Call, Any]:
-        """Wait for the answer to the oldest call of one worker."""
         while True:
             found = self._answer(worker)
             if found is not None:
@@ -534,7 +531,6 @@ class WorkerPool:
             self.call(worker, name, *args)
 
     def remove(self, worker: PoolWorker) -> None:
-        """End a worker without calls: it leaves, and its process ends."""
         self.call(worker, "leave")
         _, result = self.answer(worker)
         _raised(result)
@@ -543,7 +539,6 @@ class WorkerPool:
         ray_module().kill(worker.actor)
 
     def close(self) -> None:
-        """End all processes at once."""
         ray = ray_module()
         actors = [worker.actor for worker in self.workers.values()]
         actors += [each.actor for each in self._starting.values()]
