@@ -120,10 +120,8 @@ def function_problems(node: Function, owner: ast.ClassDef | None = None) -> Iter
         return  # a kernel is code of the device: its module explains tensors and launches
     text = ast.get_docstring(node)
     if text is None:
-        explained_elsewhere = decorators(node) & {"overload", "setter"} or (
-            owner is not None and inherits(owner, node.name)
-        )
-        if not explained_elsewhere:
+        inherited = owner is not None and inherits(owner, node.name)
+        if not inherited and not decorators(node) & {"overload", "setter"}:
             yield "no docstring"
         return
     if not text.split("\n\n")[0].rstrip().endswith((".", ":")):
@@ -135,13 +133,8 @@ def function_problems(node: Function, owner: ast.ClassDef | None = None) -> Iter
         yield f"no Args: for {', '.join(names)}"
     elif lacking(text, names):
         yield f"Args: lacks {', '.join(lacking(text, names))}"
-    explains_result = any(f"{word}:" in text for word in ("Returns", "Yields"))
-    if (
-        names
-        and not returns_nothing(node)
-        and not explains_result
-        and "contextmanager" not in decorators(node)
-    ):
+    needs_none = returns_nothing(node) or "contextmanager" in decorators(node)
+    if names and not needs_none and "Returns:" not in text and "Yields:" not in text:
         yield "no Returns:"
 
 
@@ -172,11 +165,8 @@ def field_texts(node: ast.ClassDef) -> dict[str, str]:
     for each, following in zip(node.body, [*node.body[1:], None], strict=True):
         if not isinstance(each, ast.AnnAssign) or not isinstance(each.target, ast.Name):
             continue
-        if (
-            each.target.id.startswith("_")
-            or "ClassVar" in ast.unparse(each.annotation)
-            or "init=False" in ast.unparse(each)
-        ):
+        text = ast.unparse(each)
+        if each.target.id.startswith("_") or "ClassVar" in text or "init=False" in text:
             continue
         documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         found[each.target.id] = str(following.value.value) if documented else ""  # type: ignore[union-attr]

@@ -312,9 +312,6 @@ def test_every_command_takes_addresses(saved: Path, bucket: str, tmp_path: Path)
     [
         (("ls", "nowhere"), "nowhere holds no checkpoint"),
         (("diff", "nowhere", "nowhere"), "nowhere holds no complete checkpoint"),
-        (("compact", "nowhere"), "nowhere holds no complete checkpoint"),
-        (("export", "nowhere", "out"), "nowhere holds no complete checkpoint"),
-        (("reshard", "nowhere", "there", "--num-shards", "2"), "nowhere holds no complete checkpoint"),
         (("ls", "odd://place"), "odd://place does not name an object store"),
         (("ls", "file"), "file holds no checkpoint"),
         (("compact", "file"), "Not a directory"),

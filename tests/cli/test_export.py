@@ -39,20 +39,6 @@ def test_options(run: Path, tmp_path: Path) -> None:
         assert (signature.name, signature.precision) == (f"clicks:{part}", "int8")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--precision", "int4"], "precision must be one of float32, float16, int8"),
-        (["--model-name", "a/b"], "must not contain"),
-    ],
-)
-def test_errors_are_one_line(run: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    result = megalith("export", run, tmp_path / "out", *arguments)
-    assert result.exit_code == 1
-    assert message in plain(result.output)
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_directory_without_a_run(tmp_path: Path) -> None:
     nothing = megalith("export", tmp_path / "nowhere", tmp_path / "out")
     assert nothing.exit_code == 1

@@ -41,6 +41,8 @@ def test_a_pattern_is_warned_of_and_cured(tmp_path: Path) -> None:
     assert "warning: the ids follow a pattern (all are 0 mod 8)" in printed
     assert 'use: hash_roundrobin (TableConfig(..., dist_type="hash_roundrobin")' in printed
     assert "hottest" not in printed
+    assert "rows per rank" in printed
+    assert "rows per rank" not in words("plan", tmp_path / "ids.txt", "--ranks", 64)
 
 
 def test_a_hot_id_is_named(tmp_path: Path) -> None:
@@ -64,11 +66,6 @@ def test_bytes_are_shown_when_the_dim_is_known(tmp_path: Path) -> None:
     printed = words("plan", source, "--ranks", 1, "--dim", 64, "--batch-size", 1000)
     assert "roundrobin │ rows │ 1,000 │ 1,000 │ 1,000 │ 1.00 │ 0.00 │ 250.0 KiB │" in printed  # 1000 * 256
     assert "sent │ 2,000 │ 2,000 │ 2,000 │ 1.00 │ 0.00 │ 515.6 KiB │" in printed  # 2000 * 264
-
-
-def test_many_ranks_are_not_listed(tmp_path: Path) -> None:
-    printed = words("plan", lines(tmp_path / "ids.txt", list(range(10_000))), "--ranks", 64)
-    assert "rows per rank" not in printed
 
 
 def test_json(tmp_path: Path) -> None:

@@ -149,7 +149,6 @@ def test_json_is_all_of_it(saved: Path) -> None:
     [
         (["--table", "users"], "no table 'users' (known: user, item, empty)"),
         (["--id", "1"], "several tables; name one (known: user, item, empty)"),
-        (["--top", "3"], "several tables; name one"),
         (["--collection", "x"], "no collection 'x'"),
         (["--table", "user", "--id", "99"], "table 'user' has no row for id 99; it has 5 rows"),
         (["--table", "user", "--id", "Comedy"], "use --string for text"),

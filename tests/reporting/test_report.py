@@ -63,16 +63,8 @@ def records(steps: int, tables: list[str]) -> list[dict[str, Any]]:
         common = {"step": step, "samples": step * 100, "seconds": step * 0.5}
         loss, auc = 0.55 + 0.14 * fall + 0.01 * math.sin(step), 0.78 - 0.2 * fall
         rows = {name: int(1000 * (i + 1) * (1 - fall)) for i, name in enumerate(tables)}
-        made.append(
-            {
-                "kind": "train",
-                **common,
-                "loss": loss,
-                "auc": auc if step else None,
-                "rows": rows,
-                "memory": step << 12,
-            }
-        )
+        numbers = {"loss": loss, "auc": auc if step else None, "rows": rows, "memory": step << 12}
+        made.append({"kind": "train", **common, **numbers})
         if step % 250 == 240:
             made.append({"kind": "eval", **common, "loss": loss + 0.01, "auc": auc - 0.01, "rows": {}})
     return made
