@@ -95,10 +95,8 @@ def test_from_something_shaped_like_a_keyed_jagged_tensor() -> None:
         return Keyed(["a", "b"], torch.tensor(values), torch.tensor(lengths), weights)
 
     columns = Ragged.from_keyed(keyed([1, 2, 3, 4], [1, 0, 2, 1], torch.arange(4.0)))
-    assert {name: column.to_lists() for name, column in columns.items()} == {
-        "a": [[1], []],
-        "b": [[2, 3], [4]],
-    }
+    lists = {name: column.to_lists() for name, column in columns.items()}
+    assert lists == {"a": [[1], []], "b": [[2, 3], [4]]}
     assert columns["b"].weights.tolist() == [1, 2, 3]
     with pytest.raises(InputError, match="do not divide"):
         Ragged.from_keyed(keyed([1], [1, 0, 0]))
@@ -141,10 +139,7 @@ def test_moving_keeps_everything() -> None:
     [
         ([[1.5]], r"rows\[0\]\[0\] is 1.5, not an integer: ids must be integers; pass dtype=torch.float32"),
         ([[1], [2, 2.0]], r"rows\[1\]\[1\] is 2.0, not an integer"),
-        (
-            [["ann"]],
-            r"rows\[0\]\[0\] is 'ann', not an integer: convert text to ids with megalith.hash_strings",
-        ),
+        ([["ann"]], r"rows\[0\]\[0\] is 'ann', .* convert text to ids with megalith.hash_strings"),
         ([[1, None]], r"rows\[0\]\[1\] is None, not an integer: leave the value out"),
         ([[1, [2]]], "each row must be a flat list of numbers"),
         ([[2**63]], r"subtract 2\*\*64"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,6 @@ WRONG: dict[str, Callable[[], Any]] = {
     "texts": lambda: ["a", "b"],
     "nested Nones": lambda: [None, [None]],
     "list of tensors": lambda: [torch.ones(2), torch.ones(2, 2)],
-    "empty tuple": lambda: (),
     "pair": lambda: (1, "x"),
     "empty dict": dict,
     "dict of ints": lambda: {"a": 1},
@@ -80,8 +80,6 @@ WRONG: dict[str, Callable[[], Any]] = {
     "dict by int": lambda: {1: torch.tensor([1])},
     "set": lambda: {1},
     "object": Opaque,
-    "class": lambda: Opaque,
-    "function": lambda: len,
     "0-d tensor": lambda: torch.tensor(1.5),
     "int tensor": lambda: torch.tensor([5, -7, 9]),
     "float tensor": lambda: torch.tensor([0.5, math.nan]),
@@ -143,35 +141,14 @@ def wrong_for(valid: object) -> tuple[str, ...]:
 
 # ---- valid calls
 
+PARTS = (core, monolith_ops, saving, data_and_training, serving, gathering)
 GROUPS: dict[str, Callable[[], Iterator[Call]]] = {
-    "table": core.table_calls,
-    "shards": core.shards_calls,
-    "nn": core.nn_calls,
-    "ops": core.ops_calls,
-    "metrics": core.metrics_calls,
-    "monolith": monolith_ops.monolith_calls,
-    "layouts": monolith_ops.layout_calls,
-    "checkpoint": saving.checkpoint_calls,
-    "stores": saving.store_calls,
-    "importers": saving.importer_calls,
-    "data": data_and_training.data_calls,
-    "files": data_and_training.file_calls,
-    "movielens": data_and_training.movielens_calls,
-    "models": data_and_training.model_calls,
-    "training": data_and_training.training_calls,
-    "exports": serving.export_calls,
-    "servers": serving.server_calls,
-    "clients": serving.client_calls,
-    "publisher": serving.publisher_calls,
-    "sync clients": serving.sync_client_calls,
-    "discovery": serving.discovery_calls,
-    "zookeeper": serving.zookeeper_calls,
-    "gather plans": gathering.plan_calls,
-    "gather peers": gathering.peer_calls,
-    "gather windows": gathering.window_calls,
-    "gather runs": gathering.run_calls,
-    "templar": gathering.templar_calls,
+    name.removesuffix("_calls"): function
+    for part in PARTS
+    for name, function in vars(part).items()
+    if name.endswith("_calls") and function.__module__ == part.__name__ and not signature(function).parameters
 }
+"""Functions of `tests/valid_calls` that yield calls."""
 
 SECONDS = {"timeout", "max_rpc_deadline_millis", "seconds"}
 """Arguments for which a positive number is valid, and only makes a call wait longer."""
@@ -219,7 +196,12 @@ def attempt(call: Callable[..., Any], arguments: Arguments) -> Exception | None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_wrong_argument_raises_a_megalith_error_or_works(group: str) -> None:
+def test_calls_are_valid_and_a_wrong_argument_raises_a_megalith_error_or_works(group: str) -> None:
+    for call, arguments in calls(group):
+        try:
+            call_with(call, arguments)
+        except (DiscoveryError, RemoteError, UsageError):
+            assert group in ("client", "discovery", "zookeeper"), named(call)  # there is nobody to answer
     raw = raw_errors(calls(group))
     assert not raw, f"{len(raw)} raw errors:\n" + "\n".join(line[:200] for line in raw)
 
@@ -237,16 +219,6 @@ def raw_errors(calls: Iterable[Call]) -> list[str]:
                 if error is not None:
                     raw.append(f"{named(call)}({argument}={kind}): {type(error).__name__}: {error}")
     return raw
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("group", GROUPS)
-def test_the_listed_calls_are_valid(group: str) -> None:
-    for call, arguments in calls(group):
-        try:
-            call_with(call, arguments)
-        except (DiscoveryError, RemoteError, UsageError):
-            assert group in ("clients", "discovery", "zookeeper"), named(call)  # there is nobody to answer
 
 
 JUNK = st.recursive(

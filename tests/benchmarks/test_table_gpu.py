@@ -30,23 +30,10 @@ def benchmark() -> Any:
 
 @pytest.fixture(scope="module")
 def run(benchmark: Any) -> Any:
-    sizes = importlib.import_module("gpu_workloads").Sizes(
-        slots=1 << 8,
-        tables=1,
-        table_ids=16,
-        id_range=1000,
-        features=2,
-        batch=8,
-        feature_rows=30,
-        host_rows=256,
-        host_ids=64,
-        scan_rows=500,
-        copy_bytes=1 << 10,
-        warmup=1,
-        steps=1,
-        rounds=1,
-        profiled=1,
-    )
+    tables = {"slots": 1 << 8, "tables": 1, "table_ids": 16, "id_range": 1000, "features": 2, "batch": 8}
+    tables |= {"feature_rows": 30, "host_rows": 256, "host_ids": 64, "scan_rows": 500, "copy_bytes": 1 << 10}
+    once = dict.fromkeys(("warmup", "steps", "rounds", "profiled"), 1)
+    sizes = importlib.import_module("gpu_workloads").Sizes(**tables, **once)
     return benchmark.GpuRun(True, sizes)
 
 
@@ -102,10 +89,9 @@ def test_a_section_that_fails_keeps_the_others(
         raise ValueError("no such kernel")
 
     path = tmp_path / "result.json"
+    sections = {"bad": bad, "good": good}
     with pytest.raises(SystemExit) as ended:
-        harness.run_sections(
-            "x", ["--output", str(path)], harness.Run, {"bad": bad, "good": good}, ("torch",)
-        )
+        harness.run_sections("x", ["--output", str(path)], harness.Run, sections, ("torch",))
 
     assert ended.value.code == "section bad failed: ValueError: no such kernel"  # printed, with status 1
     content = json.loads(path.read_text())

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from megalith.cli.gather import app
 from megalith.compat.templar import write_payload
 from megalith.gather import (
     GatherPlan,
@@ -26,18 +25,12 @@ from megalith.gather import (
     run_window,
 )
 from megalith.gather.simulation import Simulation, run_rank
+from tests.cli.support import megalith, plain
 from tests.gather.fault_server import FaultServer
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
-
-
-@pytest.mark.parametrize("command", ["run", "inspect", "simulate"])
-def test_help_has_examples(command: str) -> None:
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    assert f"megalith gather {command}" in result.stdout
+    return megalith("gather", *arguments)
 
 
 # ---- simulate
@@ -74,7 +67,7 @@ def test_faults_depend_on_the_seed_alone() -> None:
 def test_faults_that_cannot_be_are_refused(faults: str, said: str) -> None:
     result = run("simulate", "--faults", faults)
     assert result.exit_code == 1
-    assert said in " ".join(result.stderr.split())
+    assert said in plain(result.stderr)
 
 
 # ---- run
@@ -100,9 +93,8 @@ def test_survivors_go_on_when_a_rank_dies(tmp_path: Path, capfd: pytest.CaptureF
     script.write_text(SCRIPT)
     done = run("run", "--ranks", "3", "--least", "2", str(script), "--say")
     assert done.exit_code == 0, done.stderr
-    assert (
-        capfd.readouterr().out.splitlines() == ["--say [b'1', b'2']"] * 2
-    )  # the ranks write to the real stdout
+    printed = capfd.readouterr().out.splitlines()  # the ranks write to the real stdout
+    assert printed == ["--say [b'1', b'2']"] * 2
     assert "rank 0 was killed by signal 9; 2 others continue" in done.stderr
 
 
@@ -160,14 +152,8 @@ def test_a_payload(store: Path) -> None:
     path = str(store / "payloads/demo/5/1.gather")
     found = json.loads(run("inspect", path, "--json").stdout)
     assert (found["kind"], found["run"], found["window"], found["uid"]) == ("payload", "demo", 5, 1)
-    assert found["parameters"][0] == {
-        "name": "w",
-        "shape": [8, 8],
-        "chunk": [4, 4],
-        "keep": 4,
-        "bins": 4,
-        "dct": False,
-    }
+    parameter = {"name": "w", "shape": [8, 8], "chunk": [4, 4], "keep": 4, "bins": 4, "dct": False}
+    assert found["parameters"][0] == parameter
     assert "global_step      7" in run("inspect", path).stdout
 
 
@@ -207,24 +193,16 @@ def test_a_window_of_a_store(store: Path) -> None:
     assert "no artifact" in shown
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["/nowhere/at/all"], "is not a file, a directory or the URL"),
-        (["/nowhere/at/all", "--run", "x", "--window", "1"], "is not a file, a directory or the URL"),
-    ],
-)
-def test_places_that_are_nothing_are_refused(arguments: list[str], said: str) -> None:
-    result = run("inspect", *arguments)
-    assert result.exit_code == 1
-    assert said in " ".join(result.stderr.split())
-
-
-def test_a_file_that_is_neither_is_refused(tmp_path: Path) -> None:
+def test_places_and_files_that_are_nothing_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    path.write_bytes(b"MEGAGATH and nothing more")
-    assert run("inspect", str(path)).exit_code == 1
-    path.write_bytes(b"hello")
-    assert "neither a payload, a torch file nor a manifest" in " ".join(
-        run("inspect", str(path)).stderr.split()
-    )
+    for content, more, said in (
+        (None, (), "is not a file, a directory or the URL"),
+        (None, ("--run", "x", "--window", "1"), "is not a file, a directory or the URL"),
+        (b"MEGAGATH and nothing more", (), "file: "),
+        (b"hello", (), "neither a payload, a torch file nor a manifest"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        result = run("inspect", str(path), *more)
+        assert result.exit_code == 1
+        assert said in plain(result.stderr)

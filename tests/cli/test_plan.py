@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner, Result
 
 from megalith import SGD, EmbeddingCollection, Feature, TableConfig, checkpoint, hash_strings
 from megalith.checkpoint import saved_rows
-from megalith.cli.plan import plan
 from megalith.errors import InputError
 from megalith.reporting.planning import read_sample
-
-app = typer.Typer()
-app.command()(plan)
-
-
-def run(source: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(app, [str(source), *arguments])
-
-
-def words(result: Result) -> str:
-    assert result.exit_code == 0, result.output
-    return re.sub(r"\s+", " ", result.output)
-
-
-def data(source: Path, *arguments: str) -> Any:
-    result = run(source, *arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+from tests.cli.support import as_json, error, words
 
 
 def lines(path: Path, items: list[Any]) -> Path:
@@ -56,18 +34,20 @@ def table(root: Path, ids: torch.Tensor) -> Path:
 
 
 def test_a_pattern_is_warned_of_and_cured(tmp_path: Path) -> None:
-    printed = words(run(lines(tmp_path / "ids.txt", [8 * i for i in range(2000)]), "--ranks", "8"))
+    printed = words("plan", lines(tmp_path / "ids.txt", [8 * i for i in range(2000)]), "--ranks", 8)
     assert "2,000 distinct ids in 2,000 occurrences, over 8 ranks" in printed
     assert "│ roundrobin │ rows │ 250 │ 0 │ 2,000 │ 8.00 │ 8.00 │" in printed
     assert "│ 0 │ 2,000 (2,000) │" in printed
     assert "warning: the ids follow a pattern (all are 0 mod 8)" in printed
     assert 'use: hash_roundrobin (TableConfig(..., dist_type="hash_roundrobin")' in printed
     assert "hottest" not in printed
+    assert "rows per rank" in printed
+    assert "rows per rank" not in words("plan", tmp_path / "ids.txt", "--ranks", 64)
 
 
 def test_a_hot_id_is_named(tmp_path: Path) -> None:
     ids = [7 if i % 2 else i for i in range(4000)]
-    printed = words(run(lines(tmp_path / "ids.txt", ids), "--ranks", "4", "--batch-size", "2"))
+    printed = words("plan", lines(tmp_path / "ids.txt", ids), "--ranks", 4, "--batch-size", 2)
     assert "hottest ids: 7 (50.00%), 0 (0.03%)" in printed
     assert "hot id 7 (50.0% of the traffic); the mean is 25.0% per rank" in printed
     assert "Hashing does not help" in printed
@@ -75,26 +55,21 @@ def test_a_hot_id_is_named(tmp_path: Path) -> None:
 
 def test_a_bad_block_size_gets_a_better_one(tmp_path: Path) -> None:
     source = lines(tmp_path / "ids.txt", list(range(1000)))
-    printed = words(run(source, "--ranks", "4", "--block-size", "1000"))
+    printed = words("plan", source, "--ranks", 4, "--block-size", 1000)
     assert "continuous / 1,000" in printed
     assert "use --block-size 250" in printed
-    assert "warning" not in words(run(source, "--ranks", "4", "--block-size", "250"))
+    assert "warning" not in words("plan", source, "--ranks", 4, "--block-size", 250)
 
 
 def test_bytes_are_shown_when_the_dim_is_known(tmp_path: Path) -> None:
     source = lines(tmp_path / "ids.txt", [*range(1000), *range(1000)])
-    printed = words(run(source, "--ranks", "1", "--dim", "64", "--batch-size", "1000"))
+    printed = words("plan", source, "--ranks", 1, "--dim", 64, "--batch-size", 1000)
     assert "roundrobin │ rows │ 1,000 │ 1,000 │ 1,000 │ 1.00 │ 0.00 │ 250.0 KiB │" in printed  # 1000 * 256
     assert "sent │ 2,000 │ 2,000 │ 2,000 │ 1.00 │ 0.00 │ 515.6 KiB │" in printed  # 2000 * 264
 
 
-def test_many_ranks_are_not_listed(tmp_path: Path) -> None:
-    printed = words(run(lines(tmp_path / "ids.txt", list(range(10_000))), "--ranks", "64"))
-    assert "rows per rank" not in printed
-
-
 def test_json(tmp_path: Path) -> None:
-    found = data(lines(tmp_path / "ids.txt", [0, 2, 4, 4]), "--ranks", "2", "--batch-size", "2")
+    found = as_json("plan", lines(tmp_path / "ids.txt", [0, 2, 4, 4]), "--ranks", 2, "--batch-size", 2)
     assert (found["num_distinct"], found["occurrences"], found["ranks"]) == (3, 4, 2)
     plain = found["modes"]["roundrobin"]
     assert plain["rows"] == {"per_rank": [3, 0], "imbalance": 2.0, "max_over_mean": 2.0}
@@ -103,24 +78,18 @@ def test_json(tmp_path: Path) -> None:
     assert found["hottest"][0] == {"id": 4, "occurrences": 2, "share": 0.5}
 
 
-def test_help_shows_examples(tmp_path: Path) -> None:
-    printed = words(run(tmp_path, "--help"))
-    assert "megalith plan clicks.parquet --column user_id --ranks 8" in printed
-
-
 # ---- sources
 
 
 def test_a_checkpoint_has_rows_and_no_traffic(tmp_path: Path) -> None:
     root = table(tmp_path / "c", torch.arange(1000) * 4)
-    found = data(root, "--ranks", "4")
+    found = as_json("plan", root, "--ranks", "4")
     assert found["source"] == "1,000 of 1,000 rows of table t"
     assert found["modes"]["roundrobin"]["rows"]["per_rank"] == [1000, 0, 0, 0]
     assert "traffic" not in found["modes"]["roundrobin"]
     assert found["occurrences"] is None
     assert found["recommended"] == "hash_roundrobin"
-    result = run(root, "--ranks", "4", "--table", "x")
-    assert (result.exit_code, result.stderr.strip()) == (1, "error: no table 'x' (known: t)")
+    assert error("plan", root, "--ranks", 4, "--table", "x") == "error: no table 'x' (known: t)\n"
 
 
 def test_a_part_of_a_checkpoint_makes_no_pattern_of_its_own(
@@ -128,7 +97,7 @@ def test_a_part_of_a_checkpoint_makes_no_pattern_of_its_own(
 ) -> None:
     monkeypatch.setattr(saved_rows, "PIECE_BYTES", 100_000)
     root = table(tmp_path / "c", torch.arange(40_000))
-    found = data(root, "--ranks", "4", "--sample", "10000")
+    found = as_json("plan", root, "--ranks", "4", "--sample", "10000")
     assert 10_000 <= found["num_distinct"] <= 10_100
     assert found["recommended"] == "roundrobin"
     assert all(mode["rows"]["max_over_mean"] < 1.1 for mode in found["modes"].values())
@@ -147,7 +116,7 @@ def test_parquet_columns_of_numbers_texts_and_lists(tmp_path: Path) -> None:
     genres = read_sample(path, size=10, column="genre")
     assert torch.equal(genres.ids, hash_strings(["a", "b", "a", "c"]))
     assert genres.source == "4 ids of column genre (4 rows in total)"
-    assert data(path, "--feature", "genre", "--ranks", "2")["num_distinct"] == 3
+    assert as_json("plan", path, "--feature", "genre", "--ranks", "2")["num_distinct"] == 3
 
 
 def test_a_sample_of_parquet_is_from_all_over_the_files(tmp_path: Path) -> None:
@@ -198,13 +167,6 @@ def test_unreadable_sources_raise(tmp_path: Path) -> None:
     for source, options, message in cases:
         with pytest.raises(InputError, match=message):
             read_sample(source, size=10, **options)
-    result = run(tmp_path / "none", "--ranks", "2")
-    assert result.exit_code == 1
-    assert "no such file" in result.stderr
-
-
-def test_an_empty_table_raises(tmp_path: Path) -> None:
-    root = table(tmp_path / "c", torch.empty(0, dtype=torch.int64))
-    result = run(root, "--ranks", "2")
-    assert result.exit_code == 1
-    assert "table 't' has no rows" in result.stderr
+    assert "no such file" in error("plan", tmp_path / "none", "--ranks", 2)
+    empty = table(tmp_path / "c", torch.empty(0, dtype=torch.int64))
+    assert "table 't' has no rows" in error("plan", empty, "--ranks", 2)

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from megalith.cli.main import app
 from megalith.errors import InputError
 from megalith.models import Model
 from megalith.serving.discovery import FileDiscovery
@@ -20,7 +18,9 @@ from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.versions import VersionRules
 from megalith.training.export import export_newest
 from megalith.training.model import load_trained
-from tests.forked import Forked, megalith
+from tests.cli.support import megalith, words
+from tests.forked import Forked
+from tests.forked import megalith as command
 from tests.serving.exports import ServerClient, export_version, logits, request_of, rows
 
 FEATURES, DENSE = rows(2)
@@ -28,14 +28,13 @@ FEATURES, DENSE = rows(2)
 
 def served(tmp_path: Path, *arguments: object) -> Forked:
     """`megalith serve` in a separate process."""
-    return Forked(tmp_path / "output", megalith, "serve", *arguments, "--port", 0)
+    return Forked(tmp_path / "output", command, "serve", *arguments, "--port", 0)
 
 
 def train(run: Path, *more: str) -> Model:
     """A run of five steps, and its model."""
     small = ["--dim", "4", "--batch-size", "32", "--threads", "1", "--max-steps", "5"]
-    result = CliRunner().invoke(app, ["train", "--data", "synthetic", "--run", str(run), *small, *more])
-    assert result.exit_code == 0, result.output
+    words("train", "--data", "synthetic", "--run", run, *small, *more)
     return load_trained(run)[0]
 
 
@@ -113,7 +112,7 @@ def test_errors_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGTERM)
-    ended = CliRunner().invoke(app, ["serve", *arguments])
+    ended = megalith("serve", *arguments)
     assert ended.exit_code == 1
     assert message in ended.stderr
     assert signal.getsignal(signal.SIGTERM) is before
@@ -130,7 +129,7 @@ def test_a_signal_ends_a_start_that_takes_long(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(repository, "run_canary", lambda directory, stopping: tried.append(directory))
     monkeypatch.setattr(ModelServer, "_open", opens)
-    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0"])
+    result = megalith("serve", tmp_path, "--port", 0)
     assert (result.exit_code, ended) == (0, [])
     assert len(tried) == 1  # unlike a ModelServer, the command tries the first version too
     assert "shutting down" in result.stdout

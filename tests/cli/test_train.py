@@ -8,6 +8,7 @@ import json
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.main import get_command
 
 from megalith.cli import output
 from megalith.cli.main import app
@@ -25,14 +26,10 @@ from megalith.models import DeepFM
 from megalith.serving.export.signature import Signature
 from megalith.training import Run
 from tests import forked
+from tests.cli.support import as_json, megalith, plain, words
 from tests.forked import Forked
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
-COMMANDS = ("train", "eval", "predict", "report", "table", "plan")
-
-
-def megalith(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 def write_clicks(path: Path, first: int, batches: int) -> None:
@@ -72,30 +69,35 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path, 64, "log_every = 5", f'test_path = "{tmp_path}/test.parquet"')
 
 
+def commands(group: Any, path: str = "megalith") -> Iterator[str]:
+    for name, each in group.commands.items():
+        own = f"{path} {name}"
+        yield from commands(each, own) if hasattr(each, "commands") else [own]
+
+
 def test_help_shows_an_example_for_every_command() -> None:
-    for command in COMMANDS:
-        result = megalith(command, "--help")
-        assert result.exit_code == 0
-        assert f"Example: megalith {command}" in re.sub(r"\s+", " ", result.output)
-    assert megalith("--version").output.startswith("megalith 0.")
+    found = list(commands(get_command(app)))
+    assert len(found) == 21
+    for command in found:
+        assert f"Example: {command} " in words(*command.split()[1:], "--help")
+    assert words("--version").startswith("megalith 0.")
 
 
 def test_train_eval_predict(tmp_path: Path, config: Path) -> None:
     run = tmp_path / "run"
-    trained = megalith("train", "--config", config, "--run", run)
-    assert trained.exit_code == 0, trained.output
-    assert re.search(r"AUC +0\.\d{4}", trained.output)
-    assert re.search(r"log loss +0\.\d{4}", trained.output)
+    trained = words("train", "--config", config, "--run", run)
+    assert re.search(r"AUC +0\.\d{4}", trained)
+    assert re.search(r"log loss +0\.\d{4}", trained)
     assert (run / "report.html").exists()
 
-    held_back = json.loads(megalith("eval", run, "--json").output)
+    held_back = as_json("eval", run)
     assert held_back["samples"] == 3 * 64
-    on_file = json.loads(megalith("eval", run, tmp_path / "test.parquet", "--json").output)
+    on_file = as_json("eval", run, tmp_path / "test.parquet")
     assert {"step": 20, **on_file} == {"step": 20, **held_back} == evaluation_of(run)
-    assert "calibration" in megalith("eval", run).output
+    assert "calibration" in words("eval", run)
 
     for out in (tmp_path / "scores.parquet", tmp_path / "scores.csv"):
-        assert megalith("predict", run, tmp_path / "test.parquet", out).exit_code == 0
+        words("predict", run, tmp_path / "test.parquet", out)
     scores = parquet.read_table(tmp_path / "scores.parquet")["probability"].to_pylist()
     with open(tmp_path / "scores.csv") as file:
         written = [float(row["probability"]) for row in csv.DictReader(file)]
@@ -112,43 +114,42 @@ def test_flags_and_sections_give_tables_policies(tmp_path: Path, config: Path) -
     flags = ("--admission", "min_count=2", "--eviction", "capacity=70,capacity.score=step")
     flags += ("--precision", "bfloat16", "--rounding", "stochastic", "--serving", "fixed_point=0.5")
 
-    trained = megalith("train", "--config", config, "--run", run, "--max-steps", 10, *flags)
-
-    assert trained.exit_code == 0, trained.output
-    assert re.search(r"evicted +[1-9][0-9,]* +rows", trained.output)
-    assert re.search(r"refused +[1-9][0-9,]* +ids", trained.output)
+    trained = words("train", "--config", config, "--run", run, "--max-steps", 10, *flags)
+    assert re.search(r"evicted +[1-9][0-9,]* +rows", trained)
+    assert re.search(r"refused +[1-9][0-9,]* +ids", trained)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["rows"]["user"] <= 70 < last["rows"]["item"]
     assert last["counters"]["item"]["refused"] == 0
-    shown = megalith("table", run / "checkpoint", "--table", "user").output
-    assert re.search(r"in memory +about .* rows .* state .* index .* counters", shown.replace("\n", " "))
+    shown = words("table", run / "checkpoint", "--table", "user")
+    assert re.search(r"in memory +about .* rows .* state .* index .* counters", shown)
     assert re.search(r"pending +[1-9][0-9,]* ids", shown)
-    assert "bfloat16 stochastic, served as FixedPoint(range=0.5)" in " ".join(shown.split())
+    assert "bfloat16 stochastic, served as FixedPoint(range=0.5)" in shown
     assert "min_count(n=2" in shown
-    assert "score=step" in megalith("checkpoint", "ls", run / "checkpoint").output.replace("\n", "")
-    resumed = megalith("train", "--run", run, "--resume", "--max-steps", 11, "--admission", "")
-    assert "was saved with policies min_count(n=2" in resumed.output.replace("\n", " ")
-    assert "stochastic" not in megalith("table", run / "checkpoint", "--table", "item").output
-    listed = json.loads(megalith("checkpoint", "ls", run / "checkpoint", "--json").output)
+    assert "score=step" in words("checkpoint", "ls", run / "checkpoint").replace(" ", "")
+    resumed = words("train", "--run", run, "--resume", "--max-steps", 11, "--admission", "")
+    assert "was saved with policies min_count(n=2" in resumed
+    assert "stochastic" not in words("table", run / "checkpoint", "--table", "item")
+    listed = as_json("checkpoint", "ls", run / "checkpoint")
     segments = {table["name"]: table["segments"][-1] for table in listed["checkpoints"][0]["tables"]}
     assert (segments["user"]["precision"], segments["user"]["rounding"]) == ("bfloat16", "stochastic")
     assert (segments["item"]["precision"], segments["item"]["rounding"]) == ("float32", "nearest")
-    exported = megalith("export", run, tmp_path / "out", "--version", 1)
-    assert exported.exit_code == 0, exported.output
+    words("export", run, tmp_path / "out", "--version", 1)
     kinds = {name: table.kinds for name, table in Signature.read(tmp_path / "out" / "1").tables.items()}
     assert (kinds["user"], kinds["item"]) == (("float32", "fixed_point"), ("float32", "one_bit"))
-    wrong = megalith("train", "--config", config, "--run", run, "--eviction", "lru=5")
-    assert wrong.exit_code == 1
-    assert "unknown policy 'lru'" in wrong.output
+    wrong = ("--config", config, "--run", run, "--eviction", "lru=5")
+    assert "unknown policy 'lru'" in error("train", *wrong)
 
 
 def evaluation_of(run: Path) -> Any:
     return json.loads((run / "evaluation.json").read_text())
 
 
-def plain(result: Result) -> str:
-    """The output without line breaks."""
-    return " ".join(result.output.split())
+def error(*arguments: object) -> str:
+    """The error of a command that fails; it may have printed what it did before."""
+    result = megalith(*arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("error:"), result.output
+    return str(result.stderr)
 
 
 def csv_flags(folder: Path, text: str, dense: str = "") -> tuple[object, ...]:
@@ -178,7 +179,7 @@ def test_eval_and_predict_use_the_threads_of_the_run(
         for command in (["eval", run], ["predict", run, tmp_path / "test.parquet", tmp_path / "out.csv"]):
             torch.set_num_threads(4)
             used.clear()
-            assert megalith(*command).exit_code == 0
+            words(*command)
             assert set(used) == {expected}
 
 
@@ -187,11 +188,9 @@ def test_predict_needs_no_label_and_eval_no_training_data(tmp_path: Path, config
     megalith("train", "--config", config, "--run", run, "--max-steps", 2)
     parquet.write_table(parquet.read_table(tmp_path / "test.parquet").drop_columns(["click"]), new)
     (tmp_path / "train.parquet").unlink()
-    assert "192 probabilities" in megalith("predict", run, new, tmp_path / "out.csv").output
-    assert "click" in _error(megalith("eval", run, new))
-    result = megalith("eval", run, "--json")
-    assert result.exit_code == 0, result.output
-    assert {"step": 2, **json.loads(result.output)} == evaluation_of(run)
+    assert "192 probabilities" in words("predict", run, new, tmp_path / "out.csv")
+    assert "click" in error("eval", run, new)
+    assert {"step": 2, **as_json("eval", run)} == evaluation_of(run)
 
 
 def test_resume_continues_and_flags_that_would_change_the_model_are_refused(
@@ -199,14 +198,13 @@ def test_resume_continues_and_flags_that_would_change_the_model_are_refused(
 ) -> None:
     run = tmp_path / "run"
     megalith("train", "--config", config, "--run", run, "--max-steps", 7)
-    resumed = megalith("train", "--run", run, "--resume", "--max-steps", 1000)
-    assert resumed.exit_code == 0, resumed.output
+    words("train", "--run", run, "--resume", "--max-steps", 1000)
     whole = tmp_path / "whole"
     megalith("train", "--config", config, "--run", whole)
     assert (run / "evaluation.json").read_text() == (whole / "evaluation.json").read_text()
 
     for flags in (("--dim", 8), ("--lr", 0.1)):
-        assert "resumed" in _error(megalith("train", "--run", run, "--resume", *flags))
+        assert "resumed" in error("train", "--run", run, "--resume", *flags)
 
 
 def test_a_bar_shows_while_saving_if_that_takes_long(
@@ -237,9 +235,7 @@ def test_wrong_input_prints_one_line_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = megalith(*arguments)
-    assert words in _error(result)
-    assert "Traceback" not in result.output
+    assert words in error(*arguments)
 
 
 def test_a_bad_row_is_named_or_skipped_and_counted_and_warnings_are_one_line(tmp_path: Path) -> None:
@@ -251,7 +247,7 @@ def test_a_bad_row_is_named_or_skipped_and_counted_and_warnings_are_one_line(tmp
     result = megalith("train", *flags, "--on-error", "skip")
     assert result.exit_code == 0, result.output
     assert "skipped 1 row: wrong type; first: " in result.output
-    assert "c.csv: line 3, column 'click': 'maybe' is not a number" in plain(result)
+    assert "c.csv: line 3, column 'click': 'maybe' is not a number" in plain(result.output)
     shown = [line for line in result.stderr.splitlines() if "looks like several ids" in line]
     assert [line.startswith("warning: ") for line in shown] == [True]
     assert "UserWarning" not in result.stderr
@@ -262,13 +258,13 @@ def test_data_without_a_valid_row_is_an_error(tmp_path: Path, config: Path) -> N
     wrong = table.set_column(0, "click", pa.array([5.0] * len(table)))
     parquet.write_table(wrong, tmp_path / "wrong.parquet")
     flags = ("train", "--config", config, "--on-error", "skip")
-    error = _error(megalith(*flags, "--run", tmp_path / "none", "--path", tmp_path / "wrong.parquet"))
-    assert "the training data has no valid row; skipped 192 rows: label not 0 or 1 (first: " in error
-    assert "wrong.parquet: row 0, column 'click': 5.0 is not 0 or 1" in error
+    found = error(*flags, "--run", tmp_path / "none", "--path", tmp_path / "wrong.parquet")
+    assert "the training data has no valid row; skipped 192 rows: label not 0 or 1 (first: " in found
+    assert "wrong.parquet: row 0, column 'click': 5.0 is not 0 or 1" in found
     assert not (tmp_path / "none" / "checkpoint").exists()
     megalith(*flags, "--run", tmp_path / "run", "--max-steps", 1)
-    error = _error(megalith("eval", tmp_path / "run", tmp_path / "wrong.parquet", "--on-error", "skip"))
-    assert "there is no valid row to evaluate; skipped 192 rows: label not 0 or 1; first: " in error
+    found = error("eval", tmp_path / "run", tmp_path / "wrong.parquet", "--on-error", "skip")
+    assert "there is no valid row to evaluate; skipped 192 rows: label not 0 or 1; first: " in found
 
 
 def test_eval_and_predict_have_the_data_flags_of_train_and_report_dropped_rows(tmp_path: Path) -> None:
@@ -276,28 +272,24 @@ def test_eval_and_predict_have_the_data_flags_of_train_and_report_dropped_rows(t
     flags = csv_flags(tmp_path, "click,user,price\n" + "1,ann,1.5\n0,bob,2\n" * 8, dense)
     run, bad, out, skip = tmp_path / "run", tmp_path / "bad.csv", tmp_path / "out.csv", ("--on-error", "skip")
     bad.write_text("click,user,price\n1,ann,1\nmaybe,bob,2\n0,cid,x\n0,dan,4\n")
-    trained = megalith("train", *flags)
-    assert trained.exit_code == 0, trained.output
+    words("train", *flags)
 
-    assert "line 3" in _error(megalith("eval", run, bad))
-    evaluated = megalith("eval", run, bad, *skip, "--batch-size", 2)
-    assert evaluated.exit_code == 0, evaluated.output
-    assert "skipped 2 rows: wrong type" in evaluated.output
-    assert "2 samples" in evaluated.output
-    as_json = json.loads(megalith("eval", run, bad, *skip, "--json").output)
-    assert as_json["skipped"] == {"wrong type": 2}
+    assert "line 3" in error("eval", run, bad)
+    evaluated = words("eval", run, bad, *skip, "--batch-size", 2)
+    assert "skipped 2 rows: wrong type" in evaluated
+    assert "2 samples" in evaluated
+    assert as_json("eval", run, bad, *skip)["skipped"] == {"wrong type": 2}
 
-    assert "line 4" in _error(megalith("predict", run, bad, out))
+    assert "line 4" in error("predict", run, bad, out)
     assert not out.exists()
-    predicted = megalith("predict", run, bad, out, *skip)
-    assert predicted.exit_code == 0, predicted.output
-    for words in ("skipped 1 row: ", "3 probabilities", "skipped rows have no line in it"):
-        assert words in plain(predicted)
+    predicted = words("predict", run, bad, out, *skip)
+    for text in ("skipped 1 row: ", "3 probabilities", "skipped rows have no line in it"):
+        assert text in predicted
 
     (tmp_path / "more").mkdir()
     flags = csv_flags(tmp_path / "more", bad.read_text(), dense)
-    both = megalith("train", *flags, "--test-path", bad, *skip)
-    assert "skipped 2 rows of the test data: wrong type" in both.output
+    both = words("train", *flags, "--test-path", bad, *skip)
+    assert "skipped 2 rows of the test data: wrong type" in both
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -315,17 +307,15 @@ def test_ctrl_c_saves_and_the_run_can_be_resumed(tmp_path: Path, number: signal.
 
     assert "stopped after step" in process.output
     step = json.loads((run / "checkpoint/manifest.json").read_text())["progress"]["step"]
-    resumed = megalith("train", "--run", run, "--resume", "--max-steps", step + 2)
-    assert resumed.exit_code == 0, resumed.output
+    words("train", "--run", run, "--resume", "--max-steps", step + 2)
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, config: Path) -> None:
     run = tmp_path / "run"
     megalith("train", "--config", config, "--run", run, "--max-steps", 3)
     before = (run / "checkpoint/manifest.json").read_text()
-    again = megalith("train", "--run", run, "--resume")
-    assert again.exit_code == 0, again.output
-    assert "nothing was left to do: the run ended at step 3" in plain(again)
+    again = words("train", "--run", run, "--resume")
+    assert "nothing was left to do: the run ended at step 3" in again
     assert (run / "checkpoint/manifest.json").read_text() == before
 
 
@@ -356,28 +346,19 @@ def test_a_second_ctrl_c_says_what_is_saved(
     monkeypatch.setattr(Run, "save", interrupted_save)
     result = megalith("train", "--config", config, "--run", tmp_path / "run", "--save-every", save_every)
     assert result.exit_code == 130, result.output
-    assert words in " ".join(result.output.split())
-
-
-def _error(result: Result) -> str:
-    assert result.exit_code == 1, result.output
-    text: str = result.stderr
-    assert text.startswith("error:"), result.output
-    return text
+    assert words in plain(result.output)
 
 
 def test_servers_without_ray_and_workers_of_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     monkeypatch.setitem(sys.modules, "ray", None)
-    result = megalith("train", "--data", "synthetic", "--servers", 1, "--run", run)
-    assert result.exit_code == 1
-    assert "parameter servers need ray" in result.output
-    assert ".[servers]" in result.output
+    found = error("train", "--data", "synthetic", "--servers", 1, "--run", run)
+    assert "parameter servers need ray" in found
+    assert ".[servers]" in found
     assert not (run / "checkpoint").exists()
     killed = run / "servers" / "1" / "log"  # what a run that was killed leaves
     killed.mkdir(parents=True)
     (run / ".lock").write_text("1\n")
-    result = megalith("workers", run, 2)
-    assert result.exit_code == 1
+    found = plain(error("workers", run, 2))
     assert list(killed.parents[1].iterdir()) == [killed.parent]
-    assert "does not train on parameter servers now: start it with --servers" in plain(result)
+    assert "does not train on parameter servers now: start it with --servers" in found

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from megalith.cli.main import app
 from megalith.serving.server.versions import TRAFFIC, VersionRules
+from tests.cli.support import megalith
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def run(directory: Path, *arguments: str) -> list[str]:
-    ended = CliRunner().invoke(app, ["versions", str(directory), *arguments])
+    ended = megalith("versions", directory, *arguments)
     assert ended.exit_code == 0, ended.stderr
     return ended.stdout.splitlines()
 
@@ -52,13 +51,13 @@ def test_labels_and_shares_are_shown_set_and_removed(directory: Path) -> None:
     ],
 )
 def test_errors_are_one_line_and_change_nothing(directory: Path, arguments: list[str], message: str) -> None:
-    ended = CliRunner().invoke(app, ["versions", str(directory), *arguments])
+    ended = megalith("versions", directory, *arguments)
     assert ended.exit_code == 1
     assert message in ended.stderr
     assert not (directory / TRAFFIC).exists()
 
 
 def test_a_directory_without_versions(tmp_path: Path) -> None:
-    ended = CliRunner().invoke(app, ["versions", str(tmp_path)])
+    ended = megalith("versions", tmp_path)
     assert ended.exit_code == 1
     assert "has no versions" in ended.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -163,9 +162,6 @@ BAD_LINES: list[tuple[str, str, str]] = [
     ("1,a,2,3", "wrong number of columns", r"line 3 has 4 columns, not 3"),
     ("abc,a,2", "wrong type", r"line 3, column 'y': 'abc' is not a number"),
     ("nan,a,2", "no label", r"line 3, column 'y': 'nan' is not a label"),
-    (",a,2", "no label", r"line 3, column 'y': None is not a label"),
-    ("inf,a,2", "not finite", r"line 3, column 'y': 'inf' is not a finite number"),
-    ("1,a,1e999", "not finite", r"line 3, column 'd': '1e999' is not a finite number"),
     ("1,a,1e39", "not finite", r"line 3, column 'd': '1e39' is not a finite number"),
     ("1,a,1_0", "wrong type", r"line 3, column 'd': '1_0' is not a number"),
     ('1,"a,2', "unreadable line", r"line 3 has an open quote or a stray line end"),
@@ -219,20 +215,17 @@ def test_a_cut_off_gz_file(tmp_path: Path) -> None:
     after = write(tmp_path / "b.csv", numbered(5, 7000))
     reader = CsvReader([path, after], SCHEMA, batch_size=100, block_bytes=1000, on_error="skip")
     labels = labels_of(reader)
-    assert labels[-5:] == [7000.0, 7001.0, 7002.0, 7003.0, 7004.0]
+    assert labels[-5:] == list(range(7000, 7005))
     assert 100 < len(labels) < 3005
     assert reader.skipped == {"unreadable file": 1}
 
 
 def test_arguments_out_of_range(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", numbered(2))
-    arguments: list[dict[str, Any]] = [{"delimiter": "::"}, {"quote": "\n"}, {"block_bytes": 0}]
-    arguments += [{"columns": ["y", "c", "c"]}]
-    for argument in arguments:
-        with pytest.raises(InputError, match=next(iter(argument))):
-            CsvReader(path, SCHEMA, batch_size=2, **argument)
-    with pytest.raises(InputError, match="on_error"):
-        CsvReader(path, SCHEMA, batch_size=2, on_error="ignore")  # type: ignore[arg-type]
+    wrong = {"delimiter": "::", "quote": "\n", "block_bytes": 0, "columns": ["y", "c", "c"], "on_error": "x"}
+    for name, value in wrong.items():
+        with pytest.raises(InputError, match=name):
+            CsvReader(path, SCHEMA, batch_size=2, **{name: value})  # type: ignore[arg-type]
 
 
 def test_a_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

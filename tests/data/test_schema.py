@@ -12,9 +12,10 @@ import pytest
 from megalith.data import DenseColumn, FeatureColumn, Schema
 from megalith.errors import InputError, UsageError
 
+ITEM = FeatureColumn("iid", slot=7, hash=True, separator="|")
 FULL = Schema(
     label="click",
-    features={"user": "uid", "item": FeatureColumn("iid", slot=7, hash=True, separator="|")},
+    features={"user": FeatureColumn("uid", slot=0, hash=False), "item": ITEM},
     dense=["age", DenseColumn("price", "log1p"), DenseColumn("x", "standard", mean=1.5, std=2.0)],
     weight="w",
     time="ts",
@@ -32,14 +33,9 @@ def test_json_and_back() -> None:
     )
     assert again.to_dict() == FULL.to_dict()
     assert FULL.to_dict()["features"] == {
-        "user": "uid",
+        "user": {"column": "uid", "slot": 0, "hash": False},
         "item": {"column": "iid", "slot": 7, "hash": True, "separator": "|"},
     }
-
-
-def test_slot_zero_and_hash_false_survive_json() -> None:
-    schema = Schema(label=None, features={"f": FeatureColumn("c", slot=0, hash=False)})
-    assert Schema.from_dict(schema.to_dict()).feature_columns["f"] == FeatureColumn("c", slot=0, hash=False)
 
 
 def test_columns_are_named_once_in_a_fixed_order() -> None:
@@ -100,6 +96,8 @@ def test_fitting_parts_is_fitting_the_whole() -> None:
         (lambda: FeatureColumn("c", separator=""), "separator of column 'c'"),
         (lambda: FeatureColumn("c", hash=2), "hash of column 'c'"),
         (lambda: DenseColumn("c", "cube"), "must be one of none, log1p, standard"),
+        (lambda: DenseColumn("c", nan="zero"), "nan of column 'c' must be one of error, missing"),
+        (lambda: DenseColumn("c", indicator=2), "indicator of column 'c' must be True or False"),
         (lambda: DenseColumn("c", "standard", mean=1.0), "needs both mean and std"),
         (lambda: DenseColumn("c", "standard", mean=1.0, std=0.0), "a std above 0"),
         (lambda: DenseColumn("c", "log1p", mean=1.0, std=1.0), 'need normalise="standard"'),

@@ -1,4 +1,4 @@
-"""Snappy: elements by hand, blocks of other implementations, damage."""
+"""Snappy: limits of stated lengths, damage, files of blocks; pyarrow unpacks the elements."""
 
 from __future__ import annotations
 
@@ -21,20 +21,14 @@ TENSORFLOW = bytes.fromhex(
 
 
 def literal(data: bytes) -> bytes:
-    n = len(data) - 1
-    if n < 60:
-        return bytes([n << 2]) + data
-    size = (n.bit_length() + 7) // 8
-    return bytes([(59 + size) << 2]) + n.to_bytes(size, "little") + data
+    """An element of up to 256 bytes as they are."""
+    size = len(data) - 1
+    return (bytes([size << 2]) if size < 60 else bytes([60 << 2, size])) + data
 
 
 def copy(offset: int, size: int) -> bytes:
-    """A copy in the shortest of the three forms that holds it."""
-    if 4 <= size <= 11 and offset < 1 << 11:
-        return bytes([offset >> 8 << 5 | (size - 4) << 2 | 1, offset & 0xFF])
-    if offset < 1 << 16:
-        return bytes([(size - 1) << 2 | 2]) + struct.pack("<H", offset)
-    return bytes([(size - 1) << 2 | 3]) + struct.pack("<I", offset)
+    """An element of up to 64 bytes that repeats the bytes `offset` before it."""
+    return bytes([(size - 1) << 2 | 2]) + struct.pack("<H", offset)
 
 
 def varint(n: int) -> bytes:
@@ -45,27 +39,6 @@ def varint(n: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("elements", "expected"),
-    [
-        (b"", b""),
-        (literal(b"abc"), b"abc"),
-        (literal(b"x" * 60), b"x" * 60),
-        (literal(b"y" * 61), b"y" * 61),
-        (literal(b"z" * 300), b"z" * 300),
-        (literal(bytes(70_000)), bytes(70_000)),
-        (literal(b"abc") + copy(3, 4), b"abcabca"),
-        (literal(b"a") + copy(1, 64), b"a" * 65),
-        (literal(b"abcdef") + copy(6, 3) + copy(2, 2), b"abcdefabcbc"),
-        (literal(b"ab" * 1000) + copy(2000, 5), b"ab" * 1000 + b"ababa"),
-        (literal(b"q" + bytes(69_999)) + copy(70_000, 3), b"q" + bytes(69_999) + b"q\0\0"),
-    ],
-    ids=str,
-)
-def test_elements(elements: bytes, expected: bytes) -> None:
-    assert unsnap(varint(len(expected)) + elements, 1 << 20) == expected
-
-
-@pytest.mark.parametrize(
     ("block", "said"),
     [
         (b"", "does not begin with a length of 32 bits"),
@@ -73,15 +46,9 @@ def test_elements(elements: bytes, expected: bytes) -> None:
         (b"\xff\xff\xff\xff\x1f", "does not begin with a length"),
         (b"\xff\xff\xff\xff\xff\x01", "does not begin with a length"),
         (varint(4) + b"\x0cab", "do not unpack to the 4 bytes that it states"),
-        (varint(4) + b"\xf0", "do not unpack to the 4 bytes that it states"),
-        (varint(4) + b"\x05", "do not unpack to the 4 bytes that it states"),
-        (varint(4) + b"\xfc\xff\xff\xff\xff", "do not unpack to the 4 bytes that it states"),
         (varint(2) + literal(b"abc"), "do not unpack to the 2 bytes that it states"),
-        (varint(5) + literal(b"abc") + copy(1, 4), "do not unpack to the 5 bytes that it states"),
         (varint(9) + literal(b"abc"), "do not unpack to the 9 bytes that it states"),
-        (varint(9) + copy(1, 4), "do not unpack to the 9 bytes that it states"),
         (varint(9) + literal(b"abc") + copy(4, 4), "do not unpack to the 9 bytes that it states"),
-        (varint(9) + literal(b"abc") + copy(0, 4), "do not unpack to the 9 bytes that it states"),
     ],
 )
 def test_damage(block: bytes, said: str) -> None:
@@ -89,20 +56,19 @@ def test_damage(block: bytes, said: str) -> None:
         unsnap(block, 1 << 20)
 
 
-def test_the_stated_length_is_bounded() -> None:
+def test_the_stated_length_is_bounded_by_the_caller_and_by_the_block() -> None:
     block = varint(11) + literal(b"hello world")
     assert unsnap(block, 11) == b"hello world"
     with pytest.raises(InputError, match="states 11 bytes, more than the limit of 10"):
         unsnap(block, 10)
-
-
-def test_a_few_bytes_cannot_ask_for_gigabytes() -> None:
+    most = varint(6_401) + literal(b"a") + copy(1, 64) * 100  # no block gains more
+    assert unsnap(most, 1 << 20) == b"a" * 6_401
     with pytest.raises(InputError, match="more than the limit of 132"):
-        unsnap(varint(2**32 - 1) + b"\0", 2**32)
+        unsnap(varint(2**32 - 1) + b"\0", 2**32)  # a few bytes must not ask for gigabytes
 
 
 @given(parts=st.lists(st.tuples(st.binary(min_size=1, max_size=40), st.integers(1, 50)), max_size=30))
-def test_what_another_implementation_packed(parts: list[tuple[bytes, int]]) -> None:
+def test_any_packed_bytes_fit_the_bounds(parts: list[tuple[bytes, int]]) -> None:
     data = b"".join(piece * times for piece, times in parts)
     packed = pa.compress(data, codec="snappy", asbytes=True)
     assert len(packed) <= max_packed(len(data))
@@ -153,15 +119,14 @@ def test_a_file_of_several_blocks_cut_off_anywhere(tmp_path: Path) -> None:
 
 def test_damaged_blocks_name_file_and_byte(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    path.write_bytes(struct.pack(">I", 2**32 - 1) + b"abc")
-    with pytest.raises(
-        InputError, match="a: the Snappy block at byte 0 states 4294967295 bytes, more than 100"
-    ):
-        list(snappy_blocks(path, max_bytes=100))
     good = varint(3) + literal(b"abc")
-    path.write_bytes(struct.pack(">I", len(good)) + good + struct.pack(">I", 2) + b"\x09\x05")
-    with pytest.raises(
-        InputError,
-        match="a: the Snappy block at byte 9 is damaged: snappy: its elements do not unpack to the 9 bytes",
+    for data, said in (
+        (struct.pack(">I", 2**32 - 1) + b"abc", "at byte 0 states 4294967295 bytes, more than 100"),
+        (
+            struct.pack(">I", len(good)) + good + struct.pack(">I", 2) + b"\x09\x05",
+            "at byte 9 is damaged: snappy: its elements do not unpack to the 9 bytes",
+        ),
     ):
-        list(snappy_blocks(path, max_bytes=100))
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=f"a: the Snappy block {said}"):
+            list(snappy_blocks(path, max_bytes=100))

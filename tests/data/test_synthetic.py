@@ -112,9 +112,8 @@ def test_an_ids_weight_does_not_depend_on_its_batch() -> None:
     chance: dict[int, float] = {}
     for index in (0, 7, 10**6):
         batch = stream.batch(index)
-        for id, value in zip(
-            batch.features["f"].values.tolist(), batch.true_probability.tolist(), strict=True
-        ):
+        ids = batch.features["f"].values.tolist()
+        for id, value in zip(ids, batch.true_probability.tolist(), strict=True):
             assert chance.setdefault(id, value) == value
     assert len(chance) == 20
 
@@ -123,10 +122,7 @@ def test_an_ids_weight_does_not_depend_on_its_batch() -> None:
     ("options", "message"),
     [
         ({"features": []}, "features must have distinct names"),
-        (
-            {"features": [SyntheticFeature(name="a"), SyntheticFeature(name="a")]},
-            "features must have distinct names",
-        ),
+        ({"features": [SyntheticFeature(name="a")] * 2}, "features must have distinct names"),
         ({"interaction": 1.5}, "interaction must be between"),
         ({"drift_period": 0}, "drift_period must be above 0"),
         ({"num_dense": -1}, "must be an integer of at least 0"),

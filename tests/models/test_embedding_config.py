@@ -29,22 +29,22 @@ from megalith.errors import InputError, UnknownNameError
 from megalith.models import DCNv2, DeepFM, EmbeddingConfig, TableSettings
 
 
-def test_a_list_of_names_means_a_table_each_and_the_mean() -> None:
-    model = DCNv2(EmbeddingConfig(["user", "tags"], dim=3))
-    found = [(f.name, f.table, f.combiner) for f in model.embeddings.features]
-    assert found == [("user", "user", Mean()), ("tags", "tags", Mean())]
-    assert {name: config.dim for name, config in model.embeddings.shards.configs.items()} == {
-        "user": 3,
-        "tags": 3,
-    }
-
-
-def test_combiners_and_tables_by_feature() -> None:
-    config = EmbeddingConfig({"item": Sum(), "similar": Mean()}, tables={"similar": "item"})
-    model = DCNv2(config)
-    found = [(f.name, f.table, f.combiner) for f in model.embeddings.features]
-    assert found == [("item", "item", Sum()), ("similar", "item", Mean())]
-    assert list(model.embeddings.shards.configs) == ["item"]
+@pytest.mark.parametrize(
+    ("config", "features"),
+    [
+        (EmbeddingConfig(["user", "tags"], dim=3), [("user", "user", Mean()), ("tags", "tags", Mean())]),
+        (
+            EmbeddingConfig({"item": Sum(), "similar": Mean()}, dim=3, tables={"similar": "item"}),
+            [("item", "item", Sum()), ("similar", "item", Mean())],
+        ),
+    ],
+)
+def test_features_have_a_table_each_and_the_mean_unless_the_config_says_more(
+    config: EmbeddingConfig, features: list[Any]
+) -> None:
+    embeddings = DCNv2(config).embeddings
+    assert [(f.name, f.table, f.combiner) for f in embeddings.features] == features
+    assert {name: each.dim for name, each in embeddings.configs.items()} == {t: 3 for _, t, _ in features}
 
 
 def test_policies_of_all_tables_and_of_one() -> None:
@@ -80,16 +80,6 @@ def test_precision_of_all_tables_and_of_one() -> None:
         "shop": [("float16", "nearest"), ("float16", "nearest")],
         "city": [wide, ("bfloat16", "nearest")],
     }
-    for own, words in (
-        (
-            TableSettings(precision=["float16"]),
-            "table 'user': precision must be one value, or one for each of",
-        ),
-        (TableSettings(precision="float8"), "precision must be one of float32"),
-        (TableSettings(precision="float32", rounding="stochastic"), "table 'user': float32 is not rounded"),
-    ):
-        with pytest.raises(InputError, match=words):
-            DeepFM(EmbeddingConfig(["user"], settings={"user": own}))
 
 
 def test_serving_precisions_of_tables() -> None:
@@ -105,12 +95,21 @@ def test_serving_precisions_of_tables() -> None:
     tables = DeepFM(config).embeddings.configs
     found = {name: [s.serving for s in table.segments] for name, table in tables.items()}
     assert found == {"user": [None, byte], "item": [None, bits], "shop": ["float16", None]}
-    for own, words in (
-        (TableSettings(serving=[byte]), "table 'user': serving must be one value, or one for each of the 2"),
-        (TableSettings(serving="int8"), "serving must be FixedPoint"),
-    ):
-        with pytest.raises(InputError, match=words):
-            DeepFM(EmbeddingConfig(["user"], settings={"user": own}))
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"precision": ["float16"]}, "table 'user': precision must be one value, or one for each of the 2"),
+        ({"precision": "float8"}, "precision must be one of float32"),
+        ({"precision": "float32", "rounding": "stochastic"}, "table 'user': float32 is not rounded"),
+        ({"serving": [FixedPoint(2.0)]}, "table 'user': serving must be one value, or one for each of the 2"),
+        ({"serving": "int8"}, "serving must be FixedPoint"),
+    ],
+)
+def test_wrong_settings_of_a_table_are_named(own: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        DeepFM(EmbeddingConfig(["user"], settings={"user": TableSettings(**own)}))
 
 
 def test_wrong_policies_are_named() -> None:
@@ -121,13 +120,6 @@ def test_wrong_policies_are_named() -> None:
     shards = LocalShards([TableConfig("user", dim=4, optimizer=Adagrad(0.1))])
     with pytest.raises(InputError, match="pass them in their configs"):
         DCNv2(EmbeddingConfig(["user"], dim=4, shards=shards, eviction=TTL(5)))
-
-
-def test_a_shared_table_has_one_row_for_both_features() -> None:
-    model = DeepFM(EmbeddingConfig(["a", "b"], tables={"a": "ids", "b": "ids"}))
-    ids = torch.tensor([5, 6])
-    model({"a": ids, "b": ids + 1}).sum().backward()
-    assert model.embeddings.shards.stats()["ids"].rows == 3
 
 
 def test_shards_may_be_made_or_given() -> None:
@@ -168,11 +160,7 @@ def test_the_seed_is_that_of_the_initial_rows() -> None:
         ("user", {}, "features must be a list of names, got 'user'"),
         ([], {}, "features must be a list of names"),
         (["a", "a"], {}, "names of features must differ"),
-        (
-            {"a": FirstN(3)},
-            {},
-            r"feature 'a': combiner must be Sum\(\), Mean\(\) or Sqrtn\(\), got FirstN\(3\)",
-        ),
+        ({"a": FirstN(3)}, {}, r"'a': combiner must be Sum\(\), Mean\(\) or Sqrtn\(\), got FirstN\(3\)"),
         ({"a": None}, {}, "feature 'a': combiner must be"),
         (["a"], {"tables": {"b": "t"}}, "tables: unknown feature 'b'"),
         (["a"], {"dim": 0}, "dim must be a positive integer"),

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megalith import Ragged
 from megalith.errors import InputError, UnknownNameError
-from megalith.models import MODELS, EmbeddingConfig, Model, build_model, forward_batch
+from megalith.models import MODELS, EmbeddingConfig, Model, forward_batch
 from megalith.nn import Layout, Slice
-from tests.models.support import embeddings, known_ids, loss_of, make, synthetic_reader, train
+from tests.models.support import known_ids, loss_of, make, synthetic_reader, train
 from tests.nn.support import Keyed
 
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -143,22 +143,18 @@ def test_zero_grad_drops_both_parts(name: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_an_unknown_model_is_named() -> None:
-    with pytest.raises(
-        UnknownNameError, match=r"unknown model 'dcn' \(known: 'deepfm', 'dlrm', 'dcnv2', 'din'\)"
-    ):
-        build_model("dcn", embeddings())
-
-
-@pytest.mark.parametrize("num_dense", [-1, 1.5, True])
-def test_num_dense_must_be_a_count(num_dense: Any) -> None:
-    with pytest.raises(InputError, match="DLRM: num_dense must be an integer >= 0"):
-        make("dlrm", num_dense=num_dense)
-
-
-def test_dcnv2_needs_cross_layers() -> None:
-    with pytest.raises(InputError, match="DCNv2: num_cross must be an integer of at least 1, got 0"):
-        make("dcnv2", num_cross=0)
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("dcn", {}, r"unknown model 'dcn' \(known: 'deepfm', 'dlrm', 'dcnv2', 'din'\)"),
+        ("dlrm", {"num_dense": -1}, "DLRM: num_dense must be an integer >= 0"),
+        ("dlrm", {"num_dense": True}, "DLRM: num_dense must be an integer >= 0"),
+        ("dcnv2", {"num_cross": 0}, "DCNv2: num_cross must be an integer of at least 1, got 0"),
+    ],
+)
+def test_wrong_names_and_numbers_are_named(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises((InputError, UnknownNameError), match=words):
+        make(name, **options)
 
 
 def test_a_model_may_take_a_list_of_slices_and_dense_values() -> None:

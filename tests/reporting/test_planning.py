@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith import Router
-from megalith.errors import InputError
 from megalith.reporting.planning import Forecast, Load, forecast
 
 N = 50_000
@@ -135,18 +134,6 @@ def test_an_id_in_every_small_batch_stays_hot() -> None:
     assert "larger batches" in text(result, "hot ids")
 
 
-def test_the_same_load_in_an_adverse_encoding() -> None:
-    natural, adverse = forecast(zipf(1.8, 49_332), ranks=4), forecast(zipf(1.8, 49_332) * 4, ranks=4)
-    before, after = natural.modes["roundrobin"].traffic, adverse.modes["roundrobin"].traffic
-    hashed = adverse.modes["hash_roundrobin"].traffic
-    assert before is not None
-    assert after is not None
-    assert hashed is not None
-    assert after.imbalance == 4.0 > before.imbalance + 0.5
-    assert hashed.imbalance < after.imbalance
-    assert kinds(adverse) == ["pattern", "hot ids"]
-
-
 # ---- continuous
 
 
@@ -206,26 +193,3 @@ def test_counts_are_those_of_the_router(ids: list[int], ranks: int, batch_size: 
         assert mode.sent.per_rank == owners([id for batch in batches for id in batch])
     assert result.occurrences == len(ids)
     assert sum(hot.occurrences for hot in result.hottest) <= len(ids)
-
-
-def test_rows_of_a_table_have_no_traffic() -> None:
-    result = forecast(torch.arange(100), ranks=2, distinct=True)
-    assert (result.occurrences, result.hottest) == (None, [])
-    assert all(mode.traffic is mode.sent is None for mode in result.modes.values())
-
-
-@pytest.mark.parametrize(
-    ("ids", "options", "words"),
-    [
-        (torch.empty(0, dtype=torch.int64), {"ranks": 2}, "n at least 1"),
-        (torch.ones(3), {"ranks": 2}, "int64"),
-        (torch.arange(3), {"ranks": 0}, "ranks"),
-        (torch.arange(3), {"ranks": 2, "batch_size": 0}, "batch_size"),
-        (torch.arange(3), {"ranks": 2, "counts": torch.ones(2, dtype=torch.int64)}, "counts"),
-        (torch.arange(3), {"ranks": 2, "counts": torch.tensor([1, 1, -1])}, "counts"),
-        (torch.arange(3), {"ranks": 2, "block_size": 2**62}, "block_size"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(ids: Tensor, options: dict[str, int], words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        forecast(ids, **options)  # type: ignore[arg-type]

@@ -31,16 +31,20 @@ def read(shares: DataShares, source: MemoryReader, index: int, batches: int | No
     return found
 
 
+def read_all(shares: DataShares, source: MemoryReader) -> list[int]:
+    found: list[int] = []
+    while (share := shares.take()) is not None:
+        found += read(shares, source, share.index)
+    return found
+
+
 def test_every_row_is_in_one_share_and_epochs_have_another_order() -> None:
     source, orders = reader(), []
     shares = DataShares(source, split=True)
     for epoch in range(2):
         shares.begin(epoch, workers=2)
-        taken = []
-        while (share := shares.take()) is not None:
-            assert share.count == 2 * SHARES_PER_WORKER
-            taken.append(share.index)
-        orders.append([id for index in taken for id in read(shares, source, index)])
+        assert shares.share(0).count == 2 * SHARES_PER_WORKER
+        orders.append(read_all(shares, source))
         shares.end(epoch + 1)
         assert shares.position() == {"epoch": epoch + 1, "row": 0, "shard": [0, 1]}
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(20))
@@ -70,10 +74,7 @@ def test_an_epoch_continues_at_its_position_with_another_number_of_workers() -> 
     resumed = DataShares(source, split=True)
     resumed.seek(saved)
     resumed.begin(0, workers=7)
-    left = []
-    while (share := resumed.take()) is not None:
-        left += read(resumed, source, share.index)
-    assert sorted(done + left) == list(range(20))
+    assert sorted(done + read_all(resumed, source)) == list(range(20))
 
 
 def test_an_epoch_that_one_process_began_is_one_share() -> None:

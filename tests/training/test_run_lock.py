@@ -11,15 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.errors import UsageError
 from megalith.training.directory import LOCK_FILE, RunLock
-
-
-def test_two_cannot_train_in_one_directory(tmp_path: Path) -> None:
-    with RunLock(tmp_path), pytest.raises(UsageError, match="another process trains in"), RunLock(tmp_path):
-        pass
-    with RunLock(tmp_path):
-        pass
 
 
 def test_numbers_of_sessions_rise_also_if_the_clock_does_not(tmp_path: Path) -> None:

@@ -90,7 +90,6 @@ def filled(table: monolith.PartitionedHashTable) -> Arguments:
 
 
 def monolith_calls() -> Iterator[Call]:
-    yield from partitioned_calls()
     keys = monolith.unique_key_with_value_and_offset(column(), [1, 2])
     pos = megalith.Ragged.from_lists([[0, 0], [0]])
     yield monolith.SharedBuffer, {"size": 4}

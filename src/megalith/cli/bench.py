@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith.cli.config_options import config_options
-from megalith.cli.output import console, exit_on_error, progress
+from megalith.cli.output import AsJson, console, exit_on_error, grid, progress
 from megalith.distributed.comm_bench import (
     PATTERNS,
     TRANSPORTS,
@@ -57,7 +57,7 @@ def comm(
     plot: Annotated[
         Path | None, typer.Option(help="Write a page with plots and the table to this file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure collectives between ranks: latency and goodput by size, over gloo and through shared memory.
 
@@ -143,12 +143,10 @@ def _bytes(text: str) -> int:
 
 
 def _grid(ranks: int, found: Sequence[Measurement]) -> Table:
-    grid = Table(title=title(ranks), title_justify="left", title_style="bold")
-    for name in HEAD:
-        grid.add_column(name, justify="left" if name in ("pattern", "transport") else "right")
+    table = grid(HEAD, left=("pattern", "transport"), title=title(ranks))
     for before, each in zip([None, *found], found, strict=False):
         same = before is not None and before.pattern == each.pattern
         if before is not None and not same:
-            grid.add_section()
-        grid.add_row("" if same else PATTERN_NAMES[each.pattern], *cells(each))
-    return grid
+            table.add_section()
+        table.add_row("" if same else PATTERN_NAMES[each.pattern], *cells(each))
+    return table

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from megalith import checkpoint
@@ -14,8 +13,10 @@ from megalith.checkpoint import Difference, ListedCheckpoint, Manifest
 from megalith.checkpoint.compare import Change
 from megalith.checkpoint.manifest import Save, is_checkpoint
 from megalith.cli.output import (
+    AsJson,
     console,
     exit_on_error,
+    grid,
     plural,
     print_json,
     print_line,
@@ -34,72 +35,43 @@ _LONGEST = 60
 # ---- ls
 
 
-def _grid(*columns: str, title: str = "", right: tuple[str, ...] = ()) -> Table:
-    grid = Table(title=Text(title) if title else None, title_justify="left", title_style="bold")
-    for column in columns:
-        grid.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return grid
-
-
 def print_checkpoint(found: ListedCheckpoint, manifest: Manifest) -> None:
-    """Prints the saves and tables of a checkpoint."""
     out = console()
     out.print(Text.assemble("checkpoint ", (found.path, "bold")), soft_wrap=True)
     saved = f"saved {manifest.latest.created} by megalith {manifest.megalith}"
     out.print(Text(f"{found.rows:,} rows, {show_bytes(found.bytes)}, {saved}"))
-    numbers = ("rows", "removed", "bytes", "step", "dim")
-    saves = _grid("save", "kind", "created", "rows", "removed", "bytes", "step", right=numbers)
+    names = ("save", "kind", "created", "rows", "removed", "bytes", "step")
+    saves = grid(names, left=names[:3])
     for save in manifest.saves:
         each = _save(save, manifest)
-        saves.add_row(
-            save.id,
-            each["kind"],
-            save.created,
-            f"{each['rows']:,}",
-            f"{each['removed']:,}",
-            show_bytes(each["bytes"]),
-            _steps(each["steps"]),
-        )
+        counts = f"{each['rows']:,}", f"{each['removed']:,}", show_bytes(each["bytes"])
+        saves.add_row(save.id, each["kind"], save.created, *counts, _steps(each["steps"]))
     out.print(saves)
-    tables = _grid("table", "rows", "bytes", "dim", "segments", "routing", "policies", right=numbers)
+    names = ("table", "rows", "bytes", "dim", "segments", "routing", "policies")
+    tables = grid(names, left=("table", *names[4:]))
     for t in summarize(manifest):
-        cells = [
-            _name(t),
-            f"{t.rows:,}",
-            show_bytes(t.bytes),
-            str(t.dim),
-            show_segments(t),
-            show_routing(t.routing),
-            t.policies,
-        ]
-        tables.add_row(*(Text(cell) for cell in cells))
+        counts = f"{t.rows:,}", show_bytes(t.bytes), str(t.dim)
+        cells = (_name(t), *counts, show_segments(t), show_routing(t.routing), t.policies)
+        tables.add_row(*map(Text, cells))
     out.print(tables)
     for folder in found.leftovers:
         out.print(f"{folder} belongs to an unfinished save; the next save deletes it")
 
 
 def print_checkpoints(path: str, found: list[ListedCheckpoint]) -> None:
-    """Prints one line per checkpoint of a directory."""
-    numbers = ("rows", "bytes", "deltas", "step")
-    grid = _grid("checkpoint", "rows", "bytes", "deltas", "created", "step", title=path, right=numbers)
+    names = ("checkpoint", "rows", "bytes", "deltas", "created", "step")
+    table = grid(names, left=("checkpoint", "created"), title=path)
     for each in found:
         name = Text(each.path.removeprefix(path.rstrip("/") + "/"))
         if each.manifest is None:
-            grid.add_row(name, Text(each.problem.partition(":")[0], style="bold red"))
+            table.add_row(name, Text(each.problem.partition(":")[0], style="bold red"))
             continue
-        grid.add_row(
-            name,
-            f"{each.rows:,}",
-            show_bytes(each.bytes),
-            f"{len(each.manifest.deltas):,}",
-            each.manifest.latest.created,
-            _steps(each.steps),
-        )
-    console().print(grid)
+        counts = f"{each.rows:,}", show_bytes(each.bytes), f"{len(each.manifest.deltas):,}"
+        table.add_row(name, *counts, each.manifest.latest.created, _steps(each.steps))
+    console().print(table)
 
 
 def checkpoint_json(found: ListedCheckpoint) -> dict[str, Any]:
-    """Return the JSON form of a listed checkpoint."""
     about = {"path": found.path, "complete": found.manifest is not None, "problem": found.problem}
     if found.manifest is None:
         return {**about, "leftovers": found.leftovers}
@@ -145,22 +117,20 @@ def _name(t: TableSummary) -> str:
 
 
 def print_difference(found: Difference) -> None:
-    """Prints the differences of two checkpoints."""
     out = console()
     if found.same:
         out.print("no differences" + (", except in times" if _times(found) else ""))
         for line in _times(found):
-            out.print(Text(line), soft_wrap=True)
+            print_line(line)
         return
-    numbers = ("before", "after", "added", "removed", "changed", "weights")
-    shown = (*numbers, "largest", "id")
-    grid = _grid("table", *shown, title="rows", right=shown)
+    columns = ("table", "before", "after", "added", "removed", "changed", "weights", "largest", "id")
+    table = grid(columns, left=("table",), title="rows")
     for name, t in found.tables.items():
         counts = (t.before, t.after, t.added, t.removed, t.changed, t.weights)
         largest = ("", "") if t.largest is None else (show_number(t.largest.amount), str(t.largest.id))
-        grid.add_row(Text(name), *(f"{count:,}" for count in counts), *largest)
+        table.add_row(Text(name), *(f"{count:,}" for count in counts), *largest)
     if found.tables:
-        out.print(grid)
+        out.print(table)
     for side, names in (("before", found.only_before), ("after", found.only_after)):
         for name in names:
             out.print(Text(f"table {name} is only in the checkpoint {side}"))
@@ -178,7 +148,7 @@ def print_difference(found: Difference) -> None:
     for key, change in found.progress.items():
         out.print(Text(f"progress {key}: {_arrow(change)}"), soft_wrap=True)
     for line in _times(found):
-        out.print(Text(line), soft_wrap=True)
+        print_line(line)
 
 
 def _times(found: Difference) -> list[str]:
@@ -207,7 +177,6 @@ Place = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
@@ -394,7 +363,6 @@ def _checkpoint_of(path: str) -> str:
 
 
 def _rows_of(path: str) -> int:
-    """Number of rows of all files."""
     manifest = checkpoint.read_manifest(path)
     return sum(entry.rows for entries in manifest.tables().values() for entry in entries)
 

@@ -9,7 +9,15 @@ import typer
 from rich.table import Table
 
 from megalith.cli.config_options import config_options
-from megalith.cli.output import console, exit_on_error, print_json, print_line, progress, skipped_lines
+from megalith.cli.output import (
+    AsJson,
+    console,
+    exit_on_error,
+    print_json,
+    print_line,
+    progress,
+    skipped_lines,
+)
 from megalith.errors import InputError
 from megalith.training import DataConfig, load_trained, open_reader
 from megalith.training import evaluate as evaluate_model
@@ -27,7 +35,7 @@ def evaluate(
     ] = None,
     *,
     data: dict[str, Any],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a trained model: AUC, log loss and calibration. Nothing is written.
 

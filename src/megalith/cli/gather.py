@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from megalith.cli.output import console, error_console, exit_on_error, print_json
+from megalith.cli.output import AsJson, console, error_console, exit_on_error, grid, print_json
 from megalith.distributed.elastic_ranks import EndedRank, launch_ranks
 from megalith.errors import InputError, StoreError
 from megalith.gather.artifact import (
@@ -37,8 +38,6 @@ from megalith.units import show_bytes, show_number
 app = typer.Typer(
     no_args_is_help=True, help="Gather the updates of peers: run ranks, inspect windows, simulate a run."
 )
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command(
@@ -220,14 +219,11 @@ def _simulate(simulation: Simulation, ranks: int, folder: Path, *, quiet: bool) 
 
 def _statuses(folder: Path, simulation: Simulation) -> Table:
     """What became of each peer so far, from the files that ranks write."""
-    table = Table(title=f"{simulation.peers} peers, {simulation.windows} windows", title_justify="left")
-    for column in ("rank", "done", "last", "statuses"):
-        table.add_column(column, justify="right" if column in ("rank", "done") else "left")
+    title = f"{simulation.peers} peers, {simulation.windows} windows"
+    table = grid(("rank", "done", "last", "statuses"), left=("last", "statuses"), title=title)
     for path in sorted(folder.glob("statuses-*")):
         seen = [line.split() for line in path.read_text().splitlines() if line.count(" ") == 1]
-        counts: dict[str, int] = {}
-        for _, status in seen:
-            counts[status] = counts.get(status, 0) + 1
+        counts = Counter(status for _, status in seen)
         last = f"uid {seen[-1][0]}: {seen[-1][1]}" if seen else ""
         listed = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
         table.add_row(path.name.partition("-")[2], str(len(seen)), last, listed)

@@ -10,10 +10,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -55,10 +55,11 @@ def exit_on_error() -> Iterator[None]:
 
 
 def _plain(text: str) -> str:
-    """Escapes text for rich."""
     return text.replace("[", r"\[")
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+"""The option of commands that can print JSON."""
 PATIENCE = 2.0
 """Seconds before a progress bar appears."""
 
@@ -99,13 +100,17 @@ def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
             bar.stop()
 
 
+def grid(columns: Sequence[str], *, left: Collection[str], title: str = "", **options: Any) -> Table:
+    """Return an empty table; columns are numbers, except those on the left."""
+    table = Table(title=Text(title) if title else None, title_justify="left", title_style="bold", **options)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    return table
+
+
 def bar_table(title: str, what: str, bins: Sequence[tuple[str, int]]) -> Table:
-    """Return a table of counts with bars."""
     most = max((count for _, count in bins), default=0)
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column(what, justify="right")
-    table.add_column("rows", justify="right")
-    table.add_column("")
+    table = grid((what, "rows", ""), left=("",), title=title, box=None, pad_edge=False)
     for label, count in bins:
         width = max(1, round(_BAR_WIDTH * count / most)) if count else 0
         table.add_row(Text(label), show_number(count), Text("█" * width, style="cyan"))
@@ -113,7 +118,6 @@ def bar_table(title: str, what: str, bins: Sequence[tuple[str, int]]) -> Table:
 
 
 def show_routing(routing: Routing) -> str:
-    """Return a short description of a routing."""
     block = f", blocks of {routing.block_size:,}" if routing.block_size else ""
     return f"{routing.dist_type}, {plural(routing.num_shards, 'shard')}{block}" + (
         ", first shard empty" if routing.skip_first else ""
@@ -121,7 +125,6 @@ def show_routing(routing: Routing) -> str:
 
 
 def show_segments(table: TableSummary) -> str:
-    """Return a short description of the segments of a table."""
     return " + ".join(
         f"{s.dim} {s.optimizer}" + ("" if s.precision == "float32" else f" {show_precision(s)}")
         for s in table.segments
@@ -153,7 +156,6 @@ def skipped_lines(
 
 
 def print_line(text: str) -> None:
-    """Prints a line of plain text to stdout."""
     console().print(Text(text), soft_wrap=True)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megalith.cli.output import console, exit_on_error, plural
+from megalith.cli.output import AsJson, console, exit_on_error, grid, plural
 from megalith.reporting.planning import Forecast, Load, ModeForecast, Sample, forecast, read_sample
 from megalith.units import show_bytes
 
@@ -44,7 +44,7 @@ def plan(
     sample: Annotated[int, typer.Option(min=1, help="Number of ids to sample.")] = 1_000_000,
     dim: Annotated[int | None, typer.Option(min=1, help="Dimension of a row, to show bytes.")] = None,
     hash: Annotated[bool, typer.Option("--hash", help="Hash integers as text, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show rows and traffic per rank in each routing mode, with warnings about skew and the remedy.
 
@@ -97,11 +97,9 @@ def _print(out: Console, found: Sample, result: Forecast, dim: int | None) -> No
 
 
 def _summary(result: Forecast, dim: int | None) -> Table:
-    grid = Table(title="max/mean and imbalance by mode", title_justify="left", title_style="bold")
-    for name in ("mode / block size", "load", "mean per rank", "min", "max", "max/mean", "imbalance"):
-        grid.add_column(name, justify="left" if name in ("mode / block size", "load") else "right")
-    if dim is not None:
-        grid.add_column("max, bytes", justify="right")
+    names = ("mode / block size", "load", "mean per rank", "min", "max", "max/mean", "imbalance")
+    sized = () if dim is None else ("max, bytes",)
+    table = grid((*names, *sized), left=names[:2], title="max/mean and imbalance by mode")
     for forecasted in result.modes.values():
         name = forecasted.mode
         if forecasted.block_size is not None:
@@ -110,23 +108,20 @@ def _summary(result: Forecast, dim: int | None) -> Table:
             cells = [name if what == "rows" else "", what, *_numbers(load)]
             if dim is not None:
                 cells.append(_bytes(what, load, dim))
-            grid.add_row(*cells)
-        grid.add_section()
-    return grid
+            table.add_row(*cells)
+        table.add_section()
+    return table
 
 
 def _per_rank(result: Forecast) -> Table:
-    grid = Table(title="rows per rank (and traffic)", title_justify="left", title_style="bold")
-    grid.add_column("rank", justify="right")
-    for mode in result.modes:
-        grid.add_column(mode, justify="right")
+    table = grid(("rank", *result.modes), left=(), title="rows per rank (and traffic)")
     for rank in range(result.ranks):
         cells = []
         for forecasted in result.modes.values():
             traffic = "" if forecasted.traffic is None else f" ({forecasted.traffic.per_rank[rank]:,})"
             cells.append(f"{forecasted.rows.per_rank[rank]:,}{traffic}")
-        grid.add_row(str(rank), *cells)
-    return grid
+        table.add_row(str(rank), *cells)
+    return table
 
 
 def _loads(forecasted: ModeForecast) -> list[tuple[str, Load]]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from megalith.cli.output import console, exit_on_error, plural, print_json, print_line
+from megalith.cli.output import AsJson, console, exit_on_error, plural, print_json, print_line
 from megalith.ps.status import prometheus_text, quantile, server_status
 from megalith.training.ps import ask_for_workers
 from megalith.units import show_bytes
@@ -28,7 +28,7 @@ def status(
     address: Annotated[
         str | None, typer.Option(help="Address of the Ray cluster; default: the one on this machine.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: AsJson = False,
     prometheus: Annotated[bool, typer.Option("--prometheus", help="Print Prometheus's text format.")] = False,
 ) -> None:
     """Show memory, rows, queue, calls per second, staleness and last checkpoint of each server.

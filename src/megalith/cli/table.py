@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,9 +17,11 @@ from megalith.bits import signed
 from megalith.checkpoint import Manifest, read_manifest
 from megalith.checkpoint.manifest import TableEntry
 from megalith.cli.output import (
+    AsJson,
     bar_table,
     console,
     exit_on_error,
+    grid,
     plural,
     print_json,
     progress,
@@ -57,7 +59,7 @@ def table(
             help='Reference time of ages: "clock", "newest" (the newest row of the table), or seconds.'
         ),
     ] = "clock",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the tables of a checkpoint, the norms, ages and largest rows of a table, or one row.
 
@@ -73,12 +75,14 @@ def table(
     with exit_on_error():
         checkpoint = find_checkpoint(checkpoint)
         manifest = read_manifest(checkpoint)
-        if id is not None or string is not None:
-            _show_row(checkpoint, manifest, name, collection, _wanted(id, string), now, as_json)
-        elif (name, collection, top) != (None, None, None):
-            _show_table(checkpoint, manifest, name, collection, 10 if top is None else top, now, as_json)
+        wanted = _wanted(id, string)
+        if (wanted, name, collection, top) == (None, None, None, None):
+            return _show_all(manifest, as_json)
+        summary, entries = inspection.find_table(manifest, name, collection)
+        if wanted is not None:
+            _show_row(checkpoint, summary, entries, wanted, now, as_json)
         else:
-            _show_all(manifest, as_json)
+            _show_table(checkpoint, summary, entries, 10 if top is None else top, now, as_json)
 
 
 # ---- the three views
@@ -94,42 +98,30 @@ def _show_all(manifest: Manifest, as_json: bool) -> None:
     out.print(
         Text(f"checkpoint {manifest.id} of {manifest.created}: {rows:,} rows, {show_bytes(size)} on disk")
     )
-    grid = Table()
     with_collections = any(t.collection for t in tables)
-    if with_collections:
-        grid.add_column("collection")
-    for column in ("table", "rows", "on disk", "dim", "segments", "routing", "step"):
-        grid.add_column(column, justify="right" if column in ("rows", "on disk", "dim", "step") else "left")
+    words = ("collection", "table", "segments", "routing")
+    names = ("collection", "table", "rows", "on disk", "dim", "segments", "routing", "step")
+    table = grid(names[not with_collections :], left=words)
     for t in tables:
-        cells = [
-            t.name,
-            f"{t.rows:,}",
-            show_bytes(t.bytes),
-            str(t.dim),
-            show_segments(t),
-            show_routing(t.routing),
-        ]
-        cells = [*([t.collection] if with_collections else []), *cells, f"{t.global_step:,}"]
-        grid.add_row(*(Text(cell) for cell in cells))
-    out.print(grid)
+        where = [t.collection] if with_collections else []
+        counts = f"{t.rows:,}", show_bytes(t.bytes), str(t.dim)
+        cells = (*where, t.name, *counts, show_segments(t), show_routing(t.routing), f"{t.global_step:,}")
+        table.add_row(*map(Text, cells))
+    out.print(table)
     out.print("Show one table with --table NAME.")
 
 
 def _show_table(
-    root: Path,
-    manifest: Manifest,
-    name: str | None,
-    collection: str | None,
-    top: int,
-    now: str,
-    as_json: bool,
+    root: Path, summary: TableSummary, entries: list[TableEntry], top: int, now: str, as_json: bool
 ) -> None:
-    summary, entries = inspection.find_table(manifest, name, collection)
     with progress(f"reading {summary.name}", summary.rows) as advance:
         norms = inspection.measure_norms(root, entries, top=top, on_rows=advance)
     ages = inspection.measure_ages(root, entries, now=_now(now, root, entries))
     if as_json:
-        return print_json({**asdict(summary), "norms": _norms(norms), "ages": _ages(ages)})
+        top_rows = [row._asdict() for row in norms.top]
+        bins = [{"age": label, "rows": count} for label, count in ages.bins]
+        numbers = {"norms": {**asdict(norms), "top": top_rows}, "ages": {**asdict(ages), "bins": bins}}
+        return print_json({**asdict(summary), **numbers})
     out = console()
     _print_summary(out, summary)
     if not norms.rows:
@@ -139,15 +131,8 @@ def _show_table(
 
 
 def _show_row(
-    root: Path,
-    manifest: Manifest,
-    name: str | None,
-    collection: str | None,
-    wanted: int,
-    now: str,
-    as_json: bool,
+    root: Path, summary: TableSummary, entries: list[TableEntry], wanted: int, now: str, as_json: bool
 ) -> None:
-    summary, entries = inspection.find_table(manifest, name, collection)
     with progress(f"searching {summary.name}", summary.rows) as advance:
         row = inspection.find_row(root, entries, wanted, on_rows=advance)
     if row is None:
@@ -162,12 +147,13 @@ def _show_row(
 # ---- arguments
 
 
-def _wanted(id: str | None, string: str | None) -> int:
+def _wanted(id: str | None, string: str | None) -> int | None:
     if id is not None and string is not None:
         raise InputError("use either --id or --string, not both")
     if string is not None:
         return int(hash_strings([string])[0])
-    assert id is not None
+    if id is None:
+        return None
     try:
         value = int(id, 0)
     except ValueError:
@@ -191,24 +177,24 @@ def _now(now: str, root: Path, entries: list[TableEntry]) -> int:
 
 
 def _print_summary(out: Console, t: TableSummary) -> None:
-    grid = Table.grid(padding=(0, 2))
+    facts = Table.grid(padding=(0, 2))
     where = f" of collection {t.collection}" if t.collection else ""
     out.print(Text.assemble((f"table {t.name}", "bold"), where))
-    grid.add_row("rows", f"{t.rows:,}")
+    facts.add_row("rows", f"{t.rows:,}")
     per_row = f", {show_bytes(t.bytes / t.rows)} per row" if t.rows else ""
-    grid.add_row("on disk", f"{show_bytes(t.bytes)} in {plural(t.num_files, 'file')}{per_row}")
+    facts.add_row("on disk", f"{show_bytes(t.bytes)} in {plural(t.num_files, 'file')}{per_row}")
     parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in t.memory_parts.items() if size)
     total = sum(t.memory_parts.values())
-    grid.add_row("in memory", f"about {show_bytes(total)} when loaded: {parts}" if total else "no rows")
+    facts.add_row("in memory", f"about {show_bytes(total)} when loaded: {parts}" if total else "no rows")
     if t.pending:
-        grid.add_row("pending", f"{t.pending:,} ids without a row are counted")
+        facts.add_row("pending", f"{t.pending:,} ids without a row are counted")
     for number, s in enumerate(t.segments):
         text = f"dim {s.dim}, {show_precision(s)}, {s.settings}, {s.initializer}"
-        grid.add_row(f"segment {number}", Text(text))
-    grid.add_row("routing", Text(show_routing(t.routing)))
-    grid.add_row("policies", Text(t.policies))
-    grid.add_row("step", f"{t.global_step:,}")
-    out.print(grid)
+        facts.add_row(f"segment {number}", Text(text))
+    facts.add_row("routing", Text(show_routing(t.routing)))
+    facts.add_row("policies", Text(t.policies))
+    facts.add_row("step", f"{t.global_step:,}")
+    out.print(facts)
 
 
 def _print_norms(out: Console, norms: Norms) -> None:
@@ -225,13 +211,11 @@ def _print_norms(out: Console, norms: Norms) -> None:
     out.print(bar_table(f"norms: {spread}{zeros}", "norm", bins))
     if not norms.top:
         return
-    grid = Table(title="largest rows", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    grid.add_column("id", justify="right")
-    grid.add_column("norm", justify="right")
+    table = grid(("id", "norm"), left=(), title="largest rows", box=None, pad_edge=False)
     for row in norms.top:
-        grid.add_row(str(row.id), f"{row.norm:.6g}")
+        table.add_row(str(row.id), f"{row.norm:.6g}")
     out.print()
-    out.print(grid)
+    out.print(table)
 
 
 def _print_ages(out: Console, ages: Ages, now: str) -> None:
@@ -246,33 +230,22 @@ def _print_ages(out: Console, ages: Ages, now: str) -> None:
 
 def _print_row(out: Console, t: TableSummary, row: InspectedRow, now: int) -> None:
     out.print(Text.assemble((f"id {row.id}", "bold"), f" of table {t.name}"))
-    grid = Table.grid(padding=(0, 2))
+    facts = Table.grid(padding=(0, 2))
     begin = 0
     for number, s in enumerate(t.segments):
         part = row.weights[begin : begin + s.dim]
-        grid.add_row("weights" if len(t.segments) == 1 else f"weights {number}", _numbers(part))
+        facts.add_row("weights" if len(t.segments) == 1 else f"weights {number}", _numbers(part))
         begin += s.dim
     for key, values in row.state.items():
-        grid.add_row(Text(f"state {key}"), _numbers(values))
-    grid.add_row("norm", f"{row.norm:.6g}")
+        facts.add_row(Text(f"state {key}"), _numbers(values))
+    facts.add_row("norm", f"{row.norm:.6g}")
     age = now - row.time
     ago = f"{show_span(age)} ago" if age >= 0 else f"{show_span(-age)} in the future"
-    grid.add_row("last update", f"{show_time(row.time)} ({ago})")
+    facts.add_row("last update", f"{show_time(row.time)} ({ago})")
     if row.count is not None:
-        grid.add_row("updates", show_number(row.count))
-    out.print(grid)
+        facts.add_row("updates", show_number(row.count))
+    out.print(facts)
 
 
 def _numbers(values: list[float]) -> str:
     return " ".join(f"{value:.6g}" for value in values)
-
-
-# ---- JSON
-
-
-def _norms(norms: Norms) -> dict[str, Any]:
-    return {**asdict(norms), "top": [row._asdict() for row in norms.top]}
-
-
-def _ages(ages: Ages) -> dict[str, Any]:
-    return {**asdict(ages), "bins": [{"age": label, "rows": count} for label, count in ages.bins]}

@@ -59,9 +59,7 @@ def launched(run: Path, timeout: float) -> Iterator[RankSetup]:
 
 
 class TrainingBar(Watcher):
-    """Shows samples, samples/s, loss, AUC, rows and memory, the lowest hit rate of GPU memory of tables with
-    rows in host memory, and the rows written by a slow save.
-    """
+    """Shows the progress of a run and of a slow save, with numbers of the last line of its log."""
 
     def __init__(self, run: Run) -> None:
         rows = run.source.train.num_rows
@@ -136,7 +134,6 @@ class TrainCommand(TyperCommand):
     """The `train` command, where `--comm-metrics` may be given without a value: all tables."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Adds the value to a bare `--comm-metrics`."""
         return super().parse_args(
             ctx, ["--comm-metrics=*" if arg == "--comm-metrics" else arg for arg in args]
         )
@@ -285,7 +282,6 @@ def _train(run: Run, out: Console) -> bool:
 
 
 def _conclude(run: Run, comparison: Path | None, out: Console) -> None:
-    """Evaluates the model and writes the report."""
     result = None
     if run.source.test is not None:
         first = run.ranks.rank == 0
@@ -307,7 +303,6 @@ def _resume_flags(run: Run) -> str:
 
 
 def _stop_without_saving(run: Run, out: Console) -> NoReturn:
-    """Prints what is saved and what is not, and exits."""
     try:
         saved = checkpoint.read_manifest(run.directory / CHECKPOINT).progress["step"]
     except CheckpointError:

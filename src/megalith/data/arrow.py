@@ -60,7 +60,6 @@ class ColumnFault:
 def numbers(
     array: Any, column: str, *, nan: NanRule | None = None
 ) -> tuple[NDArray[np.float64], Mask, list[ColumnFault]]:
-    """Converts a column to numbers."""
     # returns: float64 [n] with NaN for missing values, a mask of the missing values, and the rows that are
     # not finite numbers.
     pa, pc = arrow(), arrow("pyarrow.compute")
@@ -94,7 +93,6 @@ def numbers(
 
 
 def seconds(array: Any, column: str) -> tuple[NDArray[np.int64], list[ColumnFault]]:
-    """Converts a column to times in seconds."""
     # returns: int64 [n], and the rows that have no valid time.
     pa, pc = arrow(), arrow("pyarrow.compute")
     if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
@@ -112,7 +110,6 @@ def seconds(array: Any, column: str) -> tuple[NDArray[np.int64], list[ColumnFaul
 
 
 def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[ColumnFault]]:
-    """Converts a column to ids."""
     # A missing value is an empty row; a missing value in a list is left out.
     pa, pc = arrow(), arrow("pyarrow.compute")
     array = _plain(array)
@@ -181,7 +178,6 @@ def _list_matches(text: str) -> list[re.Match[str]]:
 
 
 def id_source(kind: Any, feature: FeatureColumn) -> IdSource | None:
-    """Return where the ids of a column come from."""
     if feature.hash is not None:
         return "xxhash64" if feature.hash else "integer"
     kind = _inner(kind)
@@ -214,14 +210,9 @@ def _is_list(kind: Any) -> bool:
 
 def _is_text(kind: Any) -> bool:
     types = arrow().types
-    return bool(
-        types.is_string(kind)
-        or types.is_large_string(kind)
-        or types.is_binary(kind)
-        or types.is_large_binary(kind)
-        or types.is_string_view(kind)
-        or types.is_binary_view(kind)
-    )
+    views = (types.is_string_view, types.is_binary_view)
+    texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, *views)
+    return any(is_text(kind) for is_text in texts)
 
 
 def _inner(kind: Any) -> Any:

@@ -126,11 +126,11 @@ class Samples:
 
     def __getitem__(self, rows: slice) -> Samples:
         """Return a range of rows without a copy."""
-        return Samples(
-            {name: ragged[rows] for name, ragged in self.features.items()},
-            self.labels[rows],
-            *(None if x is None else x[rows] for x in (self.dense, self.weights, self.times)),
-        )
+        return self._rows({name: ragged[rows] for name, ragged in self.features.items()}, rows)
+
+    def _rows(self, features: dict[str, Ragged], rows: slice | Tensor) -> Samples:
+        others = (None if x is None else x[rows] for x in (self.dense, self.weights, self.times))
+        return Samples(features, self.labels[rows], *others)
 
     @property
     def columns(self) -> list[str]:
@@ -153,11 +153,7 @@ class Samples:
         rows = checks.with_data(checks.int64(rows, "samples: rows"), "samples: rows")
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
             raise InputError(f"samples: rows must be from 0 to {len(self) - 1}")
-        return Samples(
-            {name: take(ragged, rows) for name, ragged in self.features.items()},
-            self.labels[rows],
-            *(None if x is None else x[rows] for x in (self.dense, self.weights, self.times)),
-        )
+        return self._rows({name: take(ragged, rows) for name, ragged in self.features.items()}, rows)
 
     def to_batch(self, position: Position) -> Batch:
         """Return the rows as a batch.

@@ -39,8 +39,6 @@ _ID_WORDS: Mapping[IdSource, str] = {"integer": "integers as they are", "xxhash6
 
 
 class ColumnChunk(NamedTuple):
-    """Rows of a file before they are decoded."""
-
     file: Path
     table: Any
     """Arrow record batch of n rows."""
@@ -51,19 +49,7 @@ class ColumnChunk(NamedTuple):
 
 
 class ColumnReader(Reader):
-    """Reads files of named columns.
-
-    Args:
-        paths: Files, directories or patterns.
-        schema: The columns to read.
-        batch_size: Rows per batch.
-        drop_last: See `Reader`.
-        on_error: See `Reader`.
-        binary_labels: See `Reader`.
-
-    Raises:
-        InputError: No file is found, or an argument is out of range.
-    """
+    """Reads files of named columns."""
 
     suffixes: tuple[str, ...]
     row_word = "row"
@@ -86,6 +72,11 @@ class ColumnReader(Reader):
         self._root = data_root(paths)
         self._positions: dict[tuple[int, int, bool], FilePositions] = {}
         self._hinted = False
+        self._open()
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Checks the files, or the first one, so that a wrong schema raises at construction."""
 
     @classmethod
     def from_config(

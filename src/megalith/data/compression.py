@@ -27,7 +27,6 @@ def max_packed(size: int) -> int:
 
 
 def unsnap(data: bytes, max_bytes: int) -> bytes:
-    """Unpack a raw Snappy block."""
     length = _length(data)
     # Before pyarrow allocates the stated length: a few bytes must not ask for gigabytes.
     bound = min(max_bytes, _MAX_GAIN * len(data))

@@ -33,8 +33,6 @@ CRITEO_CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
 
 
 class _Block(NamedTuple):
-    """Complete lines of a file."""
-
     data: bytes
     offset: int
     """Offset of the first byte in the file."""
@@ -78,14 +76,6 @@ class CsvReader(ColumnReader):
         binary_labels: bool = False,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        super().__init__(
-            paths,
-            schema,
-            batch_size=batch_size,
-            drop_last=drop_last,
-            on_error=on_error,
-            binary_labels=binary_labels,
-        )
         for name, value in (("delimiter", delimiter), ("quote", quote)):
             if value is not None and not _is_character(value):
                 raise InputError(f"reader: {name} must be one ASCII character, got {value!r}")
@@ -96,6 +86,16 @@ class CsvReader(ColumnReader):
         self.delimiter = delimiter
         self.quote = quote
         self.block_bytes = block_bytes
+        super().__init__(  # it opens the first file
+            paths,
+            schema,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            on_error=on_error,
+            binary_labels=binary_labels,
+        )
+
+    def _open(self) -> None:
         first = self.files[0]
         try:
             with open_bytes(first) as file:

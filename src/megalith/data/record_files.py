@@ -46,8 +46,6 @@ class FramedRecord(NamedTuple):
 
 
 class RecordFile:
-    """Reads the records of a file."""
-
     def __init__(
         self,
         path: Path,
@@ -147,7 +145,6 @@ class _Cursor:
 def write_records(
     file: BinaryIO, messages: Sequence[bytes], framing: Framing, *, header: Sequence[str] = ()
 ) -> None:
-    """Appends messages to a file."""
     sizes = {"lagrangex_header": 8, "kafka_dump_prefix": 16, "sort_id": 8, "kafka_dump": 8}
     for message in messages:
         length = struct.pack("<Q", len(message))
@@ -168,7 +165,6 @@ def masked_crc32c(data: bytes) -> int:
 
 
 def crc32c(data: bytes) -> int:
-    """Return the Castagnoli CRC of some bytes."""
     native = native_module()
     return crc32c_reference(data) if native is None else native.crc32c(data)
 

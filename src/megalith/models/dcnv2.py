@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.models.embedding_config import EmbeddingConfig
-from megalith.models.model import Model, join, mlp, widths
+from megalith.models.model import Model, join, mlp
 from megalith.nn import Layout, Slice
 from megalith.ops import checks
 
@@ -22,7 +22,6 @@ class Cross(nn.Module):
         self.up = nn.Linear(rank, width)
 
     def forward(self, first: Tensor, x: Tensor) -> Tensor:
-        """Return the output [B, width]."""
         # returns: float [B, width].
         out: Tensor = first * self.up(self.down(x)) + x
         return out
@@ -54,7 +53,7 @@ class DCNv2(Model):
         checks.instance(embeddings, EmbeddingConfig, f"{type(self).__name__}: embeddings")
         checks.integer(num_cross, "DCNv2: num_cross")
         checks.integer(rank, "DCNv2: rank")
-        layers = widths(hidden, "DCNv2: hidden")
+        layers = checks.sizes(hidden, "DCNv2: hidden")
         names, dim = list(embeddings.combiners), embeddings.dim
         self.embeddings = embeddings.collection([Layout("rows", [Slice(name, 0, dim) for name in names])])
         width = len(names) * dim + num_dense

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from megalith.models.embedding_config import EmbeddingConfig
-from megalith.models.model import Model, join, mlp, widths
+from megalith.models.model import Model, join, mlp
 from megalith.nn import Layout, Slice
 from megalith.ops import checks
 from megalith.table import Optimizer, Segment, Zeros
@@ -48,7 +48,9 @@ class DeepFM(Model):
             ],
             segments=[weight, embeddings.segment()],
         )
-        self.deep = mlp([len(names) * dim + num_dense, *widths(hidden, "DeepFM: hidden"), 1], dropout=dropout)
+        self.deep = mlp(
+            [len(names) * dim + num_dense, *checks.sizes(hidden, "DeepFM: hidden"), 1], dropout=dropout
+        )
         self.linear = nn.Linear(num_dense, 1, bias=False) if num_dense else None
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalith.errors import InputError, UnknownNameError
 from megalith.models.embedding_config import EmbeddingConfig
-from megalith.models.model import Model, join, mlp, widths
+from megalith.models.model import Model, join, mlp
 from megalith.nn import Feature, FirstN, Layout, Slice
 from megalith.ops import checks
 
@@ -70,9 +70,9 @@ class DIN(Model):
             ],
             more=[past],
         )
-        self.attention = mlp([4 * dim, *widths(attention, "DIN: attention"), 1])
+        self.attention = mlp([4 * dim, *checks.sizes(attention, "DIN: attention"), 1])
         self.deep = mlp(
-            [(len(names) + 1) * dim + num_dense, *widths(hidden, "DIN: hidden"), 1], dropout=dropout
+            [(len(names) + 1) * dim + num_dense, *checks.sizes(hidden, "DIN: hidden"), 1], dropout=dropout
         )
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:

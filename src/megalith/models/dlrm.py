@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.models.embedding_config import EmbeddingConfig
-from megalith.models.model import Model, mlp, widths
+from megalith.models.model import Model, mlp
 from megalith.nn import Layout, Slice
 from megalith.ops import checks
 
@@ -41,11 +41,11 @@ class DLRM(Model):
         self.embeddings = embeddings.collection(
             [Layout("rows", [Slice(name, 0, dim) for name in names], kind="stack")]
         )
-        below = [num_dense, *widths(bottom, "DLRM: bottom"), dim]
+        below = [num_dense, *checks.sizes(bottom, "DLRM: bottom"), dim]
         self.bottom = mlp(below, dropout=dropout, last=False) if num_dense else None
         self.vector = nn.Parameter(torch.randn(dim) / dim**0.5) if not num_dense else None
         count = len(names) + 1
-        self.top = mlp([dim + count * (count - 1) // 2, *widths(top, "DLRM: top"), 1], dropout=dropout)
+        self.top = mlp([dim + count * (count - 1) // 2, *checks.sizes(top, "DLRM: top"), 1], dropout=dropout)
 
     def score(self, rows: dict[str, Tensor], dense: Tensor | None) -> Tensor:
         # Rows: rows [B, features, dim].

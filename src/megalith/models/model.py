@@ -175,12 +175,6 @@ def mlp(sizes: Sequence[int], *, dropout: float = 0.0, last: bool = True) -> nn.
     return nn.Sequential(*layers)
 
 
-def widths(hidden: Any, name: str) -> list[int]:
-    """Checks the widths of hidden layers."""
-    return checks.sizes(hidden, name)
-
-
 def join(rows: Tensor, dense: Tensor | None) -> Tensor:
-    """Concatenates rows and dense values."""
     # rows: float [B, w]; dense: float [B, k]; returns: float [B, w + k].
     return rows if dense is None else torch.cat([rows, dense], 1)

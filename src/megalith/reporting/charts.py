@@ -45,8 +45,6 @@ _LINES = {"line": "line", "faint": "line faint", "line and points": "line"}
 
 @dataclass(frozen=True)
 class Series:
-    """Points of a chart with a name."""
-
     name: str
     """Name in the legend. Empty: the series is not in the legend."""
     points: Sequence[tuple[float, float]]
@@ -59,8 +57,6 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a chart."""
-
     label: str
     log: bool = False
     low: float | None = None
@@ -69,19 +65,12 @@ class Axis:
     """Upper end. None: the largest value."""
 
 
-def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
-    """Draws lines. Points beyond 1e100, and points of 0 or less on a log axis, are left out."""
-    return _plot(title, series, x, y, False)
-
-
 def scatter_chart(title: str, series: Sequence[Series], x: Axis, y: Axis, *, diagonal: bool = False) -> str:
-    """Draws points."""
     points = [Series(s.name, s.points, "points", s.sizes, s.colour) for s in series]
-    return _plot(title, points, x, y, diagonal)
+    return line_chart(title, points, x, y, diagonal=diagonal)
 
 
 def bar_chart(title: str, bars: Sequence[tuple[str, float]], y: Axis, *, label: str, colour: int = 0) -> str:
-    """Draws vertical bars."""
     if not bars or not all(0 <= value < _LARGEST for _, value in bars):
         raise InputError(f"chart {title!r}: needs at least one bar, and values between 0 and 1e100")
     ticks = _linear_ticks(0.0, max(value for _, value in bars) or 1.0)
@@ -120,14 +109,11 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], y: Axis, *, label: 
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps a range of numbers to 0 .. 1."""
-
     low: float
     high: float
     log: bool
 
     def __call__(self, value: float) -> float:
-        """Return the position of a number: 0 at the low end, 1 at the high end."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -224,7 +210,8 @@ class _Frame:
         return "".join(parts)
 
 
-def _plot(title: str, series: Sequence[Series], x: Axis, y: Axis, diagonal: bool) -> str:
+def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis, *, diagonal: bool = False) -> str:
+    """Draws lines. Points beyond 1e100, and points of 0 or less on a log axis, are left out."""
     drawn = [_clean(s, i, x, y) for i, s in enumerate(series)]
     drawn = [s for s in drawn if s.points]
     if not drawn:

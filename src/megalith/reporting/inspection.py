@@ -54,8 +54,6 @@ _FLOAT32_MAX = np.finfo(np.float32).max
 
 @dataclass(frozen=True)
 class SegmentSummary:
-    """A segment as described by the manifest."""
-
     dim: int
     precision: str
     rounding: str
@@ -69,8 +67,6 @@ class SegmentSummary:
 
 @dataclass(frozen=True)
 class TableSummary:
-    """A table as described by the manifest."""
-
     collection: str
     name: str
     rows: int
@@ -144,8 +140,6 @@ class Ages:
 
 @dataclass(frozen=True)
 class InspectedRow:
-    """The stored data of an id."""
-
     id: int
     weights: list[float]
     norm: float
@@ -157,21 +151,13 @@ class InspectedRow:
     """Number of updates, if a policy counts them."""
 
 
-def _row_bytes(entry: TableEntry) -> int:
-    """Bytes of weights in their precision, state as float32, the id, and the time of the last update."""
-    return _weight_bytes(entry) + 4 * sum(entry.state_sizes.values()) + 8 + 4
-
-
-def _weight_bytes(entry: TableEntry) -> int:
-    return sum(int(s["dim"]) * PRECISIONS.get(str(s.get("precision")), 4) for s in entry.segments)
-
-
 def _memory_parts(entry: TableEntry) -> dict[str, int]:
+    weights = sum(int(s["dim"]) * PRECISIONS.get(str(s.get("precision")), 4) for s in entry.segments)
     return {
-        "rows": entry.live * _weight_bytes(entry),
+        "rows": entry.live * weights,
         "state": 4 * entry.live * sum(entry.state_sizes.values()),
         "index": INDEX_BYTES * entry.live,
-        "side": (8 + 4) * entry.live,
+        "side": (8 + 4) * entry.live,  # the id, and the time of the last update
         "counters": PENDING_BYTES * sum(piece.rows for piece in entry.pending),
     }
 
@@ -189,13 +175,14 @@ def summarize(manifest: Manifest) -> list[TableSummary]:
 def _summary(path: str, name: str, entries: list[TableEntry], step: int) -> TableSummary:
     files = [piece.file for entry in entries for piece in (*entry.pieces, *entry.removed)]
     latest = entries[-1]
+    parts = _memory_parts(latest)
     return TableSummary(
         collection=path,
         name=name,
         rows=latest.live,
         bytes=sum(file.bytes for file in files),
-        memory=latest.live * _row_bytes(latest),
-        memory_parts=_memory_parts(latest),
+        memory=parts["rows"] + parts["state"] + parts["side"],
+        memory_parts=parts,
         pending=sum(piece.rows for piece in latest.pending),
         dim=latest.dim,
         num_files=len(files),
@@ -209,7 +196,6 @@ def _summary(path: str, name: str, entries: list[TableEntry], step: int) -> Tabl
 def find_table(
     manifest: Manifest, name: str | None = None, collection: str | None = None
 ) -> tuple[TableSummary, list[TableEntry]]:
-    """Finds a table of a checkpoint."""
     if collection is not None and collection not in manifest.collections:
         known = ", ".join(map(repr, manifest.collections)) or "none"
         raise UnknownNameError(f"no collection {collection!r} (known: {known})")
@@ -231,7 +217,6 @@ def find_table(
 def measure_norms(
     root: Path, entries: Sequence[TableEntry], *, top: int = 10, on_rows: OnRows | None = None
 ) -> Norms:
-    """Measures the norms of all rows."""
     spread = _Spread()
     best: list[TopRow] = []
     rows = nonfinite = 0
@@ -258,13 +243,11 @@ def measure_norms(
 
 
 def newest_time(root: Path, entries: Sequence[TableEntry]) -> int | None:
-    """Return the time of the last update of any row in seconds, or None if there is no row."""
     latest = [int(chunk.time.max()) for chunk in _read(root, entries) if chunk.ids.numel()]
     return max(latest, default=None)
 
 
 def measure_ages(root: Path, entries: Sequence[TableEntry], *, now: int) -> Ages:
-    """Measures the ages of all rows."""
     limits = np.array([0, *(limit for limit, _ in AGE_LIMITS)], np.int64)
     counts = np.zeros(len(limits) + 1, np.int64)
     spread = _Spread()

@@ -242,8 +242,6 @@ class Load:
 
 @dataclass(frozen=True)
 class ModeForecast:
-    """The loads of one routing mode."""
-
     mode: str
     block_size: int | None
     rows: Load
@@ -255,8 +253,6 @@ class ModeForecast:
 
 
 class HotId(NamedTuple):
-    """An id and its fraction of all occurrences."""
-
     id: int
     occurrences: int
     share: float
@@ -274,8 +270,6 @@ class Advice:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Rows and traffic of a sample in each mode."""
-
     ranks: int
     num_distinct: int
     occurrences: int | None
@@ -298,7 +292,8 @@ def forecast(
 ) -> Forecast:
     """Computes the load of each rank in each routing mode for a sample of ids."""
     # ids: int64 [n], in the order of the data; counts: number of occurrences of each id, int64 [n].
-    _check(ids, ranks, counts, batch_size)
+    if ranks > MAX_RANKS:
+        raise InputError(f"plan: ranks must be 1 to {MAX_RANKS}, got {ranks}")
     unique, inverse = torch.unique(ids, return_inverse=True)
     weights = torch.ones_like(ids) if counts is None else counts
     per_id = torch.zeros_like(unique).index_add_(0, inverse, weights)
@@ -345,17 +340,6 @@ def fitting_block(unique: Tensor, ranks: int) -> int:
 
 
 # ---- counting
-
-
-def _check(ids: Tensor, ranks: int, counts: Tensor | None, batch_size: int | None) -> None:
-    if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
-        raise InputError(f"plan: ids must be int64 [n], n at least 1, got {ids.dtype} {list(ids.shape)}")
-    if not 1 <= ranks <= MAX_RANKS:
-        raise InputError(f"plan: ranks must be 1 to {MAX_RANKS}, got {ranks}")
-    if counts is not None and (counts.shape != ids.shape or int(counts.min()) < 0):
-        raise InputError("plan: counts must be one number of 0 or more per id")
-    if batch_size is not None and (batch_size < 1 or counts is not None):
-        raise InputError("plan: batch_size must be at least 1, and requires ids in the order of the data")
 
 
 def _load(owner: Tensor, weights: Tensor, ranks: int) -> Load:

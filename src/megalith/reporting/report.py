@@ -29,8 +29,6 @@ class Absent(Exception):
 
 
 class RunFiles:
-    """The files of a run."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.config = _optional(lambda: read_object(directory / "config.json"))
@@ -38,11 +36,9 @@ class RunFiles:
         self.records, self.unread = _records(directory / "metrics.jsonl")
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """Return the records of a kind."""
         return [r for r in self.records if r.get("kind") == kind]
 
     def points(self, kind: str, field: str) -> list[tuple[float, float]]:
-        """Return the values of a field by step."""
         pairs = [(finite_number(r.get("step")), finite_number(r.get(field))) for r in self.of_kind(kind)]
         return [(step, value) for step, value in pairs if step is not None and value is not None]
 
@@ -55,7 +51,6 @@ class RunFiles:
         return f"step {show_number(step)} of {show_number(newest)}"
 
     def last(self, field: str) -> float | None:
-        """Return the newest value of a field."""
         found = [finite_number(r.get(field)) for r in self.of_kind("train") or self.records]
         return next((value for value in reversed(found) if value is not None), None)
 
@@ -72,7 +67,6 @@ def _text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a file with a JSON object."""
     try:
         data = json.loads(_text(path))
     except (ValueError, RecursionError):
@@ -107,7 +101,6 @@ def _optional(read: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a value of a JSON file as a number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     try:
         return float(value) if is_number and math.isfinite(value) else None
@@ -142,7 +135,6 @@ tr.best td { font-weight:600; } details summary { cursor:pointer; }
 
 
 def section(title: str, body: Callable[[], str]) -> str:
-    """Return a section of the page."""
     try:
         content = body()
     except Absent as absent:
@@ -151,7 +143,6 @@ def section(title: str, body: Callable[[], str]) -> str:
 
 
 def plots(cards: Sequence[str], note: str = "") -> str:
-    """Return cards side by side."""
     below = f'<p class="muted">{escape(note)}</p>' if note else ""
     return f'<div class="plots">{"".join(cards)}</div>{below}'
 
@@ -167,7 +158,6 @@ def html_table(
     best: set[int] | None = None,
     plain: bool = False,
 ) -> str:
-    """Return a table of text."""
     value = "" if plain else ' class="value"'
     parts = []
     if head:
@@ -178,11 +168,6 @@ def html_table(
         mark = ' class="best"' if best and i in best else ""
         parts.append(f"<tr{mark}>{''.join(cells)}</tr>")
     return f'<div class="scroll"><table>{"".join(parts)}</table></div>'
-
-
-def facts_table(facts: Mapping[str, str]) -> str:
-    """Return a table of names and values."""
-    return html_table(None, [list(item) for item in facts.items()])
 
 
 MAX_POINTS, MEAN_POINTS = 300, 60
@@ -274,19 +259,13 @@ def _calibration(run: RunFiles) -> str:
         "weighted mean error": f"{error:.4f}",
     }
     hint = "Points on the dashed line are calibrated. Below it, predictions are too high. Area: samples."
-    numbers = f'{facts_table(facts)}<p class="muted">{hint}</p>'
+    numbers = f'{html_table(None, list(facts.items()))}<p class="muted">{hint}</p>'
     note = f"Evaluated at {run.evaluated_before}." if run.evaluated_before else ""
     return plots([card("Observed against predicted", chart), card("Statistics", numbers)], note)
 
 
 def _growth(run: RunFiles) -> str:
-    tables: dict[str, list[tuple[float, float]]] = {}
-    for record in run.records:
-        step, rows = finite_number(record.get("step")), record.get("rows")
-        if step is not None and isinstance(rows, dict):
-            for name, value in rows.items():
-                if (number := finite_number(value)) is not None:
-                    tables.setdefault(name, []).append((step, number))
+    tables = _totals(run.records, "rows", lambda rows: rows)
     if not tables:
         raise Absent("metrics.jsonl is missing or has no row counts")
     shown, left = _largest(tables, lambda points: points[-1][1])
@@ -305,7 +284,7 @@ def _memory_card(run: RunFiles) -> list[str]:
     def line(name: str, points: list[tuple[float, float]]) -> Series:
         return Series(name, [(step, value / size) for step, value in thin(points, MAX_POINTS)])
 
-    parts = _totals(run, "memory_parts", lambda parts: parts)
+    parts = _totals(run.of_kind("train"), "memory_parts", lambda parts: parts)
     shown = {name: points for name, points in parts.items() if any(value for _, value in points)}
     series = [line("memory", memory), *(line(name, points) for name, points in shown.items())]
     chart = line_chart("Memory over steps", series, Axis("step"), Axis(f"memory, {unit}", low=0))
@@ -314,7 +293,7 @@ def _memory_card(run: RunFiles) -> list[str]:
 
 def _policy_cards(run: RunFiles) -> list[str]:
     """Rows created, evicted and removed and ids refused: over steps, and by table at the end."""
-    totals = _totals(run, "counters", _sum_over_tables)
+    totals = _totals(run.of_kind("train"), "counters", _sum_over_tables)
     if not totals:
         return []
     series = [Series(name, thin(totals[name], MAX_POINTS)) for name in _COUNTERS if name in totals]
@@ -335,7 +314,7 @@ def _tier_card(run: RunFiles) -> list[str]:
     def rates(tables: dict[str, Any]) -> dict[str, Any]:
         return {name: use.get("hit_rate") for name, use in tables.items() if isinstance(use, dict)}
 
-    found = _totals(run, "host_tier", rates)
+    found = _totals(run.of_kind("train"), "host_tier", rates)
     if not found:
         return []
     series = [Series(name, thin(points, MAX_POINTS)) for name, points in found.items()]
@@ -352,11 +331,11 @@ def _sum_over_tables(counters: dict[str, Any]) -> dict[str, float]:
 
 
 def _totals(
-    run: RunFiles, field: str, numbers: Callable[[dict[str, Any]], Mapping[str, Any]]
+    records: Sequence[Mapping[str, Any]], field: str, numbers: Callable[[dict[str, Any]], Mapping[str, Any]]
 ) -> dict[str, list[tuple[float, float]]]:
     """(step, value) of each number that a field of the records holds."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for record in run.of_kind("train"):
+    for record in records:
         step, given = finite_number(record.get("step")), record.get(field)
         if step is None or not isinstance(given, dict):
             continue
@@ -404,7 +383,6 @@ def _histogram(feature: Any) -> tuple[list[tuple[float, float]], float]:
 
 
 def _counted(data: Mapping[str, Any], share: float) -> str:
-    """Which ids were counted."""
     samples, total = finite_number(data.get("samples")), finite_number(data.get("samples_of_run"))
     texts = []
     if samples is not None and total is not None:
@@ -469,21 +447,17 @@ def _comparison(path: Path) -> str:
         raise Absent(f"{path.name} has no rows")
     aucs = [finite_number(row.get("auc")) for row in rows]
     best = max((a for a in aucs if a is not None), default=None)
-    lines = []
-    for row, auc in zip(rows, aucs, strict=True):
-        loss, size = finite_number(row.get("log_loss")), finite_number(row.get("bytes"))
-        cells = [
+    lines = [
+        [
             str(row.get("name", "")),
-            _or_dash(auc, lambda x: f"{x:.4f}"),
-            _or_dash(loss, lambda x: f"{x:.4f}"),
-            _or_dash(size, show_bytes),
+            _or_dash(auc, _four_places),
+            _or_dash(finite_number(row.get("log_loss")), _four_places),
+            _or_dash(finite_number(row.get("bytes")), show_bytes),
         ]
-        lines.append((cells, auc is not None and auc == best))
-    body = html_table(
-        ("model", "AUC", "log loss", "memory of embeddings"),
-        [cells for cells, _ in lines],
-        best={i for i, (_, is_best) in enumerate(lines) if is_best},
-    )
+        for row, auc in zip(rows, aucs, strict=True)
+    ]
+    marked = {i for i, auc in enumerate(aucs) if auc is not None and auc == best}
+    body = html_table(("model", "AUC", "log loss", "memory of embeddings"), lines, best=marked)
     about = " · ".join(str(data[key]) for key in ("title", "date") if data.get(key))
     note = f'<p class="muted">{escape(str(data["note"]))}</p>' if data.get("note") else ""
     return f'<div class="card"><h3>{escape(about)}</h3>{body}{note}</div>'
@@ -512,8 +486,8 @@ def _numbers(run: RunFiles) -> str:
         "samples trained": _or_dash(samples, show_number),
         "time": _or_dash(seconds, show_span),
         "samples / s": _or_dash(speed, lambda x: f"{x:,.0f}"),
-        f"held-out AUC{at}": _or_dash(finite_number(evaluation.get("auc")), lambda x: f"{x:.4f}"),
-        f"held-out log loss{at}": _or_dash(finite_number(evaluation.get("log_loss")), lambda x: f"{x:.4f}"),
+        f"held-out AUC{at}": _or_dash(finite_number(evaluation.get("auc")), _four_places),
+        f"held-out log loss{at}": _or_dash(finite_number(evaluation.get("log_loss")), _four_places),
         "rows": _or_dash(sum(c for c in counts if c is not None) if counts else None, show_number),
         "memory": _or_dash(run.last("memory"), show_bytes),
     }
@@ -567,6 +541,10 @@ def _page(run: RunFiles, sections: Sequence[str]) -> str:
 
 
 # ---- helpers
+
+
+def _four_places(value: float) -> str:
+    return f"{value:.4f}"
 
 
 def _or_dash(value: float | None, show: Callable[[float], str]) -> str:

@@ -37,13 +37,10 @@ def bounds(rows: int, number: int, parts: int) -> tuple[int, int]:
 
 
 def part_of(batch: Batch, number: int, parts: int) -> Batch:
-    """Return the rows of part `number` of a batch."""
     return batch if parts == 1 else batch.part(*bounds(len(batch), number, parts))
 
 
 class StepBatch(NamedTuple):
-    """The rows of one step."""
-
     batch: Batch
     """The rows that this rank has read."""
     sizes: list[int] | None
@@ -61,15 +58,12 @@ class StepBatch(NamedTuple):
         return [end - start for start, end in (bounds(self.rows, rank, ranks) for rank in range(ranks))]
 
     def part(self, number: int, parts: int, own: range) -> Batch:
-        """Return a part of the step's rows."""
         if self.sizes is None:
             return part_of(self.batch, number, parts)
         return part_of(self.batch, number - own.start, len(own))
 
 
 class RunBatches:
-    """The batches of a reader for the ranks of a run. A collective call."""
-
     def __init__(self, reader: Reader, ranks: Ranks, *, shards: bool = False, ahead: bool = False) -> None:
         self.reader = reader
         self._ahead = ahead
@@ -140,7 +134,6 @@ class RunBatches:
         return {"shards": [merged[index] for index in range(len(merged))]}
 
     def seek(self, position: Position) -> None:
-        """Continues at a position."""
         if isinstance(position, dict) and "shards" in position:
             self._sharded.resume(position["shards"])
         else:
@@ -182,7 +175,6 @@ class _RankShards:
             self._at[index] = reader.position
 
     def resume(self, positions: list[Position]) -> None:
-        """Continues an epoch."""
         if not isinstance(positions, list) or not positions:
             raise InputError(f"the position of the shards must be a list, got {positions!r}")
         self._begin(len(positions))

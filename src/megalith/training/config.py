@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from megalith.data.reader_registry import FILE_READERS
 from megalith.errors import InputError, UnknownNameError
@@ -29,6 +29,7 @@ from megalith.shards.wire import check_wire
 from megalith.table.optimizers import OPTIMIZERS, Optimizer
 from megalith.training.table_settings import (
     build_optimizer,
+    check_one_of,
     needs_passes,
     parse_admission,
     parse_eviction,
@@ -224,9 +225,8 @@ class TrainConfig:
 def _check_types(name: str, section: Any) -> None:
     hints = get_type_hints(type(section))
     for key, value in vars(section).items():
-        allowed = tuple(getattr(t, "__origin__", t) for t in get_args(hints[key]) or (hints[key],))
-        if getattr(hints[key], "__origin__", None) in (dict, list):
-            allowed = (hints[key].__origin__,)
+        hint = hints[key]
+        allowed = (get_origin(hint),) if get_origin(hint) in (dict, list) else get_args(hint) or (hint,)
         if isinstance(value, int) and not isinstance(value, bool) and float in allowed:
             continue
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
@@ -241,41 +241,12 @@ TABLE_OPTIMIZERS = tuple(sorted(OPTIMIZERS))
 MAX_THREADS = 1024
 
 MAY_CHANGE = (
-    "admission",
-    "eviction",
-    "evict_every",
-    "precision",
-    "rounding",
-    "serving",
-    "huge_pages",
-    "device_bytes",
-    "deterministic",
-    "epochs",
-    "max_steps",
-    "device",
-    "threads",
-    "log_every",
-    "save_every",
-    "save_interval",
-    "save_async",
-    "keep_last",
-    "keep_every",
-    "micro_batches",
-    "block_size",
-    "wire",
-    "comm_metrics",
-    "timeout",
-    "servers",
-    "workers",
-    "server_mode",
-    "staleness",
-    "server_log",
-    "ray_address",
-    "publish",
-    "publish_interval",
-    "publish_name",
-    "publish_token_file",
-    "publish_ca_file",
+    *("admission", "eviction", "evict_every", "precision", "rounding", "serving"),
+    *("huge_pages", "device_bytes", "deterministic", "epochs", "max_steps", "device", "threads"),
+    *("log_every", "save_every", "save_interval", "save_async", "keep_last", "keep_every"),
+    *("micro_batches", "block_size", "wire", "comm_metrics", "timeout"),
+    *("servers", "workers", "server_mode", "staleness", "server_log", "ray_address"),
+    *("publish", "publish_interval", "publish_name", "publish_token_file", "publish_ca_file"),
 )
 """Keys of [train] that may change when a run is resumed; the sections [tables.NAME] may change too."""
 
@@ -307,10 +278,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, kind in _SECTIONS.items():
             checks.instance(getattr(self, name), kind, f"config: [{name}]")
-        _one_of("data.kind", self.data.kind, KINDS)
-        _one_of("data.on_error", self.data.on_error, ("raise", "skip"))
-        _one_of("train.table_optimizer", self.train.table_optimizer, TABLE_OPTIMIZERS)
-        _one_of("train.device", self.train.device, ("cpu", "cuda", "auto"))
+        check_one_of(self.data.kind, KINDS, "data.kind")
+        check_one_of(self.data.on_error, ("raise", "skip"), "data.on_error")
+        check_one_of(self.train.table_optimizer, TABLE_OPTIMIZERS, "train.table_optimizer")
+        check_one_of(self.train.device, ("cpu", "cuda", "auto"), "train.device")
         counts = ["epochs", "max_steps", "evict_every", "threads", "log_every"]
         counts += ["save_every", "keep_last", "keep_every"]
         at_least_1 = {f"train.{name}": getattr(self.train, name) for name in counts}
@@ -366,7 +337,7 @@ class RunConfig:
     def _check_ranks(self) -> None:
         """Checks the keys of multi-rank runs, on one rank too: the run may be resumed on several ranks."""
         train = self.train
-        _one_of("train.dist_type", train.dist_type, MODES)
+        check_one_of(train.dist_type, MODES, "train.dist_type")
         if (train.dist_type == "continuous") != (train.block_size is not None):
             raise InputError(
                 "config: train.dist_type = continuous requires train.block_size (--block-size), and no other "
@@ -385,10 +356,9 @@ class RunConfig:
             raise InputError(f"config: train.wire: {error}") from None
 
     def _check_servers(self) -> None:
-        """Checks the keys of parameter servers."""
         train = self.train
-        _one_of("train.server_mode", train.server_mode, SERVER_MODES)
-        _one_of("train.server_log", train.server_log, LOGS)
+        check_one_of(train.server_mode, SERVER_MODES, "train.server_mode")
+        check_one_of(train.server_log, LOGS, "train.server_log")
         if train.servers < 0:
             raise InputError(
                 f"config: train.servers must be at least 1, or 0 to keep the tables in the training process; "
@@ -596,8 +566,3 @@ def _section(name: str, kind: Any, data: Any) -> Any:
 
 
 _SECTIONS: Mapping[str, type] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise InputError(f"config: {name} must be one of {', '.join(known)}, got {value!r}")

@@ -133,8 +133,6 @@ def _integer(options: Mapping[str, Any], name: str, default: int) -> int:
 
 
 class _LaterBatches(SyntheticReader):
-    """Synthetic data that starts at batch `first`."""
-
     def __init__(self, first: int, **options: Any) -> None:
         super().__init__(**options)
         self.first = first

@@ -110,14 +110,11 @@ KEPT_CHECKPOINTS = "checkpoints"
 
 
 class RunCheckpoints:
-    """The kept checkpoints of a run."""
-
     def __init__(self, directory: Path, *, keep_last: int, keep_every: int | None) -> None:
         self._rotation = Rotation(directory, keep_last=keep_last, keep_every=keep_every)
 
     @classmethod
     def of(cls, config: TrainConfig, run: Path) -> RunCheckpoints | None:
-        """Return the kept checkpoints of a config, or None if the config keeps none."""
         if config.keep_last is None and config.keep_every is None:
             return None
         return cls(run / KEPT_CHECKPOINTS, keep_last=config.keep_last or 1, keep_every=config.keep_every)

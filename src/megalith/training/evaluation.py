@@ -132,7 +132,6 @@ def _scored(
 
 
 def _join(ranks: Ranks, own: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Concatenate the values of all ranks in the order of the ranks."""
     # own: float32 [rows of this rank]; returns: float32 [sum of sizes].
     size = [4 * rows for rows in sizes]
     data = own.detach().contiguous().view(-1).view(torch.uint8)
@@ -164,7 +163,6 @@ def predict_file(
 
 
 def check_output(out: Path) -> None:
-    """Checks the name of an output file."""
     if out.suffix not in SUFFIXES:
         raise InputError(f"{out}: write to a file named {' or '.join(SUFFIXES)}")
 

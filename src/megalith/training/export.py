@@ -39,34 +39,28 @@ COLLECTION = "embeddings"
 _TRIES = 5
 
 
-def export_run(
-    path: str | Path,
-    out: str | Path,
-    *,
-    name: str | None = None,
-    block_size: int | None = None,
-    **options: Any,
-) -> Path:
-    """Writes a checkpoint of a run as a version below `out`."""
+def export_run(path: str | Path, out: str | Path, **options: Any) -> Path:
+    """Write a checkpoint of a run as a version below `out`; `options` are those of `export_model`."""
     # A checkpoint that training replaces meanwhile is read again.
     for _ in range(_TRIES - 1):
         root = find_checkpoint(path)
         manifest = checkpoint.read_manifest(root)
         try:
-            return _export(root, manifest, out, name, block_size, options)
+            return _export(root, manifest, out, **options)
         except (CheckpointError, OSError):
             if checkpoint.read_manifest(root).tip == manifest.tip:
                 raise  # otherwise training has replaced the checkpoint
-    return _export(root, checkpoint.read_manifest(root), out, name, block_size, options)
+    return _export(root, checkpoint.read_manifest(root), out, **options)
 
 
 def _export(
     root: Path,
     manifest: checkpoint.Manifest,
     out: str | Path,
-    name: str | None,
-    block_size: int | None,
-    options: dict[str, Any],
+    *,
+    name: str | None = None,
+    block_size: int | None = None,
+    **options: Any,
 ) -> Path:
     store = open_store(root)
     for entry in manifest.all_files():
@@ -111,7 +105,6 @@ def _single_ids(features: Sequence[str], list_features: Any) -> list[str]:
 
 
 def count_rows(path: str | Path) -> int:
-    """Return the number of rows of a run's newest checkpoint."""
     manifest = checkpoint.read_manifest(find_checkpoint(path))
     return sum(entries[-1].live for entries in manifest.tables().values())
 

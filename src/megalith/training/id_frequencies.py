@@ -11,6 +11,7 @@ when the run is resumed. RUN/frequencies.json is the summary that the report sho
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,11 @@ _SALT = 0x5851F42D4C957F2D  # mix64(0) is 0: without it, id 0 would always be in
 
 
 class IdFrequencies:
-    """The occurrences of ids by feature."""
-
     def __init__(self) -> None:
         self.samples = 0
         self._counts: dict[str, _IdCounts] = {}
 
     def update(self, batch: Batch) -> None:
-        """Adds the ids of a batch."""
         self.samples += len(batch)
         for name, column in batch.features.items():
             self._counts.setdefault(name, _IdCounts()).add(column.values)
@@ -49,7 +47,6 @@ class IdFrequencies:
         return {"samples": self.samples, "samples_of_run": samples, "features": features}
 
     def write(self, path: Path, samples: int) -> None:
-        """Writes the summary as JSON."""
         path.write_text(json.dumps(self.summary(samples)))
 
     # ---- with a checkpoint
@@ -92,22 +89,20 @@ def keep_only(folder: Path, step: int) -> None:
             path.unlink(missing_ok=True)
 
 
+def _no_ids() -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+@dataclass(eq=False)
 class _IdCounts:
     """The ids of one feature. `ids` and `counts` are int64 [n] and lack the ids that are pending."""
 
-    def __init__(
-        self,
-        ids: Tensor | None = None,
-        counts: Tensor | None = None,
-        level: int = 0,
-        occurrences: int = 0,
-    ) -> None:
-        self.ids = torch.empty(0, dtype=torch.int64, device="cpu") if ids is None else ids
-        self.counts = torch.empty(0, dtype=torch.int64, device="cpu") if counts is None else counts
-        self.level = level
-        self.occurrences = occurrences
-        self._pending: list[Tensor] = []
-        self._num_pending = 0
+    ids: Tensor = field(default_factory=_no_ids)
+    counts: Tensor = field(default_factory=_no_ids)
+    level: int = 0
+    occurrences: int = 0
+    _pending: list[Tensor] = field(default_factory=list)
+    _num_pending: int = 0
 
     def add(self, ids: Tensor) -> None:
         self.occurrences += ids.numel()
@@ -118,7 +113,6 @@ class _IdCounts:
             self.compact()
 
     def compact(self) -> None:
-        """Counts the pending ids."""
         if not self._pending:
             return
         distinct = dedup(torch.cat([self.ids, *self._pending]))

@@ -75,15 +75,12 @@ class Watcher:
 
 
 class MetricsLog:
-    """metrics.jsonl: one JSON object per line."""
-
     def __init__(self, path: Path, *, keep_steps: int) -> None:
         self.path = path
         kept = [line for line in read_log(path) if line["step"] <= keep_steps] if keep_steps else []
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends a line."""
         with open(self.path, "a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -155,14 +152,11 @@ class ScalarWriter:
                 self._writer.add_histogram(name, torch.tensor(each, device="cpu"), step)
 
     def close(self) -> None:
-        """Flushes and closes the event files."""
         if self._writer is not None:
             self._writer.close()
 
 
 class LogWindow:
-    """Loss and AUC since the last line of the log."""
-
     def __init__(self) -> None:
         self.auc = BinnedAUC()
         self.total = 0.0

@@ -58,13 +58,11 @@ def has_gpu() -> bool:
 
 
 def device_of(train: TrainConfig) -> torch.device:
-    """Return where a model of a config computes."""
     gpu = train.device in ("cuda", "auto") and has_gpu()
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
 
 def engine_of(train: TrainConfig) -> str:
-    """Return the engine of the tables."""
     on_gpu = train.engine == "cpu" and device_of(train).type == "cuda"
     return "cuda" if on_gpu else train.engine
 
@@ -96,13 +94,11 @@ def use_device(train: TrainConfig) -> None:
 
 
 def score(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the logits of a batch."""
     # returns: float32 [rows], on the CPU.
     return forward_batch(model, moved(model, batch)).cpu()
 
 
 def moved(model: nn.Module, batch: Batch) -> Batch:
-    """Return a batch on the device of a model."""
     first = next((parameter for _, parameter in dense_parameters(model)), None)
     if first is None or first.device == batch.labels.device:
         return batch
@@ -114,12 +110,10 @@ IDS_PER_THREAD = 32_768
 
 
 def threads_for(rows: int, features: int, most: int) -> int:
-    """Return the number of threads for a step."""
     return max(1, min(most, rows * features // IDS_PER_THREAD))
 
 
 def threads_of(config: RunConfig, features: Sequence[str], ranks: int = 1) -> int:
-    """Return the number of threads of torch for the steps of a run."""
     given = config.train.threads
     if given is not None:
         return given
@@ -146,7 +140,6 @@ PlaceTables = Callable[[list[TableConfig]], Shards]
 def model_for(
     config: RunConfig, available: list[str], num_dense: int, *, place: PlaceTables | None = None
 ) -> Model:
-    """Builds the model of a config."""
     options = dict(config.model.options)
     names = config.model.features or available
     if config.model.name == "din":
@@ -214,7 +207,6 @@ def _placement(config: RunConfig) -> dict[str, Any]:
 
 
 def router_of(train: TrainConfig, count: int) -> str | Router:
-    """Return how rows are distributed."""
     if train.block_size is None:
         return train.dist_type
     return Router(train.dist_type, count, block_size=train.block_size)

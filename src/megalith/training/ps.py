@@ -45,8 +45,6 @@ T = TypeVar("T")
 
 
 class RunServers:
-    """See the module."""
-
     def __init__(self, config: RunConfig, directory: Path) -> None:
         train = config.train
         self._folder = directory.absolute() / SERVERS_FOLDER / f"{clock.time_ns():019}"
@@ -62,7 +60,6 @@ class RunServers:
     # ---- opening
 
     def place(self, tables: list[TableConfig]) -> ServerShards:
-        """Place the tables of the model on the servers."""
         self._shards = self._placed(TABLES, tables)
         return self._shards
 
@@ -83,7 +80,6 @@ class RunServers:
         limit: Callable[[], int | None],
         epoch: Callable[[], int],
     ) -> WorkerBatches:
-        """Start the workers."""
         setup = WorkerSetup(config, self.servers, self._log)
         if config.train.server_mode == "sync":
             shares = shares and 1 < config.train.workers <= reader.batch_size
@@ -102,7 +98,6 @@ class RunServers:
             shards.leave(number)
 
     def steps(self, number: Callable[[], int]) -> DoneSteps:
-        """Return the steps of a run on these servers."""
         return DoneSteps(lambda step: self._after_step(step, number()))
 
     def _after_step(self, step: DoneStep, number: int) -> None:
@@ -179,7 +174,6 @@ class RunServers:
 
 
 def ask_for_workers(run: Path, count: int) -> None:
-    """Ask a run that trains on parameter servers for another number of workers."""
     directory = checks.path(run, "workers: run")
     checks.integer(count, "workers: count")
     folder = directory / SERVERS_FOLDER  # a run that was killed leaves it

@@ -87,18 +87,15 @@ class DenseWeights:
     # ---- a worker
 
     def request(self) -> Callable[[], None]:
-        """Ask for the weights."""
         lookup = self.shards.lookup({DENSE_TABLE: self._ids})
         lookup.fetch()
         return lambda: self._write(lookup.rows[DENSE_TABLE])
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the model."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def step(self) -> None:
-        """Push the gradients of the model, for step `at`."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         self.shards.apply_gradients(
             {DENSE_TABLE: self._ids}, {DENSE_TABLE: self._as_rows(grads)}, step=self.at
@@ -107,7 +104,6 @@ class DenseWeights:
     # ---- all weights with the state of their optimizer
 
     def load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Send the weights of the model to the servers."""
         state = {}
         for name in ("exp_avg", "exp_avg_sq"):
             own = [optimizer.state[p].get(name) for p in self._parameters]
@@ -120,7 +116,6 @@ class DenseWeights:
         self.shards.flush()
 
     def fetch(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Write the weights of the servers into the model."""
         chunks = list(self.shards.scan(DENSE_TABLE))
         order = torch.cat([chunk.ids for chunk in chunks]).argsort()
         self._write(torch.cat([chunk.rows for chunk in chunks])[order])
@@ -169,7 +164,6 @@ def server_shards(
     observer: bool = False,
     written: list[int] | None = None,
 ) -> ServerShards:
-    """Place tables of a run on its servers."""
     train = config.train
     return ServerShards(
         tables,

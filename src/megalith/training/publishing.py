@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Pushed:
-    """The pushes of a run on all ranks together."""
-
     rows: int
     """Rows that servers acknowledged. A row counts once per push and server."""
     servers: int
@@ -133,11 +131,9 @@ class Publishing:
         self._lost = False
 
     def step(self) -> None:
-        """To be called after every training step."""
         self._repeated(lambda: self._publisher.step())
 
     def saved(self, id: str) -> None:
-        """To be called after a save with its id."""
         self._repeated(lambda: self._publisher.checkpoint_taken(id), base=id)
 
     def finish(self) -> Pushed:

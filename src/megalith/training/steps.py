@@ -44,8 +44,7 @@ class Steps(ABC):
     """Whether a rank passed stop=True to the last `take`, the same on all ranks."""
 
     @abstractmethod
-    def take(self, step: Any, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
-        """Trains on a batch."""
+    def take(self, step: Any, *, stop: bool = False) -> tuple[float, list[BatchScores]]: ...
 
 
 class WholeBatches(Steps):
@@ -99,6 +98,5 @@ class PartBatches(Steps):
 
 
 def _losses(logits: Tensor, batch: Batch) -> Tensor:
-    """The loss of each row, float32 [rows]."""
     losses = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
     return losses if batch.weights is None else losses * batch.weights

@@ -23,7 +23,7 @@ its other settings are those of the base.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -34,21 +34,10 @@ from megalith.table.optimizers import OPTIMIZERS, DelayCompensated, Optimizer
 from megalith.table.policies import ADMISSIONS, EVICTIONS, Admission, Capacity, Eviction
 from megalith.table.serving_precision import ServingPrecision
 
-TABLE_KEYS = (
-    "admission",
-    "eviction",
-    "precision",
-    "rounding",
-    "serving",
-    "trainable",
-    "huge_pages",
-    "device_bytes",
-    "deterministic",
-)
+TABLE_KEYS = tuple(field.name for field in fields(TableSettings))
 
 
 def parse_admission(given: str | Mapping[str, Any] | None, where: str) -> Admission | None:
-    """Build an admission policy."""
     policies = _policies(given, ADMISSIONS, where)
     if len(policies) > 1:
         raise InputError(f"config: {where} has {len(policies)} policies, but a table has at most one")
@@ -56,21 +45,18 @@ def parse_admission(given: str | Mapping[str, Any] | None, where: str) -> Admiss
 
 
 def parse_eviction(given: str | Mapping[str, Any] | None, where: str) -> tuple[Eviction, ...]:
-    """Build eviction policies."""
     return tuple(_policies(given, EVICTIONS, where))
 
 
 def parse_precision(given: Any, where: str) -> str | list[str]:
-    """Check the precision of a table."""
     for each in given if isinstance(given, list) and given else [given]:
-        _one_of(each, tuple(PRECISIONS), where)
+        check_one_of(each, tuple(PRECISIONS), where)
     found: str | list[str] = given
     return found
 
 
 def parse_rounding(given: Any, precision: str | list[str], where: str) -> str:
-    """Check the rounding of a table."""
-    _one_of(given, ROUNDINGS, where)
+    check_one_of(given, ROUNDINGS, where)
     stored = precision if isinstance(precision, list) else [precision]
     if given != "nearest" and all(each == "float32" for each in stored):
         raise InputError(
@@ -81,12 +67,11 @@ def parse_rounding(given: Any, precision: str | list[str], where: str) -> str:
 
 
 def parse_serving(given: Any, where: str) -> ServingPrecision | str | None:
-    """Build the serving precision of a table."""
     if isinstance(given, str) and given in SERVING_FLOATS:
         return given
     if isinstance(given, str) and given.strip() and "=" not in given:
         known = (*SERVING_FLOATS, *(f"{name}=VALUE" for name in SERVING_PRECISIONS))
-        _one_of(given, known, where)
+        check_one_of(given, known, where)
     found = _policies(given, SERVING_PRECISIONS, where, "precision")
     if len(found) > 1:
         raise InputError(f"config: {where} has {len(found)} precisions, but a table has at most one")
@@ -108,47 +93,37 @@ def parse_tables(tables: Mapping[str, Any], shared: TableSettings) -> dict[str, 
 
 
 def _settings(given: Mapping[str, Any], shared: TableSettings, where: str) -> TableSettings:
-    admission, eviction, precision = shared.admission, tuple(shared.eviction), None
-    if "admission" in given:
-        admission = parse_admission(given["admission"], f"{where}.admission")
-    if "eviction" in given:
-        eviction = parse_eviction(given["eviction"], f"{where}.eviction")
-    if "precision" in given:
-        precision = parse_precision(given["precision"], f"{where}.precision")
-    rounding = None
-    if "rounding" in given:
-        stored = precision or str(shared.precision)
-        rounding = parse_rounding(given["rounding"], stored, f"{where}.rounding")
-    serving: Any = None
-    if isinstance(given.get("serving"), list):
-        serving = [parse_serving(each, f"{where}.serving") for each in given["serving"]]
-    elif "serving" in given:
-        serving = parse_serving(given["serving"], f"{where}.serving")
+    def own(key: str, parse: Callable[..., Any], missing: Any = None) -> Any:
+        return parse(given[key], f"{where}.{key}") if key in given else missing
+
+    found = {
+        "admission": own("admission", parse_admission, shared.admission),
+        "eviction": own("eviction", parse_eviction, tuple(shared.eviction)),
+        "precision": own("precision", parse_precision),
+    }
+    stored = found["precision"] or str(shared.precision)
+    found["rounding"] = own("rounding", lambda value, key: parse_rounding(value, stored, key))
+    found["serving"] = own("serving", _parse_servings)
     for key in ("trainable", "huge_pages", "deterministic"):
         if not isinstance(given.get(key, True), bool):
             raise InputError(f"config: {where}.{key} must be true or false, got {given[key]!r}")
     size = given.get("device_bytes")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
         raise InputError(f"config: {where}.device_bytes must be an integer, or 0 for no limit; got {size!r}")
-    return TableSettings(
-        admission,
-        eviction,
-        precision,
-        rounding,
-        serving,
-        given.get("trainable", True),
-        given.get("huge_pages"),
-        size,
-        given.get("deterministic"),
-    )
+    return TableSettings(**{**given, **found})
+
+
+def _parse_servings(given: Any, where: str) -> Any:
+    if isinstance(given, list):  # one for each segment of a row
+        return [parse_serving(each, where) for each in given]
+    return parse_serving(given, where)
 
 
 def needs_passes(eviction: tuple[Eviction, ...]) -> bool:
-    """Return whether eviction policies need passes over the table."""
     return any(not isinstance(policy, Capacity) for policy in eviction)
 
 
-def _one_of(value: Any, known: tuple[str, ...], where: str) -> None:
+def check_one_of(value: Any, known: tuple[str, ...], where: str) -> None:
     if not isinstance(value, str) or value not in known:
         raise InputError(f"config: {where} must be one of {', '.join(known)}, got {value!r}")
 
@@ -171,15 +146,27 @@ def _policies(given: Any, known: Mapping[str, Any], where: str, noun: str = "pol
 def _read_policies(text: str, where: str) -> dict[str, dict[str, Any]]:
     """Read text such as "capacity=100, capacity.score=lfu": arguments by policy; "" is the first one."""
     found: dict[str, dict[str, Any]] = {}
-    for part in text.split(",") if text.strip() else []:
-        key, equals, value = (each.strip() for each in part.partition("="))
+    for key, value in _pairs(text, where, "POLICY"):
         name, _, argument = key.partition(".")
-        if not equals or not name or not value:
+        if not name:
             raise InputError(f"config: {where} must be POLICY=VALUE,..., got {text!r}")
-        if argument in found.setdefault(name, {}):
+        if argument in found.setdefault(name, {}):  # "ttl." is "ttl" too
             raise InputError(f"config: {where} has {key} twice: {text!r}")
         found[name][argument] = _policy_value(value)
     return found
+
+
+def _pairs(text: str, where: str, noun: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys and values of text such as "a=1, b=2"."""
+    seen = set()
+    for part in text.split(",") if text.strip() else []:
+        key, equals, value = (each.strip() for each in part.partition("="))
+        if not equals or not key or not value:
+            raise InputError(f"config: {where} must be {noun}=VALUE,..., got {text!r}")
+        if key in seen:
+            raise InputError(f"config: {where} has {key} twice: {text!r}")
+        seen.add(key)
+        yield key, value
 
 
 def _policy_value(text: str) -> int | float | str:
@@ -220,7 +207,6 @@ TABLE_OPTIONS = "train.table_options"
 
 
 def build_optimizer(name: str, lr: float, options: str | None) -> Optimizer:
-    """Build the optimizer of the tables."""
     settings = _read_settings(options or "")
     if OPTIMIZERS[name] is not DelayCompensated:
         return _build(name, lr, settings)
@@ -258,19 +244,10 @@ def _build(name: str, lr: float, settings: dict[str, Any]) -> Optimizer:
 
 
 def _read_settings(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for part in text.split(",") if text.strip() else []:
-        key, equals, value = (each.strip() for each in part.partition("="))
-        if not equals or not key or not value:
-            raise InputError(f"config: {TABLE_OPTIONS} must be SETTING=VALUE,..., got {text!r}")
-        if key in found:
-            raise InputError(f"config: {TABLE_OPTIONS} has {key} twice: {text!r}")
-        found[key] = (
-            tuple(_setting_value(each) for each in value.split(":"))
-            if ":" in value
-            else _setting_value(value)
-        )
-    return found
+    return {
+        key: tuple(map(_setting_value, value.split(":"))) if ":" in value else _setting_value(value)
+        for key, value in _pairs(text, TABLE_OPTIONS, "SETTING")
+    }
 
 
 def _setting_value(text: str) -> bool | float | str:

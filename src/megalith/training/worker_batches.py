@@ -51,8 +51,6 @@ SHARES_PER_WORKER = 4
 
 
 class DataShares:
-    """See the module."""
-
     def __init__(self, reader: Reader, *, split: bool) -> None:
         self._reader = reader
         self._split = split
@@ -61,13 +59,7 @@ class DataShares:
         self._start = reader.shard(0, 1).position
         self._continued: Position | None = None
 
-    @property
-    def begun(self) -> bool:
-        """Whether the position is in the midst of an epoch."""
-        return bool(self._at)
-
     def begin(self, epoch: int, workers: int) -> None:
-        """Begin an epoch, unless one has begun."""
         if self._at:
             return
         if self._continued is not None:
@@ -84,7 +76,6 @@ class DataShares:
         return self.share(self._free.popleft()) if self._free else None
 
     def share(self, index: int) -> DataShare:
-        """Return a share at its position."""
         return DataShare(index, len(self._at), self._at[index])
 
     def give_back(self, index: int) -> None:
@@ -92,7 +83,6 @@ class DataShares:
         self._free.appendleft(index)
 
     def record(self, index: int, position: Position) -> None:
-        """Record how far a share was read."""
         self._at[index] = position
 
     def end(self, epoch: int) -> None:
@@ -106,7 +96,6 @@ class DataShares:
         return self._at[0] if len(self._at) == 1 else {"shards": list(self._at)}
 
     def seek(self, position: Position) -> None:
-        """Continue at a position."""
         if not isinstance(position, dict) or "shards" not in position:
             self._reader.shard(0, 1).seek(position)
             start = {**self._start, "epoch": position["epoch"]} if "epoch" in self._start else self._start
@@ -127,14 +116,11 @@ _QUEUED = 2
 
 @dataclass(frozen=True)
 class DoneStep:
-    """A step that workers have computed."""
-
     results: list[StepResult]  # Their results
     error: Exception | None = None  # The error of a worker instead
 
     @property
     def rows(self) -> int:
-        """Number of rows of all workers."""
         return sum(result.rows for result in self.results)
 
     @property
@@ -149,8 +135,6 @@ class DoneStep:
 
 
 class DoneSteps(Steps):
-    """Takes the results of steps that workers have computed."""
-
     def __init__(self, after: Callable[[DoneStep], None]) -> None:
         self._after = after
 
@@ -167,8 +151,6 @@ class DoneSteps(Steps):
 
 
 class WorkerBatches(ABC):
-    """See the module."""
-
     def __init__(
         self,
         reader: Reader,
@@ -209,12 +191,10 @@ class WorkerBatches(ABC):
         self._shares.end(self._epoch() + 1)
 
     @abstractmethod
-    def _epoch_steps(self) -> Iterator[DoneStep]:
-        """Yields the steps that are left of the epoch."""
+    def _epoch_steps(self) -> Iterator[DoneStep]: ...
 
     @property
     def in_progress(self) -> bool:
-        """Whether a worker has something to do."""
         return any(worker.calls for worker in self.pool.workers.values())
 
     def settle(self) -> bool:
@@ -229,11 +209,10 @@ class WorkerBatches(ABC):
         return any(name == "step" for name, _ in calls)
 
     def position(self) -> Position:
-        """Return where the next step starts; call it when the workers have settled."""
+        # Of a moment: the workers must have settled.
         return self._shares.position()
 
     def seek(self, position: Position) -> None:
-        """Continue at a position, before the first step."""
         self._shares.seek(position)
 
     def skipped(self) -> Counter[str]:
@@ -290,7 +269,6 @@ class WorkerBatches(ABC):
         worker.share, worker.ahead = None, 0
 
     def _grow(self) -> list[PoolWorker]:
-        """Start and connect workers that are missing."""
         missing = self.wanted - len(self.pool) - self.pool.starting
         if missing > 0:
             self.pool.start(missing)
@@ -305,7 +283,6 @@ class WorkerBatches(ABC):
         return sorted(self.pool.workers.values(), key=lambda worker: worker.number)[self.wanted :]
 
     def close(self) -> None:
-        """End the workers."""
         self.pool.close()
 
 

@@ -65,8 +65,6 @@ from megalith.training.steps import PartBatches, Steps, WholeBatches
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What a worker needs to build the model and to find the servers."""
-
     config: RunConfig  # The config of the run, with the fitted schema
     servers: Servers
     log: str  # The directory of their logs
@@ -82,8 +80,6 @@ class Written:
 
 @dataclass(frozen=True)
 class DataShare:
-    """A part of the training data, read by one worker at a time."""
-
     index: int  # Its number
     count: int  # The number of shares
     position: Position  # Where to begin
@@ -114,8 +110,6 @@ class StepOrder:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a worker did in a step."""
-
     rows: int  # The number of rows that it computed; 0 in mode "async": the share has ended
     loss: float  # Its share of the mean loss of the step
     scores: list[tuple[Tensor, Tensor | None, Tensor]]  # Labels, weights and logits of its rows
@@ -165,7 +159,7 @@ def worker_failure(number: int, error: Exception, trace: str) -> WorkerFailedErr
 
 
 class TrainingWorker:
-    """See the module and `worker_messages.py`. Every method is a call of the run."""
+    """The calls of the run, which the module lists."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.number = 0
@@ -185,14 +179,12 @@ class TrainingWorker:
 
     @returning_failures
     def prepare(self, number: int) -> Any:
-        """Open the data."""
         self.number = number
         self._reader = self._source = open_source(self._setup.config).train
         return os.getpid()
 
     @returning_failures
     def connect(self, written: Written | None) -> Any:
-        """Build the model and join the workers."""
         config, servers = self._setup.config, self._setup.servers
         torch.manual_seed(config.train.seed + self.number)
         place = functools.partial(server_shards, config, servers, self._setup.log, worker=self.number)
@@ -217,7 +209,6 @@ class TrainingWorker:
 
     @returning_failures
     def read(self, share: DataShare, rows: int) -> Any:
-        """Open a share."""
         self._reader = self._source.shard(share.index, share.count)
         self._reader.batch_size = rows
         self._reader.seek(share.position)
@@ -242,7 +233,6 @@ class TrainingWorker:
 
     @returning_failures
     def step(self, order: StepOrder) -> Any:
-        """Train on the batch that was read ahead, and read the next one."""
         batch = self._ahead
         if batch is None and not self._sync:
             return self._result(0, 0.0, [], None, order, Counter())
@@ -317,7 +307,6 @@ class TrainingWorker:
 
     @returning_failures
     def rest(self) -> Any:
-        """Leave the workers until the next step, so that nobody waits for this one."""
         if not self._resting:
             self._resting = True
             self._tables.leave()
@@ -325,7 +314,6 @@ class TrainingWorker:
 
     @returning_failures
     def leave(self) -> Any:
-        """Leave the workers for good."""
         return self.rest()
 
 
@@ -360,8 +348,6 @@ class PoolWorker:
 
 
 class WorkerPool:
-    """See the module."""
-
     def __init__(
         self,
         setup: WorkerSetup,
@@ -386,11 +372,9 @@ class WorkerPool:
 
     @property
     def starting(self) -> int:
-        """The number of workers whose process is starting."""
         return len(self._starting)
 
     def start(self, count: int) -> None:
-        """Start processes."""
         number = 1  # 0 is the run itself
         for _ in range(count):
             while number in self.workers or number in self._starting:
@@ -485,7 +469,6 @@ class WorkerPool:
         self.given_up += 1
 
     def call(self, worker: PoolWorker, name: str, *args: Any) -> None:
-        """Add a call to the queue of a worker."""
         worker.calls.append(((name, args), getattr(worker.actor, name).remote(*args)))
 
     def wait(self) -> tuple[PoolWorker, Call, Any]:
@@ -507,7 +490,6 @@ class WorkerPool:
                 return worker, *found
 
     def answer(self, worker: PoolWorker) -> tuple[Call, Any]:
-        """Wait for the answer to the oldest call of one worker."""
         while True:
             found = self._answer(worker)
             if found is not None:
@@ -549,7 +531,6 @@ class WorkerPool:
             self.call(worker, name, *args)
 
     def remove(self, worker: PoolWorker) -> None:
-        """End a worker without calls: it leaves, and its process ends."""
         self.call(worker, "leave")
         _, result = self.answer(worker)
         _raised(result)
@@ -558,7 +539,6 @@ class WorkerPool:
         ray_module().kill(worker.actor)
 
     def close(self) -> None:
-        """End all processes at once."""
         ray = ray_module()
         actors = [worker.actor for worker in self.workers.values()]
         actors += [each.actor for each in self._starting.values()]
@@ -569,7 +549,6 @@ class WorkerPool:
 
 
 def _task_failure(worker: PoolWorker, error: Any) -> MegalithError:
-    """The error of a call as Ray describes it."""
     return worker_failure(worker.number, error.cause, error.traceback_str)
 
 
