@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 CANARY_SECONDS = 600.0
 _POLL_SECONDS = 0.1
+# Exit status of a child process that raised an error of Megalith, which opening the version raises again
 REFUSED = 3
-"""Exit status of a child process that raised an error of Megalith, which opening the version raises again."""
 
 
 def run_canary(directory: Path, stopping: threading.Event) -> None:

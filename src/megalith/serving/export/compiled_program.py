@@ -74,8 +74,7 @@ def compile_servable(servable: Servable, cache: Path, *, stopped: threading.Even
 
 COMPILE_SECONDS = 1800.0
 CHECKED_SIZES = (1, 2, 5, 33)
-RELATIVE, ABSOLUTE = 1e-4, 1e-4
-"""Largest differences from the outputs of the program."""
+RELATIVE, ABSOLUTE = 1e-4, 1e-4  # Largest differences from the outputs of the program
 CPU_INFO = Path("/proc/cpuinfo")
 _CPU_FIELDS = {"vendor_id", "cpu family", "model", "model name", "flags"}
 _CPU_FIELDS |= {"CPU implementer", "CPU part", "Features", "isa"}
@@ -83,8 +82,7 @@ _TRACED_SIZE = 3
 _WORK = "work-"
 _POLL_SECONDS = 0.25
 _PR_SET_PDEATHSIG = 1
-Inputs = Callable[[int], tuple[dict[str, Any], Tensor | None]]
-"""Makes rows and dense values of a batch size."""
+Inputs = Callable[[int], tuple[dict[str, Any], Tensor | None]]  # Makes rows and dense values of a batch size
 
 
 def default_cache() -> Path:

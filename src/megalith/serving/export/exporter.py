@@ -78,11 +78,10 @@ from megalith.shards import Shards
 from megalith.storage.local_files import sync_path, take_lock
 from megalith.table import Chunk, ServingPrecision, TableConfig
 
+# Table -> chunks of distinct ids int64 [k] and rows float32 [k, dim]. Called twice for each table.
 RowSource = Callable[[str], Iterator[tuple[Tensor, Tensor]]]
-"""Table -> chunks of distinct ids int64 [k] and rows float32 [k, dim]. Called twice for each table."""
 _STAGING_PREFIX = ".draft-"
-_LOCK_SECONDS = 60.0
-"""Seconds that another export to the same place may take to make its directory."""
+_LOCK_SECONDS = 60.0  # Seconds that another export to the same place may take to make its directory
 
 
 class StagingDirectories:
@@ -616,8 +615,8 @@ def _file_name(table: str) -> str:
 
 # ---- rows of tables over ranks
 
+# Number of rows of all ranks together that a round sends at most, but at least one row of each rank
 ROWS_PER_ROUND = 65536
-"""Number of rows of all ranks together that a round sends at most, but at least one row of each rank."""
 
 
 @dataclass(frozen=True)
@@ -626,8 +625,7 @@ class _Command:
 
     table: str | None = None
     is_end: bool = False
-    error: str | None = None
-    """With `is_end`: why rank 0 has failed; None: it has not."""
+    error: str | None = None  # With `is_end`: why rank 0 has failed; None: it has not
 
 
 class RankRows:
@@ -639,8 +637,7 @@ class RankRows:
         self._tables, self._exchange = tables, exchange
         self._chunk_size = max(1, ROWS_PER_ROUND // self._exchange.size)
         self._scan: Iterator[Chunk] = iter(())
-        self._failure: Exception | None = None
-        """The error of this rank's scan."""
+        self._failure: Exception | None = None  # The error of this rank's scan
 
     def write(self, write: Callable[[RowSource], None]) -> None:
         """Call a function on rank 0 with the rows of all ranks; if it fails, raise on all. A collective

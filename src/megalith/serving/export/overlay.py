@@ -73,8 +73,7 @@ class RowLayer(Protocol):
         # ids: int64 [n]; returns: float32 [n, width + 1].
 
 
-Layers = Mapping[str, tuple[Any, ...]]
-"""The layers of each table, RowLayers."""
+Layers = Mapping[str, tuple[Any, ...]]  # The layers of each table, RowLayers
 
 
 class Overlay:
@@ -259,8 +258,7 @@ def find_rows(
     return found
 
 
-_PIECE = 1 << 16
-"""Rows compared at once."""
+_PIECE = 1 << 16  # Rows compared at once
 
 
 def inherit_rows(own: Overlay, overlay: Overlay, frozen: Mapping[str, FrozenRows]) -> None:
@@ -279,10 +277,9 @@ def inherit_rows(own: Overlay, overlay: Overlay, frozen: Mapping[str, FrozenRows
 
 # ---- compaction
 
-COMPACTION_ROWS = 1 << 18
-"""Pushed rows in memory from which a fold is worth its files."""
+COMPACTION_ROWS = 1 << 18  # Pushed rows in memory from which a fold is worth its files
+# A fold waits until the rows in memory are this share of the folded ones, because it writes all of them
 _SHARE = 4
-"""A fold waits until the rows in memory are this share of the folded ones, because it writes all of them."""
 _CHUNK = 1 << 16
 
 
@@ -329,8 +326,7 @@ class Compactor:
         self._earliest = time.monotonic() + seconds
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.folds = 0
-        """Folds that ended."""
+        self.folds = 0  # Folds that ended
 
     def consider(self, overlay: Overlay) -> None:
         """Begin a fold if there are enough rows. Called by the thread that writes, after a write."""

@@ -257,8 +257,7 @@ def _stand_ins(
 
 
 TRACED_SIZE = 3
-RUN_SIZES = (5, 1, 2)
-"""Batch sizes with which the program is run; the first is the largest."""
+RUN_SIZES = (5, 1, 2)  # Batch sizes with which the program is run; the first is the largest
 
 
 @dataclass(frozen=True)
@@ -267,8 +266,7 @@ class WrittenProgram:
 
     file: StoredFile
     outputs: tuple[OutputSpec, ...]
-    joint_rows: bool
-    """Whether the outputs of a row depend on the other rows of its batch."""
+    joint_rows: bool  # Whether the outputs of a row depend on the other rows of its batch
 
 
 def export_program(
@@ -405,8 +403,7 @@ def _run(parts: ModelParts, module: nn.Module, names: Sequence[str]) -> tuple[tu
     return specs[0], joint
 
 
-OUTPUT = "output"
-"""Name of a tensor that has none; tensors of a tuple are `output_0`, `output_1` and so on."""
+OUTPUT = "output"  # Name of a tensor that has none; tensors of a tuple are `output_0`, `output_1` and so on
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -90,10 +90,8 @@ class Gathered:
         self.rows = rows
 
 
-_MAX_COMPILED = 256
-"""Maximum number of batch sizes for which a compiled request is cached."""
-_MAX_COMPILED_SIZE = 1024
-"""The largest cached batch size: clients choose the size, and memory grows with it."""
+_MAX_COMPILED = 256  # Maximum number of batch sizes for which a compiled request is cached
+_MAX_COMPILED_SIZE = 1024  # The largest cached batch size: clients choose the size, and memory grows with it
 
 
 @dataclass(frozen=True)
@@ -183,8 +181,8 @@ class RequestPlans:
         return rows
 
 
+# {table: ids int64 [n]} -> {table: bool [n]}, whether an id has a row
 HasRows = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""{table: ids int64 [n]} -> {table: bool [n]}, whether an id has a row."""
 
 
 def count_missing(

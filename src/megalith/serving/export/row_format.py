@@ -72,8 +72,8 @@ def decode_numbers(stored: Tensor, steps: Tensor) -> Tensor:
 
 
 KINDS = (*PRECISIONS, *SERVING_PRECISIONS)
+# The numbers of `Stored` in native/frozen.hpp
 _NATIVE_KINDS = {"float32": 0, "float16": 1, "int8": 2, "fixed_point": 2, "one_bit": 3}
-"""The numbers of `Stored` in native/frozen.hpp."""
 
 
 @dataclass(frozen=True)
@@ -227,5 +227,4 @@ class RowFormat:
         return cls(tuple(parts))
 
 
-Formats = Mapping[str, RowFormat]
-"""Formats by table."""
+Formats = Mapping[str, RowFormat]  # Formats by table

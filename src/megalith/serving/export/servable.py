@@ -174,10 +174,8 @@ _MAX_RANDOM = 4096
 class ServingCounters:
     """Counts since the servable was opened."""
 
-    ids_looked_up: int = 0
-    """Number of ids whose rows were read."""
-    ids_missing: int = 0
-    """Number of them without a row."""
+    ids_looked_up: int = 0  # Number of ids whose rows were read
+    ids_missing: int = 0  # Number of them without a row
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from megalith.table.table_data import FoundRows
 
 logger = logging.getLogger(__name__)
 
-MAX_NAMED_IDS = 20
-"""The number of ids of a table that a message about rows names."""
+MAX_NAMED_IDS = 20  # The number of ids of a table that a message about rows names
 
 
 class ParameterSource:
@@ -61,8 +60,7 @@ class ParameterSource:
         }
         self._last: dict[str, Tensor] = {}
         self._counting = threading.Lock()
-        self.held_back = 0
-        """The number of rows that were not finite when a message was built."""
+        self.held_back = 0  # The number of rows that were not finite when a message was built
 
     # ---- in the training thread
 

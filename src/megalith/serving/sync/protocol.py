@@ -46,14 +46,12 @@ from megalith.storage.json_codec import parse_json
 
 SESSION, PUBLISHER = "megalith-session", "megalith-publisher"
 SEQUENCE, COMPLETE, NUMBER = "megalith-sequence", "megalith-complete", "megalith-number"
+# The beginning of the refusal of an older session
 NEWER_SESSION = "a newer training session pushes to this model"
-"""The beginning of the refusal of an older session."""
-WINDOW = 2
-"""The number of messages of a publisher that may be in flight; they are applied in order."""
+WINDOW = 2  # The number of messages of a publisher that may be in flight; they are applied in order
 MAX_PUBLISHERS = 65536
 MAX_LAYOUT = 1 << 22
-MAX_PARTS = 4096
-"""The maximum number of ps parts of a served model; a publisher watches each of them."""
+MAX_PARTS = 4096  # The maximum number of ps parts of a served model; a publisher watches each of them
 MAX_SEQUENCE = 10**15
 _SESSION = re.compile(r"[0-9a-f]{32}")
 _PUBLISHER = re.compile(r"([0-9]{1,5})/([0-9]{1,5})")
@@ -312,8 +310,7 @@ def _read_int(tensors: Mapping[str, Tensor | Strings], name: str) -> int:
     return int(value)
 
 
-MAX_ANSWER_BYTES = 1 << 23
-"""The maximum number of bytes of the tensors of an answer."""
+MAX_ANSWER_BYTES = 1 << 23  # The maximum number of bytes of the tensors of an answer
 
 
 def ask_position(

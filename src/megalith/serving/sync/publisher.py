@@ -49,14 +49,11 @@ from megalith.shards import Shards, ShardsPart
 
 logger = logging.getLogger(__name__)
 
-MISSING_SECONDS = 60.0
-"""How long a target may be missing from discovery before its sender is closed."""
+MISSING_SECONDS = 60.0  # How long a target may be missing from discovery before its sender is closed
+# The fullness above which the journal is compacted: while nothing is being sent, and in any case
 COMPACT_IDLE, COMPACT_ALWAYS = 0.5, 0.75
-"""The fullness above which the journal is compacted: while nothing is being sent, and in any case."""
-START_SECONDS = 15.0
-"""How long a publisher waits for its discovery before training begins without it."""
-CONSUMER = "publisher "
-"""How the names of publishers as consumers of touched rows begin."""
+START_SECONDS = 15.0  # How long a publisher waits for its discovery before training begins without it
+CONSUMER = "publisher "  # How the names of publishers as consumers of touched rows begin
 _JOIN_SECONDS = 5.0
 
 
@@ -93,8 +90,7 @@ class Publisher:
         DiscoveryError: The discovery cannot be started. If it only cannot be reached, it is connected later.
     """
 
-    needs_rows = True
-    """Whether the rows must be in this process."""
+    needs_rows = True  # Whether the rows must be in this process
 
     def __init__(
         self,
@@ -161,11 +157,10 @@ class Publisher:
             on_layout=self._find_parts,
         )
         self._senders: dict[tuple[str, str], Sender] = {}
-        self._listed: dict[str, set[tuple[str, str]]] = {}
-        """The targets of each service that discovery lists."""
+        self._listed: dict[str, set[tuple[str, str]]] = {}  # The targets of each service that discovery lists
         self._parts: set[str] = set()
+        # The number of parts with rows, once a target has answered; 0: not known, or not in parts
         self._num_parts = 0
-        """The number of parts with rows, once a target has answered; 0: not known, or not in parts."""
         self._asking = threading.Lock()
         self._missing_since: dict[tuple[str, str], float] = {}
         self._sequences: dict[tuple[str, str], SequenceCounter] = {}

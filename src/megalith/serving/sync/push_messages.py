@@ -132,10 +132,9 @@ class DenseAssembly:
             raise InputError(f"dense weight {min(missing)!r}: the interval ends before its last part")
 
 
-MAX_PUSH_BYTES = 4 * 2**20
-"""The maximum size of a request."""
+MAX_PUSH_BYTES = 4 * 2**20  # The maximum size of a request
+# The part of a request for rows and dense weights; the rest is for names and shapes
 MAX_CONTENT_BYTES = MAX_PUSH_BYTES - (1 << 16)
-"""The part of a request for rows and dense weights; the rest is for names and shapes."""
 DENSE, EXPECTED = "dense:", "expected:"
 
 _ALIGNMENT = 8
@@ -170,8 +169,8 @@ class DeferredRows:
 
 
 Content: TypeAlias = Tensor | DeferredRows
+# Contents by name. A sequence of contents of one dtype is sent as one flat tensor.
 Inputs: TypeAlias = Mapping[str, Content | Sequence[Content]]
-"""Contents by name. A sequence of contents of one dtype is sent as one flat tensor."""
 MessageInputs: TypeAlias = dict[str, Content | Sequence[Content]]
 ReceivedInputs: TypeAlias = Mapping[str, Tensor | Strings]
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")

@@ -86,26 +86,18 @@ if TYPE_CHECKING:
 class SyncCounters:
     """Counts the actions of a subscriber."""
 
-    messages: int = 0
-    """Messages applied, including empty ones."""
+    messages: int = 0  # Messages applied, including empty ones
     rows: int = 0
     removed: int = 0
-    duplicates: int = 0
-    """Messages acknowledged again without being applied."""
-    refused: int = 0
-    """Messages out of order or malformed."""
-    begun: int = 0
-    """How often a publisher began or started over."""
+    duplicates: int = 0  # Messages acknowledged again without being applied
+    refused: int = 0  # Messages out of order or malformed
+    begun: int = 0  # How often a publisher began or started over
     reloads: int = 0
     replacements: int = 0
-    dropped: int = 0
-    """How often pushed rows were dropped because no message followed a new version."""
-    sessions: int = 0
-    """Sessions that were followed."""
-    replaced_sessions: int = 0
-    """Sessions that were followed when another one began."""
-    old_sessions: int = 0
-    """Messages refused because a newer session had begun."""
+    dropped: int = 0  # How often pushed rows were dropped because no message followed a new version
+    sessions: int = 0  # Sessions that were followed
+    replaced_sessions: int = 0  # Sessions that were followed when another one began
+    old_sessions: int = 0  # Messages refused because a newer session had begun
 
 
 def layout_of(servable: Servable) -> ModelLayout:
@@ -132,8 +124,7 @@ def continues(servable: Servable, before: Servable) -> bool:
     return newer and have_equal_layouts(servable, before)
 
 
-CHECKPOINT_FOLDER = "checkpoint"
-"""The checkpoint's folder in the directory of a run."""
+CHECKPOINT_FOLDER = "checkpoint"  # The checkpoint's folder in the directory of a run
 
 
 @dataclass(frozen=True)
@@ -223,8 +214,7 @@ def _rows_of_part(servable: Servable, table: str, ids: Tensor, rows: Tensor) -> 
 
 logger = logging.getLogger(__name__)
 
-EARLY_SECONDS = 1.0
-"""How long a message waits for the one before it."""
+EARLY_SECONDS = 1.0  # How long a message waits for the one before it
 Tensors = Mapping[str, Tensor | Strings]
 Outputs = dict[str, Tensor | Strings]
 
@@ -249,27 +239,24 @@ class Subscriber:
         self._lock = threading.Condition(threading.RLock())
         self._base = servable.signature.base
         self._dense: dict[str, Tensor] = {}
-        self._dirty = False
-        """Whether the rows differ from those of the base."""
+        self._dirty = False  # Whether the rows differ from those of the base
+        # The base on which the rows were pushed; rows of another base may be newer than the pushed ones
         self._pushed_on: str | None = None
-        """The base on which the rows were pushed; rows of another base may be newer than the pushed ones."""
         self._rows_id = uuid.uuid4().hex
         self._session = ""
-        self._number = 0
-        """The highest number of a session that has begun."""
+        self._number = 0  # The highest number of a session that has begun
         self._count = 0
         self._positions: dict[int, int] = {}
         self._completes: dict[int, float] = {}
         self._complete: float | None = None
+        # The dense weights of incomplete intervals, by publisher
         self._waiting: dict[int, dict[str, Tensor]] = {}
-        """The dense weights of incomplete intervals, by publisher."""
+        # The dense weights of which parts have arrived, by publisher
         self._assemblies: dict[int, DenseAssembly] = {}
-        """The dense weights of which parts have arrived, by publisher."""
         self._stage: Overlay | None = None
         self._ended: set[int] = set()
         self._timer: threading.Timer | None = None
-        self._older: list[Servable] = []
-        """Older versions that are still served."""
+        self._older: list[Servable] = []  # Older versions that are still served
 
     # ---- messages
 
