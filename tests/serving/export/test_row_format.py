@@ -206,7 +206,7 @@ def test_an_overlay_holds_codes_in_a_third_of_the_columns() -> None:
 
     overlay.apply({"t": (torch.arange(40), rows)})
 
-    assert overlay._widths["t"] == 5 + 1  # 15 bytes, and the flag
+    assert overlay.widths["t"] == 5 + 1  # 15 bytes, and the flag
     read, flags = overlay.read("t", torch.arange(-1, 41))
     assert_same_bits(read[1:41], MIXED.decode(MIXED.encode(rows)))
     assert flags.tolist() == [0.0, *[PRESENT] * 40, 0.0]

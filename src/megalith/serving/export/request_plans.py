@@ -82,12 +82,12 @@ class RowPlan:
         return [make(shape, dtype=torch.float32) for shape, make in self._outputs]
 
 
+@dataclass(frozen=True)
 class Gathered:
     """Rows to fill, all in one buffer."""
 
-    def __init__(self, buffer: Tensor, rows: dict[str, Tensor]) -> None:
-        self.buffer = buffer
-        self.rows = rows
+    buffer: Tensor
+    rows: dict[str, Tensor]
 
 
 _MAX_COMPILED = 256  # Maximum number of batch sizes for which a compiled request is cached

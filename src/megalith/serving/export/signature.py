@@ -175,8 +175,9 @@ class ExportedTable:
             raise InputError("a table needs a kind for each segment")
         if not all(0 < step < float("inf") for step in self.steps):
             raise InputError("steps must be positive and finite")
-        if self.routing.dist_type not in MODES or (self.routing.block_size or 0) < 0:
-            raise InputError(f"{self.routing} needs one of {', '.join(MODES)}, and a block of ids")
+        mode, block = self.routing.dist_type, self.routing.block_size
+        if mode not in MODES or (block is not None and block < 1):
+            raise InputError(f"dist_type {mode!r} is not one of {', '.join(MODES)}, or has blocks of {block}")
         self.router()  # raises if no ids can be routed
 
     @property

@@ -116,10 +116,6 @@ class ParameterSource:
 
     # ---- in any thread
 
-    def all_ids(self) -> dict[str, Tensor]:
-        """Return the ids that have a row; see `scan_ids`."""
-        return scan_ids(self.tables)
-
     def find(self, ids: Mapping[str, Tensor]) -> PushMessage:
         """Find rows, which are read into the memory of a message when it is encoded."""
         # ids: the ids of each table, int64 [n].

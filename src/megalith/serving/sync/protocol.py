@@ -170,16 +170,10 @@ class ModelLayout:
 
     def to_json(self) -> bytes:
         """Return the wire format."""
-        tables = {
-            name: [
-                each.dim,
-                each.router.mode,
-                each.router.num_shards,
-                each.router.block_size,
-                each.router.skip_first,
-            ]
-            for name, each in self.tables.items()
-        }
+        tables = {}
+        for name, each in self.tables.items():
+            to = each.router
+            tables[name] = [each.dim, to.mode, to.num_shards, to.block_size, to.skip_first]
         return json.dumps(
             {
                 "part": self.part,
@@ -221,23 +215,15 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a subscriber.
+    """The position of a subscriber."""
 
-    Args:
-        session: The session it follows; "" for none.
-        base: The id of the save below the pushed rows; "" while all rows are being replaced.
-        sequence: The last sequence number of the asking publisher.
-        step: The training step of the served export.
-        layout: What is served.
-        rows_id: Identifies the set of pushed rows: it is new whenever they were dropped. A client without a
-            session learns from it that what it pushed is gone.
-    """
-
-    session: str
-    base: str
-    sequence: int
-    step: int
-    layout: ModelLayout
+    session: str  # The session it follows; "" for none
+    base: str  # The id of the save below the pushed rows; "" while all rows are being replaced
+    sequence: int  # The last sequence number of the asking publisher
+    step: int  # The training step of the served export
+    layout: ModelLayout  # What is served
+    # Identifies the set of pushed rows: it is new whenever they were dropped. A client without a session
+    # learns from it that what it pushed is gone.
     rows_id: str = ""
 
     def outputs(self) -> dict[str, Tensor | Strings]:
@@ -253,17 +239,7 @@ class Position:
 
     @classmethod
     def read(cls, outputs: Mapping[str, Tensor | Strings]) -> Position:
-        """Read the outputs of a control signature.
-
-        Args:
-            outputs: The outputs by name.
-
-        Returns:
-            The position.
-
-        Raises:
-            InputError: An output is missing or malformed; the message names it.
-        """
+        """Read the outputs of a control signature."""
         sequence = _read_int(outputs, "sequence")
         if not 0 <= sequence <= MAX_SEQUENCE:
             raise InputError(f"'sequence' must be 0 to {MAX_SEQUENCE}, got {sequence}")

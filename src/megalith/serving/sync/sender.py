@@ -54,7 +54,7 @@ from megalith.serving.proto.message_types import Message
 from megalith.serving.proto.tf_tensors import from_tensor_protos
 from megalith.serving.sync import protocol as headers
 from megalith.serving.sync.changed_ids import Backlog, Interval, Journal
-from megalith.serving.sync.parameter_source import ParameterSource
+from megalith.serving.sync.parameter_source import ParameterSource, scan_ids
 from megalith.serving.sync.protocol import (
     MAX_ANSWER_BYTES,
     MessageHeader,
@@ -219,10 +219,6 @@ class Sender:
             self.report.error = "its backlog overflowed; it starts over"
         self._update_report()
 
-    def set_listed(self, listed: bool) -> None:
-        """Record, with the publisher's lock held, whether discovery lists the target."""
-        self.report.listed = listed
-
     def _update_report(self) -> None:
         self.report.backlog = 0 if self._backlog is None else len(self._backlog)
         self.report.sequence = self._sequence.last
@@ -252,12 +248,8 @@ class Sender:
         if self._closed.is_set():
             return
         if headers.NEWER_SESSION in reason and headers.NEWER_SESSION not in (self.report.error or ""):
-            logger.error(
-                "%s: another trainer pushes to %s, so nothing of this one is served: %s",
-                self.report.address,
-                self.report.model,
-                reason,
-            )
+            text = "%s: another trainer pushes to %s, so nothing of this one is served: %s"
+            logger.error(text, self.report.address, self.report.model, reason)
         with self._publisher.lock:
             self._backlog = None
             self._ready.clear()
@@ -435,12 +427,7 @@ class Sender:
         return push, pack(push), None
 
     def _queue(
-        self,
-        signature: str,
-        inputs: Inputs,
-        rows: int,
-        interval: Interval | None,
-        data: bytes | None = None,
+        self, signature: str, inputs: Inputs, rows: int, interval: Interval | None, data: bytes | None = None
     ) -> None:
         def encode() -> bytes:
             return encode_request(self.report.model, signature, inputs) if data is None else data
@@ -518,7 +505,7 @@ class Sender:
         with self._publisher.lock:
             self._start_backlog({})  # from here on, `add` adds changes
             interval = self._publisher.interval
-        all_ids = self._publisher.source.all_ids()
+        all_ids = scan_ids(self._publisher.source.tables)
         with self._publisher.lock:
             if self._backlog is None:
                 raise HandshakeNeeded("its backlog overflowed")

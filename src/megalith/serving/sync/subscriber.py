@@ -136,11 +136,6 @@ class Reloaded:
     dense: Mapping[str, Tensor]
 
 
-def latest_save(checkpoint: Path) -> str:
-    """Return the id of the latest save of a checkpoint."""
-    return read_manifest(_open_checkpoint(checkpoint)).tip
-
-
 def read_newer(checkpoint: Path, servable: Servable) -> Reloaded:
     """Read what a checkpoint has in addition to the save a model was exported from."""
     store = _open_checkpoint(checkpoint)
@@ -289,7 +284,8 @@ class Subscriber:
                         self._reload()
                     return self._position(header)
                 if header is not None:
-                    self._await_turn(header)
+                    # Not for long: the message before this one may be on its way.
+                    self._lock.wait_for(lambda: not self._is_early(header), EARLY_SECONDS)
                     self._check_not_older(header)  # another session may have begun during the wait
                 if is_assign(signature):
                     return self._assign(signature, inputs, header)
@@ -370,10 +366,6 @@ class Subscriber:
         if header is not None and header.number < self._number and header.session != self._session:
             self.counters.old_sessions += 1
             raise SequenceError(f"{NEWER_SESSION}: number {self._number}, this one has {header.number}")
-
-    def _await_turn(self, header: MessageHeader) -> None:
-        """Wait, not for long, until the message before this one has been applied."""
-        self._lock.wait_for(lambda: not self._is_early(header), EARLY_SECONDS)
 
     def _is_early(self, header: MessageHeader) -> bool:
         last = self._positions.get(header.index, header.sequence)
@@ -459,12 +451,8 @@ class Subscriber:
             self.counters.sessions += 1
             self.counters.replaced_sessions += bool(self._session)
             if self._session:
-                logger.warning(
-                    "%s: session %s replaces session %s, which is refused from now on",
-                    self.servable.signature.name,
-                    header.session,
-                    self._session,
-                )
+                text = "%s: session %s replaces session %s, which is refused from now on"
+                logger.warning(text, self.servable.signature.name, header.session, self._session)
         self._number = max(self._number, header.number)
         self._session, self._count = header.session, header.count
         self._forget_positions()
@@ -511,7 +499,7 @@ class Subscriber:
         if self._checkpoint is None:
             return
         try:
-            if not again and latest_save(self._checkpoint) == self._base:
+            if not again and read_manifest(_open_checkpoint(self._checkpoint)).tip == self._base:
                 return
             found = read_newer(self._checkpoint, self.servable)
             self.servable.adopt(found.overlay, found.dense or None)
@@ -548,9 +536,8 @@ class Subscriber:
             try:
                 servable.inherit(before.overlay, self._dense or None)
             except InputError as error:
-                logger.warning(
-                    "%s: pushed rows do not fit the new version: %s", servable.signature.name, error
-                )
+                text = "%s: pushed rows do not fit the new version: %s"
+                logger.warning(text, servable.signature.name, error)
                 self._leave()
                 return
             self._stop_timer()
@@ -579,11 +566,8 @@ class Subscriber:
         with self._lock:
             if timer is not self._timer:
                 return
-            logger.warning(
-                "%s: no message for %g s after a new version: its own rows are served now",
-                self.servable.signature.name,
-                self._carry_seconds,
-            )
+            text = "%s: no message for %g s after a new version: its own rows are served now"
+            logger.warning(text, self.servable.signature.name, self._carry_seconds)
             self._timer = None
             self.counters.dropped += 1
             self._leave()
