@@ -412,13 +412,12 @@ def test_an_archive_that_does_more_than_compute_is_refused(archive: Path, tmp_pa
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9, 0.999])
-def test_an_archive_that_ends_early_is_refused(archive: Path, tmp_path: Path, share: float) -> None:
-    data = archive.read_bytes()
-    (tmp_path / "dense.pt2").write_bytes(data[: int(len(data) * share)])
+def test_an_archive_that_ends_early_or_is_missing_is_refused(
+    archive: Path, tmp_path: Path, share: float
+) -> None:
     with pytest.raises(ExportError):
         DenseProgram(tmp_path / "dense.pt2")
-
-
-def test_a_missing_file_is_an_export_error(tmp_path: Path) -> None:
+    data = archive.read_bytes()
+    (tmp_path / "dense.pt2").write_bytes(data[: int(len(data) * share)])
     with pytest.raises(ExportError):
         DenseProgram(tmp_path / "dense.pt2")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError
 from megalith.serving.export import overlay as overlay_module
 from megalith.serving.export.frozen_rows import FrozenRows
 from megalith.serving.export.overlay import PRESENT, REMOVED, Compactor, Overlay
@@ -105,14 +104,12 @@ def test_a_version_inherits_folded_rows(tmp_path: Path) -> None:
     assert len(servable.overlay) == 0
 
 
-def test_a_fold_waits_for_enough_rows() -> None:
+def test_a_fold_waits_for_enough_rows_and_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overlay, folder = Overlay({"t": 9}), Compactor(rows=10)
     overlay.apply({"t": some(torch.arange(9), 0)})
     folder.consider(overlay)
     assert overlay.unfolded_rows == 9
 
-
-def test_a_fold_waits_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overlay, folder = Overlay({"t": 9}), Compactor(tmp_path, rows=1, seconds=3600)
     overlay.apply({"t": some(IDS, 0)})
     folder.consider(overlay)
@@ -206,9 +203,3 @@ def test_the_memory_of_folded_rows_is_freed_without_a_request(tmp_path: Path) ->
 
     assert folder.folds == 1
     assert table() is None
-
-
-def test_a_folder_must_be_one(tmp_path: Path) -> None:
-    export_version(tmp_path)
-    with pytest.raises(InputError, match="folder"):
-        Servable(tmp_path / "1", folder="/tmp")  # type: ignore[arg-type]

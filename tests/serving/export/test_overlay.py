@@ -28,16 +28,6 @@ def read(overlay: Overlay, ids: list[int]) -> tuple[list[list[float]], list[floa
     return values.tolist(), flags.tolist()
 
 
-def test_written_removed_and_untouched_ids() -> None:
-    overlay = Overlay({"t": 2})
-    overlay.apply({"t": rows([1, 2], 0.5)}, {"t": torch.tensor([2, 3])})
-    assert read(overlay, [1, 2, 3, 4]) == (
-        [[1.5, 0.5], [0, 0], [0, 0], [0, 0]],
-        [PRESENT, REMOVED, REMOVED, 0],
-    )
-    assert (len(overlay), overlay.rows_of("t")) == (3, 3)
-
-
 def test_the_last_of_a_repeated_id_counts() -> None:
     overlay = Overlay({"t": 2})
     overlay.apply({"t": (torch.tensor([5, 5]), torch.tensor([[1.0, 1.0], [2.0, 2.0]]))})
@@ -53,55 +43,39 @@ def test_reserving_writes_nothing_and_is_bounded() -> None:
     assert (overlay.rows_of("t"), overlay.rows_of("u")) == (2, 0)
 
 
-def test_a_row_of_zeros_is_there() -> None:
-    overlay = Overlay({"t": 2})
-    overlay.apply({"t": (torch.tensor([5]), torch.zeros(1, 2))})
-    assert read(overlay, [5]) == ([[0, 0]], [PRESENT])
-
-
-def test_a_row_comes_back_after_its_removal() -> None:
-    overlay = Overlay({"t": 2})
-    overlay.apply({}, {"t": torch.tensor([1, 2])})
-    overlay.apply({"t": rows([1], 1.0)})
-    assert read(overlay, [1, 2]) == ([[2, 1], [0, 0]], [PRESENT, REMOVED])
-
-
-def test_where_the_base_is_hidden_a_removal_needs_no_row() -> None:
-    overlay = Overlay({"t": 2}, hides_base=True)
-    overlay.apply({"t": rows([1, 2])}, {"t": torch.tensor([2, 3])})
-    assert len(overlay) == 1
-    assert read(overlay, [1, 2, 3])[1] == [PRESENT, 0, 0]
-
-
-def test_scan_gives_all_that_was_written() -> None:
-    overlay = Overlay({"t": 2, "u": 1})
-    overlay.apply({"t": rows([1, 2], 0.5)}, {"t": torch.tensor([7])})
-    found = [each for ids, *rest in overlay.scan("t") for each in zip(ids.tolist(), *rest, strict=True)]
-    by_id = {id: (values.tolist(), float(flag)) for id, values, flag in found}
-    assert by_id == {1: ([1.5, 0.5], PRESENT), 2: ([2.5, 0.5], PRESENT), 7: ([0, 0], REMOVED)}
-    assert list(overlay.scan("u")) == []
-
-
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(["rows", "removed"]), st.lists(SMALL, max_size=5)), max_size=12))
-def test_over_frozen_rows_it_reads_like_a_dict(writes: list[tuple[str, list[int]]]) -> None:
-    base = {id: [float(id), 0.0] for id in range(0, 12, 2)}
+@given(
+    st.lists(st.tuples(st.sampled_from(["rows", "removed"]), st.lists(SMALL, max_size=5)), max_size=12),
+    st.booleans(),
+)
+def test_over_frozen_rows_it_reads_like_a_dict(writes: list[tuple[str, list[int]]], hides_base: bool) -> None:
+    base = {} if hides_base else {id: [float(id), 0.0] for id in range(0, 12, 2)}
     now: dict[int, list[float] | None] = {}
-    overlay = Overlay({"t": 2})
-    for number, (kind, ids) in enumerate(writes, start=1):
+    overlay = Overlay({"t": 2, "u": 1}, hides_base=hides_base)
+    for number, (kind, ids) in enumerate(writes):  # number 0: the row of id 0 is zeros, and still a row
         if kind == "rows":
             overlay.apply({"t": rows(ids, number)})
             now |= {id: [float(id + number), float(number)] for id in ids}
         else:
             overlay.apply({}, {"t": torch.tensor(ids, dtype=torch.int64)})
             now |= dict.fromkeys(ids)
+    if hides_base:  # a removal needs no row there
+        now = {id: row for id, row in now.items() if row is not None}
     queries = torch.arange(-4, 14)
+
     with tempfile.TemporaryDirectory() as folder:
         frozen = write(Path(folder) / "t", *rows(list(base)))
         out, flags = (each.clone() for each in overlay.read("t", queries))
         frozen.read(queries, out, (flags != 0).to(torch.uint8))
+
     expected = [now[id] if id in now else base.get(id) for id in queries.tolist()]
     assert out.tolist() == [row or [0.0, 0.0] for row in expected]
+    state = {id: REMOVED if row is None else PRESENT for id, row in now.items()}
+    assert flags.tolist() == [state.get(id, 0.0) for id in queries.tolist()]
+    scanned = [each for ids, *rest in overlay.scan("t") for each in zip(ids.tolist(), *rest, strict=True)]
+    found = {id: (values.tolist(), float(flag)) for id, values, flag in scanned}
+    assert found == {id: (row or [0.0, 0.0], state[id]) for id, row in now.items()}
+    assert (len(overlay), overlay.rows_of("t"), overlay.rows_of("u")) == (len(now), len(now), 0)
 
 
 def test_a_concurrent_reader_sees_whole_rows() -> None:

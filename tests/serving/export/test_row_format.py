@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megalith import SGD, FixedPoint, LocalShards, Normal, OneBit, Segment, TableConfig
 from megalith.errors import InputError
 from megalith.serving import Servable, export_model
-from megalith.serving.export.frozen_rows import FrozenRows, FrozenWriter
+from megalith.serving.export.frozen_rows import FrozenRows
 from megalith.serving.export.overlay import PRESENT, Overlay
-from megalith.serving.export.row_format import KINDS, RowFormat, RowPart
+from megalith.serving.export.row_format import RowFormat, RowPart
 from tests.table.support import assert_same_bits, dyadic, ints
 
 MIXED = RowFormat(
@@ -82,40 +80,6 @@ def test_rows_of_one_kind_of_numbers_are_a_matrix_of_that_type() -> None:
         "one_bit",
         "float32",
     ]
-
-
-@given(
-    parts=st.lists(
-        st.builds(RowPart, st.sampled_from(KINDS), st.integers(1, 20), st.sampled_from([0.25, 0.3, 1.0])),
-        min_size=1,
-        max_size=4,
-    ),
-    seed=st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=30)
-def test_native_and_torch_decode_the_same_bits(
-    parts: list[RowPart], seed: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    format = RowFormat(tuple(parts))
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.arange(20) * 7
-    rows = torch.randn(20, format.dim, generator=generator)
-    path = tmp_path_factory.mktemp("rows") / "t.safetensors"
-    writer = FrozenWriter(path, ids, format)
-    writer.add(ids, rows)
-    writer.close()
-    frozen = FrozenRows(path, format)
-    queries = torch.arange(40)
-    native, reference = torch.full((40, format.dim), 7.0), torch.full((40, format.dim), 7.0)
-    skip = (torch.rand(40, generator=generator) < 0.3).to(torch.uint8)
-
-    assert frozen.read(queries, native, skip) == frozen.read_reference(queries, reference, skip)
-
-    assert_same_bits(native, reference)
-    found = (skip == 0) & torch.isin(queries, ids)
-    wanted = format.decode(format.encode(rows))[queries[found] // 7]
-    assert_same_bits(native[found], wanted)
-    assert RowFormat.from_data(format.to_data()) == format
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,7 @@ def test_smaller_precisions_change_rows_and_nothing_else(tmp_path: Path, name: s
         assert bool(((servable.lookup(table, ids) - wanted).abs() <= bound).all())
     features, dense = request(50, 3)
     assert_close(
-        servable.predict(features, dense)["logits"],
-        logits_of(quantised(name, 3, servable), features, dense),
+        servable.predict(features, dense)["logits"], logits_of(quantised(name, 3, servable), features, dense)
     )
 
 
@@ -319,17 +318,6 @@ def test_a_stage_hides_the_base_and_is_adopted_whole(servable: Servable) -> None
     assert look(servable, 1, 2, 3) == [0.0, 0.0, 7.0]
     servable.reset()
     assert look(servable, 1, 2, 3) == before
-
-
-def test_an_overlay_is_carried_to_another_version(version: Path, tmp_path: Path) -> None:
-    old = Servable(version)
-    dense = {name: torch.ones(shape) for name, shape in old.dense_names.items()}
-    old.apply({"user": rows_for(old, [1], 9.0)}, {}, dense)
-    new = served(trained(), tmp_path)
-    new.inherit(old.overlay, dense)
-    assert look(new, 1) == [9.0]
-    features, _ = request(5)
-    assert torch.equal(new.predict(features)["logits"], old.predict(features)["logits"])
 
 
 @pytest.mark.parametrize("hides_base", [False, True])
