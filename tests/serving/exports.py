@@ -13,10 +13,8 @@ from megalith import Mean, Ragged, Sum
 from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.serving.client.channels import Connection
 from megalith.serving.export.exporter import export_model
-from megalith.serving.proto import (
-    DataType,
-    Message,
-    PredictRequest,
+from megalith.serving.proto.message_types import DataType, Message, PredictRequest
+from megalith.serving.proto.tf_tensors import (
     Strings,
     from_tensor_proto,
     strings_to_tensor_proto,

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.serving.proto import DataType, to_infer_request, to_tensor_proto
+from megalith.serving.proto.infer_tensors import to_infer_request
+from megalith.serving.proto.message_types import DataType
+from megalith.serving.proto.tf_tensors import to_tensor_proto
 from tests.serving.exports import request_of
 
 NAMES = ("user", "tags")

@@ -1,4 +1,4 @@
-"""The processes of sync/test_chaos.py and test_kills.py: trainers that push, and servers that follow them.
+"""The processes of sync/test_kills.py: ranks of a trainer that push, and servers that follow them.
 
 A folder holds checkpoint/ and export/. The trainer resumes from the checkpoint, pushes continuously and saves
 from time to time; "finish" ends it: everything is pushed, then saved to final/. Both report their progress
@@ -23,47 +23,13 @@ import torch.distributed as dist
 
 from megalith import checkpoint
 from megalith.models import Model
-from megalith.serving.discovery import StaticDiscovery
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.sync.publisher import Publisher
-from tests.serving.sync_support import NAMES, Trainer, make_model
+from tests.serving.sync_support import NAMES, make_model
 
-SECONDS = 180
 LIMIT = 90.0
 NUM_IDS = 500
-
-
-def train(pipe: Connection, folder: Path, seed: int, addresses: list[str]) -> None:
-    model = make_model()
-    tip = checkpoint.read_manifest(folder / "checkpoint").tip
-    checkpoint.load(model, folder / "checkpoint")
-    trainer = Trainer(model, seed=seed)
-    finish = threading.Event()
-    threading.Thread(target=_listen, args=(pipe, finish), daemon=True).start()
-    with Publisher(
-        model,
-        StaticDiscovery(addresses),
-        model_name="movies",
-        interval=0.05,
-        base=tip,
-        timeout=2.0,
-        max_backlog=2000,
-    ) as publisher:
-        pipe.send("training")
-        steps = 0
-        while not finish.is_set():
-            trainer.step()
-            publisher.step()
-            steps += 1
-            if steps % 20 == 0:
-                save = checkpoint.save if steps % 80 == 0 else checkpoint.save_delta
-                publisher.checkpoint_taken(save(model, folder / "checkpoint").tip)
-                pipe.send(f"saved {steps}")
-            finish.wait(0.005)  # leaves some of the processor to the others
-        done = publisher.flush(60.0)
-        checkpoint.save(model, folder / "final")
-        pipe.send(f"finished {done} {publisher.report()}")
 
 
 @dataclass(frozen=True)
@@ -77,8 +43,8 @@ class RankPlace:
     number: int
 
 
-def train_rank(pipe: Connection, folder: Path, seed: int, place: RankPlace, url: str) -> None:
-    """Trains as one of several ranks, each of which pushes its own rows."""
+def train(pipe: Connection, folder: Path, seed: int, place: RankPlace, url: str) -> None:
+    """Trains as one of the ranks, each of which pushes its own rows."""
     dist.init_process_group(
         "gloo", init_method=f"file://{place.store}", rank=place.rank, world_size=place.count
     )
@@ -111,13 +77,10 @@ def train_rank(pipe: Connection, folder: Path, seed: int, place: RankPlace, url:
                 save = checkpoint.save if steps % 80 == 0 else checkpoint.save_delta
                 publisher.checkpoint_taken(save(model, folder / "checkpoint").tip)
                 pipe.send(f"saved {steps}")
-        done = False
-        for _ in range(60):  # a server may need the rows of other ranks before it applies ours
-            done = _all(publisher.flush(2.0))
-            if done:
-                break
+        # A server may need the rows of other ranks before it applies ours.
+        done = any(_all(publisher.flush(2.0)) for _ in range(60))
         checkpoint.save(model, folder / "final")
-        tip = checkpoint.save(model, folder / "checkpoint").tip
+        checkpoint.save(model, folder / "checkpoint")
         pipe.send(f"finished {done} {publisher.report()}")
 
 
@@ -184,7 +147,7 @@ def _run(role: Callable[..., None], pipe: Connection, args: tuple[object, ...], 
 class Process:
     """A process with one of these roles, its reports, and its end."""
 
-    def __init__(self, role: Callable[..., None], *args: object, seconds: int = SECONDS) -> None:
+    def __init__(self, role: Callable[..., None], *args: object, seconds: int) -> None:
         # One process imports everything and is forked for each of these, which is fast.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])

@@ -46,6 +46,13 @@ def test_the_directory_must_be_private(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ExportError, match="cannot hold"):
         open_cache(tmp_path / "file" / "cache")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(ExportError, match="anyone may replace it"):
+        open_cache(shared / "cache")
+    shared.chmod(0o1777)
+    assert open_cache(shared / "cache").is_dir()
 
 
 def test_a_library_belongs_to_one_program() -> None:
@@ -63,16 +70,6 @@ def test_a_library_belongs_to_one_cpu(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names[0] == names[1] != names[2]
     info.unlink()
     assert library_name(b"a") not in names
-
-
-def test_nobody_may_replace_the_directory(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
-    with pytest.raises(ExportError, match="anyone may replace it"):
-        open_cache(shared / "cache")
-    shared.chmod(0o1777)
-    assert open_cache(shared / "cache").is_dir()
 
 
 def executable(path: Path, *lines: str) -> str:
@@ -98,6 +95,8 @@ def test_the_child_keeps_its_files_in_the_private_directory(
     assert Path(seen.read_text().strip()).parent == cache
     assert list(cache.iterdir()) == []
     assert "is not compiled: bad" in caplog.text
+    assert not compile_servable(opened, cache)
+    assert opened.predict(*rows(2))["logits"].shape == (2,)  # the program itself answers
 
 
 def test_a_server_that_stops_ends_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,17 +146,6 @@ def test_a_program_that_changed_is_not_compiled(tmp_path: Path, caplog: pytest.L
     assert "changed since it was loaded" in caplog.text
     with pytest.raises(ExportError, match="changed meanwhile"):
         compiled_program.compile_archive(program, tmp_path / "cache" / library_name(b"of before"))
-
-
-def test_a_program_that_cannot_be_compiled_answers_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    opened = servable(tmp_path)
-    monkeypatch.setattr(compiled_program.sys, "executable", "/bin/false")
-    assert find_library(program_of(opened), tmp_path / "cache") is None
-    assert "is not compiled" in caplog.text
-    assert not compile_servable(opened, tmp_path / "cache")
-    assert opened.predict(*rows(2))["logits"].shape == (2,)
 
 
 def test_a_damaged_library_is_not_used(tmp_path: Path) -> None:

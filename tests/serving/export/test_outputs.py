@@ -20,7 +20,7 @@ from megalith.serving.export.exporter import export_model
 from megalith.serving.export.program_export import ModelParts, ServingModule, export_program
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import OutputSpec, Signature
-from megalith.serving.proto import GetModelMetadataRequest, SignatureDefMap
+from megalith.serving.proto.message_types import GetModelMetadataRequest, SignatureDefMap
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import Batching, ServerConfig
 from tests.serving.export.test_dense_program import Wide
@@ -163,14 +163,6 @@ def test_what_a_server_cannot_return_is_refused_at_export(
     with pytest.raises(InputError, match=message):
         export_program(ModelParts(Scorer(end)), tmp_path / "p", **options)
     assert not (tmp_path / "p").exists()
-
-
-@pytest.mark.parametrize(
-    "options", [{"outputs": "ctr"}, {"activations": {"a": "cube"}}, {"single_ids": ["x"]}]
-)
-def test_wrong_options_of_outputs(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="export: "):
-        export_model(Watched(), tmp_path, name="m", **options)
 
 
 # ---- several collections, dense values

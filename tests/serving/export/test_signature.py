@@ -288,12 +288,3 @@ def test_what_the_schema_refuses_the_reader_refuses_at_every_place(value: Any) -
         if value is HUGE or list(problems(data, SCHEMA)):
             with pytest.raises(ExportError):
                 Signature.from_dict(data, "x")
-
-
-@settings(max_examples=300)
-@given(st.sampled_from(paths(PLAIN)[1:]), JSON)
-def test_what_the_schema_refuses_the_reader_refuses(path: tuple[Any, ...], value: Any) -> None:
-    data = changed(path, value)
-    if list(problems(data, SCHEMA)):
-        with pytest.raises(ExportError):
-            Signature.from_dict(data, "x")

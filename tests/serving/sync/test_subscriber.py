@@ -22,10 +22,7 @@ from tests.serving.sync_support import LIMIT
 # ---- order
 
 
-def test_messages_are_applied_in_their_order_and_each_once(served: Servable) -> None:
-    subscriber = Subscriber(served)
-    begin(subscriber)
-
+def test_messages_are_applied_in_their_order_and_each_once(served: Servable, subscriber: Subscriber) -> None:
     outputs = push(subscriber, user(1, 2, value=1.0), 2)
     assert outputs["user_result"].tolist() == [2]
     push(subscriber, user(1, value=2.0), 3)
@@ -41,11 +38,8 @@ def test_messages_are_applied_in_their_order_and_each_once(served: Servable) -> 
     ids=["a gap", "one is missing", "another session", "another publisher", "no sequence"],
 )
 def test_what_does_not_follow_is_refused_and_changes_nothing(
-    served: Servable, sequence: int, options: dict[str, Any]
+    served: Servable, subscriber: Subscriber, sequence: int, options: dict[str, Any]
 ) -> None:
-    subscriber = Subscriber(served)
-    begin(subscriber)
-
     with pytest.raises(SequenceError):
         push(subscriber, user(1, value=9.0), sequence, **options)
 
@@ -75,9 +69,9 @@ def test_nothing_is_applied_before_a_session_has_begun(served: Servable) -> None
         push(Subscriber(served), user(1, value=9.0), 1)
 
 
-def test_a_message_with_one_wrong_input_changes_nothing_and_may_come_again_right(served: Servable) -> None:
-    subscriber = Subscriber(served)
-    begin(subscriber)
+def test_a_message_with_one_wrong_input_changes_nothing_and_may_come_again_right(
+    served: Servable, subscriber: Subscriber
+) -> None:
     wrong = {**user(1, value=5.0), "item_id": torch.tensor([1]), "item_value": torch.full((1, 5), torch.nan)}
 
     with pytest.raises(InputError, match="NaN or Inf"):
@@ -94,31 +88,25 @@ def test_a_monolith_client_has_no_sequence(served: Servable) -> None:
     subscriber.handle("hashtable_assign", user(1, value=3.0), {})
     subscriber.handle(
         "multi/raw_assign",
-        {
-            "id": torch.tensor([7]),
-            "id_split": torch.tensor([0, 0, 1]),
-            "flat_value": torch.full((5,), 4.0),
-        },
+        {"id": torch.tensor([7]), "id_split": torch.tensor([0, 0, 1]), "flat_value": torch.full((5,), 4.0)},
         {},
     )
 
     assert (first(served, 1), first(served, 7)) == (3.0, 4.0)
 
 
-def test_removed_ids_have_no_row(exported: tuple[Model, Path], served: Servable) -> None:
+def test_removed_ids_have_no_row(
+    exported: tuple[Model, Path], served: Servable, subscriber: Subscriber
+) -> None:
     id = next(iter(exported[0].embeddings.shards.scan("user"))).ids[:1]
     assert served.lookup("user", id).abs().sum() > 0
-    subscriber = Subscriber(served)
-    begin(subscriber)
 
     push(subscriber, {"user:removed": id}, 2)
 
     assert served.lookup("user", id).abs().sum() == 0
 
 
-def test_dense_weights_of_several_messages_change_together(served: Servable) -> None:
-    subscriber = Subscriber(served)
-    begin(subscriber)
+def test_dense_weights_of_several_messages_change_together(served: Servable, subscriber: Subscriber) -> None:
     before = served.dense_weights
     a, b, *_ = before
 
@@ -134,9 +122,7 @@ def part(name: str, begin: Any, values: Any) -> dict[str, Any]:
     return {f"dense_part:{name}": values, f"dense_begin:{name}": torch.tensor([begin])}
 
 
-def test_a_dense_weight_in_parts_is_used_whole(served: Servable) -> None:
-    subscriber = Subscriber(served)
-    begin(subscriber)
+def test_a_dense_weight_in_parts_is_used_whole(served: Servable, subscriber: Subscriber) -> None:
     before = served.dense_weights
     a = max(before, key=lambda name: before[name].numel())
     n = before[a].numel()
@@ -160,9 +146,7 @@ def test_a_dense_weight_in_parts_is_used_whole(served: Servable) -> None:
     assert torch.equal(served.dense_weights[a], new.view_as(before[a]))
 
 
-def test_a_weight_starts_again_at_its_first_part(served: Servable) -> None:
-    subscriber = Subscriber(served)
-    begin(subscriber)
+def test_a_weight_starts_again_at_its_first_part(served: Servable, subscriber: Subscriber) -> None:
     before = served.dense_weights
     a = max(before, key=lambda name: before[name].numel())
     n = before[a].numel()
@@ -189,9 +173,9 @@ def test_a_weight_starts_again_at_its_first_part(served: Servable) -> None:
     ],
     ids=range(10),
 )
-def test_parts_that_do_not_fit_are_refused_and_change_nothing(served: Servable, wrong: Any) -> None:
-    subscriber = Subscriber(served)
-    begin(subscriber)
+def test_parts_that_do_not_fit_are_refused_and_change_nothing(
+    served: Servable, subscriber: Subscriber, wrong: Any
+) -> None:
     before = served.dense_weights
     a = max(before, key=lambda name: before[name].numel())
     inputs = {name: each for name, each in part(a, *wrong).items() if each is not None}
@@ -246,9 +230,7 @@ def test_staleness_is_known_once_all_publishers_have_completed(served: Servable)
     assert age > 1e9  # since second 5 of 1970, not 7
 
 
-def test_staleness_is_told_while_a_message_is_applied(served: Servable) -> None:
-    subscriber = Subscriber(served)
-    begin(subscriber)
+def test_staleness_is_told_while_a_message_is_applied(subscriber: Subscriber) -> None:
     push(subscriber, {}, 2, complete=5.0)
     staleness: list[float | None] = []
     asking = threading.Thread(target=lambda: staleness.append(subscriber.staleness()), daemon=True)

@@ -36,9 +36,7 @@ def test_the_position_tells_session_base_sequence_and_layout(served: Servable) -
     assert Position.read(subscriber.handle("sync_position", {}, {})).sequence == 0
 
 
-def test_another_session_begins_from_the_exported_rows(served: Servable) -> None:
-    subscriber = Subscriber(served)
-    begin(subscriber)
+def test_another_session_begins_from_the_exported_rows(served: Servable, subscriber: Subscriber) -> None:
     push(subscriber, user(1, value=1.0), 2)
 
     begin(subscriber, session=OTHER)
@@ -130,21 +128,6 @@ def test_starting_over_in_a_session_keeps_what_others_of_it_pushed(served: Serva
     assert (first(served, 0), first(served, 1)) == (2.0, 2.0)
 
 
-def test_a_beginning_or_message_that_comes_late_does_nothing(served: Servable) -> None:
-    subscriber = Subscriber(served)
-    begin(subscriber, sequence=1)
-    push(subscriber, user(1, value=1.0), 2)
-    begin(subscriber, sequence=5)
-    push(subscriber, user(1, value=2.0), 6)
-
-    begin(subscriber, sequence=1)
-    push(subscriber, user(1, value=1.0), 2)
-
-    assert first(served, 1) == 2.0
-    push(subscriber, user(1, value=3.0), 7)
-    assert first(served, 1) == 3.0
-
-
 def test_a_beginning_on_another_base_is_refused(served: Servable) -> None:
     with pytest.raises(SequenceError, match="the base is 'one', not 'zero'"):
         begin(Subscriber(served), "zero")
@@ -234,8 +217,6 @@ def test_who_replaces_a_second_time_leaves_nothing_of_the_first(served: Servable
     assert (first(served, 1), first(served, 2)) == (0.0, 1.0)
 
 
-def test_an_end_without_a_beginning_is_refused(served: Servable) -> None:
-    subscriber = Subscriber(served)
-    begin(subscriber)
+def test_an_end_without_a_beginning_is_refused(subscriber: Subscriber) -> None:
     with pytest.raises(SequenceError, match="nothing is being replaced"):
         subscriber.handle("sync_end", {}, header(2))

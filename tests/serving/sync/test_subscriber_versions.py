@@ -113,10 +113,8 @@ def test_a_reload_that_comes_late_undoes_nothing(run: tuple[Model, Trainer, Path
 
 
 def test_a_new_version_inherits_rows_weights_and_position(
-    exported: tuple[Model, Path], served: Servable
+    exported: tuple[Model, Path], served: Servable, subscriber: Subscriber
 ) -> None:
-    subscriber = Subscriber(served)
-    begin(subscriber)
     name = next(iter(served.dense_names))
     weight = torch.ones(served.dense_names[name])
     push(subscriber, {**user(1, value=1.0), f"dense:{name}": weight}, 2, complete=1.0)
@@ -147,10 +145,8 @@ def test_an_older_version_that_is_still_served_gets_pushes_too(
 
 
 def test_starting_over_after_a_new_version_drops_what_may_be_older_than_it(
-    exported: tuple[Model, Path], served: Servable
+    exported: tuple[Model, Path], subscriber: Subscriber
 ) -> None:
-    subscriber = Subscriber(served)
-    begin(subscriber)
     push(subscriber, user(1, value=1.0), 2)
     newer = Servable(exported[1] / "2")
     subscriber.move_to(newer)
@@ -180,10 +176,8 @@ def test_rows_of_a_trainer_that_is_gone_are_dropped_after_a_while(
     assert subscriber.counters.dropped == 1
 
 
-def test_rows_of_other_tables_are_not_carried(served: Servable, tmp_path: Path) -> None:
+def test_rows_of_other_tables_are_not_carried(subscriber: Subscriber, tmp_path: Path) -> None:
     (other,) = export_version(make_model(tables={"user": "people"}), tmp_path, base="three")
-    subscriber = Subscriber(served)
-    begin(subscriber)
     push(subscriber, user(1, value=1.0), 2)
 
     subscriber.move_to(other)
@@ -193,12 +187,10 @@ def test_rows_of_other_tables_are_not_carried(served: Servable, tmp_path: Path) 
 
 @pytest.mark.parametrize("step", [1, -1])
 def test_an_older_version_starts_from_its_own_rows(
-    exported: tuple[Model, Path], served: Servable, step: int
+    exported: tuple[Model, Path], served: Servable, subscriber: Subscriber, step: int
 ) -> None:
     """Also one that was followed before, in whose rows that session's are still to be found."""
     newer = Servable(exported[1] / "2")
-    subscriber = Subscriber(served)
-    begin(subscriber)
     push(subscriber, user(1, value=1.0), 2)
     own = first(newer, 1)
     subscriber.move_to(newer)
