@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-import random
 import signal
 import threading
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from megalith.models import Model
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.sync.publisher import Publisher
-from tests.serving.sync_support import NAMES, make_model
+from tests.serving.sync_support import Trainer, make_model
 
 LIMIT = 90.0
 NUM_IDS = 500
@@ -91,27 +90,18 @@ def _all(value: bool) -> bool:
     return bool(flag)
 
 
-class RankTrainer:
-    """As Trainer, on one of several ranks: each has ids of its own, and all have the same dense weights."""
+class RankTrainer(Trainer):
+    """One of several ranks: each has ids of its own, and all have the same dense weights."""
 
     def __init__(self, model: Model, seed: int, rank: int) -> None:
-        self._model = model
-        self._random = random.Random(seed)
-        self._ids = torch.Generator().manual_seed(1000 * seed + rank)
-        self._optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        super().__init__(model, seed, NUM_IDS)
+        self._torch.manual_seed(1000 * seed + rank)  # rows are removed on all ranks or on none
 
-    def step(self) -> None:
-        ids = torch.randint(0, NUM_IDS, (len(NAMES), 32), generator=self._ids)
-        self._optimizer.zero_grad()
-        self._model({name: ids[k] for k, name in enumerate(NAMES)}).square().mean().backward()
-        for weight in self._model.parameters():
+    def reduce_gradients(self) -> None:
+        for weight in self.model.parameters():
             if weight.grad is not None:
                 dist.all_reduce(weight.grad)
                 weight.grad /= dist.get_world_size()
-        self._optimizer.step()
-        if self._random.random() < 0.3:  # on all ranks or on none
-            gone = torch.randint(0, NUM_IDS, (5,), generator=self._ids)
-            self._model.embeddings.shards.remove({"user": gone})
 
 
 def serve(pipe: Connection, folder: Path, port: int, discovery: str | None = None) -> None:

@@ -50,11 +50,15 @@ class Trainer:
             ids = torch.randint(0, self.num_ids, (len(NAMES), 32), generator=self._torch)
             self._optimizer.zero_grad()
             self.model({name: ids[k] for k, name in enumerate(NAMES)}).square().mean().backward()
+            self.reduce_gradients()
             if dense:
                 self._optimizer.step()
             if self._random.random() < 0.3:
                 gone = torch.randint(0, self.num_ids, (5,), generator=self._torch)
                 self.model.embeddings.shards.remove({"user": gone})
+
+    def reduce_gradients(self) -> None:
+        """Nothing to do for one rank."""
 
 
 def export_version(model: Model, out: Path, *, base: str, version: int = 1, **options: Any) -> list[Servable]:

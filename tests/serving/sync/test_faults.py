@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -219,7 +219,7 @@ class World:
 
     def __init__(self, start: Path, folder: Path, stack: ExitStack) -> None:
         self._start, self._folder, self._stack = start, folder, stack
-        self._random = random.Random(1)
+        self._random, self._lock = random.Random(1), threading.Lock()
         self.replicas = [Replica(start, stack) for _ in range(2)]
         self._tip = (start / "tip").read_text()
         self._saved = start / "checkpoint"
@@ -260,23 +260,29 @@ class World:
             for each in self.replicas:
                 self._discovery.unregister(SERVICE, each.address)
                 self._discovery.register(SERVICE, Found(each.address))
-        elif event == "lost":
-            faults = iter([TimeoutError("lost")] * 2)
-            replica.server.after = lambda *_: self._raise(faults)
-        elif event == "late" and replica.server.requests:
+        elif event == "lossy":
+            replica.server.after = lambda *_: self._lose(replica)
+        elif event == "late":
+            self._repeat(replica)
+
+    def _lose(self, replica: Replica) -> None:
+        """Delivers some older message once more, then loses the answer to this one."""
+        with self._lock:
+            if self._random.random() < 0.3:
+                self._repeat(replica)
+            if self._random.random() < 0.3:
+                raise TimeoutError("lost")
+
+    def _repeat(self, replica: Replica) -> None:
+        if replica.server.requests:
             _, signature, inputs, metadata = self._random.choice(replica.server.requests)
             with suppress(SequenceError, InputError):
                 replica.subscriber.handle(signature, inputs, metadata)
 
-    @staticmethod
-    def _raise(faults: Iterator[Exception]) -> None:
-        for fault in faults:
-            raise fault
-
 
 EVENTS = [
     *("steps", "steps", "save", "another version", "server restarts", "trainer restarts"),
-    *("flap", "lost", "late", "late", "version"),
+    *("flap", "lossy", "lossy", "late", "version"),
 ]
 
 

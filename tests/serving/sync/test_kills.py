@@ -25,9 +25,7 @@ import torch
 
 from megalith import checkpoint
 from megalith.models import Model
-from megalith.serving.client.channels import Connection
-from megalith.serving.proto.tf_tensors import from_tensor_protos
-from megalith.serving.sync.push_messages import encode_request
+from tests.serving.exports import ServerClient
 from tests.serving.sync_processes import LIMIT, NUM_IDS, Process, RankPlace, serve, train
 from tests.serving.sync_support import NAMES, Trainer, export_version, make_model, rows_of
 from tests.serving.zookeeper import ZooKeeper, free_port, root, zookeeper
@@ -129,23 +127,19 @@ class World:
             assert_served(f"127.0.0.1:{port}", final)
 
 
-def ask(address: str, signature: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    with Connection(address) as connection:
-        answer = connection.predict(encode_request("movies", signature, inputs), timeout=LIMIT)
-    return from_tensor_protos(answer.outputs)  # type: ignore[return-value]
-
-
 def assert_served(address: str, model: Model) -> None:
     """The rows of all ids, bit for bit, and scores, which need the dense weights."""
     ids = torch.arange(-5, NUM_IDS + 5)
-    rows = ask(address, "lookup", dict.fromkeys(NAMES, ids))
+    with ServerClient(address) as ask:
+        rows = ask(dict.fromkeys(NAMES, ids), signature="lookup", timeout=LIMIT)
     for table in NAMES:
         assert torch.equal(rows[table], rows_of(model, table, ids)), (address, table)
     scans = {table: model.embeddings.shards.scan(table) for table in NAMES}
     known = {table: torch.cat([chunk.ids for chunk in scan])[:100] for table, scan in scans.items()}
     with torch.no_grad():
         expected = model.eval()(known)
-    scores = ask(address, "serving_default", known)["logits"]
+    with ServerClient(address) as ask:
+        scores = ask(known, timeout=LIMIT)["logits"]
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-6)
 
 

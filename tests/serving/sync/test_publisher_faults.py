@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from megalith import checkpoint
-from megalith.errors import SequenceError, UsageError
+from megalith.errors import UsageError
 from tests.serving.sync_support import HOUR, LIMIT, Online, assert_equal, export_version
 
 # ---- faults
@@ -60,31 +58,6 @@ def test_closing_does_not_wait_for_a_target_that_hangs(online: Online) -> None:
     publisher.close()
     with pytest.raises(UsageError, match="closed"):
         publisher.publish()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_lost_acknowledgements_and_late_copies_change_nothing(online: Online, seed: int) -> None:
-    replica = online.replica()
-    chance = random.Random(seed)
-    lock = threading.Lock()
-
-    def drop(*_: object) -> None:
-        """Delivers some older message once more, then loses the answer to this one."""
-        with lock:
-            if chance.random() < 0.3:
-                _, signature, inputs, metadata = chance.choice(replica.server.requests)
-                with suppress(SequenceError):
-                    replica.subscriber.handle(signature, inputs, metadata)
-            if chance.random() < 0.3:
-                raise TimeoutError("lost")
-
-    replica.server.after = drop
-    publisher = online.publisher([replica])
-    for _ in range(6):
-        online.trainer.step()
-        publisher.publish()
-
-    online.assert_arrives(publisher, replica)
 
 
 def test_a_backlog_that_overflows_starts_over(online: Online) -> None:
