@@ -13,14 +13,19 @@ import grpc
 from torch import Tensor
 
 from megalith.serving.proto.message_types import Message, PredictRequest, PredictResponse
-from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos, to_tensor_proto
+from megalith.serving.proto.tf_tensors import (
+    Strings,
+    from_tensor_protos,
+    strings_to_tensor_proto,
+    to_tensor_proto,
+)
 
 LIMIT = 30.0
 """Seconds after which a wait of a test has failed."""
 
 
 class Refused(Exception):
-    """Raised by a function: the status to answer with, by its name."""
+    """Raised by a function: the name of the status to answer with, and its message."""
 
 
 @dataclass
@@ -33,7 +38,7 @@ class Seen:
     time_remaining: float | None
 
 
-Answer = Callable[[Seen], Mapping[str, Tensor] | bytes]
+Answer = Callable[[Seen], Mapping[str, Any] | bytes]  # tensors and strings by name, or a message
 
 
 @dataclass
@@ -58,15 +63,20 @@ def plain_server(answer: Answer, *, credentials: Any = None, port: int = 0) -> I
         try:
             outputs = answer(seen)
         except Refused as refused:
-            context.abort(grpc.StatusCode[str(refused)], "requested by the test")
+            code, message = (*refused.args, "requested by the test")[:2]
+            context.abort(grpc.StatusCode[code], message)
         if isinstance(outputs, bytes):
             return outputs
-        protos = {name: to_tensor_proto(value) for name, value in outputs.items()}
+        protos = {
+            name: to_tensor_proto(value) if isinstance(value, Tensor) else strings_to_tensor_proto(value)
+            for name, value in outputs.items()
+        }
         response: bytes = PredictResponse(outputs=protos).SerializeToString()
         return response
 
     with ThreadPoolExecutor(8) as threads:
-        running = grpc.server(threads, options=[("grpc.so_reuseport", 0)])
+        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)]
+        running = grpc.server(threads, options=options)
         methods = {"Predict": grpc.unary_unary_rpc_method_handler(predict)}
         service = grpc.method_handlers_generic_handler("tensorflow.serving.PredictionService", methods)
         running.add_generic_rpc_handlers((service,))

@@ -1,4 +1,4 @@
-"""The processes of sync/test_chaos.py and test_kills.py: trainers that push, and servers that follow them.
+"""The processes of sync/test_kills.py: ranks of a trainer that push, and servers that follow them.
 
 A folder holds checkpoint/ and export/. The trainer resumes from the checkpoint, pushes continuously and saves
 from time to time; "finish" ends it: everything is pushed, then saved to final/. Both report their progress
@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-import random
 import signal
 import threading
 from collections.abc import Callable
@@ -23,47 +22,13 @@ import torch.distributed as dist
 
 from megalith import checkpoint
 from megalith.models import Model
-from megalith.serving.discovery import StaticDiscovery
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.sync.publisher import Publisher
-from tests.serving.sync_support import NAMES, Trainer, make_model
+from tests.serving.sync_support import Trainer, make_model
 
-SECONDS = 180
 LIMIT = 90.0
 NUM_IDS = 500
-
-
-def train(pipe: Connection, folder: Path, seed: int, addresses: list[str]) -> None:
-    model = make_model()
-    tip = checkpoint.read_manifest(folder / "checkpoint").tip
-    checkpoint.load(model, folder / "checkpoint")
-    trainer = Trainer(model, seed=seed)
-    finish = threading.Event()
-    threading.Thread(target=_listen, args=(pipe, finish), daemon=True).start()
-    with Publisher(
-        model,
-        StaticDiscovery(addresses),
-        model_name="movies",
-        interval=0.05,
-        base=tip,
-        timeout=2.0,
-        max_backlog=2000,
-    ) as publisher:
-        pipe.send("training")
-        steps = 0
-        while not finish.is_set():
-            trainer.step()
-            publisher.step()
-            steps += 1
-            if steps % 20 == 0:
-                save = checkpoint.save if steps % 80 == 0 else checkpoint.save_delta
-                publisher.checkpoint_taken(save(model, folder / "checkpoint").tip)
-                pipe.send(f"saved {steps}")
-            finish.wait(0.005)  # leaves some of the processor to the others
-        done = publisher.flush(60.0)
-        checkpoint.save(model, folder / "final")
-        pipe.send(f"finished {done} {publisher.report()}")
 
 
 @dataclass(frozen=True)
@@ -77,8 +42,8 @@ class RankPlace:
     number: int
 
 
-def train_rank(pipe: Connection, folder: Path, seed: int, place: RankPlace, url: str) -> None:
-    """Trains as one of several ranks, each of which pushes its own rows."""
+def train(pipe: Connection, folder: Path, seed: int, place: RankPlace, url: str) -> None:
+    """Trains as one of the ranks, each of which pushes its own rows."""
     dist.init_process_group(
         "gloo", init_method=f"file://{place.store}", rank=place.rank, world_size=place.count
     )
@@ -111,13 +76,10 @@ def train_rank(pipe: Connection, folder: Path, seed: int, place: RankPlace, url:
                 save = checkpoint.save if steps % 80 == 0 else checkpoint.save_delta
                 publisher.checkpoint_taken(save(model, folder / "checkpoint").tip)
                 pipe.send(f"saved {steps}")
-        done = False
-        for _ in range(60):  # a server may need the rows of other ranks before it applies ours
-            done = _all(publisher.flush(2.0))
-            if done:
-                break
+        # A server may need the rows of other ranks before it applies ours.
+        done = any(_all(publisher.flush(2.0)) for _ in range(60))
         checkpoint.save(model, folder / "final")
-        tip = checkpoint.save(model, folder / "checkpoint").tip
+        checkpoint.save(model, folder / "checkpoint")
         pipe.send(f"finished {done} {publisher.report()}")
 
 
@@ -128,27 +90,18 @@ def _all(value: bool) -> bool:
     return bool(flag)
 
 
-class RankTrainer:
-    """As Trainer, on one of several ranks: each has ids of its own, and all have the same dense weights."""
+class RankTrainer(Trainer):
+    """One of several ranks: each has ids of its own, and all have the same dense weights."""
 
     def __init__(self, model: Model, seed: int, rank: int) -> None:
-        self._model = model
-        self._random = random.Random(seed)
-        self._ids = torch.Generator().manual_seed(1000 * seed + rank)
-        self._optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        super().__init__(model, seed, NUM_IDS)
+        self._torch.manual_seed(1000 * seed + rank)  # rows are removed on all ranks or on none
 
-    def step(self) -> None:
-        ids = torch.randint(0, NUM_IDS, (len(NAMES), 32), generator=self._ids)
-        self._optimizer.zero_grad()
-        self._model({name: ids[k] for k, name in enumerate(NAMES)}).square().mean().backward()
-        for weight in self._model.parameters():
+    def reduce_gradients(self) -> None:
+        for weight in self.model.parameters():
             if weight.grad is not None:
                 dist.all_reduce(weight.grad)
                 weight.grad /= dist.get_world_size()
-        self._optimizer.step()
-        if self._random.random() < 0.3:  # on all ranks or on none
-            gone = torch.randint(0, NUM_IDS, (5,), generator=self._ids)
-            self._model.embeddings.shards.remove({"user": gone})
 
 
 def serve(pipe: Connection, folder: Path, port: int, discovery: str | None = None) -> None:
@@ -184,7 +137,7 @@ def _run(role: Callable[..., None], pipe: Connection, args: tuple[object, ...], 
 class Process:
     """A process with one of these roles, its reports, and its end."""
 
-    def __init__(self, role: Callable[..., None], *args: object, seconds: int = SECONDS) -> None:
+    def __init__(self, role: Callable[..., None], *args: object, seconds: int) -> None:
         # One process imports everything and is forked for each of these, which is fast.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
 from torch import Tensor
 
@@ -20,13 +18,13 @@ from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.serving.discovery import StaticDiscovery
 from megalith.serving.export.exporter import Provenance, export_model
 from megalith.serving.export.servable import Servable
-from megalith.serving.proto.message_types import PredictRequest, PredictResponse
-from megalith.serving.proto.tf_tensors import from_tensor_protos, strings_to_tensor_proto, to_tensor_proto
+from megalith.serving.proto.tf_tensors import (
+    Strings,
+)
 from megalith.serving.sync.publisher import Publisher
 from megalith.serving.sync.subscriber import Subscriber
+from tests.serving.plain_server import LIMIT, Refused, Seen, plain_server
 
-LIMIT = 30.0
-"""Seconds after which a wait of a test has failed."""
 HOUR = 3600.0
 """An interval that no test waits for: they call `publish` and `flush`."""
 NAMES = ["user", "item"]
@@ -54,11 +52,15 @@ class Trainer:
             ids = torch.randint(0, self.num_ids, (len(NAMES), 32), generator=self._torch)
             self._optimizer.zero_grad()
             self.model({name: ids[k] for k, name in enumerate(NAMES)}).square().mean().backward()
+            self.reduce_gradients()
             if dense:
                 self._optimizer.step()
             if self._random.random() < 0.3:
                 gone = torch.randint(0, self.num_ids, (5,), generator=self._torch)
                 self.model.embeddings.shards.remove({"user": gone})
+
+    def reduce_gradients(self) -> None:
+        """Nothing to do for one rank."""
 
 
 def export_version(model: Model, out: Path, *, base: str, version: int = 1, **options: Any) -> list[Servable]:
@@ -112,64 +114,45 @@ def assert_equal(servable: Servable, model: Model, num_ids: int = 500) -> None:
 
 
 class SyncServer:
-    """A PredictionService on loopback that hands everything to subscribers by model name.
+    """Hands everything that a plain server receives to subscribers by model name.
 
     before, after: called with (model, signature, metadata) around a message, may raise or block; `after`
     raising loses the acknowledgement. requests: what was handed on.
     """
 
-    def __init__(self, subscribers: dict[str, Subscriber], port: int = 0) -> None:
+    def __init__(self, subscribers: dict[str, Subscriber]) -> None:
         self.subscribers = subscribers
         self.before: Callable[[str, str, dict[str, str]], None] = lambda *_: None
         self.after: Callable[[str, str, dict[str, str]], None] = lambda *_: None
         self.requests: list[tuple[str, str, Any, dict[str, str]]] = []
-        self._threads = ThreadPoolExecutor(8)
-        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)]
-        self._server = grpc.server(self._threads, options=options)
-        methods = {"Predict": grpc.unary_unary_rpc_method_handler(self._predict)}
-        service = grpc.method_handlers_generic_handler("tensorflow.serving.PredictionService", methods)
-        self._server.add_generic_rpc_handlers((service,))
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
-        self.address = f"127.0.0.1:{self.port}"
-        self._server.start()
+        self.address = ""
+        self.stop: Callable[[], None] = lambda: None
 
-    def _predict(self, data: bytes, context: Any) -> bytes:
-        request = PredictRequest.FromString(data)
-        metadata = {key: str(value) for key, value in context.invocation_metadata()}
-        name, signature = request.model_spec.name, request.model_spec.signature_name
-        if name not in self.subscribers:
-            context.abort(grpc.StatusCode.NOT_FOUND, name)
+    def answer(self, seen: Seen) -> Mapping[str, Tensor | Strings]:
+        spec, metadata = seen.message.model_spec, {key: str(value) for key, value in seen.metadata.items()}
+        call = (spec.name, spec.signature_name, metadata)
+        if spec.name not in self.subscribers:
+            raise Refused("NOT_FOUND")
         try:
-            self.before(name, signature, metadata)
-            inputs = from_tensor_protos(request.inputs)
-            self.requests.append((name, signature, inputs, metadata))
-            outputs = self.subscribers[name].handle(signature, inputs, metadata)
-            self.after(name, signature, metadata)
+            self.before(*call)
+            self.requests.append((spec.name, spec.signature_name, seen.inputs, metadata))
+            outputs = self.subscribers[spec.name].handle(spec.signature_name, seen.inputs, metadata)
+            self.after(*call)
         except InputError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise Refused("INVALID_ARGUMENT", str(error)) from None
         except SequenceError as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            raise Refused("FAILED_PRECONDITION", str(error)) from None
         except TimeoutError as error:
-            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        response = PredictResponse()
-        for key, value in outputs.items():
-            proto = to_tensor_proto(value) if isinstance(value, Tensor) else strings_to_tensor_proto(value)
-            response.outputs[key].CopyFrom(proto)
-        answer: bytes = response.SerializeToString()
-        return answer
-
-    def stop(self) -> None:
-        self._server.stop(None).wait()
-        self._threads.shutdown(wait=False)
+            raise Refused("UNAVAILABLE", str(error)) from None
+        return outputs
 
 
 @contextmanager
 def sync_server(subscribers: dict[str, Subscriber], port: int = 0) -> Iterator[SyncServer]:
-    server = SyncServer(subscribers, port)
-    try:
+    server = SyncServer(subscribers)
+    with plain_server(server.answer, port=port) as running:
+        server.address, server.stop = running.address, running.stop
         yield server
-    finally:
-        server.stop()
 
 
 class Gate:
@@ -201,26 +184,29 @@ class Replica:
         self.server: SyncServer = self._stack.enter_context(
             sync_server({"movies": self.subscriber}, self.port)
         )
-        self.port = self.server.port
+        self.port = int(self.address.rpartition(":")[2])
 
     @property
     def address(self) -> str:
         return self.server.address
 
 
-def publisher_of(
-    model: Model, replicas: list[Replica] | StaticDiscovery, stack: ExitStack, start: Path, **options: Any
-) -> Publisher:
-    options = {
-        "model_name": "movies",
-        "interval": HOUR,
-        "base": (start / "tip").read_text(),
-        "timeout": 5.0,
-        **options,
-    }
-    targets = replicas
+def publisher_of(model: Model, replicas: Any, stack: ExitStack, start: Path, **options: Any) -> Publisher:
+    options = {"base": (start / "tip").read_text(), "timeout": 5.0, **options}
+    return publisher_to(stack, model, replicas, **options)
+
+
+def serve(stack: ExitStack, servable: Servable) -> SyncServer:
+    """A server of one version, under the name by which publishers call it."""
+    name = "movies" if servable.signature.part == "entry" else servable.signature.name
+    return stack.enter_context(sync_server({name: Subscriber(servable)}))
+
+
+def publisher_to(stack: ExitStack, model: Any, targets: Any, **options: Any) -> Publisher:
+    """A publisher to a discovery, or to some servers, of a model at the save "one"."""
     if isinstance(targets, list):
-        targets = StaticDiscovery([replica.address for replica in targets])
+        targets = StaticDiscovery([server.address for server in targets])
+    options = {"model_name": "movies", "interval": HOUR, "base": "one", **options}
     return stack.enter_context(Publisher(model, targets, **options))
 
 

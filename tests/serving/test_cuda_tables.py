@@ -20,10 +20,7 @@ from megalith.serving.discovery import StaticDiscovery
 from megalith.table import Chunk
 from tests.table.engines.programs import everything
 
-SEGMENTS = [
-    Segment(2, optimizer=Adagrad(0.1)),
-    Segment(2, optimizer=Adagrad(0.2), precision="float16"),
-]
+SEGMENTS = [Segment(2, optimizer=Adagrad(0.1)), Segment(2, optimizer=Adagrad(0.2), precision="float16")]
 
 
 class Model(nn.Module):

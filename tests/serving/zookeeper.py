@@ -71,29 +71,16 @@ class ZooKeeper:
         jars = ":".join(map(str, (self.folder, JARS / "zookeeper.jar", JARS / "slf4j-nop.jar")))
         main = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
         # Ends after a while in case the tests are killed before they can end it.
-        command = [
-            "timeout",
-            str(LIFE_SECONDS),
-            "java",
-            "-Xmx128m",
-            "-XX:+UseSerialGC",
-            "-cp",
-            jars,
-            main,
-            str(config),
-        ]
+        command = f"timeout {LIFE_SECONDS} java -Xmx128m -XX:+UseSerialGC -cp {jars} {main} {config}".split()
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, cwd=self.folder, start_new_session=True
             )
-        client = KazooClient(self.hosts, connection_retry={"max_tries": -1, "delay": 0.05, "max_delay": 0.2})
         try:
-            client.start(READY_SECONDS)
+            with self.client():
+                pass
         except KazooTimeoutError:
             pytest.fail(f"ZooKeeper did not come up:\n{(self.folder / 'log').read_text()[-2000:]}")
-        finally:
-            client.stop()
-            client.close()
 
     def kill(self) -> None:
         """As if the machine had lost power."""
@@ -119,8 +106,8 @@ class ZooKeeper:
     def client(self) -> Iterator[Any]:
         """A plain kazoo client, to look and to meddle."""
         client = KazooClient(self.hosts, connection_retry={"max_tries": -1, "delay": 0.05, "max_delay": 0.2})
-        client.start(READY_SECONDS)
         try:
+            client.start(READY_SECONDS)
             yield client
         finally:
             client.stop()

@@ -16,8 +16,7 @@ SYNC_POSITION, SYNC_BEGIN, SYNC_END, SYNC_RELOAD = "sync_position", "sync_begin"
 CONTROLS = (SYNC_POSITION, SYNC_BEGIN, SYNC_END, SYNC_RELOAD)
 WRITES = (HASHTABLE_ASSIGN, RAW_ASSIGN, *CONTROLS)
 SIGNATURES = (PREDICT, LOOKUP, RAW_LOOKUP, *WRITES)
-MAX_REQUEST_BYTES = 64 * 2**20
-"""Default limit of the bytes that the tensors of one request take."""
+MAX_REQUEST_BYTES = 64 * 2**20  # Default limit of the bytes that the tensors of one request take
 
 
 def write_signature(name: str) -> str | None:

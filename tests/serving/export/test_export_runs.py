@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from megalith import (
-    SGD,
-    EmbeddingCollection,
-    Feature,
-    LocalShards,
-    TableConfig,
-    checkpoint,
-)
+from megalith import SGD, EmbeddingCollection, Feature, LocalShards, TableConfig, checkpoint
 from megalith.errors import CheckpointError, InputError, MegalithError, UsageError
 from megalith.serving.export.exporter import export_model
 from megalith.serving.export.servable import Servable
@@ -28,7 +20,7 @@ from megalith.training import Run, RunConfig
 from megalith.training.export import _block_size, export_run
 from tests.serving.export.export_support import files, run_config
 from tests.serving.export.test_dense_program import Wide
-from tests.serving.exported import rows_of, trained
+from tests.serving.exported import rows_of
 
 
 @pytest.fixture
@@ -68,12 +60,6 @@ def test_an_export_records_whether_ids_are_integers_or_text(tmp_path: Path, rest
     assert kinds == {"user": "xxhash64", "item": "integer", "tag": "fid"}
     types = {name: dtype for name, dtype, _ in inputs_of(signature)}
     assert types == {"user": None, "item": torch.int64, "tag": torch.int64}
-
-
-@pytest.mark.parametrize("kinds", [{"nobody": "integer"}, {"user": "text"}, {"user": None}, 3])
-def test_wrong_kinds_of_ids(tmp_path: Path, kinds: Any) -> None:
-    with pytest.raises(InputError, match="id_kinds"):
-        export_model(trained(), tmp_path, name="m", id_kinds=kinds)
 
 
 def test_deltas_are_exported_with_their_base(run: Run, tmp_path: Path) -> None:

@@ -6,9 +6,6 @@ import errno
 import fcntl
 import os
 import resource
-import signal
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +19,8 @@ from megalith.serving.export import exporter as module
 from megalith.serving.export.exporter import export_model
 from megalith.serving.export.servable import Fetch, Servable
 from megalith.serving.export.signature import Signature
+from tests.checkpoint.test_crashes import Child, Trap
 from tests.serving.export.export_support import files, wide
-
-SECONDS = 60
 
 
 def test_a_version_is_never_replaced(tmp_path: Path, fast: None) -> None:
@@ -107,23 +103,6 @@ def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(".draft*"))
 
 
-def in_child(work: Callable[[], object]) -> int:
-    """Runs work in a forked process; its status: 0, 1 for an error, or minus the signal that ended it."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            signal.alarm(SECONDS)
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def test_a_full_disk_is_an_error_and_not_a_crash(tmp_path: Path, fast: None) -> None:
     """Rows are written through a mapping, where a full disk would be a signal; room is taken before."""
     model = wide(torch.arange(20_000))
@@ -133,33 +112,22 @@ def test_a_full_disk_is_an_error_and_not_a_crash(tmp_path: Path, fast: None) -> 
         with pytest.raises(ExportError, match=r"cannot write.*File too large"):
             export_model(model, tmp_path, name="m", version=1)
 
-    assert in_child(limited) == 0
+    assert not in_child(limited, ExportTrap(None)).killed
     assert list(tmp_path.iterdir()) == []
 
 
-class Trap:
-    """Kills the process at one of its steps: around each call that the disk remembers, after each piece."""
-
-    def __init__(self, at: int | None) -> None:
-        self.at, self.steps = at, 0
-
-    def step(self) -> None:
-        if self.steps == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.steps += 1
+class ExportTrap(Trap):
+    """Kills the process around each call that the disk remembers, or after a piece of rows."""
 
     def set(self) -> None:
         for name in ("fsync", "rename", "mkdir", "posix_fallocate", "rmdir"):
-            setattr(os, name, self._around(getattr(os, name)))
+            setattr(os, name, self._around(getattr(os, name), after=True))
 
-    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def trapped(*args: Any, **options: Any) -> Any:
-            self.step()
-            result = call(*args, **options)
-            self.step()
-            return result
 
-        return trapped
+def in_child(work: Callable[[], object], trap: Trap) -> Child:
+    child = Child(work, trap)
+    child.wait()
+    return child
 
 
 @pytest.mark.parametrize("num_shards", [0, 2])
@@ -168,18 +136,16 @@ def test_killed_at_any_step_a_version_is_complete_or_not_there(
 ) -> None:
     model = wide()
 
-    def export_to(out: Path, trap: Trap) -> None:
-        trap.set()
-        export_model(model, out, name="m", version=1, num_shards=num_shards, on_rows=lambda _: trap.step())
-        (out / "steps").write_text(str(trap.steps))
+    def export_to(out: Path, trap: Trap) -> Child:
+        options: dict[str, Any] = {"num_shards": num_shards, "on_rows": lambda _: trap.step()}
+        return in_child(lambda: export_model(model, out, name="m", version=1, **options), trap)
 
-    assert in_child(lambda: export_to(tmp_path / "whole", Trap(None))) == 0
-    steps = int((tmp_path / "whole" / "steps").read_text())
+    steps = export_to(tmp_path / "whole", ExportTrap(None)).steps
     assert steps > 10
     complete = 0
     for at in range(steps):
         out = tmp_path / str(at)
-        assert in_child(lambda out=out, at=at: export_to(out, Trap(at))) == -signal.SIGKILL  # type: ignore[misc]
+        assert export_to(out, ExportTrap(at)).killed
         there = [path.parent for path in out.rglob("1") if path.is_dir()]
         for base in there:
             fetch: Fetch | None = (lambda ids: {}) if base.name == "entry" else None

@@ -11,16 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith import (
-    SGD,
-    EmbeddingCollection,
-    Feature,
-    Layout,
-    Router,
-    Slice,
-    TableConfig,
-    checkpoint,
-)
+from megalith import SGD, EmbeddingCollection, Feature, Layout, Router, Slice, TableConfig, checkpoint
 from megalith.checkpoint.manifest import Routing
 from megalith.errors import ExportError, InputError
 from megalith.models import Model
@@ -77,16 +68,13 @@ def test_a_compiled_model_is_exported(tmp_path: Path) -> None:
     assert servable.predict(request(3)[0])["logits"].shape == (3,)
 
 
-def test_a_table_without_rows(tmp_path: Path) -> None:
+def test_a_table_without_rows_and_one_of_zeros(tmp_path: Path, fast: None) -> None:
     for version, precision in enumerate(("float32", "float16", "int8")):
         servable = served(Wide(), tmp_path, version=version, precision=precision)
         servable.warm_up()
         assert not servable.lookup("t", torch.arange(3)).any()
-
-
-def test_a_table_of_zeros_in_int8(tmp_path: Path, fast: None) -> None:
-    servable = served(wide(rows=torch.zeros(10, 2)), tmp_path, precision="int8")
-    assert not servable.lookup("t", torch.arange(10)).any()
+    zeros = served(wide(rows=torch.zeros(10, 2)), tmp_path, version=3, precision="int8")
+    assert not zeros.lookup("t", torch.arange(10)).any()
 
 
 def test_every_segment_has_a_step_of_its_own(tmp_path: Path) -> None:
@@ -213,6 +201,13 @@ class Unpooled(Wide):
         (Wide, {"version": 2**63}, InputError, "must be an integer"),
         (Wide, {"precision": "int4"}, InputError, "precision"),
         (Wide, {"num_shards": -1}, InputError, "num_shards"),
+        (Wide, {"id_kinds": {"nobody": "integer"}}, InputError, "id_kinds"),
+        (Wide, {"id_kinds": {"f": "text"}}, InputError, "id_kinds"),
+        (Wide, {"id_kinds": {"f": None}}, InputError, "id_kinds"),
+        (Wide, {"id_kinds": 3}, InputError, "id_kinds"),
+        (Wide, {"outputs": "ctr"}, InputError, "export: outputs"),
+        (Wide, {"activations": {"a": "cube"}}, InputError, "export: activation of 'a'"),
+        (Wide, {"single_ids": ["x"]}, InputError, "export: single_ids"),
         (lambda: nn.Linear(1, 1), {}, InputError, "Linear has no EmbeddingCollection"),
         (object, {}, InputError, "expected a model or Shards, got object"),
         (Two, {}, InputError, "2 EmbeddingCollections"),

@@ -91,10 +91,12 @@ def use(folder: Path, *, entry: bool = False) -> None:
     servable.close()
 
 
+def fuzz(examples: int, check: Callable[[st.DataObject], None]) -> None:
+    settings(max_examples=examples)(given(st.data())(check))()
+
+
 @pytest.mark.parametrize("part", ["standalone", "entry", "ps_0"])
 def test_signatures(part: str, exported: dict[str, dict[str, bytes]]) -> None:
-    @settings(max_examples=150)
-    @given(st.data())
     def check(data: st.DataObject) -> None:
         changed = json.loads(exported[part][SIGNATURE])
         for _ in range(data.draw(st.integers(1, 3))):
@@ -107,68 +109,48 @@ def test_signatures(part: str, exported: dict[str, dict[str, bytes]]) -> None:
         assert signature.name
         assert all(table.router().num_shards > 0 and table.dim > 0 for table in signature.tables.values())
 
-    check()
+    fuzz(150, check)
 
 
-def test_bytes_of_a_signature(exported: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
-    files = exported["ps_0"]
+@pytest.mark.parametrize(
+    ("part", "suffix", "limit", "examples"),
+    [
+        ("ps_0", SIGNATURE, 1 << 20, 60),
+        ("ps_0", ".safetensors", 256, 80),
+        ("ps_0", ".safetensors", 1 << 20, 80),
+        ("entry", "dense.pt2", 1 << 20, 12),
+    ],
+    ids=["signature", "header of rows", "rows", "program"],
+)
+def test_bytes_of_files(
+    part: str, suffix: str, limit: int, examples: int, exported: dict[str, dict[str, bytes]], tmp_path: Path
+) -> None:
+    files = exported[part]
+    name = next(name for name in sorted(files) if name.endswith(suffix))
 
-    @settings(max_examples=60)
-    @given(st.data())
     def check(data: st.DataObject) -> None:
-        use(write(tmp_path, files, SIGNATURE, flip(data.draw, files[SIGNATURE], 1 << 20)))
+        damaged = flip(data.draw, files[name], limit)
+        use(write(tmp_path, files, name, damaged), entry=part == "entry")
 
-    check()
-
-
-@pytest.mark.parametrize("limit", [256, 1 << 20], ids=["header", "anywhere"])
-def test_files_of_rows(limit: int, exported: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
-    files = exported["ps_0"]
-    name = next(name for name in sorted(files) if name.endswith(".safetensors"))
-
-    @settings(max_examples=80)
-    @given(st.data())
-    def check(data: st.DataObject) -> None:
-        use(write(tmp_path, files, name, flip(data.draw, files[name], limit)))
-
-    check()
+    fuzz(examples, check)
 
 
 def test_a_signature_of_other_files(exported: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
     files = exported["ps_0"]
 
-    @settings(max_examples=60)
-    @given(st.data())
     def check(data: st.DataObject) -> None:
         changed = json.loads(files[SIGNATURE])
         mutate(data.draw, changed["tables"])
-        try:
-            text = json.dumps(changed).encode()
-        except UnicodeEncodeError:
-            return
-        use(write(tmp_path, files, SIGNATURE, text))
+        with suppress(UnicodeEncodeError):
+            use(write(tmp_path, files, SIGNATURE, json.dumps(changed).encode()))
 
-    check()
-
-
-def test_programs(exported: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
-    files = exported["entry"]
-
-    @settings(max_examples=12)
-    @given(st.data())
-    def check(data: st.DataObject) -> None:
-        use(write(tmp_path, files, "dense.pt2", flip(data.draw, files["dense.pt2"], 1 << 20)), entry=True)
-
-    check()
+    fuzz(60, check)
 
 
 def test_examples(exported: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
-    path = tmp_path / "examples.json"
+    path, good = tmp_path / "examples.json", exported["standalone"]["examples.json"]
 
-    @settings(max_examples=100)
-    @given(st.data())
     def check(data: st.DataObject) -> None:
-        good = exported["standalone"]["examples.json"]
         changed = json.loads(good)
         mutate(data.draw, changed)
         whole = data.draw(st.booleans())
@@ -176,24 +158,14 @@ def test_examples(exported: dict[str, dict[str, bytes]], tmp_path: Path) -> None
         with suppress(ExportError):
             assert isinstance(read_examples(path), list)
 
-    check()
+    fuzz(100, check)
 
 
 # ---- requests
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
-DTYPES = st.sampled_from(
-    [
-        torch.int64,
-        torch.int32,
-        torch.uint64,
-        torch.uint8,
-        torch.bool,
-        torch.float32,
-        torch.float64,
-        torch.bfloat16,
-    ]
-)
+INTEGERS = [torch.int64, torch.int32, torch.uint64, torch.uint8, torch.bool]
+DTYPES = st.sampled_from([*INTEGERS, torch.float32, torch.float64, torch.bfloat16])
 
 
 @st.composite
@@ -211,20 +183,8 @@ def tensors(draw: Draw) -> Any:
     return torch.tensor(values, dtype=torch.int64).to(draw(DTYPES)).reshape(shape)
 
 
-NAMES = st.sampled_from(
-    [
-        "user",
-        "item",
-        "tags",
-        "dense",
-        "tags:row_splits",
-        "tags:weights",
-        "user:weights",
-        "user:row_splits",
-        "x",
-        "",
-    ]
-)
+RAGGED = ["tags:row_splits", "tags:weights", "user:weights", "user:row_splits"]
+NAMES = st.sampled_from(["user", "item", "tags", "dense", *RAGGED, "x", ""])
 
 
 def test_inputs_of_requests(exported: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
@@ -234,12 +194,11 @@ def test_inputs_of_requests(exported: dict[str, dict[str, bytes]], tmp_path: Pat
     good = {"user": torch.tensor([1, 2]), "dense": torch.zeros(2, 3)}
     answered = 0
 
-    @settings(max_examples=300)
-    @given(st.dictionaries(NAMES, tensors(), max_size=3), st.booleans())
-    def check(inputs: dict[str, Any], complete: bool) -> None:
+    def check(data: st.DataObject) -> None:
         nonlocal answered
+        inputs = data.draw(st.dictionaries(NAMES, tensors(), max_size=3))
         try:
-            rows = reader.read({**good, **inputs} if complete else inputs)
+            rows = reader.read({**good, **inputs} if data.draw(st.booleans()) else inputs)
         except InputError:
             return
         features, dense = reader.join([rows, rows])
@@ -247,22 +206,20 @@ def test_inputs_of_requests(exported: dict[str, dict[str, bytes]], tmp_path: Pat
         assert logits.shape == (2 * rows.count,)
         answered += 1
 
-    check()
+    fuzz(300, check)
     assert answered > 0
 
 
 # ---- parameter sync
 
 
+HEADER_VALUES = ["0" * 32, "a" * 32, "0/1", "1/1", "99999/99999", "5", "9" * 18, "nan", "1e999", "\u0661"]
+
+
 @given(
     st.dictionaries(
         st.sampled_from([SESSION, PUBLISHER, SEQUENCE, COMPLETE]),
-        st.one_of(
-            st.sampled_from(
-                ["0" * 32, "a" * 32, "0/1", "1/1", "99999/99999", "5", "9" * 18, "nan", "1e999", "\u0661"]
-            ),
-            st.text(max_size=40),
-        ),
+        st.sampled_from(HEADER_VALUES) | st.text(max_size=40),
     )
 )
 def test_message_headers(metadata: dict[str, str]) -> None:
@@ -286,11 +243,8 @@ LAYOUT = ModelLayout(
 def test_layouts(data: st.DataObject) -> None:
     changed = json.loads(LAYOUT.to_json())
     mutate(data.draw, changed)
-    text = (
-        json.dumps(changed).encode()
-        if data.draw(st.booleans())
-        else flip(data.draw, LAYOUT.to_json(), 1 << 20)
-    )
+    whole = data.draw(st.booleans())
+    text = json.dumps(changed).encode() if whole else flip(data.draw, LAYOUT.to_json(), 1 << 20)
     try:
         layout = ModelLayout.from_json(text)
     except InputError:

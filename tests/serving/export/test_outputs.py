@@ -165,14 +165,6 @@ def test_what_a_server_cannot_return_is_refused_at_export(
     assert not (tmp_path / "p").exists()
 
 
-@pytest.mark.parametrize(
-    "options", [{"outputs": "ctr"}, {"activations": {"a": "cube"}}, {"single_ids": ["x"]}]
-)
-def test_wrong_options_of_outputs(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="export: "):
-        export_model(Watched(), tmp_path, name="m", **options)
-
-
 # ---- several collections, dense values
 
 

@@ -1,4 +1,4 @@
-"""Serving precisions in exports: bytes of rows, equal values of servers and training, overlays with codes."""
+"""Rows in exports: bytes, distance from what was trained, equal values of servers and training, overlays."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith import SGD, FixedPoint, LocalShards, Normal, OneBit, Segment, TableConfig
 from megalith.errors import InputError
 from megalith.serving import Servable, export_model
-from megalith.serving.export.frozen_rows import FrozenRows, FrozenWriter
+from megalith.serving.export.frozen_rows import FrozenRows
 from megalith.serving.export.overlay import PRESENT, Overlay
-from megalith.serving.export.row_format import KINDS, RowFormat, RowPart
+from megalith.serving.export.row_format import (
+    PRECISIONS,
+    RowFormat,
+    RowPart,
+    decode_numbers,
+    encode_numbers,
+    steps_for,
+)
+from megalith.table.serving_precision import fixed_point_codes
 from tests.table.support import assert_same_bits, dyadic, ints
 
 MIXED = RowFormat(
@@ -82,40 +90,6 @@ def test_rows_of_one_kind_of_numbers_are_a_matrix_of_that_type() -> None:
         "one_bit",
         "float32",
     ]
-
-
-@given(
-    parts=st.lists(
-        st.builds(RowPart, st.sampled_from(KINDS), st.integers(1, 20), st.sampled_from([0.25, 0.3, 1.0])),
-        min_size=1,
-        max_size=4,
-    ),
-    seed=st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=30)
-def test_native_and_torch_decode_the_same_bits(
-    parts: list[RowPart], seed: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    format = RowFormat(tuple(parts))
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.arange(20) * 7
-    rows = torch.randn(20, format.dim, generator=generator)
-    path = tmp_path_factory.mktemp("rows") / "t.safetensors"
-    writer = FrozenWriter(path, ids, format)
-    writer.add(ids, rows)
-    writer.close()
-    frozen = FrozenRows(path, format)
-    queries = torch.arange(40)
-    native, reference = torch.full((40, format.dim), 7.0), torch.full((40, format.dim), 7.0)
-    skip = (torch.rand(40, generator=generator) < 0.3).to(torch.uint8)
-
-    assert frozen.read(queries, native, skip) == frozen.read_reference(queries, reference, skip)
-
-    assert_same_bits(native, reference)
-    found = (skip == 0) & torch.isin(queries, ids)
-    wanted = format.decode(format.encode(rows))[queries[found] // 7]
-    assert_same_bits(native[found], wanted)
-    assert RowFormat.from_data(format.to_data()) == format
 
 
 @pytest.mark.parametrize(
@@ -206,9 +180,56 @@ def test_an_overlay_holds_codes_in_a_third_of_the_columns() -> None:
 
     overlay.apply({"t": (torch.arange(40), rows)})
 
-    assert overlay._widths["t"] == 5 + 1  # 15 bytes, and the flag
+    assert overlay.widths["t"] == 5 + 1  # 15 bytes, and the flag
     read, flags = overlay.read("t", torch.arange(-1, 41))
     assert_same_bits(read[1:41], MIXED.decode(MIXED.encode(rows)))
     assert flags.tolist() == [0.0, *[PRESENT] * 40, 0.0]
     assert not read[0].any()
     assert not read[41].any()
+
+
+# ---- numbers
+
+FLOATS = st.floats(-1e4, 1e4, width=32)
+
+
+def test_monoliths_vectors_of_r_5() -> None:
+    step = 5 / 128
+    values = torch.tensor([[100.0, -100.0, 0.0, 1.4 * step, -1.4 * step, 1.6 * step, -1.6 * step]])
+    whole = fixed_point_codes(values, torch.full((7,), step))
+    assert whole.tolist() == [[127, -128, 0, 1, -1, 2, -2]]
+    decoded = decode_numbers(whole, torch.full((7,), step))
+    assert float(decoded[0, 0]) < 5
+    assert decoded[0].tolist() == [each * step for each in (127, -128, 0, 1, -1, 2, -2)]
+
+
+def test_nan_is_zero_steps() -> None:
+    assert fixed_point_codes(torch.tensor([[float("nan")]]), torch.ones(1)).tolist() == [[0]]
+
+
+def test_the_largest_value_of_a_segment_is_127_steps() -> None:
+    assert steps_for([2.54, 0.0], "int8") == [pytest.approx(0.02), 1.0]
+    assert steps_for([2.54, 0.0], "float16") == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@given(st.lists(FLOATS, min_size=1, max_size=20))
+def test_a_value_is_within_half_a_unit_of_its_last_place(precision: str, values: list[float]) -> None:
+    rows = torch.tensor([values])
+    steps = torch.tensor(steps_for([float(rows.abs().max())], precision)).expand(len(values))
+    error = (decode_numbers(encode_numbers(rows, precision, steps), steps) - rows).abs()
+    bound = {"float32": 0.0, "float16": rows.abs() * 2**-11 + 2**-25, "int8": steps * (0.5 + 1e-4)}
+    assert bool((error <= bound[precision]).all())
+
+
+def test_a_table_of_zeros_and_one_of_tiny_values_read_as_zeros() -> None:
+    for value in (0.0, 1e-44):
+        rows = torch.full((3, 2), value)
+        steps = torch.tensor(steps_for([float(rows.abs().max())], "int8")).expand(2)
+        assert decode_numbers(encode_numbers(rows, "int8", steps), steps).abs().max() <= 1e-44
+
+
+def test_what_float16_cannot_hold_is_refused() -> None:
+    assert encode_numbers(torch.tensor([[65504.0]]), "float16", torch.ones(1)).isfinite().all()
+    with pytest.raises(InputError, match="65536, beyond float16: export as float32"):
+        encode_numbers(torch.tensor([[1.0, -65536.0]]), "float16", torch.ones(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,8 +95,7 @@ def test_smaller_precisions_change_rows_and_nothing_else(tmp_path: Path, name: s
         assert bool(((servable.lookup(table, ids) - wanted).abs() <= bound).all())
     features, dense = request(50, 3)
     assert_close(
-        servable.predict(features, dense)["logits"],
-        logits_of(quantised(name, 3, servable), features, dense),
+        servable.predict(features, dense)["logits"], logits_of(quantised(name, 3, servable), features, dense)
     )
 
 
@@ -321,17 +321,6 @@ def test_a_stage_hides_the_base_and_is_adopted_whole(servable: Servable) -> None
     assert look(servable, 1, 2, 3) == before
 
 
-def test_an_overlay_is_carried_to_another_version(version: Path, tmp_path: Path) -> None:
-    old = Servable(version)
-    dense = {name: torch.ones(shape) for name, shape in old.dense_names.items()}
-    old.apply({"user": rows_for(old, [1], 9.0)}, {}, dense)
-    new = served(trained(), tmp_path)
-    new.inherit(old.overlay, dense)
-    assert look(new, 1) == [9.0]
-    features, _ = request(5)
-    assert torch.equal(new.predict(features)["logits"], old.predict(features)["logits"])
-
-
 @pytest.mark.parametrize("hides_base", [False, True])
 def test_what_a_new_version_says_itself_is_not_inherited(
     version: Path, tmp_path: Path, hides_base: bool
@@ -540,18 +529,11 @@ def test_a_fetch_that_gives_something_else_is_an_error(tmp_path: Path, rows: dic
 # ---- damage
 
 
-def copy_of(version: Path, to: Path) -> Path:
-    to.mkdir()
-    for file in version.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    return to
-
-
 def test_every_file_missing_truncated_or_flipped_is_noticed(version: Path, tmp_path: Path) -> None:
     names = sorted(file.name for file in version.iterdir())
     assert {"signature.json", "dense.pt2", "examples.json", "user.safetensors"} <= set(names)
     for number, name in enumerate(names):
-        root = copy_of(version, tmp_path / str(number))
+        root = shutil.copytree(version, tmp_path / str(number))
         data = (root / name).read_bytes()
         middle = len(data) // 2
         flipped = data[:middle] + bytes([data[middle] ^ 0x80]) + data[middle + 1 :]
@@ -565,7 +547,7 @@ def test_every_file_missing_truncated_or_flipped_is_noticed(version: Path, tmp_p
 
 
 def test_without_checksums_sizes_are_still_compared(version: Path, tmp_path: Path) -> None:
-    root = copy_of(version, tmp_path / "v")
+    root = shutil.copytree(version, tmp_path / "v")
     Servable(root, verify_files=False).close()
     with open(root / "user.safetensors", "ab") as file:
         file.write(b"x")
@@ -575,7 +557,7 @@ def test_without_checksums_sizes_are_still_compared(version: Path, tmp_path: Pat
 
 def test_a_signature_that_fits_other_files_is_refused(version: Path, tmp_path: Path) -> None:
     """Right checksums, wrong contents: rows of another number, width or table."""
-    root = copy_of(version, tmp_path / "v")
+    root = shutil.copytree(version, tmp_path / "v")
     data = json.loads((root / "signature.json").read_text())
     for change in (
         {"rows": NUM_IDS + 1},

@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 from megalith.checkpoint.manifest import Routing
 from megalith.errors import ExportError, InputError
 from megalith.nn import Feature, FirstN, Layout, Mean, Slice, Sqrtn, Sum
-from megalith.serving.export.signature import (
-    ExportedTable,
-    FeatureSpec,
-    LayoutSpec,
-    Signature,
-    check_name,
-)
+from megalith.serving.export.signature import ExportedTable, FeatureSpec, LayoutSpec, Signature, check_name
 from megalith.storage.store import StoredFile
 from tests.checkpoint.test_schema import problems
 
@@ -113,105 +107,50 @@ def test_invalid_model_names(name: Any) -> None:
 DELETED = object()
 HUGE = 10**400
 WRONG: list[tuple[tuple[Any, ...], Any]] = [
-    (("format",), "other"),
     (("format_version",), 3),
     (("format_version",), 1),
-    (("format_version",), True),
-    (("model",), "a/b"),
-    (("model",), ""),
-    (("model",), None),
-    (("version",), -1),
-    (("version",), True),
-    (("version",), "1"),
-    (("version",), 1.0),
-    (("version",), HUGE),
     (("part",), "ps_0"),
     (("part",), "ps_01"),
-    (("part",), "ps_-1"),
     (("part",), "ps_" + "9" * 4000),
     (("part",), "ps_\u0663"),
     (("part",), "entry"),
     (("sub_graph_num",), 1),
-    (("precision",), "int4"),
-    (("num_dense",), None),
     (("dense_name",), "u"),
-    (("outputs",), ["logits"]),
-    (("outputs",), [None]),
     (("outputs",), []),
     (("outputs", 0, "name"), "probabilities"),
     (("outputs", 0, "dtype"), "float16"),
-    (("outputs", 0, "shape"), [-1]),
     (("outputs", 0, "shape"), [2**20, 2**20]),
     (("outputs", 0, "shape"), [1] * 8),
-    (("joint_rows",), 1),
-    (("features", 0, "single"), 1),
     (("program",), None),
-    (("program",), []),
-    (("tables",), []),
-    (("tables",), {"user": None}),
     (("tables",), {}),
-    (("tables", "user", "segments"), []),
-    (("tables", "user", "segments"), [0, 5]),
-    (("tables", "user", "segments"), [2, HUGE]),
     (("tables", "user", "segments"), [2**40, 1]),
-    (("tables", "user", "segments"), 5),
     (("tables", "user", "steps"), [0.5]),
     (("tables", "user", "steps"), [0.5, 0]),
     (("tables", "user", "steps"), [0.5, -1]),
-    (("tables", "user", "steps"), [0.5, HUGE]),
     (("tables", "user", "steps"), [0.5, "0.5"]),
     (("tables", "user", "steps"), [0.5, True]),
-    (("tables", "user", "rows"), -1),
     (("tables", "user", "file"), None),
-    (("tables", "user", "file", "path"), "../user.safetensors"),
-    (("tables", "user", "file", "path"), ".."),
-    (("tables", "user", "file", "path"), "/etc/passwd"),
-    (("tables", "user", "file", "path"), "a\\b"),
     (("tables", "user", "file", "path"), "a\x00b"),
-    (("tables", "user", "file", "path"), ""),
-    (("tables", "user", "file", "bytes"), 1.5),
-    (("tables", "user", "file", "checksum"), 3),
-    (("tables", "user", "routing"), None),
-    (("tables", "user", "routing", "dist_type"), "diagonal"),
     (("tables", "user", "routing", "num_shards"), 2),
-    (("tables", "user", "routing", "num_shards"), HUGE),
-    (("tables", "user", "routing", "skip_first"), 1),
-    (("features",), None),
-    (("features",), [3]),
     (("features",), []),
     (("features", 0, "table"), "nobody"),
-    (("features", 0, "combiner"), "max"),
-    (("features", 0, "shared"), 0),
     (("features", 0, "pad"), 2**63),
     (("features", 0, "name"), "past"),
-    (("features", 0, "ids"), "text"),
-    (("features", 0, "ids"), 3),
-    (("features", 1, "max_length"), 0),
+    (("features", 0, "other"), 1),
     (("features", 1, "max_length"), None),
     (("features", 1, "max_length"), 2**40),
-    (("layouts",), "x"),
-    (("layouts", 0, "kind"), "diagonal"),
     (("layouts", 0, "name"), "h"),
-    (("layouts", 0, "slices"), [["u", 0]]),
     (("layouts", 0, "slices"), [["u", 0, 6]]),
     (("layouts", 0, "slices"), [["nobody", 0, 2]]),
-    (("masks",), []),
     (("masks",), {"mask": "u"}),
     (("masks",), {"mask": "nobody"}),
-    (("masks",), {"mask": None}),
 ]
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda v: repr(v)[:40])
-def test_a_wrong_field_is_refused(tmp_path: Path, field: tuple[Any, ...], value: Any) -> None:
-    data = json.loads(example().to_json())
-    inner = data
-    for key in field[:-1]:
-        inner = inner[key]
-    inner[field[-1]] = value
-    (tmp_path / "signature.json").write_text(json.dumps(data))
+@pytest.mark.parametrize(("path", "value"), WRONG, ids=lambda v: repr(v)[:40])
+def test_a_wrong_field_is_refused(path: tuple[Any, ...], value: Any) -> None:
     with pytest.raises(ExportError):
-        Signature.read(tmp_path)
+        Signature.from_dict(changed(path, value), "x")
 
 
 def test_an_export_without_the_kind_of_ids_is_read() -> None:
@@ -282,7 +221,7 @@ def test_what_is_no_json_is_refused(tmp_path: Path, text: bytes) -> None:
         Signature.read(tmp_path)
 
 
-def test_no_directory_no_file_a_pipe_and_a_directory(tmp_path: Path) -> None:
+def test_no_directory_a_pipe_a_directory_and_many_bytes(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"it has no signature\.json"):
         Signature.read(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "signature.json")
@@ -291,13 +230,11 @@ def test_no_directory_no_file_a_pipe_and_a_directory(tmp_path: Path) -> None:
     (tmp_path / "d" / "signature.json").mkdir(parents=True)
     with pytest.raises(ExportError, match="cannot be read"):
         Signature.read(tmp_path / "d")
-
-
-def test_a_file_of_many_bytes_is_not_read(tmp_path: Path) -> None:
-    with open(tmp_path / "signature.json", "wb") as file:
+    (tmp_path / "long").mkdir()
+    with open(tmp_path / "long" / "signature.json", "wb") as file:
         file.truncate(1 << 30)
     with pytest.raises(ExportError, match="more than"):
-        Signature.read(tmp_path)
+        Signature.read(tmp_path / "long")
 
 
 # ---- docs/formats/export.schema.json
@@ -335,18 +272,19 @@ def test_the_schema_knows_every_field_that_is_written() -> None:
         (data["outputs"][0], defs["output"]),
         (data["layouts"][0], defs["layout"]),
     ):
-        later = {
-            id(defs["feature"]): {"ids", "single"},
-            id(defs["table"]): {"kinds"},
-        }  # not in earlier exports
-        optional = later.get(id(known), set())
+        # Earlier exports do not have these.
+        optional = {"ids", "single", "kinds"} & written.keys()
         assert written.keys() == known["properties"].keys() == {*known["required"], *optional}
 
 
-@settings(max_examples=300)
-@given(st.sampled_from(paths(PLAIN)[1:]), JSON | st.just(DELETED))
-def test_what_the_schema_refuses_the_reader_refuses(path: tuple[Any, ...], value: Any) -> None:
-    data = changed(path, value)
-    if list(problems(data, SCHEMA)):
-        with pytest.raises(ExportError):
-            Signature.from_dict(data, "x")
+@pytest.mark.parametrize(
+    "value",
+    [DELETED, HUGE, None, True, -1, 0, 1.5, "", "x", "a/b", "..", "a\\b", [], [None], ["x"], {}, {"x": None}],
+    ids=lambda v: repr(v)[:20],
+)
+def test_what_the_schema_refuses_the_reader_refuses_at_every_place(value: Any) -> None:
+    for path in paths(PLAIN)[1:]:
+        data = changed(path, value)
+        if value is HUGE or list(problems(data, SCHEMA)):
+            with pytest.raises(ExportError):
+                Signature.from_dict(data, "x")

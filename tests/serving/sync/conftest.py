@@ -10,6 +10,8 @@ import pytest
 
 from megalith.models import Model
 from megalith.serving.export.servable import Servable
+from megalith.serving.sync.subscriber import Subscriber
+from tests.serving.sync.subscriber_calls import begin
 from tests.serving.sync_support import Online, Trainer, export_version, make_model, make_start
 
 
@@ -49,3 +51,11 @@ def served(exported: tuple[Model, Path]) -> Iterator[Servable]:
     servable = Servable(exported[1] / "1")
     yield servable
     servable.close()
+
+
+@pytest.fixture
+def subscriber(served: Servable) -> Subscriber:
+    """It follows a session from the save "one"; the next message of that session is number 2."""
+    subscriber = Subscriber(served)
+    begin(subscriber)
+    return subscriber

@@ -11,14 +11,11 @@ from torch import Tensor
 
 from megalith import TTL, Capacity, checkpoint
 from megalith.models import Model
-from megalith.serving.discovery import StaticDiscovery
 from megalith.serving.export.servable import Servable
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
-from megalith.serving.sync.publisher import Publisher
 from megalith.table import Eviction
-from tests.serving.sync_support import HOUR, LIMIT, NAMES, assert_equal, export_version, make_model
-from tests.serving.zookeeper import free_port
+from tests.serving.sync_support import LIMIT, NAMES, assert_equal, export_version, make_model, publisher_to
 
 NUM_IDS = 600
 POLICIES: dict[str, list[Eviction]] = {
@@ -69,15 +66,8 @@ def test_a_server_ends_with_the_rows_that_training_kept(name: str, stack: ExitSt
     model = trainer.model
     trainer.train(20)
     export_version(model, tmp_path / "exports" / "movies", base="one")
-    port = free_port()
-    server = stack.enter_context(
-        ModelServer(tmp_path / "exports", ServerConfig(port=port, allow_writes=True))
-    )
-    publisher = stack.enter_context(
-        Publisher(
-            model, StaticDiscovery([f"127.0.0.1:{port}"]), model_name="movies", interval=HOUR, base="one"
-        )
-    )
+    server = stack.enter_context(ModelServer(tmp_path / "exports", ServerConfig(allow_writes=True)))
+    publisher = publisher_to(stack, model, [server])
     exported = {table: set(rows_by_id(model, table)) for table in NAMES}
     published = {table: set(ids) for table, ids in exported.items()}
     for _ in range(8):

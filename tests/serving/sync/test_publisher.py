@@ -11,25 +11,27 @@ import pytest
 import torch
 
 from megalith import SGD, FixedPoint, LocalShards, OneBit, TableConfig, checkpoint
+from megalith.compat.monolith.dummy_server import DummySyncServer
 from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import InputError
 from megalith.serving.discovery import Replica as Found
-from megalith.serving.discovery import StaticDiscovery
+from megalith.serving.discovery import StaticDiscovery, SyncBackend
 from megalith.serving.sync.parameter_source import ParameterSource
 from megalith.serving.sync.publisher import Publisher
 from megalith.serving.sync.sender import Sender
-from megalith.serving.sync.subscriber import Subscriber
 from megalith.table import ServingPrecision
 from tests.serving.sync_support import (
     HOUR,
     LIMIT,
     NAMES,
     Online,
+    Trainer,
     assert_equal,
     export_version,
     make_model,
     make_start,
-    sync_server,
+    publisher_to,
+    serve,
 )
 
 # ---- several trainers
@@ -62,22 +64,6 @@ def test_the_older_of_two_trainers_is_refused_and_told(
 # ---- what arrives
 
 
-@pytest.mark.parametrize("signature", ["hashtable_assign", "raw_assign"])
-def test_rows_removals_and_dense_weights_reach_every_replica(online: Online, signature: str) -> None:
-    replicas = [online.replica(), online.replica()]
-    publisher = online.publisher(replicas, signature=signature)
-
-    for _ in range(3):
-        online.trainer.step(2)
-        assert publisher.flush(LIMIT), publisher.report()
-
-    for replica in replicas:
-        assert_equal(replica.servable, online.model)
-        assert replica.subscriber.counters.begun == 1
-        assert replica.subscriber.counters.removed > 0
-        assert replica.subscriber.staleness() is not None
-
-
 def test_rows_of_16_bits_are_exported_and_pushed_exactly(tmp_path: Path, stack: ExitStack) -> None:
     options = {"precision": "bfloat16", "rounding": "stochastic"}
     online = Online(make_start(tmp_path, **options), stack, **options)
@@ -88,6 +74,8 @@ def test_rows_of_16_bits_are_exported_and_pushed_exactly(tmp_path: Path, stack: 
     online.trainer.step(4)
 
     online.assert_arrives(publisher, replica)
+    assert replica.subscriber.counters.begun == 1
+    assert replica.subscriber.counters.removed > 0
     rows = online.model.embeddings.shards.local["user"].lookup(torch.arange(500))
     same = (rows == rows.bfloat16().float()).all(dim=0)
     assert sorted(same.tolist()) == [False, True, True, True, True]  # the first-order weight stays float32
@@ -104,22 +92,15 @@ def test_codes_are_pushed_and_served(
     online = Online(make_start(tmp_path, serving=serving), stack, serving=serving)
     replica = online.replica()
     assert_equal(replica.servable, online.model)
-    sent: list[set[tuple[str, torch.dtype]]] = []
-    handle = replica.subscriber.handle
-
-    def record(name: str, inputs: Any, metadata: Any) -> Any:
-        sent.append({(key, x.dtype) for key, x in inputs.items() if isinstance(x, torch.Tensor)})
-        return handle(name, inputs, metadata)
-
-    replica.subscriber.handle = record  # type: ignore[method-assign]
     publisher = online.publisher([replica], signature=signature)
 
     online.trainer.step(4)
 
     online.assert_arrives(publisher, replica)
     code = {"hashtable_assign": "user_code", "raw_assign": "flat_code"}[signature]
-    assert any((code, torch.uint8) in each for each in sent)
-    assert not any(("user_value", torch.float32) in each for each in sent)
+    sent = {name for _, _, inputs, _ in replica.server.requests for name in inputs}
+    assert code in sent
+    assert "user_value" not in sent
     rows = online.model.embeddings.shards.local["user"].lookup(torch.arange(500))
     assert torch.equal(serving.served(rows[:, 1:]), rows[:, 1:])  # after the first-order weight
 
@@ -158,11 +139,8 @@ def test_two_publishers_of_one_model_both_push_everything(online: Online) -> Non
     publishers = [online.publisher([replica]) for replica in replicas]
     online.trainer.step(2)
 
-    for publisher in publishers:
-        assert publisher.flush(LIMIT), publisher.report()
-
-    for replica in replicas:
-        assert_equal(replica.servable, online.model)
+    for publisher, replica in zip(publishers, replicas, strict=True):
+        online.assert_arrives(publisher, replica)
 
 
 def test_a_step_publishes_once_the_interval_has_passed(online: Online) -> None:
@@ -210,21 +188,18 @@ def test_a_later_export_starts_at_its_own_save(online: Online, stack: ExitStack,
     publisher.checkpoint_taken(save.tip)
     (servable,) = export_version(online.model, tmp_path / "export", base=save.tip)
     online.trainer.step(1, dense=False)
-    subscriber = Subscriber(servable)
-    server = stack.enter_context(sync_server({"movies": subscriber}))
+    server = serve(stack, servable)
     discovery.register("movies:standalone", Found(server.address))
 
     online.assert_arrives(publisher, servable)
-    assert 0 < subscriber.counters.rows <= 64
+    assert 0 < server.subscribers["movies"].counters.rows <= 64
 
 
 def test_messages_stay_below_4_mib(stack: ExitStack, start: Path, tmp_path: Path) -> None:
     model = make_model()
     (servable,) = export_version(model, tmp_path, base="one")
-    server = stack.enter_context(sync_server({"movies": Subscriber(servable)}))
-    publisher = stack.enter_context(
-        Publisher(model, StaticDiscovery([server.address]), model_name="movies", interval=HOUR, base="one")
-    )
+    server = serve(stack, servable)
+    publisher = publisher_to(stack, model, [server])
     ids = torch.arange(300_000)
     model.embeddings.shards.assign({"user": (ids, torch.rand(300_000, 5))})
 
@@ -235,9 +210,8 @@ def test_messages_stay_below_4_mib(stack: ExitStack, start: Path, tmp_path: Path
         for _, signature, inputs, _ in server.requests
         if signature == "hashtable_assign"
     ]
-    assert (
-        sum(size > 1000 for size in sizes) == 3
-    )  # in addition to the heartbeat with the first dense weights
+    # In addition to the heartbeat with the first dense weights
+    assert sum(size > 1000 for size in sizes) == 3
     assert max(sizes) < 4 << 20
     assert torch.equal(servable.lookup("user", ids), model.embeddings.shards.local["user"].lookup(ids))
 
@@ -250,10 +224,8 @@ def test_dense_weights_beyond_4_mib_change_with_the_last_message(
         monkeypatch.setattr("megalith.serving.sync.sender.MAX_CONTENT_BYTES", room)
     model = make_model(hidden=(900, 900, 900))
     (servable,) = export_version(model, tmp_path, base="one")
-    server = stack.enter_context(sync_server({"movies": Subscriber(servable)}))
-    publisher = stack.enter_context(
-        Publisher(model, StaticDiscovery([server.address]), model_name="movies", interval=HOUR, base="one")
-    )
+    server = serve(stack, servable)
+    publisher = publisher_to(stack, model, [server])
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(1.0)
@@ -363,3 +335,134 @@ def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None
 def test_a_model_without_tables_is_refused() -> None:
     with pytest.raises(InputError, match="no EmbeddingCollection"):
         Publisher(torch.nn.Linear(1, 1), StaticDiscovery([]), model_name="movies")
+
+
+# ---- many ranks, many parts
+
+
+def test_ranks_of_one_session_push_each_its_own_rows(stack: ExitStack, tmp_path: Path) -> None:
+    model = make_model()
+    (servable,) = export_version(model, tmp_path, base="one")
+    server = serve(stack, servable)
+    config = [TableConfig(name, dim=5, optimizer=SGD(0.1)) for name in ("user", "item")]
+    ranks = [LocalShards(config) for _ in range(2)]
+    publishers = [
+        publisher_to(stack, shards, [server], base=base, session="a" * 32, index=index, count=2)
+        # The second does not know the server's base: then all rows are replaced, the first one's too.
+        for index, (shards, base) in enumerate(zip(ranks, ["one", "other"], strict=True))
+    ]
+    for turn in range(3):
+        for index, shards in enumerate(ranks):
+            ids = torch.arange(index, 100, 2)
+            shards.assign({"user": (ids, torch.rand(50, 5) + turn)})
+            publishers[index].publish()
+
+    def flushed() -> bool:
+        done = [publisher.flush(1.0) for publisher in publishers]
+        return all(done)
+
+    # A rank learns only with its next message that another rank is replacing all rows.
+    assert any(flushed() for _ in range(50))
+    assert not any(publisher.lagging() for publisher in publishers)
+    for index, shards in enumerate(ranks):
+        ids = torch.arange(index, 100, 2)
+        assert torch.equal(servable.lookup("user", ids), shards.local["user"].lookup(ids))
+    assert server.subscribers["movies"].staleness() is not None
+
+
+class _Backend(SyncBackend):
+    """Monolith's part of a discovery: no watches, and one part at a time."""
+
+    def __init__(self, parts: list[tuple[str, str]]) -> None:
+        self._addresses = dict(parts)
+
+    def subscribe_model(self, model_name: str) -> None:
+        assert model_name == "movies"
+
+    def get_sync_targets(self, sub_graph: str) -> tuple[str, list[str]]:
+        return f"movies:{sub_graph}", [self._addresses[sub_graph]]
+
+
+def by_part(parts: list[tuple[str, str]]) -> StaticDiscovery:
+    return StaticDiscovery({f"movies:{part}": [address] for part, address in parts})
+
+
+def one_list(parts: list[tuple[str, str]]) -> StaticDiscovery:
+    return StaticDiscovery([address for _, address in parts])
+
+
+@pytest.mark.parametrize(
+    ("targets", "routing", "signature", "found"),
+    [
+        (by_part, "roundrobin", "hashtable_assign", {"entry", "ps_0", "ps_1"}),
+        (by_part, "hash_roundrobin", "raw_assign", {"entry", "ps_0", "ps_1"}),
+        (one_list, "roundrobin", "hashtable_assign", {"entry", "ps_0", "ps_1", None}),
+        (_Backend, "roundrobin", "hashtable_assign", {"ps_0", "ps_1"}),
+    ],
+)
+def test_parts_get_the_rows_that_serving_routes_to_them(
+    stack: ExitStack, tmp_path: Path, targets: Any, routing: str, signature: str, found: set[str | None]
+) -> None:
+    """Whether each part has its list of servers, all parts have one, or a backend is asked for each."""
+    model = make_model(dist_type=routing)
+    trainer = Trainer(model)
+    trainer.step(2)
+    parts = [
+        each
+        for each in export_version(model, tmp_path, base="one", num_shards=2)
+        if each.signature.part in found
+    ]
+    addresses = [(part.signature.part, serve(stack, part).address) for part in parts]
+    publisher = publisher_to(stack, model, targets(addresses), signature=signature)
+    for _ in range(3):
+        trainer.step()
+        # The parts are found when the first one has answered.
+        assert publisher.flush(LIMIT), publisher.report()
+    with publisher.lock:
+        assert publisher.lock.wait_for(lambda: {each.part for each in publisher.report()} == found, LIMIT)
+
+    assert publisher.flush(LIMIT), publisher.report()
+    for servable in parts:
+        assert_equal(servable, model)
+
+
+def test_flush_waits_for_a_part_without_a_server(stack: ExitStack, tmp_path: Path) -> None:
+    model = make_model()
+    parts = export_version(model, tmp_path, base="one", num_shards=2)
+    entry, ps_0, ps_1 = (serve(stack, part) for part in parts)
+    targets = StaticDiscovery({"movies:entry": [entry.address], "movies:ps_0": [ps_0.address]})
+    publisher = publisher_to(stack, model, targets)
+    assert not publisher.flush(0.5)
+    with publisher.lock:
+        assert publisher.lock.wait_for(lambda: len(publisher.lagging()) == 1, LIMIT)
+    assert [(report.model, report.address) for report in publisher.lagging()] == [("movies:ps_1", "nowhere")]
+
+    targets.register("movies:ps_1", Found(ps_1.address))
+
+    assert publisher.flush(LIMIT)
+
+
+# ---- Monolith's protocol
+
+
+def test_monolith_servers_get_rows_and_removals_without_metadata_and_retries_of_the_same(
+    stack: ExitStack,
+) -> None:
+    server = stack.enter_context(DummySyncServer())
+    shards = LocalShards([TableConfig("user", dim=2, optimizer=SGD(0.1))])
+    publisher = publisher_to(stack, shards, [server], base=None, protocol="monolith")
+    assert publisher.flush(LIMIT)
+    assert server.requests == []  # nothing changed, nothing is sent
+    server.fail_next(2)
+    shards.assign({"user": (torch.tensor([1, 2]), torch.ones(2, 2))})
+    shards.remove({"user": torch.tensor([2])})
+
+    assert publisher.flush(LIMIT), publisher.report()
+
+    (request,) = server.requests
+    assert (request.model, request.signature) == ("movies:ps_0", "hashtable_assign")
+    assert sorted(request.inputs) == ["user_id", "user_value"]
+    assert request.inputs["user_id"].tolist() == [1, 2]
+    assert request.inputs["user_value"].tolist() == [[1.0, 1.0], [0.0, 0.0]]  # a removed id reads as zeros
+    assert not [key for key in request.metadata if key.startswith("megalith")]
+    assert len(server.failed) == 2

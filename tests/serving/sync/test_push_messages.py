@@ -198,42 +198,20 @@ def test_a_wrong_input_is_named(inputs: dict[str, Tensor], message: str) -> None
     [[0, 2], [0, 1, 3], [1, 1, 2], [0, 3, 2], [0, -1, 2], [0, 2**62, 2], [-(2**63), 2**63 - 1, 2], []],
 )
 def test_splits_of_raw_assign_must_be_of_its_ids(splits: list[int]) -> None:
-    inputs = {
-        "id": IDS,
-        "id_split": torch.tensor(splits, dtype=torch.int64),
-        "flat_value": torch.ones(4),
-    }
+    inputs = {"id": IDS, "id_split": torch.tensor(splits, dtype=torch.int64), "flat_value": torch.ones(4)}
 
     with pytest.raises(InputError, match="'id_split' must be 3 ascending numbers from 0 to 2"):
         read_push("raw_assign", inputs, DIMS, {})
 
 
+RAW_INPUTS = ["id", "id_split", "flat_value", "removed", "removed_split"]
+NAMED_INPUTS = ["table1_id", "table1_value", "dense:w", "dense_part:w", "dense_begin:w", "expected:table1"]
+INTEGERS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4).map(lambda x: torch.tensor(x).long())
+FLOATS = st.lists(st.floats(width=32), max_size=4).map(torch.Tensor) | st.just(torch.ones(2, 2))
+
+
 @given(
-    st.dictionaries(
-        st.sampled_from(
-            [
-                "id",
-                "id_split",
-                "flat_value",
-                "removed",
-                "removed_split",
-                "table1_id",
-                "table1_value",
-                "dense:w",
-                "dense_part:w",
-                "dense_begin:w",
-                "expected:table1",
-            ]
-        ),
-        st.one_of(
-            st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4).map(
-                lambda x: torch.tensor(x, dtype=torch.int64)
-            ),
-            st.lists(st.floats(width=32), max_size=4).map(lambda x: torch.tensor(x, dtype=torch.float32)),
-            st.just(torch.ones(2, 2)),
-        ),
-        max_size=6,
-    ),
+    st.dictionaries(st.sampled_from(RAW_INPUTS + NAMED_INPUTS), INTEGERS | FLOATS, max_size=6),
     st.sampled_from(["hashtable_assign", "raw_assign"]),
 )
 def test_whatever_comes_is_a_push_or_an_input_error(inputs: dict[str, Tensor], signature: str) -> None:

@@ -121,21 +121,6 @@ def test_a_resumed_run_goes_on_with_its_servers(tmp_path: Path, stack: ExitStack
     assert served.subscriber.counters.replacements == 0
 
 
-def test_a_server_that_is_not_there_is_named_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megalith.training.publishing.FINISH_SECONDS", 0.2)
-    run = Run(config_of(train_publish="static:127.0.0.1:9", train_max_steps=2), tmp_path / "run")
-    with ExitStack() as stack:
-        watcher = PushWatcher(run, stack)
-        run.train(watcher)
-
-    assert watcher.result is not None
-    assert (watcher.result.rows, watcher.result.servers) == (0, 0)
-    (text,) = watcher.result.lagging
-    assert text.startswith("clicks at 127.0.0.1:9: UNAVAILABLE")
-
-
 @pytest.mark.parametrize("publish", ["nowhere", "static:", "zk:"])
 def test_a_discovery_that_makes_no_sense_is_refused_before_anything_is_written(
     tmp_path: Path, publish: str

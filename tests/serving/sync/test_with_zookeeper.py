@@ -13,11 +13,10 @@ from megalith.serving.export.servable import Servable
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.sync.publisher import Publisher
-from tests.serving.sync_support import LIMIT, Trainer, assert_equal, export_version, make_model
+from tests.serving.sync_support import LIMIT, Trainer, assert_equal, export_version, make_model, publisher_to
 from tests.serving.zookeeper import ZooKeeper, root, zookeeper
 
 __all__ = ["root", "zookeeper"]
-HOUR = 3600.0
 
 
 def serve(folder: Path, hosts: str, root: str, stack: ExitStack) -> ModelServer:
@@ -51,7 +50,7 @@ def test_zookeeper_restarts_in_the_middle_of_publishing(
     export_version(model, tmp_path, base="one")
     servers = [serve(tmp_path, zookeeper.hosts, root, stack)]
     url = f"zk://{zookeeper.hosts}/{root}"
-    publisher = stack.enter_context(Publisher(model, url, model_name="movies", interval=HOUR, base="one"))
+    publisher = publisher_to(stack, model, url)
     trainer.step(2)
     pushed(publisher, servers, model)
 
@@ -78,7 +77,7 @@ def test_training_starts_while_zookeeper_is_away(
     zookeeper.kill()
     try:
         url = f"zk://{zookeeper.hosts}/{root}"
-        publisher = stack.enter_context(Publisher(model, url, model_name="movies", interval=HOUR, base="one"))
+        publisher = publisher_to(stack, model, url)
         trainer.step(2)
     finally:
         zookeeper.start()

@@ -13,34 +13,25 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from megalith.errors import ExportError, MegalithError
-from megalith.serving.export.servable import Servable
+from megalith.serving.export.servable import Fetch, Servable
 from megalith.serving.export.signature import ENTRY, Signature
 
 logger = logging.getLogger(__name__)
 
 CANARY_SECONDS = 600.0
 _POLL_SECONDS = 0.1
+# Exit status of a child process that raised an error of Megalith, which opening the version raises again
 REFUSED = 3
-"""Exit status of a child process that raised an error of Megalith, which opening the version raises again."""
 
 
 def run_canary(directory: Path, stopping: threading.Event) -> None:
     """Open a version in a child process."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        __name__,
-        str(directory),
-    ]  # -P: no modules of the working directory
+    # -P: no modules of the working directory
+    command = [sys.executable, "-P", "-m", __name__, str(directory)]
     path = os.pathsep.join(each for each in sys.path if each)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     try:
@@ -77,14 +68,11 @@ def _status(child: subprocess.Popen[bytes]) -> int | None:
 
 def _run(directory: Path) -> None:
     """Open a version and compute its examples; an entry gets rows of zeros."""
-    signature = Signature.read(directory)
-    dims = signature.dims
-
-    def zeros(ids: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        return {name: torch.zeros(each.numel(), dims[name], device="cpu") for name, each in ids.items()}
-
+    fetch: Fetch | None = None
+    if Signature.read(directory).part == ENTRY:
+        fetch = lambda ids: {}  # noqa: E731  `warm_up` does not call it
     # The server itself compares the checksums.
-    Servable(directory, fetch=zeros if signature.part == ENTRY else None, verify_files=False).warm_up()
+    Servable(directory, fetch=fetch, verify_files=False).warm_up()
 
 
 def _die_first() -> None:

@@ -74,8 +74,7 @@ def compile_servable(servable: Servable, cache: Path, *, stopped: threading.Even
 
 COMPILE_SECONDS = 1800.0
 CHECKED_SIZES = (1, 2, 5, 33)
-RELATIVE, ABSOLUTE = 1e-4, 1e-4
-"""Largest differences from the outputs of the program."""
+RELATIVE, ABSOLUTE = 1e-4, 1e-4  # Largest differences from the outputs of the program
 CPU_INFO = Path("/proc/cpuinfo")
 _CPU_FIELDS = {"vendor_id", "cpu family", "model", "model name", "flags"}
 _CPU_FIELDS |= {"CPU implementer", "CPU part", "Features", "isa"}
@@ -83,8 +82,7 @@ _TRACED_SIZE = 3
 _WORK = "work-"
 _POLL_SECONDS = 0.25
 _PR_SET_PDEATHSIG = 1
-Inputs = Callable[[int], tuple[dict[str, Any], Tensor | None]]
-"""Makes rows and dense values of a batch size."""
+Inputs = Callable[[int], tuple[dict[str, Any], Tensor | None]]  # Makes rows and dense values of a batch size
 
 
 def default_cache() -> Path:
@@ -98,7 +96,9 @@ def open_cache(directory: Path) -> Path:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
-        above = [each for each in directory.resolve().parents if _is_open(each.stat())]
+        # Everyone may rename what is in a directory that is open to all and not sticky.
+        modes = {each: each.stat().st_mode for each in directory.resolve().parents}
+        above = [each for each, mode in modes.items() if mode & stat.S_IWOTH and not mode & stat.S_ISVTX]
     except OSError as error:
         raise ExportError(f"{directory} cannot hold compiled programs: {error}") from None
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -109,11 +109,6 @@ def open_cache(directory: Path) -> Path:
     if above:
         raise ExportError(f"{directory} cannot hold compiled programs: anyone may replace it in {above[0]}")
     return directory
-
-
-def _is_open(status: os.stat_result) -> bool:
-    """Return whether everyone may rename what is in a directory."""
-    return bool(status.st_mode & stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
 
 
 def library_name(program: bytes) -> str:
@@ -257,9 +252,8 @@ def compile_archive(program: Path, path: Path) -> None:
         torch._inductor.aoti_compile_and_package(exported, package_path=str(part))
         flat, _ = torch.utils._pytree.tree_flatten(example)
         loader: Any = torch._inductor.aoti_load_package(str(part)).loader
-        loader.run(
-            [each for each in flat if each is not None]
-        )  # if this ends a process, it is not the server
+        # If this ends a process, it is not the server.
+        loader.run([each for each in flat if each is not None])
     part.chmod(0o600)
     part.replace(path)
 

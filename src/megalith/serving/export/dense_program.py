@@ -19,8 +19,7 @@ from torch.export import ExportedProgram
 from megalith.errors import ExportError, InputError
 from megalith.serving.export.program_safety import check_archive, guard_divisions, load_archive
 
-PREFIX = "model."
-"""Prefix that torch.export adds to the names of the model's weights."""
+PREFIX = "model."  # Prefix that torch.export adds to the names of the model's weights
 
 
 class DenseProgram:

@@ -47,7 +47,6 @@ from megalith.distributed.dense_parameters import fsdp1_module
 from megalith.distributed.exchange import Exchange
 from megalith.distributed.ranks import Ranks
 from megalith.errors import ExportError, InputError, MegalithError, UsageError
-from megalith.nn.feature_plan import FeaturePlan
 from megalith.ops import checks
 from megalith.ragged import Ragged
 from megalith.serving.export.frozen_rows import FrozenWriter
@@ -78,11 +77,10 @@ from megalith.shards import Shards
 from megalith.storage.local_files import sync_path, take_lock
 from megalith.table import Chunk, ServingPrecision, TableConfig
 
+# Table -> chunks of distinct ids int64 [k] and rows float32 [k, dim]. Called twice for each table.
 RowSource = Callable[[str], Iterator[tuple[Tensor, Tensor]]]
-"""Table -> chunks of distinct ids int64 [k] and rows float32 [k, dim]. Called twice for each table."""
 _STAGING_PREFIX = ".draft-"
-_LOCK_SECONDS = 60.0
-"""Seconds that another export to the same place may take to make its directory."""
+_LOCK_SECONDS = 60.0  # Seconds that another export to the same place may take to make its directory
 
 
 class StagingDirectories:
@@ -255,8 +253,11 @@ def export_model(
         UsageError: The dense weights are sharded over ranks.
         RankTimeoutError: A rank does not make this call.
     """
-    parts = None if isinstance(model, Shards) else ModelParts(model)
-    tables = dict.fromkeys(model.configs, model) if isinstance(model, Shards) else _tables_of(parts)
+    if isinstance(model, Shards):
+        parts, tables = None, dict.fromkeys(model.configs, model)
+    else:
+        parts = ModelParts(model)
+        tables = parts.shards
     ranks = next(iter(tables.values())).ranks if rows is None else Ranks()
 
     def check() -> Signature:
@@ -274,7 +275,8 @@ def export_model(
         if joint_rows is not None:
             checks.flag(joint_rows, "export: joint_rows")
         if ranks.size > 1:
-            _check_whole(parts)
+            if parts is not None:
+                _check_whole(parts.module)
             for shards in set(tables.values()):
                 shards.flush()
         origin = source or Provenance(f"live-{uuid.uuid4().hex}", 0 if parts is None else parts.step)
@@ -290,11 +292,7 @@ def export_model(
             precision=precision,
             tables={},
         )
-        if parts is None:
-            return signature
-        return _describe(
-            signature, parts, _checked_kinds(id_kinds, parts), _checked_singles(single_ids, parts)
-        )
+        return signature if parts is None else _describe(signature, parts, id_kinds, single_ids)
 
     signature = ranks.agree(check, error=ExportError)
 
@@ -317,11 +315,6 @@ def export_model(
     return Path(out)
 
 
-def _tables_of(parts: ModelParts | None) -> dict[str, Shards]:
-    assert parts is not None
-    return parts.shards
-
-
 def _check_outputs(outputs: Any, activations: Any) -> None:
     if outputs is not None:
         _names(outputs, "export: outputs")
@@ -337,11 +330,8 @@ def _names(given: Any, what: str) -> list[str]:
     return list(given)
 
 
-def _check_whole(parts: ModelParts | None) -> None:
+def _check_whole(model: nn.Module) -> None:
     """Raise UsageError unless this rank has the whole dense part of a model."""
-    if parts is None:
-        return
-    model = parts.module
     reshard_fsdp(model)
     sharded = any(is_sharded(each) for each in (*model.parameters(), *model.buffers()))
     if sharded or fsdp1_module(model) is not None:
@@ -351,44 +341,30 @@ def _check_whole(parts: ModelParts | None) -> None:
         )
 
 
-def _checked_kinds(id_kinds: Any, parts: ModelParts) -> Mapping[str, str]:
-    given = checks.mapping({} if id_kinds is None else id_kinds, "export: id_kinds", '{"user": "integer"}')
-    for name, each in given.items():
-        checks.one_of(name, list(parts.plan.features), "export: id_kinds: a feature")
-        checks.one_of(each, ID_KINDS, f"export: id_kinds of {name!r}")
-    return given
-
-
-def _checked_singles(single_ids: Any, parts: ModelParts) -> set[str]:
-    names = _names(single_ids, "export: single_ids")
-    for name in names:
-        checks.one_of(name, list(parts.plan.features), "export: single_ids: a feature")
-    return set(names)
-
-
-def _describe(
-    signature: Signature, parts: ModelParts, id_kinds: Mapping[str, str], single_ids: set[str]
-) -> Signature:
+def _describe(signature: Signature, parts: ModelParts, id_kinds: Any, single_ids: Any) -> Signature:
     """Return a signature with the inputs of a model."""
-    features = parts.plan.features.values()
+    plan = parts.plan
+    kinds = checks.mapping({} if id_kinds is None else id_kinds, "export: id_kinds", '{"user": "integer"}')
+    for name, each in kinds.items():
+        checks.one_of(name, list(plan.features), "export: id_kinds: a feature")
+        checks.one_of(each, ID_KINDS, f"export: id_kinds of {name!r}")
+    singles = _names(single_ids, "export: single_ids")
+    for name in singles:
+        checks.one_of(name, list(plan.features), "export: single_ids: a feature")
+    dense_name = DENSE
+    while dense_name in plan.features:
+        dense_name += "_values"
     return replace(
         signature,
         features=tuple(
-            FeatureSpec.of(each, id_kinds.get(each.name), single=each.name in single_ids) for each in features
+            FeatureSpec.of(each, kinds.get(name), single=name in singles)
+            for name, each in plan.features.items()
         ),
-        layouts=_layouts(parts.plan),
+        layouts=None if plan.layouts is None else tuple(map(LayoutSpec.of, plan.layouts)),
         masks=dict(parts.masks),
         num_dense=parts.num_dense,
-        dense_name=_dense_name(parts.plan),
+        dense_name=dense_name,
     )
-
-
-def _dense_name(plan: FeaturePlan) -> str:
-    """Return the name of the dense values in requests, which no feature has."""
-    name = DENSE
-    while name in plan.features:
-        name += "_values"
-    return name
 
 
 @dataclass(frozen=True)
@@ -437,7 +413,9 @@ class _VersionWriter:
                 self.signature,
                 part=part,
                 tables={
-                    table: written.without_rows if part == ENTRY else written.specs[number]
+                    table: replace(written.specs[0], rows=0, file=None)
+                    if part == ENTRY
+                    else written.specs[number]
                     for table, written in tables.items()
                 },
             )
@@ -468,10 +446,6 @@ class _WrittenTable:
     specs: list[ExportedTable]
     sample: list[int]
 
-    @property
-    def without_rows(self) -> ExportedTable:
-        return replace(self.specs[0], rows=0, file=None)
-
 
 class _TableExporter:
     """Writes the rows of one table, each to its part."""
@@ -487,6 +461,10 @@ class _TableExporter:
     ) -> None:
         self._staging, self._table, self._config, self._precision = staging, config.name, config, precision
         self._parts = [part for part in staging.parts if part != ENTRY]
+        self._kinds = tuple(
+            each.name if isinstance(each, ServingPrecision) else each or precision
+            for each in (segment.serving for segment in config.segments)
+        )
         block = block_size if mode == "continuous" and num_shards > 1 else None
         if mode == "continuous" and num_shards > 1 and block is None:
             raise InputError(
@@ -496,11 +474,15 @@ class _TableExporter:
         self._router = self._routing.router()
 
     def write(self, rows: RowSource, on_rows: Callable[[int], object] | None) -> _WrittenTable:
-        segments = [segment.dim for segment in self._config.segments]
-        ids, largest = self._first_pass(rows, segments)
-        spec = ExportedTable(
-            tuple(segments), self._steps(largest), self._routing, kinds=self._kinds if self._own else None
+        segments = self._config.segments
+        dims = [segment.dim for segment in segments]
+        ids, largest = self._first_pass(rows, dims)
+        steps = tuple(
+            each.serving.unit if isinstance(each.serving, ServingPrecision) else steps_for([size], kind)[0]
+            for each, size, kind in zip(segments, largest, self._kinds, strict=True)
         )
+        is_plain = all(segment.serving is None for segment in segments)
+        spec = ExportedTable(tuple(dims), steps, self._routing, kinds=None if is_plain else self._kinds)
         format = spec.format(self._precision)
         owners = None if self._router is None else self._router.owner(ids)
         file = f"{_file_name(self._table)}.safetensors"
@@ -519,25 +501,6 @@ class _TableExporter:
                 on_rows(piece.numel())
         specs = [replace(spec, rows=writer.rows, file=writer.close()) for writer in writers]
         return _WrittenTable(specs, ids[: max(_EXAMPLE_SIZES)].tolist())
-
-    @property
-    def _own(self) -> bool:
-        """Whether a segment has its own serving precision."""
-        return any(segment.serving is not None for segment in self._config.segments)
-
-    @property
-    def _kinds(self) -> tuple[str, ...]:
-        servings = [segment.serving for segment in self._config.segments]
-        return tuple(
-            each.name if isinstance(each, ServingPrecision) else each or self._precision for each in servings
-        )
-
-    def _steps(self, largest: list[float]) -> tuple[float, ...]:
-        measured = [steps_for([each], kind)[0] for each, kind in zip(largest, self._kinds, strict=True)]
-        return tuple(
-            each.serving.unit if isinstance(each.serving, ServingPrecision) else step
-            for each, step in zip(self._config.segments, measured, strict=True)
-        )
 
     def _add(self, writer: FrozenWriter, ids: Tensor, rows: Tensor) -> None:
         try:
@@ -589,10 +552,6 @@ def _live_rows(tables: Mapping[str, Shards]) -> RowSource:
 # ---- inputs
 
 
-def _layouts(plan: FeaturePlan) -> tuple[LayoutSpec, ...] | None:
-    return None if plan.layouts is None else tuple(LayoutSpec.of(layout) for layout in plan.layouts)
-
-
 def _examples(signature: Signature, samples: Mapping[str, list[int]]) -> list[Example]:
     examples: list[Example] = []
     for size in _EXAMPLE_SIZES:
@@ -616,8 +575,8 @@ def _file_name(table: str) -> str:
 
 # ---- rows of tables over ranks
 
+# Number of rows of all ranks together that a round sends at most, but at least one row of each rank
 ROWS_PER_ROUND = 65536
-"""Number of rows of all ranks together that a round sends at most, but at least one row of each rank."""
 
 
 @dataclass(frozen=True)
@@ -626,8 +585,7 @@ class _Command:
 
     table: str | None = None
     is_end: bool = False
-    error: str | None = None
-    """With `is_end`: why rank 0 has failed; None: it has not."""
+    error: str | None = None  # With `is_end`: why rank 0 has failed; None: it has not
 
 
 class RankRows:
@@ -639,8 +597,7 @@ class RankRows:
         self._tables, self._exchange = tables, exchange
         self._chunk_size = max(1, ROWS_PER_ROUND // self._exchange.size)
         self._scan: Iterator[Chunk] = iter(())
-        self._failure: Exception | None = None
-        """The error of this rank's scan."""
+        self._failure: Exception | None = None  # The error of this rank's scan
 
     def write(self, write: Callable[[RowSource], None]) -> None:
         """Call a function on rank 0 with the rows of all ranks; if it fails, raise on all. A collective

@@ -58,8 +58,7 @@ class FrozenRows:
         self._bits = _bits(self._buckets.numel(), path)
         self._check_buckets()
         native = native_module()
-        self.native: Any = None
-        """The native reader; None without the native module."""
+        self.native: Any = None  # The native reader; None without the native module
         if native is not None:
             parts, steps = format.native_parts, format.column_steps
             self.native = native.FrozenFile(self.ids, self._buckets, self._rows, parts, steps)

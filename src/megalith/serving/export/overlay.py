@@ -42,7 +42,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,18 +63,7 @@ _NO_CODES: Formats = MappingProxyType({})
 _BYTES = 3  # of a column with codes
 
 
-class RowLayer(Protocol):
-    """Flagged rows of one table: those of a Table, or folded ones."""
-
-    def __len__(self) -> int: ...
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Return flagged rows."""
-        # ids: int64 [n]; returns: float32 [n, width + 1].
-
-
-Layers = Mapping[str, tuple[Any, ...]]
-"""The layers of each table, RowLayers."""
+Layers = Mapping[str, tuple[Any, ...]]  # The layers of each table: Tables and CompactedRows
 
 
 class Overlay:
@@ -87,7 +76,7 @@ class Overlay:
         self.hides_base = hides_base
         self._codes = dict(codes)
         widths = self.dims | {name: -(-each.row_bytes // _BYTES) for name, each in codes.items()}
-        self._widths = {name: width + 1 for name, width in widths.items()}
+        self.widths = {name: width + 1 for name, width in widths.items()}
         self._layers: Layers = {name: (self._new_table(name),) for name in self.dims}
         self._served: tuple[Any, Any, Any] | None = None
 
@@ -95,7 +84,7 @@ class Overlay:
         return Table(
             TableConfig(
                 name,
-                dim=self._widths[name],
+                dim=self.widths[name],
                 optimizer=SGD(0.0),
                 initializer=Zeros(),
                 missing="zeros",
@@ -132,7 +121,7 @@ class Overlay:
             if self.hides_base and not below:
                 newest.remove(ids)
                 continue
-            flagged = torch.zeros(ids.numel(), self._widths[name], device="cpu")
+            flagged = torch.zeros(ids.numel(), self.widths[name], device="cpu")
             flagged[:, -1] = REMOVED
             newest.assign(ids, flagged)
 
@@ -177,10 +166,6 @@ class Overlay:
         """Number of ids in the layers below."""
         return sum(len(layer) for layers in self._layers.values() for layer in layers[1:])
 
-    def width_of(self, table: str) -> int:
-        """Return the columns of a stored row."""
-        return self._widths[table]
-
     def seal(self) -> Layers:
         """Begin a fold: further writes go to new tables. Called by the thread that writes."""
         # Nothing is sealed while the rows of a fold that failed are in memory: each failure would add a
@@ -191,7 +176,7 @@ class Overlay:
         self._layers = {name: (self._new_table(name), *layers) for name, layers in sealed.items()}
         return sealed
 
-    def replace_sealed(self, folded: Mapping[str, RowLayer]) -> None:
+    def replace_sealed(self, folded: Mapping[str, CompactedRows]) -> None:
         """End a fold: one layer replaces those that `seal` returned. Called while nothing else is sealed."""
         self._layers = {name: (layers[0], folded[name]) for name, layers in self._layers.items()}
         self._served = None  # it would keep the sealed rows in memory until the next request
@@ -259,8 +244,7 @@ def find_rows(
     return found
 
 
-_PIECE = 1 << 16
-"""Rows compared at once."""
+_PIECE = 1 << 16  # Rows compared at once
 
 
 def inherit_rows(own: Overlay, overlay: Overlay, frozen: Mapping[str, FrozenRows]) -> None:
@@ -279,10 +263,9 @@ def inherit_rows(own: Overlay, overlay: Overlay, frozen: Mapping[str, FrozenRows
 
 # ---- compaction
 
-COMPACTION_ROWS = 1 << 18
-"""Pushed rows in memory from which a fold is worth its files."""
+COMPACTION_ROWS = 1 << 18  # Pushed rows in memory from which a fold is worth its files
+# A fold waits until the rows in memory are this share of the folded ones, because it writes all of them
 _SHARE = 4
-"""A fold waits until the rows in memory are this share of the folded ones, because it writes all of them."""
 _CHUNK = 1 << 16
 
 
@@ -295,11 +278,7 @@ class CompactedRows:
 
     def __init__(self, rows: FrozenRows, width: int) -> None:
         self._rows, self._width = rows, width
-
-    @property
-    def native(self) -> Any:
-        """The native reader."""
-        return self._rows.native
+        self.native: Any = rows.native
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -329,8 +308,7 @@ class Compactor:
         self._earliest = time.monotonic() + seconds
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.folds = 0
-        """Folds that ended."""
+        self.folds = 0  # Folds that ended
 
     def consider(self, overlay: Overlay) -> None:
         """Begin a fold if there are enough rows. Called by the thread that writes, after a write."""
@@ -357,7 +335,7 @@ class Compactor:
         try:
             folded = {}
             for name, layers in sealed.items():
-                folded[name] = self._fold_table(layers, overlay.width_of(name), drops=overlay.hides_base)
+                folded[name] = self._fold_table(layers, overlay.widths[name], drops=overlay.hides_base)
             overlay.replace_sealed(folded)
             self.folds += 1
         except _CompactorClosedError:
@@ -374,19 +352,16 @@ class Compactor:
             for ids, flagged in scan_layers(layers):
                 if self._closed:
                     raise _CompactorClosedError
-                wanted = (
-                    flagged[:, -1] == PRESENT
-                    if drops
-                    else torch.ones(ids.numel(), dtype=torch.bool, device="cpu")
-                )
-                yield ids[wanted], flagged[wanted]
+                wanted = flagged[:, -1] == PRESENT
+                yield (ids[wanted], flagged[wanted]) if drops else (ids, flagged)
 
         format = RowFormat.uniform("float32", [width], [1.0])
-        every = [ids for ids, _ in rows()]  # sealed rows do not change, so both scans find the same ones
+        none = torch.zeros(0, dtype=torch.int64, device="cpu")
+        whole = torch.cat([none, *(ids for ids, _ in rows())])
         with tempfile.TemporaryDirectory(prefix="megalith-fold-", dir=self._directory) as name:
             path = Path(name) / "rows"
-            whole = torch.cat(every) if every else torch.zeros(0, dtype=torch.int64, device="cpu")
             writer = FrozenWriter(path, whole, format)
+            # Sealed rows do not change, so this scan finds the same ids.
             for ids, flagged in rows():
                 writer.add(ids, flagged)
             writer.finish()

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -257,8 +257,7 @@ def _stand_ins(
 
 
 TRACED_SIZE = 3
-RUN_SIZES = (5, 1, 2)
-"""Batch sizes with which the program is run; the first is the largest."""
+RUN_SIZES = (5, 1, 2)  # Batch sizes with which the program is run; the first is the largest
 
 
 @dataclass(frozen=True)
@@ -267,8 +266,7 @@ class WrittenProgram:
 
     file: StoredFile
     outputs: tuple[OutputSpec, ...]
-    joint_rows: bool
-    """Whether the outputs of a row depend on the other rows of its batch."""
+    joint_rows: bool  # Whether the outputs of a row depend on the other rows of its batch
 
 
 def export_program(
@@ -300,7 +298,7 @@ def export_program(
             program = torch.export.export(dense_part, (rows, dense), dynamic_shapes=dynamic, strict=False)
             traced = program.module(check_guards=False)
             guard_divisions(traced)
-            outputs, found_joint = _run(parts, traced, dense_part.names)
+            outputs, found_joint = _run(parts, traced, dense_part.found.names)
             data = write_archive(program)
     except MegalithError:
         raise
@@ -319,14 +317,8 @@ def export_program(
     return WrittenProgram(file, outputs, found_joint if joint_rows is None else joint_rows)
 
 
-class _FoundNames:
-    """The names of a traced call. Not in the module, whose attributes torch.export restores after a trace."""
-
-    names: Sequence[str] = ()
-
-
 class _DensePart(nn.Module):
-    """The dense part as a module that returns a list of tensors; `names` are known once it has run."""
+    """The dense part as a module that returns a list of tensors; `found.names` are known once it has run."""
 
     def __init__(
         self, parts: ModelParts, names: Sequence[str] | None, activations: Mapping[str, str] | None
@@ -335,7 +327,8 @@ class _DensePart(nn.Module):
         self.model = parts.module  # its attribute's name begins the names of the weights in the program
         self._parts = parts
         self._given, self._activations = names, activations
-        self._found = _FoundNames()
+        # Not in the module itself, whose attributes torch.export restores after a trace.
+        self.found = SimpleNamespace(names=())
 
     def forward(self, rows: dict[str, Any], dense: Tensor | None) -> list[Tensor]:
         result = self._parts.run(rows, dense)
@@ -344,12 +337,8 @@ class _DensePart(nn.Module):
         else:
             named = name_tensors(result, self._given)
         named = activate(named, self._activations or {})
-        self._found.names = list(named)
+        self.found.names = list(named)
         return list(named.values())
-
-    @property
-    def names(self) -> Sequence[str]:
-        return self._found.names
 
     def _is_logit(self, result: Any) -> bool:
         """Return whether a `score` returned [B] or [B, 1], and the exporter was not told what it is."""
@@ -405,8 +394,7 @@ def _run(parts: ModelParts, module: nn.Module, names: Sequence[str]) -> tuple[tu
     return specs[0], joint
 
 
-OUTPUT = "output"
-"""Name of a tensor that has none; tensors of a tuple are `output_0`, `output_1` and so on."""
+OUTPUT = "output"  # Name of a tensor that has none; tensors of a tuple are `output_0`, `output_1` and so on
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -65,6 +65,7 @@ _EXPRESSION = re.compile(
 )
 _MAX_EXPRESSION = 1000
 _FLOAT = re.compile(r"-?Infinity|NaN")  # JSON has no numbers for them
+_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError, zipfile.BadZipFile)
 _CONTAINERS = (None, "builtins.dict", "builtins.list", "builtins.tuple")
 
 
@@ -99,16 +100,11 @@ def check_archive(data: bytes, where: str) -> None:
                 raise ValueError("it holds sample inputs, which are pickled")
             for name in _CONFIGS:
                 _check_config(_parse(archive.read_bytes(name)))
-            _check_graph(_parse(archive.read_bytes(_GRAPH)))
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        RuntimeError,
-        OSError,
-        zipfile.BadZipFile,
-    ) as error:
+            graph = _parse(archive.read_bytes(_GRAPH))
+            if graph.get("guards_code"):
+                raise ValueError("it holds source code")
+            _check_inside(graph, "")
+    except _DAMAGE as error:
         raise ExportError(f"{where} is not a program that a server may run: {error}") from None
 
 
@@ -160,12 +156,6 @@ def _check_config(data: Any) -> None:
             raise ValueError(f"{name[:200]!r} is not stored as plain bytes")
 
 
-def _check_graph(data: Any) -> None:
-    if data.get("guards_code"):
-        raise ValueError("it holds source code")
-    _check_inside(data, "")
-
-
 def _check_inside(data: Any, key: str) -> None:
     """Check each string by how torch uses it, which depends on its key."""
     if isinstance(data, dict):
@@ -201,14 +191,12 @@ def _is_structure(text: str) -> bool:
         if any(each["type"] not in _CONTAINERS for each in level):
             return False
         contexts = [json.loads(each["context"]) for each in level if each["context"] is not None]
-        if not all(context is None or _are_texts(context) for context in contexts):
+        if not all(context is None or isinstance(context, list) for context in contexts):
+            return False
+        if not all(isinstance(key, str) for context in contexts for key in context or ()):
             return False
         level = [child for each in level for child in each["children_spec"]]
     return True
-
-
-def _are_texts(keys: Any) -> bool:
-    return isinstance(keys, list) and all(isinstance(key, str) for key in keys)
 
 
 _RULES: dict[str, Callable[[str], object]] = {
@@ -236,9 +224,7 @@ def divide(dividend: Tensor, divisor: Tensor | float, *, rounding_mode: str | No
     if rounding_mode is None or kind not in _SIGNED:
         return torch.div(dividend, divisor, rounding_mode=rounding_mode)
     dividend = dividend.to(kind)
-    divisor = (
-        divisor.to(kind) if isinstance(divisor, Tensor) else torch.tensor(divisor, dtype=kind, device="cpu")
-    )
+    divisor = torch.as_tensor(divisor, dtype=kind, device="cpu")
     negates = divisor == -1
     quotient = torch.div(dividend, divisor.masked_fill(negates, 1), rounding_mode=rounding_mode)
     return torch.where(negates, -quotient, quotient)

@@ -81,18 +81,16 @@ class RowPlan:
         return [make(shape, dtype=torch.float32) for shape, make in self._outputs]
 
 
+@dataclass(frozen=True)
 class Gathered:
     """Rows to fill, all in one buffer."""
 
-    def __init__(self, buffer: Tensor, rows: dict[str, Tensor]) -> None:
-        self.buffer = buffer
-        self.rows = rows
+    buffer: Tensor
+    rows: dict[str, Tensor]
 
 
-_MAX_COMPILED = 256
-"""Maximum number of batch sizes for which a compiled request is cached."""
-_MAX_COMPILED_SIZE = 1024
-"""The largest cached batch size: clients choose the size, and memory grows with it."""
+_MAX_COMPILED = 256  # Maximum number of batch sizes for which a compiled request is cached
+_MAX_COMPILED_SIZE = 1024  # The largest cached batch size: clients choose the size, and memory grows with it
 
 
 @dataclass(frozen=True)
@@ -182,8 +180,8 @@ class RequestPlans:
         return rows
 
 
+# {table: ids int64 [n]} -> {table: bool [n]}, whether an id has a row
 HasRows = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""{table: ids int64 [n]} -> {table: bool [n]}, whether an id has a row."""
 
 
 def count_missing(

@@ -72,8 +72,8 @@ def decode_numbers(stored: Tensor, steps: Tensor) -> Tensor:
 
 
 KINDS = (*PRECISIONS, *SERVING_PRECISIONS)
+# The numbers of `Stored` in native/frozen.hpp
 _NATIVE_KINDS = {"float32": 0, "float16": 1, "int8": 2, "fixed_point": 2, "one_bit": 3}
-"""The numbers of `Stored` in native/frozen.hpp."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,8 @@ class RowPart:
             if not bool(torch.isfinite(rows).all()):
                 raise InputError("a row holds NaN or Inf")
             return self._precision.encode(rows)
-        return (
-            encode_numbers(rows, self.kind, torch.tensor(self.step, device="cpu"))
-            .clone(memory_format=torch.contiguous_format)
-            .view(torch.uint8)
-        )
+        numbers = encode_numbers(rows, self.kind, torch.tensor(self.step, device="cpu"))
+        return numbers.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
     def decode(self, stored: Tensor) -> Tensor:
         """Convert bytes to columns; the inverse of `encode`."""
@@ -147,15 +144,14 @@ class RowFormat:
     @classmethod
     def codes_of(cls, config: TableConfig) -> RowFormat | None:
         """Return the format in which a table is sent to servers."""
-        given = [(segment.serving, segment.dim) for segment in config.segments]
-        return cls(
-            tuple(
-                RowPart(serving.name, dim, serving.unit)
-                if isinstance(serving, ServingPrecision)
-                else RowPart("float32", dim)
-                for serving, dim in given
-            )
-        ).codes
+        parts = []
+        for segment in config.segments:
+            serving = segment.serving
+            if isinstance(serving, ServingPrecision):
+                parts.append(RowPart(serving.name, segment.dim, serving.unit))
+            else:
+                parts.append(RowPart("float32", segment.dim))
+        return cls(tuple(parts)).codes
 
     @property
     def codes(self) -> RowFormat | None:
@@ -227,5 +223,4 @@ class RowFormat:
         return cls(tuple(parts))
 
 
-Formats = Mapping[str, RowFormat]
-"""Formats by table."""
+Formats = Mapping[str, RowFormat]  # Formats by table

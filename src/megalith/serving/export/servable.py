@@ -54,17 +54,16 @@ def open_rows(
 ) -> dict[str, FrozenRows]:
     """Open the rows of all tables."""
     rest = [name for name in signature.tables if name not in first]
-    return {name: _open_table(directory, signature, name, in_memory) for name in (*first, *rest)}
-
-
-def _open_table(directory: Path, signature: Signature, name: str, in_memory: bool) -> FrozenRows:
-    table = signature.tables[name]
-    assert table.file is not None  # the signature was checked
-    path = directory / table.file.path
-    rows = FrozenRows(path, table.format(signature.precision), in_memory=in_memory)
-    if len(rows) != table.rows:
-        raise ExportError(f"{path} holds {len(rows)} rows, not {table.rows}")
-    return rows
+    found = {}
+    for name in (*first, *rest):
+        table = signature.tables[name]
+        assert table.file is not None  # the signature was checked
+        path = directory / table.file.path
+        rows = FrozenRows(path, table.format(signature.precision), in_memory=in_memory)
+        if len(rows) != table.rows:
+            raise ExportError(f"{path} holds {len(rows)} rows, not {table.rows}")
+        found[name] = rows
+    return found
 
 
 def check_ids(signature: Signature, table: str, ids: Tensor) -> None:
@@ -174,10 +173,8 @@ _MAX_RANDOM = 4096
 class ServingCounters:
     """Counts since the servable was opened."""
 
-    ids_looked_up: int = 0
-    """Number of ids whose rows were read."""
-    ids_missing: int = 0
-    """Number of them without a row."""
+    ids_looked_up: int = 0  # Number of ids whose rows were read
+    ids_missing: int = 0  # Number of them without a row
 
 
 @dataclass(frozen=True)
@@ -471,15 +468,12 @@ class Servable:
             raise InputError(f"size must be at most {_MAX_RANDOM}, got {size}")
         plan = plans.plain(size)
         rows = [torch.randn(output.shape, device="cpu") for output in plan.rows.outputs()]
-        return plans.program_inputs(plan.batch, rows), torch.randn(
-            size, width, device="cpu"
-        ) if width else None
+        dense = torch.randn(size, width, device="cpu") if width else None
+        return plans.program_inputs(plan.batch, rows), dense
 
     def _zeros(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: torch.zeros(each.numel(), self.signature.dims[name], device="cpu")
-            for name, each in ids.items()
-        }
+        dims = self.signature.dims
+        return {name: torch.zeros(each.numel(), dims[name], device="cpu") for name, each in ids.items()}
 
     # ---- writing
 
@@ -571,9 +565,7 @@ class Servable:
         Raises:
             InputError: The overlay has other tables, or a weight does not match.
         """
-        self._check_overlay(overlay)
-        if dense is not None:
-            self.check({}, {}, dense)
+        self._check_other(overlay, dense)
         self._snapshot = self._with(overlay, dense)
 
     def inherit(self, overlay: Overlay, dense: Mapping[str, Tensor] | None = None) -> None:
@@ -589,9 +581,7 @@ class Servable:
         Raises:
             InputError: The overlay has other tables, or a weight does not match.
         """
-        self._check_overlay(overlay)
-        if dense is not None:
-            self.check({}, {}, dense)
+        self._check_other(overlay, dense)
         own = self._new_overlay()
         inherit_rows(own, overlay, self._frozen)
         self._snapshot = self._with(own, dense)
@@ -602,10 +592,12 @@ class Servable:
             return _Snapshot(overlay, None)
         return _Snapshot(overlay, self._program.set(dense) if dense else self._program.front)
 
-    def _check_overlay(self, overlay: Overlay) -> None:
+    def _check_other(self, overlay: Overlay, dense: Tensors | None) -> None:
         instance(overlay, Overlay, "overlay")
         if overlay.dims != self.signature.dims:
             raise InputError(f"{self.signature.name}: the overlay has other tables: {overlay.dims}")
+        if dense is not None:
+            self.check({}, {}, dense)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,12 @@ from megalith.nn.feature_plan import FeaturePlan
 from megalith.ragged import Ragged
 from megalith.routing import MODES, Router
 from megalith.serving.export.row_format import PRECISIONS, Formats, RowFormat, RowPart
-from megalith.storage.json_codec import parse_json
+from megalith.storage.json_codec import OPTIONAL, JsonFields, Limits, Natural, from_json, parse_json, to_json
 from megalith.storage.store import LocalStore, StoredFile, checksum
 from megalith.table import SGD, Segment, TableConfig
 
+# Outputs of a model whose `score` returns one logit for each row
 LOGITS, PROBABILITIES = "logits", "probabilities"
-"""Outputs of a model whose `score` returns one logit for each row."""
 OUTPUT_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -41,42 +41,32 @@ OUTPUT_DTYPES: dict[str, torch.dtype] = {
     "uint8": torch.uint8,
     "bool": torch.bool,
 }
+# Limits of a model: outputs, dimensions of one, and values for each row
 MAX_OUTPUTS, MAX_RANK, MAX_VALUES = 256, 8, 1 << 24
-"""Limits of a model: outputs, dimensions of one, and values for each row."""
+
+
+Text = Annotated[str, Limits(1, 4096)]
+_Width = Annotated[int, Limits(1, 1 << 20)]
 
 
 @dataclass(frozen=True)
 class OutputSpec:
     """An output: a tensor [B, *shape]."""
 
-    name: str
-    dtype: str = "float32"
-    """One of OUTPUT_DTYPES."""
-    shape: tuple[int, ...] = ()
-    """The sizes after the batch dimension."""
+    name: Annotated[str, Limits(1, 1000)]
+    dtype: str = "float32"  # One of OUTPUT_DTYPES
+    # The sizes after the batch dimension
+    shape: Annotated[tuple[Annotated[int, Limits(0, MAX_VALUES)], ...], Limits(0, MAX_RANK - 1)] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in OUTPUT_DTYPES:
+            raise InputError(f"output {self.name!r} has dtype {self.dtype[:100]!r}")
+        values = prod(max(1, size) for size in self.shape)
+        if values > MAX_VALUES:
+            raise InputError(f"output {self.name!r} has {values} values for each row, more than {MAX_VALUES}")
 
 
-LOGIT_OUTPUTS = (OutputSpec(LOGITS), OutputSpec(PROBABILITIES))
-"""The outputs of exports of format version 1."""
-
-
-def read_output(data: Mapping[str, Any]) -> OutputSpec:
-    """Validate the description of an output."""
-    name, dtype, shape = data["name"], data["dtype"], data["shape"]
-    if not isinstance(name, str) or not 1 <= len(name) <= 1000:
-        raise ValueError(f"the name of an output must be a string, got {repr(name)[:100]}")
-    if not isinstance(dtype, str) or dtype not in OUTPUT_DTYPES:
-        raise ValueError(f"output {name!r} has dtype {repr(dtype)[:100]}")
-    if not isinstance(shape, list) or len(shape) >= MAX_RANK:
-        raise ValueError(f"output {name!r} has shape {repr(shape)[:100]}")
-    values = 1
-    for size in shape:
-        if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MAX_VALUES:
-            raise ValueError(f"output {name!r} has shape {repr(shape)[:100]}")
-        values *= max(1, size)
-    if values > MAX_VALUES:
-        raise ValueError(f"output {name!r} has {values} values for each row, more than {MAX_VALUES}")
-    return OutputSpec(name, dtype, tuple(shape))
+LOGIT_OUTPUTS = (OutputSpec(LOGITS), OutputSpec(PROBABILITIES))  # The outputs of exports of format version 1
 
 
 FORMAT = "megalith-export"
@@ -84,29 +74,32 @@ VERSION = 2
 NAME = "signature.json"
 MAX_BYTES = 1 << 24
 STANDALONE, ENTRY = "standalone", "entry"
-DENSE = "dense"
-"""The name of the input that holds dense values."""
+DENSE = "dense"  # The name of the input that holds dense values
+# What the ids of a feature are: integers as they are, hashes of text, or results of `megalith.fid`
 ID_KINDS = ("integer", "xxhash64", "fid")
-"""What the ids of a feature are: integers as they are, hashes of text, or results of `megalith.fid`."""
-_MAX_TEXT = 4096
 _COMBINERS: dict[str, type[Combiner]] = {"sum": Sum, "mean": Mean, "sqrtn": Sqrtn}
+# What a collection calls to pool the rows of a feature
 _POOLING_METHODS = ("cut", "offsets", "divisor", "output_shape")
-"""What a collection calls to pool the rows of a feature."""
 
 
 @dataclass(frozen=True)
 class FeatureSpec:
     """A feature of the model."""
 
-    name: str
-    table: str
-    combiner: str
+    name: Text
+    table: Text
+    combiner: Text
     shared: bool = False
-    pad: int = -1
-    max_length: int | None = None  # Number of ids that a FirstN feature uses
+    pad: Annotated[int, Limits(-(2**63))] = -1
+    max_length: _Width | None = None  # Number of ids that a FirstN feature uses
     # One of ID_KINDS: what the ids were in training. Requests must send the same; None: unknown.
-    ids: str | None = None
-    single: bool = False  # Whether rows have one id each, so that its shape in metadata is [B]
+    ids: str | None = field(default=None, metadata=OPTIONAL)
+    # Whether rows have one id each, so that its shape in metadata is [B]
+    single: bool = field(default=False, metadata=OPTIONAL)
+
+    def __post_init__(self) -> None:
+        if self.ids not in (None, *ID_KINDS):
+            raise InputError(f"ids is {self.ids!r}, not one of {', '.join(ID_KINDS)}")
 
     def feature(self) -> Feature:
         """Return the feature of the collection."""
@@ -138,9 +131,9 @@ class FeatureSpec:
 class LayoutSpec:
     """An input of the dense program, assembled from slices [feature, start, end]."""
 
-    name: str
-    kind: str
-    slices: tuple[tuple[str, int, int], ...]
+    name: Text
+    kind: Text
+    slices: tuple[tuple[Text, Natural, Natural], ...]
 
     def layout(self) -> Layout:
         """Return the layout of the collection."""
@@ -153,21 +146,39 @@ class LayoutSpec:
         return cls(layout.name, layout.kind, cuts)
 
 
+def _check_plain(file: StoredFile) -> None:
+    if any(char in "/\\" or not char.isprintable() for char in file.path) or not 0 < len(file.path) <= 4096:
+        raise InputError(f"the path of a file must be a plain name, not {file.path[:100]!r}")
+    if file.path.startswith(".") or file.bytes < 0 or not file.checksum:
+        raise InputError(f"{file.path!r} must not be hidden, and needs its length and its checksum")
+
+
+_File = Annotated[StoredFile, _check_plain]
+
+
 @dataclass(frozen=True)
 class ExportedTable:
     """A table of an export."""
 
-    segments: tuple[int, ...]
-    """Width of each segment."""
-    steps: tuple[float, ...]
-    """The step of each segment; see row_format.py."""
-    routing: Routing
-    """Which ps part has an id."""
-    rows: int = 0
-    """Number of rows in this part."""
-    file: StoredFile | None = None
-    kinds: tuple[str, ...] | None = None
-    """How each segment is stored (`row_format.KINDS`); None: all in the precision of the export."""
+    segments: tuple[_Width, ...]  # Width of each segment
+    steps: tuple[float, ...]  # The step of each segment; see row_format.py
+    routing: Routing  # Which ps part has an id
+    rows: Natural = 0  # Number of rows in this part
+    file: _File | None = None
+    # How each segment is stored (`row_format.KINDS`); None: all in the precision of the export
+    kinds: tuple[Text, ...] | None = field(default=None, metadata=OPTIONAL)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.dim <= 1 << 20 or len(self.steps) != len(self.segments):
+            raise InputError("a table needs segments of 1 or more columns, and a step for each")
+        if self.kinds is not None and len(self.kinds) != len(self.segments):
+            raise InputError("a table needs a kind for each segment")
+        if not all(0 < step < float("inf") for step in self.steps):
+            raise InputError("steps must be positive and finite")
+        mode, block = self.routing.dist_type, self.routing.block_size
+        if mode not in MODES or (block is not None and block < 1):
+            raise InputError(f"dist_type {mode!r} is not one of {', '.join(MODES)}, or has blocks of {block}")
+        self.router()  # raises if no ids can be routed
 
     @property
     def dim(self) -> int:
@@ -188,26 +199,26 @@ class ExportedTable:
 class Signature:
     """An exported model, or one part of it."""
 
-    model: str
-    version: int
-    part: str  # "standalone", "entry", "ps_0", "ps_1" and so on
-    sub_graph_num: int  # Number of ps parts; 0 for a standalone model
-    base: str  # Id of the save that was exported
-    step: int  # Global step of that save
-    created: str
-    megalith: str
-    precision: str
-    tables: dict[str, ExportedTable]
+    model: Text
+    version: Natural
+    part: Text  # "standalone", "entry", "ps_0", "ps_1" and so on
+    sub_graph_num: Natural  # Number of ps parts; 0 for a standalone model
+    base: Text  # Id of the save that was exported
+    step: Natural  # Global step of that save
+    created: Text
+    megalith: Text
+    precision: Text
+    tables: dict[Text, ExportedTable]
     features: tuple[FeatureSpec, ...] = ()
     layouts: tuple[LayoutSpec, ...] | None = None
     # Name -> FirstN feature; the mask marks the positions that hold ids
-    masks: dict[str, str] = field(default_factory=dict)
-    num_dense: int = 0
-    dense_name: str = DENSE
+    masks: dict[Text, Text] = field(default_factory=dict)
+    num_dense: Natural = 0
+    dense_name: Text = DENSE
     outputs: tuple[OutputSpec, ...] = LOGIT_OUTPUTS  # What the program returns, in its order
     joint_rows: bool = False  # Whether the outputs of a row depend on the other rows of its batch
-    program: StoredFile | None = None
-    examples: StoredFile | None = None
+    program: _File | None = None
+    examples: _File | None = None
 
     @property
     def name(self) -> str:
@@ -277,119 +288,24 @@ class Signature:
         version = data.get("format_version")
         if type(version) is not int or not 1 <= version <= VERSION:
             raise ExportError(f"{where} has format version {version!r}; this Megalith reads 1 to {VERSION}")
+        named = {name: value for name, value in data.items() if name not in ("format", "format_version")}
+        if version == 1:
+            # Its program returns logits [B] alone.
+            if named.get("outputs") != [each.name for each in LOGIT_OUTPUTS]:
+                raise ExportError(f"{where}: outputs are not logits and probabilities")
+            named |= {"outputs": to_json(LOGIT_OUTPUTS), "joint_rows": False}
+        signature = from_json(cls, JsonFields(named, lambda problem: ExportError(f"{where}: {problem}")))
         try:
-            signature = _signature(data if version == VERSION else _upgraded(data))
             _check(signature)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            named = f"it lacks {error}" if type(error) is KeyError else str(error)
-            raise ExportError(f"{where}: {named}") from None
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ExportError(f"{where}: {error}") from None
         return signature
 
 
-def _upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a signature of format version 1, whose program returns logits [B] alone, as version 2."""
-    if data["outputs"] != [each.name for each in LOGIT_OUTPUTS]:
-        raise ValueError("outputs are not logits and probabilities")
-    outputs = [{**asdict(each), "shape": list(each.shape)} for each in LOGIT_OUTPUTS]
-    return {**data, "outputs": outputs, "joint_rows": False}
-
-
-def _signature(data: Mapping[str, Any]) -> Signature:
-    layouts = data["layouts"]
-    texts: dict[str, Any] = {name: _text(data[name], name) for name in _TEXTS}
-    numbers: dict[str, Any] = {name: _integer(data[name], name) for name in _NUMBERS}
-    return Signature(
-        **texts,
-        **numbers,
-        tables={_text(name, "table"): _table(each) for name, each in data["tables"].items()},
-        features=tuple(_feature(each) for each in data["features"]),
-        layouts=None if layouts is None else tuple(_layout(each) for each in layouts),
-        masks={_text(k, "mask"): _text(v, "mask") for k, v in data["masks"].items()},
-        outputs=tuple(read_output(each) for each in data["outputs"]),
-        joint_rows=_flag(data["joint_rows"], "joint_rows"),
-        program=_file(data["program"]),
-        examples=_file(data["examples"]),
-    )
-
-
-_TEXTS = ("model", "part", "base", "created", "megalith", "precision", "dense_name")
-_NUMBERS = ("version", "sub_graph_num", "step", "num_dense")
-
-
-def _feature(data: Mapping[str, Any]) -> FeatureSpec:
-    length = data["max_length"]
-    if length is not None and not 1 <= _integer(length, "max_length") <= 1 << 20:
-        raise ValueError(f"max_length is {length}")
-    pad = data["pad"]
-    if isinstance(pad, bool) or not isinstance(pad, int) or not -(2**63) <= pad < 2**63:
-        raise ValueError(f"pad is {pad!r}")
-    ids = data.get("ids")
-    if ids is not None and (not isinstance(ids, str) or ids not in ID_KINDS):
-        raise ValueError(f"ids is {ids!r}, not one of {', '.join(ID_KINDS)}")
-    texts = [_text(data[name], name) for name in ("name", "table", "combiner")]
-    flags = [_flag(data["shared"], "shared"), _flag(data.get("single", False), "single")]
-    return FeatureSpec(texts[0], texts[1], texts[2], flags[0], pad, length, ids, flags[1])
-
-
-def _layout(data: Mapping[str, Any]) -> LayoutSpec:
-    slices = tuple(
-        (_text(name, "slice"), _integer(start, "slice"), _integer(end, "slice"))
-        for name, start, end in data["slices"]
-    )
-    return LayoutSpec(_text(data["name"], "name"), _text(data["kind"], "kind"), slices)
-
-
-def _table(data: Mapping[str, Any]) -> ExportedTable:
-    routing = data["routing"]
-    block = routing["block_size"]
-    table = ExportedTable(
-        segments=tuple(_integer(each, "segments") for each in data["segments"]),
-        steps=tuple(_number(each, "steps") for each in data["steps"]),
-        routing=Routing(
-            _text(routing["dist_type"], "dist_type"),
-            _integer(routing["num_shards"], "num_shards"),
-            None if block is None else _integer(block, "block_size"),
-            _flag(routing["skip_first"], "skip_first"),
-        ),
-        rows=_integer(data["rows"], "rows"),
-        file=_file(data["file"]),
-        kinds=_kinds(data.get("kinds")),
-    )
-    if not 1 <= table.dim <= 1 << 20 or min(table.segments) < 1 or len(table.steps) != len(table.segments):
-        raise ValueError("a table needs segments of 1 or more columns, and a step for each")
-    if table.kinds is not None and len(table.kinds) != len(table.segments):
-        raise ValueError("a table needs a kind for each segment")
-    if not all(0 < step < float("inf") for step in table.steps):
-        raise ValueError("steps must be positive and finite")
-    if table.routing.dist_type not in MODES:
-        raise ValueError(f"dist_type {table.routing.dist_type!r} is not one of {', '.join(MODES)}")
-    table.router()
-    return table
-
-
-def _kinds(data: Any) -> tuple[str, ...] | None:
-    if data is None:
-        return None
-    if not isinstance(data, list) or not data:
-        raise ValueError("kinds must be a list with one text for each segment")
-    return tuple(_text(each, "kinds") for each in data)
-
-
-def _file(data: Any) -> StoredFile | None:
-    if data is None:
-        return None
-    entry = StoredFile(
-        _text(data["path"], "path"), _integer(data["bytes"], "bytes"), _text(data["checksum"], "checksum")
-    )
-    if any(char in "/\\" or not char.isprintable() for char in entry.path) or entry.path.startswith("."):
-        raise ValueError(f"the path of a file must be a plain name, not {entry.path!r}")
-    return entry
-
-
 def check_name(model: str) -> None:
-    if not isinstance(model, str) or not 1 <= len(model) <= _MAX_TEXT:
+    if not isinstance(model, str) or not 1 <= len(model) <= 4096:
         raise InputError(
-            f"the name of a model must be a string of 1 to {_MAX_TEXT} characters, not {repr(model)[:100]}"
+            f"the name of a model must be a string of 1 to 4096 characters, not {repr(model)[:100]}"
         )
     if any(char in "/:" or not char.isprintable() for char in model):
         raise InputError(f"model {model!r} must not contain '/', ':' or unprintable characters")
@@ -430,49 +346,20 @@ def _check(signature: Signature) -> None:
             raise ValueError(f"mask {name!r} refers to {feature!r}, which is not a FirstN feature")
 
 
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= _MAX_TEXT:
-        raise ValueError(f"{name} must be a string of 1 to {_MAX_TEXT} characters, got {repr(value)[:100]}")
-    return value
-
-
-def _integer(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{name} must be an integer from 0 to 2^63 - 1, got {repr(value)[:100]}")
-    return value
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} must hold numbers, got {repr(value)[:100]}")
-    return float(value)
-
-
-def _flag(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {repr(value)[:100]}")
-    return value
-
-
-_MAX_BYTES = 1 << 24
-
-Example = tuple[dict[str, Ragged], Tensor | None]
-"""Features by name, and dense values float32 [B, num_dense]."""
+Example = tuple[dict[str, Ragged], Tensor | None]  # Features by name, and dense values float32 [B, num_dense]
 
 
 def read_examples(path: Path) -> list[Example]:
     """Read the warm-up requests of an export."""
     try:
-        if path.stat().st_size > _MAX_BYTES:
+        if path.stat().st_size > MAX_BYTES:
             raise ValueError("too long")
         examples = []
         for each in parse_json(path.read_text())["examples"]:
             features = {name: Ragged.from_lists(lists) for name, lists in each["features"].items()}
-            dense = (
-                None
-                if each["dense"] is None
-                else torch.tensor(each["dense"], dtype=torch.float32, device="cpu")
-            )
+            dense = each["dense"]
+            if dense is not None:
+                dense = torch.tensor(dense, dtype=torch.float32, device="cpu")
             examples.append((features, dense))
         return examples
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:

@@ -24,12 +24,10 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.ops.bucketing import dedup
 
-MIN_COMPACTION = 4096
-"""The number of ids below which compaction is not worth its cost."""
+MIN_COMPACTION = 4096  # The number of ids below which compaction is not worth its cost
 MAX_EPOCHS = 1000
 
-Keep: TypeAlias = Callable[[str, Tensor], Tensor]
-"""Selects the ids of a table that stay."""
+Keep: TypeAlias = Callable[[str, Tensor], Tensor]  # Selects the ids of a table that stay
 
 
 class IdSets:
@@ -121,8 +119,8 @@ class _Epoch:
     ids: IdSets = field(default_factory=lambda: IdSets(lazy=True))
 
 
+# Sets of ids, one of their tables, and the tensors of that table to compact
 Uncompacted: TypeAlias = tuple[IdSets, str, tuple[Tensor, ...]]
-"""Sets of ids, one of their tables, and the tensors of that table to compact."""
 
 
 class Journal:

@@ -26,8 +26,7 @@ from megalith.table.table_data import FoundRows
 
 logger = logging.getLogger(__name__)
 
-MAX_NAMED_IDS = 20
-"""The number of ids of a table that a message about rows names."""
+MAX_NAMED_IDS = 20  # The number of ids of a table that a message about rows names
 
 
 class ParameterSource:
@@ -61,8 +60,7 @@ class ParameterSource:
         }
         self._last: dict[str, Tensor] = {}
         self._counting = threading.Lock()
-        self.held_back = 0
-        """The number of rows that were not finite when a message was built."""
+        self.held_back = 0  # The number of rows that were not finite when a message was built
 
     # ---- in the training thread
 
@@ -117,10 +115,6 @@ class ParameterSource:
         return self._last
 
     # ---- in any thread
-
-    def all_ids(self) -> dict[str, Tensor]:
-        """Return the ids that have a row; see `scan_ids`."""
-        return scan_ids(self.tables)
 
     def find(self, ids: Mapping[str, Tensor]) -> PushMessage:
         """Find rows, which are read into the memory of a message when it is encoded."""

@@ -46,14 +46,12 @@ from megalith.storage.json_codec import parse_json
 
 SESSION, PUBLISHER = "megalith-session", "megalith-publisher"
 SEQUENCE, COMPLETE, NUMBER = "megalith-sequence", "megalith-complete", "megalith-number"
+# The beginning of the refusal of an older session
 NEWER_SESSION = "a newer training session pushes to this model"
-"""The beginning of the refusal of an older session."""
-WINDOW = 2
-"""The number of messages of a publisher that may be in flight; they are applied in order."""
+WINDOW = 2  # The number of messages of a publisher that may be in flight; they are applied in order
 MAX_PUBLISHERS = 65536
 MAX_LAYOUT = 1 << 22
-MAX_PARTS = 4096
-"""The maximum number of ps parts of a served model; a publisher watches each of them."""
+MAX_PARTS = 4096  # The maximum number of ps parts of a served model; a publisher watches each of them
 MAX_SEQUENCE = 10**15
 _SESSION = re.compile(r"[0-9a-f]{32}")
 _PUBLISHER = re.compile(r"([0-9]{1,5})/([0-9]{1,5})")
@@ -172,16 +170,10 @@ class ModelLayout:
 
     def to_json(self) -> bytes:
         """Return the wire format."""
-        tables = {
-            name: [
-                each.dim,
-                each.router.mode,
-                each.router.num_shards,
-                each.router.block_size,
-                each.router.skip_first,
-            ]
-            for name, each in self.tables.items()
-        }
+        tables = {}
+        for name, each in self.tables.items():
+            to = each.router
+            tables[name] = [each.dim, to.mode, to.num_shards, to.block_size, to.skip_first]
         return json.dumps(
             {
                 "part": self.part,
@@ -312,8 +304,7 @@ def _read_int(tensors: Mapping[str, Tensor | Strings], name: str) -> int:
     return int(value)
 
 
-MAX_ANSWER_BYTES = 1 << 23
-"""The maximum number of bytes of the tensors of an answer."""
+MAX_ANSWER_BYTES = 1 << 23  # The maximum number of bytes of the tensors of an answer
 
 
 def ask_position(

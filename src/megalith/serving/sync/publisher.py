@@ -24,7 +24,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -49,14 +48,11 @@ from megalith.shards import Shards, ShardsPart
 
 logger = logging.getLogger(__name__)
 
-MISSING_SECONDS = 60.0
-"""How long a target may be missing from discovery before its sender is closed."""
+MISSING_SECONDS = 60.0  # How long a target may be missing from discovery before its sender is closed
+# The fullness above which the journal is compacted: while nothing is being sent, and in any case
 COMPACT_IDLE, COMPACT_ALWAYS = 0.5, 0.75
-"""The fullness above which the journal is compacted: while nothing is being sent, and in any case."""
-START_SECONDS = 15.0
-"""How long a publisher waits for its discovery before training begins without it."""
-CONSUMER = "publisher "
-"""How the names of publishers as consumers of touched rows begin."""
+START_SECONDS = 15.0  # How long a publisher waits for its discovery before training begins without it
+CONSUMER = "publisher "  # How the names of publishers as consumers of touched rows begin
 _JOIN_SECONDS = 5.0
 
 
@@ -93,8 +89,7 @@ class Publisher:
         DiscoveryError: The discovery cannot be started. If it only cannot be reached, it is connected later.
     """
 
-    needs_rows = True
-    """Whether the rows must be in this process."""
+    needs_rows = True  # Whether the rows must be in this process
 
     def __init__(
         self,
@@ -161,11 +156,10 @@ class Publisher:
             on_layout=self._find_parts,
         )
         self._senders: dict[tuple[str, str], Sender] = {}
-        self._listed: dict[str, set[tuple[str, str]]] = {}
-        """The targets of each service that discovery lists."""
+        self._listed: dict[str, set[tuple[str, str]]] = {}  # The targets of each service that discovery lists
         self._parts: set[str] = set()
+        # The number of parts with rows, once a target has answered; 0: not known, or not in parts
         self._num_parts = 0
-        """The number of parts with rows, once a target has answered; 0: not known, or not in parts."""
         self._asking = threading.Lock()
         self._missing_since: dict[tuple[str, str], float] = {}
         self._sequences: dict[tuple[str, str], SequenceCounter] = {}
@@ -386,8 +380,12 @@ class Publisher:
                 return
             self._watches[service] = Watch(lambda: None)  # a placeholder: no other thread starts it
         assert isinstance(self._targets, Discovery)
+
+        def listed(replicas: Replicas) -> None:
+            self._set_targets(service, {(each.address, name) for each in replicas})
+
         try:
-            watch = self._targets.watch(service, partial(self._set_replicas, service, name))
+            watch = self._targets.watch(service, listed)
         except BaseException:
             with self.lock:
                 del self._watches[service]  # so that it is tried again
@@ -415,9 +413,6 @@ class Publisher:
         for service in services:
             self._watch(service, service)
 
-    def _set_replicas(self, service: str, name: str, replicas: Replicas) -> None:
-        self._set_targets(service, {(each.address, name) for each in replicas})
-
     def _set_targets(self, service: str, targets: set[tuple[str, str]]) -> None:
         with self.lock:
             if self._closed:
@@ -430,7 +425,7 @@ class Publisher:
                 self._senders[key] = sender
                 sender.start()
             for key, sender in self._senders.items():
-                sender.set_listed(key in listed)
+                sender.report.listed = key in listed
                 if key in listed:
                     self._missing_since.pop(key, None)
                 else:
@@ -508,13 +503,13 @@ class ServerPublisher(Publisher):
         number = options.pop("session_number", None)
         session = {
             "session": uuid.uuid4().hex,
-            "session_number": clock.time_ns() // 1000
-            if number is None
-            else number,  # the same on all servers
+            # The same on all servers
+            "session_number": clock.time_ns() // 1000 if number is None else number,
             "count": len(self._tables.links) + 1,
         }
         common: dict[str, Any] = {"model_name": model_name, "interval": interval, **options, **session}
-        self._refresh_dense()
+        if refresh is not None:
+            refresh()
         super().__init__(model, targets, dense=dense, index=0, **common)
         try:
             self._tables.flush()
@@ -527,17 +522,14 @@ class ServerPublisher(Publisher):
     def publish(self) -> int:
         # Every server sends its changes.
         if self._started:
-            self._tables.each_part(_publish)
-        self._refresh_dense()
-        return super().publish()
-
-    def _refresh_dense(self) -> None:
+            self._tables.each_part(_call, "publish")
         if self._refresh is not None:
             self._refresh()
+        return super().publish()
 
     def checkpoint_taken(self, save_id: str) -> None:
         super().checkpoint_taken(save_id)
-        self._tables.each_part(_checkpoint_taken, save_id)
+        self._tables.each_part(_call, "checkpoint_taken", save_id)
 
     def flush(self, timeout: float = 30.0) -> bool:
         # For the changes of all servers.
@@ -549,12 +541,12 @@ class ServerPublisher(Publisher):
 
     def report(self) -> list[TargetReport]:
         """Return the progress of each target, for this worker and for each server."""
-        parts = self._tables.each_part(_report) if self._started else []
+        parts = self._tables.each_part(_call, "report") if self._started else []
         return super().report() + [each for part in parts for each in part]
 
     def lagging(self) -> list[TargetReport]:
         """Return the targets that have not acknowledged everything published, by any publisher."""
-        parts = self._tables.each_part(_lagging) if self._started else []
+        parts = self._tables.each_part(_call, "lagging") if self._started else []
         return super().lagging() + [each for part in parts for each in part]
 
     def close(self) -> None:
@@ -601,25 +593,13 @@ def _publisher_of(part: ShardsPart) -> Publisher:
     return kept.publisher
 
 
-def _publish(part: ShardsPart) -> int:
-    return _publisher_of(part).publish()
-
-
-def _checkpoint_taken(part: ShardsPart, save_id: str) -> None:
-    _publisher_of(part).checkpoint_taken(save_id)
+def _call(part: ShardsPart, method: str, *arguments: Any) -> Any:
+    return getattr(_publisher_of(part), method)(*arguments)
 
 
 def _wait(part: ShardsPart, timeout: float) -> bool:
     publisher = _publisher_of(part)
     return publisher._wait_for(publisher.interval.number, timeout)
-
-
-def _report(part: ShardsPart) -> list[TargetReport]:
-    return _publisher_of(part).report()
-
-
-def _lagging(part: ShardsPart) -> list[TargetReport]:
-    return _publisher_of(part).lagging()
 
 
 def _close(part: ShardsPart) -> None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -69,19 +69,14 @@ def read_dense_parts(left: dict[str, Tensor | Strings], names: Mapping[str, obje
     """Validate the parts of a message, and remove their inputs from `left`."""
     parts = {}
     for name in names:
-        values, begin = left.pop(f"{DENSE_PART}{name}", None), left.pop(f"{DENSE_BEGIN}{name}", None)
-        if values is None and begin is None:
+        values, at = left.pop(f"{DENSE_PART}{name}", None), left.pop(f"{DENSE_BEGIN}{name}", None)
+        if values is None and at is None:
             continue
         if not isinstance(values, Tensor) or values.dim() != 1 or not values.numel():
             raise InputError(f"input {DENSE_PART + name!r} must be a tensor [k] of at least one element")
-        if (
-            not isinstance(begin, Tensor)
-            or begin.dtype != torch.int64
-            or begin.numel() != 1
-            or int(begin) < 0
-        ):
+        if not isinstance(at, Tensor) or at.dtype != torch.int64 or at.numel() != 1 or int(at) < 0:
             raise InputError(f"input {DENSE_BEGIN + name!r} must be one int64 of 0 or more")
-        parts[name] = DensePart(int(begin), values)
+        parts[name] = DensePart(int(at), values)
     return parts
 
 
@@ -132,10 +127,9 @@ class DenseAssembly:
             raise InputError(f"dense weight {min(missing)!r}: the interval ends before its last part")
 
 
-MAX_PUSH_BYTES = 4 * 2**20
-"""The maximum size of a request."""
+MAX_PUSH_BYTES = 4 * 2**20  # The maximum size of a request
+# The part of a request for rows and dense weights; the rest is for names and shapes
 MAX_CONTENT_BYTES = MAX_PUSH_BYTES - (1 << 16)
-"""The part of a request for rows and dense weights; the rest is for names and shapes."""
 DENSE, EXPECTED = "dense:", "expected:"
 
 _ALIGNMENT = 8
@@ -154,24 +148,19 @@ class DeferredRows:
     # Writes the rows to float32 of this shape; returns False if one of them is not finite
     read_into: Callable[[Tensor], bool]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the elements."""
-        return torch.float32
+    dtype: ClassVar[torch.dtype] = torch.float32
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
         return 4 * self.numel()
 
     def numel(self) -> int:
-        """Return the number of elements."""
         return self.shape[0] * self.shape[1]
 
 
 Content: TypeAlias = Tensor | DeferredRows
+# Contents by name. A sequence of contents of one dtype is sent as one flat tensor.
 Inputs: TypeAlias = Mapping[str, Content | Sequence[Content]]
-"""Contents by name. A sequence of contents of one dtype is sent as one flat tensor."""
 MessageInputs: TypeAlias = dict[str, Content | Sequence[Content]]
 ReceivedInputs: TypeAlias = Mapping[str, Tensor | Strings]
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -214,10 +203,8 @@ class PushMessage:
         rows = dict(self.rows)
         for table, gone in self.removed.items():
             ids, values = rows.get(table, (_NO_IDS, torch.empty(0, dims[table], device="cpu")))
-            rows[table] = (
-                torch.cat([ids, gone]),
-                torch.cat([values, values.new_zeros(gone.numel(), dims[table])]),
-            )
+            zeros = values.new_zeros(gone.numel(), dims[table])
+            rows[table] = (torch.cat([ids, gone]), torch.cat([values, zeros]))
         return PushMessage(rows, {}, self.dense)
 
 

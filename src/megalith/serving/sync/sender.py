@@ -54,7 +54,7 @@ from megalith.serving.proto.message_types import Message
 from megalith.serving.proto.tf_tensors import from_tensor_protos
 from megalith.serving.sync import protocol as headers
 from megalith.serving.sync.changed_ids import Backlog, Interval, Journal
-from megalith.serving.sync.parameter_source import ParameterSource
+from megalith.serving.sync.parameter_source import ParameterSource, scan_ids
 from megalith.serving.sync.protocol import (
     MAX_ANSWER_BYTES,
     MessageHeader,
@@ -82,22 +82,15 @@ class TargetReport:
     """The progress of a target. Times are in seconds since 1970; None: not yet known."""
 
     address: str
-    model: str
-    """The name of the model there."""
+    model: str  # The name of the model there
     part: str | None = None
-    backlog: int = 0
-    """Rows to be sent."""
+    backlog: int = 0  # Rows to be sent
     sequence: int = 0
-    rows: int = 0
-    """Rows sent and acknowledged."""
-    error: str | None = None
-    """The last error; None after a success."""
-    acknowledged_at: float | None = None
-    """The time of the last answer."""
-    complete: float | None = None
-    """Everything trained until this time has arrived."""
-    listed: bool = True
-    """Whether discovery still lists the target."""
+    rows: int = 0  # Rows sent and acknowledged
+    error: str | None = None  # The last error; None after a success
+    acknowledged_at: float | None = None  # The time of the last answer
+    complete: float | None = None  # Everything trained until this time has arrived
+    listed: bool = True  # Whether discovery still lists the target
 
     @property
     def staleness(self) -> float | None:
@@ -111,11 +104,9 @@ class PublisherState(Protocol):
     lock: threading.Condition
     source: ParameterSource
     journal: Journal
-    interval: Interval
-    """The last interval that has ended."""
+    interval: Interval  # The last interval that has ended
     dense: Mapping[str, Tensor]
-    dense_number: int
-    """The number of the interval in which the dense weights changed last."""
+    dense_number: int  # The number of the interval in which the dense weights changed last
 
     def compact_journal(self) -> None:
         """Compact the journal if it is due; called when an interval is complete at a target."""
@@ -126,26 +117,23 @@ class SenderOptions:
     """The options that all senders of a publisher share."""
 
     session: str
-    number: int
-    """The number of the session."""
+    number: int  # The number of the session
     index: int
     count: int
     signature: str
-    monolith: bool
-    """Use Monolith's protocol: rows only, without positions."""
+    monolith: bool  # Use Monolith's protocol: rows only, without positions
     timeout: float
     max_backlog: int
     credentials: Credentials | None
-    on_layout: Callable[[ModelLayout], None]
-    """Called with the layout of each target at its handshake."""
+    on_layout: Callable[[ModelLayout], None]  # Called with the layout of each target at its handshake
 
 
 logger = logging.getLogger(__name__)
 
 RELOAD_TIMEOUT = 120.0
 REPLACING_PAUSE = 0.1
+# Seconds between two attempts: doubled after each failure, and shortened at random by up to half
 MIN_PAUSE, MAX_PAUSE = 0.05, 5.0
-"""Seconds between two attempts: doubled after each failure, and shortened at random by up to half."""
 _REFUSALS = ("FAILED_PRECONDITION", "NOT_FOUND", "INVALID_ARGUMENT")  # the same message would fail again
 _ONE_SHARD = Router("roundrobin", 1)
 
@@ -184,10 +172,8 @@ class Sender:
         sequence: SequenceCounter,
     ) -> None:
         self.report = TargetReport(address, model, sequence=sequence.last)
-        self.acknowledged = -1
-        """The number of the last interval that is complete at the target."""
-        self.absent = False
-        """Whether the server answered that it does not serve this model."""
+        self.acknowledged = -1  # The number of the last interval that is complete at the target
+        self.absent = False  # Whether the server answered that it does not serve this model
         self._publisher = publisher
         self._options = options
         self._sequence = sequence
@@ -195,13 +181,12 @@ class Sender:
         self._replacing = False
         self._layout = ModelLayout()
         self._row_bytes: dict[str, int] = {}
+        # The save that the pushed rows extend; None while all rows are replaced
         self._base: str | None = None
-        """The save that the pushed rows extend; None while all rows are replaced."""
-        self._refused_base: str | None = None
-        """The save on which the target refused to begin."""
+        self._refused_base: str | None = None  # The save on which the target refused to begin
         self._failures = 0
+        # Messages up to this sequence number may have arrived before an earlier one
         self._reordered_until = 0
-        """Messages up to this sequence number may have arrived before an earlier one."""
         self._dense_sent = -1
         self._ready: deque[_QueuedMessage] = deque()
         self._closed = threading.Event()
@@ -234,10 +219,6 @@ class Sender:
             self.report.error = "its backlog overflowed; it starts over"
         self._update_report()
 
-    def set_listed(self, listed: bool) -> None:
-        """Record, with the publisher's lock held, whether discovery lists the target."""
-        self.report.listed = listed
-
     def _update_report(self) -> None:
         self.report.backlog = 0 if self._backlog is None else len(self._backlog)
         self.report.sequence = self._sequence.last
@@ -267,12 +248,8 @@ class Sender:
         if self._closed.is_set():
             return
         if headers.NEWER_SESSION in reason and headers.NEWER_SESSION not in (self.report.error or ""):
-            logger.error(
-                "%s: another trainer pushes to %s, so nothing of this one is served: %s",
-                self.report.address,
-                self.report.model,
-                reason,
-            )
+            text = "%s: another trainer pushes to %s, so nothing of this one is served: %s"
+            logger.error(text, self.report.address, self.report.model, reason)
         with self._publisher.lock:
             self._backlog = None
             self._ready.clear()
@@ -450,12 +427,7 @@ class Sender:
         return push, pack(push), None
 
     def _queue(
-        self,
-        signature: str,
-        inputs: Inputs,
-        rows: int,
-        interval: Interval | None,
-        data: bytes | None = None,
+        self, signature: str, inputs: Inputs, rows: int, interval: Interval | None, data: bytes | None = None
     ) -> None:
         def encode() -> bytes:
             return encode_request(self.report.model, signature, inputs) if data is None else data
@@ -533,7 +505,7 @@ class Sender:
         with self._publisher.lock:
             self._start_backlog({})  # from here on, `add` adds changes
             interval = self._publisher.interval
-        all_ids = self._publisher.source.all_ids()
+        all_ids = scan_ids(self._publisher.source.tables)
         with self._publisher.lock:
             if self._backlog is None:
                 raise HandshakeNeeded("its backlog overflowed")

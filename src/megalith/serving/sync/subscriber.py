@@ -86,26 +86,18 @@ if TYPE_CHECKING:
 class SyncCounters:
     """Counts the actions of a subscriber."""
 
-    messages: int = 0
-    """Messages applied, including empty ones."""
+    messages: int = 0  # Messages applied, including empty ones
     rows: int = 0
     removed: int = 0
-    duplicates: int = 0
-    """Messages acknowledged again without being applied."""
-    refused: int = 0
-    """Messages out of order or malformed."""
-    begun: int = 0
-    """How often a publisher began or started over."""
+    duplicates: int = 0  # Messages acknowledged again without being applied
+    refused: int = 0  # Messages out of order or malformed
+    begun: int = 0  # How often a publisher began or started over
     reloads: int = 0
     replacements: int = 0
-    dropped: int = 0
-    """How often pushed rows were dropped because no message followed a new version."""
-    sessions: int = 0
-    """Sessions that were followed."""
-    replaced_sessions: int = 0
-    """Sessions that were followed when another one began."""
-    old_sessions: int = 0
-    """Messages refused because a newer session had begun."""
+    dropped: int = 0  # How often pushed rows were dropped because no message followed a new version
+    sessions: int = 0  # Sessions that were followed
+    replaced_sessions: int = 0  # Sessions that were followed when another one began
+    old_sessions: int = 0  # Messages refused because a newer session had begun
 
 
 def layout_of(servable: Servable) -> ModelLayout:
@@ -132,8 +124,7 @@ def continues(servable: Servable, before: Servable) -> bool:
     return newer and have_equal_layouts(servable, before)
 
 
-CHECKPOINT_FOLDER = "checkpoint"
-"""The checkpoint's folder in the directory of a run."""
+CHECKPOINT_FOLDER = "checkpoint"  # The checkpoint's folder in the directory of a run
 
 
 @dataclass(frozen=True)
@@ -143,11 +134,6 @@ class Reloaded:
     save: str
     overlay: Overlay
     dense: Mapping[str, Tensor]
-
-
-def latest_save(checkpoint: Path) -> str:
-    """Return the id of the latest save of a checkpoint."""
-    return read_manifest(_open_checkpoint(checkpoint)).tip
 
 
 def read_newer(checkpoint: Path, servable: Servable) -> Reloaded:
@@ -223,8 +209,7 @@ def _rows_of_part(servable: Servable, table: str, ids: Tensor, rows: Tensor) -> 
 
 logger = logging.getLogger(__name__)
 
-EARLY_SECONDS = 1.0
-"""How long a message waits for the one before it."""
+EARLY_SECONDS = 1.0  # How long a message waits for the one before it
 Tensors = Mapping[str, Tensor | Strings]
 Outputs = dict[str, Tensor | Strings]
 
@@ -249,27 +234,24 @@ class Subscriber:
         self._lock = threading.Condition(threading.RLock())
         self._base = servable.signature.base
         self._dense: dict[str, Tensor] = {}
-        self._dirty = False
-        """Whether the rows differ from those of the base."""
+        self._dirty = False  # Whether the rows differ from those of the base
+        # The base on which the rows were pushed; rows of another base may be newer than the pushed ones
         self._pushed_on: str | None = None
-        """The base on which the rows were pushed; rows of another base may be newer than the pushed ones."""
         self._rows_id = uuid.uuid4().hex
         self._session = ""
-        self._number = 0
-        """The highest number of a session that has begun."""
+        self._number = 0  # The highest number of a session that has begun
         self._count = 0
         self._positions: dict[int, int] = {}
         self._completes: dict[int, float] = {}
         self._complete: float | None = None
+        # The dense weights of incomplete intervals, by publisher
         self._waiting: dict[int, dict[str, Tensor]] = {}
-        """The dense weights of incomplete intervals, by publisher."""
+        # The dense weights of which parts have arrived, by publisher
         self._assemblies: dict[int, DenseAssembly] = {}
-        """The dense weights of which parts have arrived, by publisher."""
         self._stage: Overlay | None = None
         self._ended: set[int] = set()
         self._timer: threading.Timer | None = None
-        self._older: list[Servable] = []
-        """Older versions that are still served."""
+        self._older: list[Servable] = []  # Older versions that are still served
 
     # ---- messages
 
@@ -302,7 +284,8 @@ class Subscriber:
                         self._reload()
                     return self._position(header)
                 if header is not None:
-                    self._await_turn(header)
+                    # Not for long: the message before this one may be on its way.
+                    self._lock.wait_for(lambda: not self._is_early(header), EARLY_SECONDS)
                     self._check_not_older(header)  # another session may have begun during the wait
                 if is_assign(signature):
                     return self._assign(signature, inputs, header)
@@ -383,10 +366,6 @@ class Subscriber:
         if header is not None and header.number < self._number and header.session != self._session:
             self.counters.old_sessions += 1
             raise SequenceError(f"{NEWER_SESSION}: number {self._number}, this one has {header.number}")
-
-    def _await_turn(self, header: MessageHeader) -> None:
-        """Wait, not for long, until the message before this one has been applied."""
-        self._lock.wait_for(lambda: not self._is_early(header), EARLY_SECONDS)
 
     def _is_early(self, header: MessageHeader) -> bool:
         last = self._positions.get(header.index, header.sequence)
@@ -472,12 +451,8 @@ class Subscriber:
             self.counters.sessions += 1
             self.counters.replaced_sessions += bool(self._session)
             if self._session:
-                logger.warning(
-                    "%s: session %s replaces session %s, which is refused from now on",
-                    self.servable.signature.name,
-                    header.session,
-                    self._session,
-                )
+                text = "%s: session %s replaces session %s, which is refused from now on"
+                logger.warning(text, self.servable.signature.name, header.session, self._session)
         self._number = max(self._number, header.number)
         self._session, self._count = header.session, header.count
         self._forget_positions()
@@ -524,7 +499,7 @@ class Subscriber:
         if self._checkpoint is None:
             return
         try:
-            if not again and latest_save(self._checkpoint) == self._base:
+            if not again and read_manifest(_open_checkpoint(self._checkpoint)).tip == self._base:
                 return
             found = read_newer(self._checkpoint, self.servable)
             self.servable.adopt(found.overlay, found.dense or None)
@@ -561,9 +536,8 @@ class Subscriber:
             try:
                 servable.inherit(before.overlay, self._dense or None)
             except InputError as error:
-                logger.warning(
-                    "%s: pushed rows do not fit the new version: %s", servable.signature.name, error
-                )
+                text = "%s: pushed rows do not fit the new version: %s"
+                logger.warning(text, servable.signature.name, error)
                 self._leave()
                 return
             self._stop_timer()
@@ -592,11 +566,8 @@ class Subscriber:
         with self._lock:
             if timer is not self._timer:
                 return
-            logger.warning(
-                "%s: no message for %g s after a new version: its own rows are served now",
-                self.servable.signature.name,
-                self._carry_seconds,
-            )
+            text = "%s: no message for %g s after a new version: its own rows are served now"
+            logger.warning(text, self.servable.signature.name, self._carry_seconds)
             self._timer = None
             self.counters.dropped += 1
             self._leave()
