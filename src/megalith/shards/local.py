@@ -30,7 +30,8 @@ from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.engines import engine_group
-from megalith.table.table_data import FoundRows, Update
+from megalith.table.engines.group import Found
+from megalith.table.table_data import Update
 from megalith.table.validation import are_plain_ids, check_by_table, check_pooling, check_step
 
 
@@ -237,7 +238,7 @@ class LocalLookup(Lookup):
     def __init__(self, shards: LocalShards, ids: Mapping[str, Tensor], step: int | None = None) -> None:
         super().__init__(shards, ids, step)
         self.engines = shards.engines
-        self.found: dict[str, FoundRows] = {}
+        self.found = Found()
         self.pooled: Pooling | None = None
 
     def wait(self) -> None:
