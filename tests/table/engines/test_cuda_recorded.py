@@ -1,6 +1,6 @@
 """Recorded launches: a replay uses the arguments of the call that was recorded, so all of them must stay.
 
-Without a GPU, a recorded call is the same Python call again, with its first arguments.
+Without a GPU, a replay is the recorded Python call again, with its first arguments.
 """
 
 from __future__ import annotations
@@ -26,37 +26,45 @@ from megalith import (
 )
 from megalith.table.engines.cuda import graphs
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
+from tests.table.engines.cuda_configs import ON_GPU
 from tests.table.engines.programs import everything
 
 BATCH = 5
 
 
-class FirstCall:
-    """What a graph does."""
+class Recorder:
+    """Counts replays. On a GPU it records as `graphs.record` does."""
 
-    replays = 0
+    def __init__(self) -> None:
+        self.replays = 0
+        self._record = graphs.record
 
-    def __init__(self, launch: Callable[[], None]) -> None:
-        self._launch = launch
+    def __call__(self, launch: Callable[[], None]) -> graphs.Graph:
+        return Replayed(self, self._record(launch).replay if ON_GPU else launch)
+
+
+class Replayed:
+    def __init__(self, recorder: Recorder, launch: Callable[[], None]) -> None:
+        self._recorder, self._launch = recorder, launch
 
     def replay(self) -> None:
-        FirstCall.replays += 1
+        self._recorder.replays += 1
         self._launch()
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> type[FirstCall]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
     monkeypatch.setattr(graphs, "can_record", lambda device: True)
-    monkeypatch.setattr(graphs, "record", FirstCall)
-    monkeypatch.setattr(FirstCall, "replays", 0)
-    return FirstCall
+    monkeypatch.setattr(graphs, "record", recorder)
+    return recorder
 
 
 def train(
     configs: list[TableConfig],
     features: list[Feature],
     layouts: list[Layout] | None,
-    column: Callable[[Feature, torch.Generator], object],
+    column: Callable[[Feature, torch.Generator], torch.Tensor | Ragged],
     steps: int,
 ) -> EmbeddingCollection:
     """Train on the cuda and on the reference engine; outputs and rows must be equal."""
@@ -64,9 +72,12 @@ def train(
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         batch = {feature.name: column(feature, generator) for feature in features}
-        results = [collection(batch) for collection in both]
+        results = [
+            collection({name: own.to(collection.shards.device) for name, own in batch.items()})
+            for collection in both
+        ]
         for name, got in results[0].items():
-            torch.testing.assert_close(got, results[1][name], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(got.cpu(), results[1][name], rtol=1e-6, atol=1e-7)
         for own in results:
             sum((value * value).sum() + value.sum() for value in own.values()).backward()
     for config in configs:
@@ -93,7 +104,7 @@ def slots(collection: EmbeddingCollection) -> list[int]:
     return [len(own) for own in group._slots._slots.values()]
 
 
-def test_steps_of_equal_sizes(recorded: type[FirstCall]) -> None:
+def test_steps_of_equal_sizes(recorded: Recorder) -> None:
     configs = [TableConfig(name, dim=4, optimizer=Adagrad(0.1)) for name in ("a", "b")]
     features = [Feature("x", "a"), Feature("y", "b")]
     layouts = [Layout("both", [Slice("x", 0, 4), Slice("y", 0, 4)])]
@@ -103,14 +114,14 @@ def test_steps_of_equal_sizes(recorded: type[FirstCall]) -> None:
     assert recorded.replays >= 2 * (7 - 4)
 
 
-def test_ragged_steps_of_about_the_same_size(recorded: type[FirstCall]) -> None:
+def test_ragged_steps_of_about_the_same_size(recorded: Recorder) -> None:
     configs = [TableConfig("a", dim=4, optimizer=Adam(0.1)), TableConfig("b", dim=3, optimizer=Adam(0.2))]
     features = [Feature("x", "a"), Feature("y", "b", combiner=Mean()), Feature("weighted", "a")]
     train(configs, features, None, ragged, 8)
-    assert recorded.replays > 4
+    assert recorded.replays >= 4
 
 
-def test_kinds_of_tables_whose_features_are_added_up(recorded: type[FirstCall]) -> None:
+def test_kinds_of_tables_whose_features_are_added_up(recorded: Recorder) -> None:
     configs = [
         TableConfig("a", dim=4, optimizer=SGD(0.1)),
         TableConfig("b", dim=4, optimizer=Adagrad(0.1)),
@@ -125,13 +136,13 @@ def test_kinds_of_tables_whose_features_are_added_up(recorded: type[FirstCall]) 
     assert recorded.replays > 8
 
 
-def test_sums_by_atomic_additions(recorded: type[FirstCall]) -> None:
+def test_sums_by_atomic_additions(recorded: Recorder) -> None:
     configs = [TableConfig(n, dim=4, optimizer=SGD(0.125), deterministic=False) for n in ("a", "b")]
     train(configs, [Feature("x", "a"), Feature("y", "b")], None, ragged, 6)
     assert recorded.replays > 4
 
 
-def test_an_assignment_between_lookup_and_update(recorded: type[FirstCall]) -> None:
+def test_an_assignment_between_lookup_and_update(recorded: Recorder) -> None:
     """The rows that the lookup found are then not those of the update."""
     config = TableConfig("a", dim=2, optimizer=SGD(1.0))
     both = [EmbeddingCollection([config], [Feature("x", "a")], engine=e) for e in ("cuda", "reference")]
@@ -146,7 +157,7 @@ def test_an_assignment_between_lookup_and_update(recorded: type[FirstCall]) -> N
     assert recorded.replays == 6 - 3  # the lookups
 
 
-def test_lookups_in_progress_have_slots_of_their_own(recorded: type[FirstCall]) -> None:
+def test_lookups_in_progress_have_slots_of_their_own(recorded: Recorder) -> None:
     config = TableConfig("a", dim=2, optimizer=SGD(1.0))
     both = [EmbeddingCollection([config], [Feature("x", "a")], engine=e) for e in ("cuda", "reference")]
     for step in range(6):

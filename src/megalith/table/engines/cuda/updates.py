@@ -259,6 +259,7 @@ class SharedLaunches:
     def _call_fields(self, update: Update, source: GradientSource) -> IntArray:
         """Return what differs between the calls of recorded launches: numbers, then fields of gradients."""
         fields = self._by_table
+        assert update.time is not None
         fields[:, GRADS], fields[:, GRADS + 1] = source.bases, source.strides
         fields[:, NUMBERS:RATES] = (
             update.time,
