@@ -30,7 +30,8 @@ from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import LocalPreparer
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.engines import engine_group
-from megalith.table.table_data import FoundRows, Update
+from megalith.table.engines.group import Found
+from megalith.table.table_data import Update
 from megalith.table.validation import are_plain_ids, check_by_table, check_pooling
 
 
@@ -88,7 +89,7 @@ class LocalShards(Shards):
     ) -> LocalLookup:
         # Rows are found and read when they are used. A series has no effect.
         ids = prepared.ids
-        if self.device.type != "cpu":
+        if any([x.device != self.device for x in ids.values()]):
             ids = {name: x.to(self.device, non_blocking=True) for name, x in ids.items()}
         return LocalLookup(self, ids, step)
 
@@ -228,7 +229,7 @@ class LocalLookup(Lookup):
     def __init__(self, shards: LocalShards, ids: Mapping[str, Tensor], step: int | None = None) -> None:
         super().__init__(shards, ids, step)
         self.engines = shards.engines
-        self.found: dict[str, FoundRows] = {}
+        self.found = Found()
         self.pooled: Pooling | None = None
 
     def wait(self) -> None:

@@ -27,7 +27,8 @@ from megalith.table.engines.cuda import engine as cuda_engine
 from megalith.table.engines.cuda import launch_group, triton_runtime
 from megalith.table.engines.cuda.engine import CudaEngine
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
-from megalith.table.table_data import Step
+from megalith.table.engines.group import Found
+from megalith.table.table_data import Step, Update
 from tests.table.engines.cuda_configs import CONFIGS, GROUPS, OPTIMIZERS
 
 WITH_KERNELS = [name for name in OPTIMIZERS if name != "in_torch"]
@@ -125,15 +126,16 @@ def call_group(configs: list[TableConfig]) -> None:
         config.name: (Bags(torch.arange(101), (OutputSlice(k, 0, 0, config.dim),), first=0),)
         for k, config in enumerate(configs)
     }
-    steps = {c.name: Step([0.1] * len(c.segments), 0, 1.0, 0.0, 0) for c in configs}
+    update = Update(0, 0, 1.0, 0.0, {c.name: [0.1] * len(c.segments) for c in configs})
     for engine in group._cuda:
         engine.table.reserve(1000)
         engine.tier = None  # its rows mean nothing here
     for rows, of_tables in ((25, bags), (25, sliced), (100, single)):
         pooling = Pooling(tuple((rows, columns) for _, columns in shapes), of_tables)
-        group.pool(ids, {}, pooling)
+        found = Found()
+        group.pool(ids, found, pooling)
         grads = [torch.ones(rows, columns) for _, columns in shapes]
-        group.update(ids, {}, dict.fromkeys(ids, grads), pooling, steps)
+        group.update(ids, found, dict.fromkeys(ids, grads), pooling, update)
     counts = torch.full((1, len(configs)), 100)
     group.read_blocks(ids, {}, counts, torch.empty(sum(100 * config.dim for config in configs)))
 

@@ -142,7 +142,7 @@ def test_repeated_steps_of_the_same_sizes_use_their_memory_again() -> None:
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
     group = collections[0].shards.engines
     assert isinstance(group, CudaEngineGroup)
-    assert sum(len(slots) for slots in group._shared[0].slots._slots.values()) == 2
+    assert [len(slots) for slots in group._slots._slots.values()] == [2]
 
 
 def test_a_row_with_a_sum_that_is_not_finite_is_skipped_and_reported() -> None:

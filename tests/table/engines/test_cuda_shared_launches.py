@@ -24,7 +24,8 @@ from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table.engines.cuda import triton_runtime
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
 from megalith.table.engines.cuda.row_layout import shared_number
-from megalith.table.table_data import Step
+from megalith.table.engines.group import Found
+from megalith.table.table_data import Update
 from tests.table.engines.cuda_configs import GROUPS, ON_GPU, cases, gpu_or_soak
 from tests.table.engines.programs import everything
 
@@ -180,11 +181,11 @@ def test_tables_of_different_dims_use_one_set_of_launches(monkeypatch: pytest.Mo
             tuple((2, c.dim) for c in configs), {n: (Bags(offsets, own),) for n, own in parts.items()}
         )
         grads = [torch.ones(2, c.dim, device=shards.device) for c in configs]
-        steps = {name: Step([0.1], 0, 1.0, 0.0, 0) for name in ids}
+        update = Update(0, 0, 1.0, 0.0, {key: [0.1] for key in ids})
         launches.clear()
-        found_rows = dict(shards.engines.find(ids)) if len(configs) > 1 else {}
+        found_rows = Found()
         shards.engines.pool(ids, found_rows, pooling)
-        shards.engines.update(ids, found_rows, dict.fromkeys(ids, grads), pooling, steps)
+        shards.engines.update(ids, found_rows, dict.fromkeys(ids, grads), pooling, update)
         found.append(sorted(launches))
     assert found[0] == found[1]
     assert "walk_chunks" in found[0]

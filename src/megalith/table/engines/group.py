@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +21,17 @@ from megalith.library import span
 from megalith.ops.pooling import Pooling
 from megalith.table.engines.contract import Engine
 from megalith.table.table_data import FoundRows, Update
+
+
+class Found(dict[str, FoundRows]):
+    """The rows that a lookup found, by table.
+
+    Attributes:
+        joint: What a group found for several tables together, for its own later calls. A table without an
+            entry may be covered by it; asked for alone, it is searched again.
+    """
+
+    joint: Any = None
 
 
 class EngineGroup:

@@ -46,9 +46,9 @@ RUN_START = tl.constexpr(0)
 RUN_WIDTH = tl.constexpr(1)
 RUN_OFFSET = tl.constexpr(2)
 
-SPAN_FIELDS = tl.constexpr(4)
-"""Fields of a table's span: first position, end, number of the first block, and first float of its rows in a
-matrix of the rows of all tables."""
+SPAN_FIELDS = tl.constexpr(3)
+"""Fields of a table's span: first position, end, and first float of its rows in a matrix of the rows of all
+tables."""
 
 # Header of a row, in bytes from its start.
 HEADER_ID = tl.constexpr(0)
@@ -150,7 +150,7 @@ def matrix_rows(tables, spans, table, at, FIELDS: tl.constexpr, DIM: tl.constexp
         return at * DIM
     else:
         span = spans + SPAN_FIELDS * table
-        first = tl.multiple_of(tl.load(span + 3), -DIM)
+        first = tl.multiple_of(tl.load(span + 2), -DIM)
         return first + (at - tl.load(span)) * layout_number(tables, table, FIELDS, ROW_DIM, DIM)
 
 

@@ -126,21 +126,21 @@ class DeviceTable:
     def ensure_room(self, n: int) -> None:
         """Make sure that n new rows fit; the bound then includes them."""
         if n > self.room:
-            used, free, *_ = self.read_counters()
-            if used - free + n > MAX_ROWS:
-                raise TableFullError(f"table {self.config.name!r}: more than {MAX_ROWS} rows")
-            # Reports of the device come some calls later: room for several calls avoids waiting for it.
-            ahead = n * max(1, min(CALLS_AHEAD, AHEAD_BYTES // (n * self.layout.stride)))
-            if used - free + self._removed_slots + ahead > self.slot_limit:
-                self._rehash(used - free + ahead)
-            if used + max(0, ahead - free) > self.row_capacity:
-                self._add_chunks(used + max(0, ahead - free), used + max(0, n - free))
+            self.grow(n)
         self.requested += n
         self.room -= n
 
-    def needs_report(self, n: int) -> bool:
-        """Return whether the host should learn the number of rows soon, because its bound comes to an end."""
-        return self.room < n * CALLS_AHEAD // 2
+    def grow(self, n: int) -> None:
+        """Wait for the device and allocate memory for n new rows, if the table is really full."""
+        used, free, *_ = self.read_counters()
+        if used - free + n > MAX_ROWS:
+            raise TableFullError(f"table {self.config.name!r}: more than {MAX_ROWS} rows")
+        # Reports of the device come some calls later: room for several calls avoids waiting for it.
+        ahead = n * max(1, min(CALLS_AHEAD, AHEAD_BYTES // (n * self.layout.stride)))
+        if used - free + self._removed_slots + ahead > self.slot_limit:
+            self._rehash(used - free + ahead)
+        if used + max(0, ahead - free) > self.row_capacity:
+            self._add_chunks(used + max(0, ahead - free), used + max(0, n - free))
 
     def reserve(self, n: int) -> None:
         self.read_counters()

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +27,10 @@ from megalith.table.config import PRECISIONS, TableConfig
 from megalith.table.engines.contract import Engine
 from megalith.table.engines.cuda.cuda_policies import CudaPolicies, first_occurrences, last_occurrences
 from megalith.table.engines.cuda.device_table import COUNT, FLAGS, STEP, TIME, DeviceTable, write_chunk
+from megalith.table.engines.cuda.graphs import FoundTogether
 from megalith.table.engines.cuda.host_tier import HostTier
-from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch, assign_in_order
-from megalith.table.engines.cuda.pooling_plans import PoolingPlan, PoolingPlans, on_device
+from megalith.table.engines.cuda.launch_group import JoinedRows, LaunchGroup, RowSearch, assign_in_order
+from megalith.table.engines.cuda.pooling_plans import PlannedPooling, PoolingPlans, TableKind
 from megalith.table.engines.cuda.row_layout import CHUNK_BYTES, RowLayout
 from megalith.table.engines.cuda.streamed_snapshot import StreamedSnapshot, flag_rows
 from megalith.table.engines.cuda.streams import (
@@ -43,7 +43,7 @@ from megalith.table.engines.cuda.streams import (
     with_columns,
 )
 from megalith.table.engines.cuda.triton_runtime import find_device
-from megalith.table.engines.cuda.updates import Gradients, TableUpdate, stage_updates
+from megalith.table.engines.cuda.updates import GradientSource, SharedLaunches
 from megalith.table.engines.reference_policies import is_sparse
 from megalith.table.engines.shard_capacity import check_capacity
 from megalith.table.initializers import table_key
@@ -56,6 +56,7 @@ from megalith.table.table_data import (
     RowCounters,
     SnapshotStart,
     Step,
+    Update,
 )
 
 SCAN_ROWS = 1 << 16
@@ -73,15 +74,10 @@ class ScannedPart:
         self.writes = writes
 
 
-class FoundBy(NamedTuple):
-    """Who found rows, and when; kept with the tensor of row numbers, which users may hold."""
-
-    owner: object  # The launch group
-    # The number of writes of each engine of the group at that time; while it stays, absent ids stay absent
-    writes: list[int]
-    ids: Tensor  # The ids of the group's tables
-    search: RowSearch  # What the group found
-    sizes: list[int]  # Number of ids of each table
+def found_by(found: FoundRows | None) -> FoundTogether | None:
+    """Return the search that found rows; it stays with the tensor of row numbers, which users may hold."""
+    by: FoundTogether | None = None if found is None else getattr(found.rows, "megalith_found", None)
+    return by
 
 
 class CudaEngine(Engine):
@@ -103,16 +99,16 @@ class CudaEngine(Engine):
             self.tier = None if budget is None else HostTier(self.table)
         self.group = LaunchGroup([self.table])
         self._epoch = 0
-        self.writes = 0
-        self._length: int | None = 0  # None: on the device
+        self._length = 0, 0  # and the number of writes of the order at that time
         self.latest_step = 0
         self._removed: dict[int, list[Tensor]] = {}  # consumer -> removed ids
         self.open_snapshot: StreamedSnapshot | None = None
         self._snapshot_consumer = -1
         self._drained: tuple[Tensor, Tensor] | None = None  # for the open snapshot
         self.policies = CudaPolicies(self)
+        self.launches = SharedLaunches([self], self.group)
         self._watches: set[int] = set()
-        self._plans = PoolingPlans()
+        self._plans = PoolingPlans([TableKind(self.group, [self.name])])
         self._none = torch.empty(0, dtype=torch.int64, device=self.device)
 
     @cached_property
@@ -127,8 +123,7 @@ class CudaEngine(Engine):
 
     def wrote(self, step: int = 0) -> None:
         """Note that a call wrote rows and may have created some."""
-        self.writes += 1
-        self._length = None
+        self.order.writes += 1
         self.latest_step = max(self.latest_step, min(step, MAX_COUNT))
 
     @property
@@ -150,7 +145,7 @@ class CudaEngine(Engine):
         # A thread that holds the lock to return memory waits for this one.
         with self._moving.without_waiting() as alone:
             if alone and not self.places_kept and self.open_snapshot is None:
-                self.writes += 1
+                self.order.writes += 1
                 self._epoch += 1
                 tier.fetch(ids, rows, counted=counted)
             elif counted:
@@ -198,7 +193,7 @@ class CudaEngine(Engine):
                     yield self._finish_part(part, rows=True)
                 if part.following < 0:
                     return
-                if following is None or following.writes != self.writes:  # or rows were removed
+                if following is None or following.writes != self.order.writes:  # or rows were removed
                     following = self._start_part(part.following, chunk_size, watch)
                 part = following
 
@@ -208,7 +203,7 @@ class CudaEngine(Engine):
         with self.order:
             chunk, following = self._scan(start, limit, rows=rows, watch=watch, stop=stop)
             download = ChunkDownload(self.copies, chunk, self.block_rows)
-            return ScannedPart(chunk.ids.numel(), download, following, self.writes)
+            return ScannedPart(chunk.ids.numel(), download, following, self.order.writes)
 
     def _finish_part(self, part: ScannedPart, *, rows: bool) -> Chunk:
         chunk = self.new_chunk(part.rows, rows=rows)
@@ -296,6 +291,7 @@ class CudaEngine(Engine):
             )
             self._drained = None if consumer < 0 else self.drain(consumer)
             self.open_snapshot, self._snapshot_consumer = snapshot, consumer
+            self.order.num_snapshots += 1
             pending = self.pending() if with_pending else (none, none)
             removed = none if self._drained is None else self._drained[1]
             return SnapshotStart(snapshot.rows, total, removed, pending)
@@ -314,6 +310,7 @@ class CudaEngine(Engine):
         snapshot.close()  # before the lock: a writer may hold it and wait
         with self.order:
             drained, self._drained, self.open_snapshot = self._drained, None, None
+            self.order.num_snapshots -= 1
             if drained is not None and give_back and self._snapshot_consumer in self._removed:
                 for ids in drained:
                     self.mark(self._snapshot_consumer, ids)
@@ -340,7 +337,7 @@ class CudaEngine(Engine):
             self.policies.created(missing)
         self.save_rows(found.rows)
         slots = self.group.create(ids, found, sizes, fresh=fresh)
-        self.group.finish(slots, found, sizes, keys=False)
+        self.group.finish(slots, found, self.group.spans(sizes), keys=False)
         self.wrote()
         return found.rows
 
@@ -393,8 +390,7 @@ class CudaEngine(Engine):
         self.table.remove(ids, own)
         for removed in self._removed.values():
             removed.append(ids.cpu())
-        self.writes += 1
-        self._length = None
+        self.order.writes += 1
         return ids
 
     def restore(self, chunk: Chunk) -> None:
@@ -443,8 +439,7 @@ class CudaEngine(Engine):
             self.table.empty()
             if self.tier is not None:
                 self.tier.forget()
-            self._length = 0
-            self.writes += 1
+            self.order.writes += 1
             self._epoch += 1
             self.moves += 1
 
@@ -513,7 +508,7 @@ class CudaEngine(Engine):
             self.table.shrink(boundary, spare)
             if self.tier is not None:
                 self.tier.forget()
-            self.writes += 1
+            self.order.writes += 1
             self._epoch += 1
             return True
 
@@ -599,10 +594,12 @@ class CudaEngine(Engine):
 
     def __len__(self) -> int:
         with self.order:
-            if self._length is None:
+            length, writes = self._length
+            if writes != self.order.writes:
                 used, free, *_ = self.table.read_counters()
-                self._length = used - free
-            return self._length
+                length = used - free
+                self._length = length, self.order.writes
+            return length
 
     def shape(self) -> tuple[int, int, int, bool]:
         with self.order:
@@ -629,65 +626,56 @@ class CudaEngine(Engine):
     def find(self, ids: Tensor) -> FoundRows:
         with self.order:
             ids = ids.to(self.device)
-            search = self._find(ids)
+            rows = self._find(ids)
+            by = FoundTogether(self.order.writes, [self.group], [rows])
             # A view: rows that refer to a search that refers to them would be freed late.
-            by = FoundBy(self.group, [self.writes], ids, search, [ids.numel()])
-            return self.note_found(search.rows.view(-1), by)
+            return self.note_found(rows.search.rows.view(-1), by)
 
     def has_rows(self, ids: Tensor) -> Tensor:
         with self.order:
             ids = ids.to(self.device)
             return self.group.find(ids, [ids.numel()]).rows >= 0
 
-    def _find(self, ids: Tensor, *, counted: bool = True) -> RowSearch:
+    def _find(self, ids: Tensor, *, counted: bool = True) -> JoinedRows:
         """Find rows that a call uses; with a host tier they move to the device."""
-        search = self.group.find(ids, [ids.numel()])
-        self.fetch(ids, search.rows, counted=counted)
-        return search
+        return self.launches.find({self.name: ids}, [ids.numel()], () if counted else (self.name,))
 
-    def note_found(self, rows: Tensor, by: FoundBy) -> FoundRows:
+    def note_found(self, rows: Tensor, by: FoundTogether) -> FoundRows:
         # rows: int32 [n], the rows of this table.
         rows.megalith_found = by  # type: ignore[attr-defined]
         return FoundRows(rows, self._epoch)
 
-    def known(self, found: FoundRows | None, owner: object, number: int = 0) -> FoundBy | None:
-        """Return how rows were found, if they are current."""
-        if found is None or found.epoch is None or found.epoch != self._epoch:
-            return None
-        by: FoundBy | None = getattr(found.rows, "megalith_found", None)
-        return by if by is not None and by.owner is owner and by.writes[number] == self.writes else None
-
-    def _search(self, ids: Tensor, found: FoundRows | None) -> RowSearch:
-        by = self.known(found, self.group)
-        return self._find(ids, counted=found is None) if by is None else by.search
+    def _known(self, ids: Tensor, found: FoundRows | None) -> JoinedRows | None:
+        """Return what this engine found for ids, if it is current."""
+        by = found_by(found)
+        current = by is not None and by.writes == self.order.writes
+        return by.rows(self.group, [ids.numel()]) if by is not None and current else None
 
     def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
         with self.order:
             ids = ids.to(self.device)
-            by = self.known(found, self.group)
-            search = None if by is None else by.search  # None: found by the kernel that reads
-            if search is None and self.fetches:
-                search = self._find(ids, counted=found is None)
+            rows = self._known(ids, found)  # None: found by the kernel that reads
+            if rows is None and self.fetches:
+                rows = self._find(ids, counted=found is None)
             direct = out is not None and out.device == self.device
             shape = ids.numel(), self.dim
             result = out if direct else torch.empty(shape, dtype=torch.float32, device=self.device)
             assert result is not None
-            self.group.read(ids, search, [ids.numel()], result)
+            self.group.read(ids, None if rows is None else rows.search, [ids.numel()], result)
             if out is not None and not direct:
                 out.copy_(result)
             return result if out is None else out
 
-    def _plan(self, pooling: Pooling, n: int) -> PoolingPlan:
-        return self._plans.find(self.group, [self.name], [n], pooling)
-
     def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:
         with self.order:
             ids = ids.to(self.device)
-            pooling = on_device(pooling, self.device)
-            plan = self._plan(pooling, ids.numel())
-            search, bags = self._search(ids, found), plan.bags_of(pooling)
-            for cut in plan.launches:
-                plan.pool(cut, bags, ids, search, outputs)
+            planned = self._planned(pooling, ids)
+            rows = self._known(ids, found) or self._find(ids, counted=found is None)
+            planned.pool([rows], outputs)
+
+    def _planned(self, pooling: Pooling, ids: Tensor) -> PlannedPooling:
+        """Return the pooling of this table; raise if it does not fit."""
+        return self._plans.find(pooling, {self.name: ids})
 
     def update(
         self,
@@ -717,18 +705,21 @@ class CudaEngine(Engine):
         with self.order:
             check_capacity(self, ids, pooling, step, occurrences)
             if pooling is None:
-                gradients = Gradients.of(grads)
+                source = GradientSource.of(grads)
             else:
-                pooling = on_device(pooling, self.device)
-                plan = self._plan(pooling, ids.numel())
-                gradients = plan.gradients(plan.bags_of(pooling), [grad.contiguous() for grad in grads])
-            by = self.known(found, self.group)
-            search = None
-            if by is not None:  # a copy, because rows of new ids are filled in
-                hold([by.search.rows])
-                search = ids, RowSearch(by.search.rows.clone(), by.search.missing, by.search.absent)
-            update = TableUpdate(self, ids, step, occurrences, found is not None)
-            yield stage_updates(self.group, [update], gradients, search)
+                grads = [grad.contiguous() for grad in grads]
+                hold(grads)
+                source = self._planned(pooling, ids).gradients(0, grads)
+            rows = self._known(ids, found)
+            if rows is not None:  # a copy, because rows of new ids are filled in
+                hold([rows.search.rows])
+                rows = rows._replace(search=rows.search._replace(rows=rows.search.rows.clone()))
+            seen = {} if occurrences is None else {self.name: occurrences}
+            update = Update(step.step, step.time, step.scale, step.clip_norm, {self.name: step.rates}, seen)
+            looked_up = () if found is None else (self.name,)
+            yield self.launches.stage_update(
+                update, {self.name: ids}, [ids.numel()], rows, source, None, looked_up
+            )
 
     def pool_lookup(
         self,
@@ -742,5 +733,5 @@ class CudaEngine(Engine):
         # A view is applied in torch.
         if self.view is None:
             return self.pool(ids, found, pooling, outputs)
-        self._plan(on_device(pooling, self.device), ids.numel())  # checks it
+        self._planned(pooling, ids)  # checks it
         self.pool_rows(self.lookup(ids, found, step=step), pooling.of(self.name), outputs)

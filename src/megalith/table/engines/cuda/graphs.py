@@ -1,63 +1,91 @@
-"""RecordedCalls: launches that repeat with the same arguments become one CUDA graph.
+"""The memory of lookups, and CUDA graphs of the launches that repeat on it.
 
-A training loop with static shapes makes the same launches in every step, and on the host they take longer
-than on the device. Where all arguments of a call are in buffers that stay (`SearchSlot`, scratch memory,
-descriptors that are written before the call), the launches are recorded after some calls and replayed
-from then on, in one call of the driver.
+A training loop makes the same launches in every step, and on the host they take longer than on the device.
+So a lookup of a size that repeats gets memory that stays (`SearchSlot`), up to the update that uses it:
+
+    ids        of all tables of a kind, one table after another; padded, so that ragged batches of about the
+               same size share a slot
+    rows       what was found for them
+    fields     descriptors, copied before each call: of the parts of the pooling, and the spans of the tables
+
+All arguments of the launches are then in memory that stays, apart from numbers that are read from it. So the
+launches on a slot are recorded in its second call and replayed from then on, in one call of the driver each
+for lookup and update. Memory of a launch group that is replaced advances its `generation`, and they are
+recorded again.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
+from megalith.table.engines.cuda.launch_group import IntArray, JoinedRows, LaunchGroup, Spans
+from megalith.table.engines.cuda.pooling_plans import PlannedPooling, PoolingPlan
 from megalith.table.engines.cuda.streams import retire
 
-CALLS_BEFORE = 3
-"""Plain calls before the launches are recorded; they also compile the kernels."""
-MAX_GRAPHS = 8
-MAX_SLOTS = 4
+SEEN_BEFORE = 2
+"""Lookups of a size before it gets memory of its own; they also compile the kernels."""
 RECENT = 16
-"""Lookups among which sizes must repeat to get memory of their own. Sizes of ragged batches come and go."""
+"""Lookups among which a size must repeat."""
+MAX_SIZES = 6
+MAX_SLOTS = 4
+"""Slots of a size: lookups that are in progress at the same time."""
 
 
-class RecordedCalls:
-    """The recorded launches of one launch group."""
+class FoundTogether:
+    """What one search found, for all its tables together."""
 
-    def __init__(self, group: LaunchGroup) -> None:
-        self._group = group
-        self._generation = -1
-        self._calls: dict[tuple[object, ...], int] = {}
-        self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
+    def __init__(
+        self,
+        writes: int,
+        groups: Sequence[LaunchGroup],
+        rows: Sequence[JoinedRows],
+        planned: PlannedPooling | None = None,
+        slot: SearchSlot | None = None,
+    ) -> None:
+        self.writes = writes  # Number of writes at that time; while it stays, absent ids stay absent
+        self.by_group = dict(zip(groups, rows, strict=True))
+        self.planned = planned  # The pooling that it was made for
+        self.slot = slot  # The memory of its rows, if they are of a pooling
+        self.used = False  # Whether an update has used it; its memory may then be used again
 
-    def run(self, key: tuple[object, ...], launch: Callable[[], None]) -> None:
-        """Launch, or replay the launches of an earlier call."""
-        if self._group.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return launch()
-        self._group.descriptors()  # a table may have grown
-        if self._generation != self._group.generation:  # buffers were replaced
-            self._generation = self._group.generation
-            self._calls.clear()
-            self._graphs.clear()
-        graph = self._graphs.get(key)
-        if graph is not None:
-            return graph.replay()
-        seen = self._calls[key] = self._calls.get(key, 0) + 1
-        if seen != CALLS_BEFORE + 1 or len(self._graphs) >= MAX_GRAPHS:
-            if len(self._calls) > 16 * MAX_GRAPHS:
-                self._calls.clear()
-            return launch()
-        graph = _record(launch)
-        if self._generation == self._group.generation:
-            self._graphs[key] = graph
-        return graph.replay()
+    def rows(self, group: LaunchGroup, sizes: list[int]) -> JoinedRows | None:
+        """Return the rows of the tables of a group, if they are those of ids of these numbers."""
+        rows = self.by_group.get(group)
+        return rows if rows is not None and rows.sizes == sizes else None
+
+    def all_rows(self, planned: PlannedPooling) -> list[JoinedRows] | None:
+        """Return the rows of all kinds of tables that a pooling reads, if it has them."""
+        found = [self.rows(*own) for own in zip(planned.plan.groups, planned.kind_sizes, strict=True)]
+        rows = [own for own in found if own is not None]
+        return rows if found and len(rows) == len(found) else None
+
+    def is_planned(self, planned: PlannedPooling | None) -> bool:
+        """Whether its memory has launches for the gradients of a pooling; None: for gradients of ids."""
+        return planned is None or (self.planned is not None and self.planned.plan is planned.plan)
 
 
-def _record(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+class Graph(Protocol):
+    """Launches that were recorded."""
+
+    def replay(self) -> None:
+        """Make the launches."""
+
+
+def can_record(device: torch.device) -> bool:
+    """Return whether launches can be recorded: not within a graph of the user."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def record(launch: Callable[[], None]) -> Graph:
+    """Record launches without making them."""
     graph = torch.cuda.CUDAGraph()
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(current)
@@ -71,17 +99,44 @@ def _record(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-class SearchSlot:
-    """Memory for one lookup of fixed sizes: its ids and what was found."""
+@dataclass(frozen=True)
+class Room:
+    """Numbers of positions for which a slot has memory."""
 
-    def __init__(self, group: LaunchGroup, sizes: Sequence[int]) -> None:
-        self.sizes = list(sizes)
-        self.ids = torch.empty(sum(sizes), dtype=torch.int64, device=group.device)
-        self.memory = group.new_search(sum(sizes))
-        self._group = group
-        self._values: list[int] = []
-        self._fields = torch.empty(0, dtype=torch.int64, device=group.device)
-        self._user: weakref.ref[RowSearch] | None = None
+    n: int  # Of all tables of a kind
+    most: int  # Of one table
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], *, padded: bool) -> Room:
+        """Return the room for ids of given numbers."""
+        n, most = sum(sizes), max(sizes)
+        return cls(_padded(n), _padded(most)) if padded else cls(n, most)
+
+
+def _padded(n: int) -> int:
+    """Return a number of few digits: at most a sixteenth more than n."""
+    step = max(16, 1 << max(0, n.bit_length() - 5))
+    return -(-n // step) * step
+
+
+class SearchSlot:
+    """Memory for one lookup of a plan at a time, and the launches that were recorded on it."""
+
+    def __init__(self, plan: PoolingPlan, rooms: Sequence[Room]) -> None:
+        self._groups = plan.groups
+        self._device = plan.groups[0].device
+        self._values: IntArray | None = None  # what is in `fields`
+        self._generation = -1
+        self._graphs: dict[Hashable, Graph | None] = {}  # None: launched once
+        self._user: weakref.ref[FoundTogether] | None = None
+        self.fields = torch.empty(plan.num_fields, dtype=torch.int64, device=self._device)
+        self._memory = []
+        first = plan.num_part_fields
+        for group, room, size in zip(plan.groups, rooms, plan.num_span_fields, strict=True):
+            spans = Spans(self.fields[first : first + size], len(group.tables), room.n, room.most)
+            ids = torch.empty(room.n, dtype=torch.int64, device=self._device)
+            self._memory.append((ids, spans, group.new_search(room.n)))
+            first += size
 
     @property
     def is_free(self) -> bool:
@@ -89,55 +144,72 @@ class SearchSlot:
         user = None if self._user is None else self._user()
         return user is None or user.used
 
-    def write_fields(self, values: list[int]) -> torch.Tensor:
-        """Copy descriptors to the same memory at each call."""
-        # returns: int64 [n] on the device.
-        if len(values) != len(self._values):
-            retire(self._fields)
-            self._fields = self._group.upload(values)
-            self._group.generation += 1
-        elif values != self._values:
-            self._group.write(self._fields, values)
-        self._values = values
-        return self._fields
+    def fill(self, planned: PlannedPooling, columns: Sequence[Tensor], fields: IntArray) -> list[JoinedRows]:
+        """Copy the ids and the descriptors of a lookup; return the rows of each kind, not yet found."""
+        if self._values is None or not np.array_equal(fields, self._values):
+            self._groups[0].write(self.fields, fields)
+            self._values = fields
+        rows = []
+        for own, sizes, memory in zip(planned.plan.members, planned.kind_sizes, self._memory, strict=True):
+            joined = JoinedRows(*memory, sizes)
+            torch.cat([columns[name] for name in own.names], out=joined.ids[: sum(sizes)])
+            rows.append(joined)
+        return rows
+
+    def give(self, found: FoundTogether) -> None:
+        """Keep the memory for a lookup, as long as it needs it."""
+        self._user = weakref.ref(found)
+
+    def run(self, key: Hashable, launch: Callable[[], None]) -> None:
+        """Launch, or replay the launches of an earlier call on this slot."""
+        if not can_record(self._device):
+            return launch()
+        for group in self._groups:
+            group.descriptors()  # a table may have grown
+        generation = sum(group.generation for group in self._groups)
+        if generation != self._generation:  # memory was replaced
+            self._generation = generation
+            self._graphs.clear()
+        if key not in self._graphs:
+            self._graphs[key] = None
+            return launch()
+        graph = self._graphs[key]
+        if graph is None:
+            graph = record(launch)
+            if generation == sum(group.generation for group in self._groups):
+                self._graphs[key] = graph
+        return graph.replay()
 
     def retire(self) -> None:
         """Note that the memory is about to be freed; replayed launches of any stream may use it."""
-        retire(self.ids, *self.memory, self._fields)
-
-    def take(self) -> RowSearch:
-        """Give the memory to a lookup."""
-        rows, missing, absent = self.memory
-        search = RowSearch(rows, missing, absent, self)
-        self._user = weakref.ref(search)
-        return search
+        retire(self.fields, *(tensor for ids, _, search in self._memory for tensor in (ids, *search)))
 
 
 class SearchSlots:
-    """The slots of a launch group."""
+    """The slots of poolings of sizes that repeat."""
 
-    def __init__(self, group: LaunchGroup) -> None:
-        self._group = group
-        self._slots: dict[tuple[int, ...], list[SearchSlot]] = {}
-        self._recent: deque[tuple[int, ...]] = deque(maxlen=RECENT)
+    def __init__(self) -> None:
+        self._slots: dict[Hashable, list[SearchSlot]] = {}
+        self._recent: deque[Hashable] = deque(maxlen=RECENT)
 
-    def find(self, sizes: Sequence[int]) -> SearchSlot | None:
-        """Return a free slot for lookups of these sizes."""
-        key = tuple(sizes)
-        slots = self._slots.get(key)
+    def find(self, planned: PlannedPooling) -> SearchSlot | None:
+        """Return a free slot for lookups of a pooling."""
+        rooms = [Room.of(sizes, padded=True) for sizes in planned.kind_sizes]
+        key = planned.plan, *rooms
+        slots = self._slots.pop(key, None)
         if slots is None:
             self._recent.append(key)
-            if self._recent.count(key) < CALLS_BEFORE:
+            if self._recent.count(key) <= SEEN_BEFORE:
                 return None
-            if len(self._slots) >= MAX_SLOTS:
+            slots = []
+            if len(self._slots) >= MAX_SIZES:  # the least recently used
                 for slot in self._slots.pop(next(iter(self._slots))):
                     slot.retire()
-                self._group.generation += 1
-            slots = self._slots[key] = []
+        self._slots[key] = slots
         for slot in slots:
             if slot.is_free:
                 return slot
         if len(slots) < MAX_SLOTS:
-            slots.append(SearchSlot(self._group, sizes))
+            slots.append(SearchSlot(planned.plan, rooms))
             return slots[-1]
         return None

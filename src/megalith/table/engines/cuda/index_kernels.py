@@ -15,7 +15,7 @@ numbers must be:
     finish_keys    all occurrences read their row number
 
 A launch has one program per block of positions (axis 0) and table (axis 1). `spans` holds for each table its
-first position, its end, and the number of its first block or chunk.
+first position and its end.
 """
 
 # mypy: ignore-errors
@@ -62,6 +62,13 @@ def positions(spans, BLOCK: tl.constexpr):
     end = tl.load(spans + SPAN_FIELDS * table + 1)
     at = start + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return table, at, at < end
+
+
+@triton.jit
+def first_block(spans, table, BLOCK: tl.constexpr):
+    """A number for the first block of a table, such that no two tables of a launch number a block alike."""
+    # At most size // BLOCK + 1 blocks follow. So no launch needs numbers that depend on its block size.
+    return tl.load(spans + SPAN_FIELDS * table) // BLOCK + table
 
 
 @triton.jit
@@ -180,7 +187,7 @@ def count_new(tables, spans, slots, missing, counts, FIELDS: tl.constexpr, BLOCK
     if some & (tl.load(missing + table) > 0):
         entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
         _, first = is_first(entries, slots, at, inside)
-        block = tl.load(spans + SPAN_FIELDS * table + 2) + tl.program_id(0)
+        block = first_block(spans, table, BLOCK) + tl.program_id(0)
         tl.store(counts + block, tl.sum(first.to(tl.int32), 0))
 
 
@@ -199,7 +206,7 @@ def number_new(
     """Replace the counts of a table by their exclusive prefix sum; take rows from its counters."""
     table = tl.program_id(0)
     size = tl.load(spans + SPAN_FIELDS * table + 1) - tl.load(spans + SPAN_FIELDS * table)
-    first_block = tl.load(spans + SPAN_FIELDS * table + 2)
+    first = first_block(spans, table, BLOCK)
     blocks = (size + BLOCK - 1) // BLOCK
     if tl.load(missing + table) == 0:
         blocks = blocks * 0
@@ -208,8 +215,8 @@ def number_new(
     while done < blocks:
         at = done + tl.arange(0, SCAN)
         own = at < blocks
-        count = tl.load(counts + first_block + at, mask=own, other=0)
-        tl.store(counts + first_block + at, total + tl.cumsum(count, 0) - count, mask=own)
+        count = tl.load(counts + first + at, mask=own, other=0)
+        tl.store(counts + first + at, total + tl.cumsum(count, 0) - count, mask=own)
         total += tl.sum(count, 0)
         done += SCAN
     counters = pointer_field(tables, table, FIELDS, COUNTERS, tl.int64)
@@ -251,7 +258,7 @@ def create_rows(
             free_rows = pointer_field(tables, table, FIELDS, FREE, tl.int32)
             free = tl.load(created + 3 * table + 1)
             used = tl.load(created + 3 * table + 2)
-            block = tl.load(spans + SPAN_FIELDS * table + 2) + tl.program_id(0)
+            block = first_block(spans, table, BLOCK) + tl.program_id(0)
             rank = tl.load(counts + block) + tl.cumsum(first.to(tl.int32), 0) - 1
             rank = rank.to(tl.int64)
             reuse = first & (rank < free)

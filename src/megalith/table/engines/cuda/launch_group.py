@@ -1,8 +1,8 @@
 """LaunchGroup: the kernels of several tables, one set of launches for all of them; see row_layout.py.
 
-The ids of the tables follow each other in one tensor; `sizes` says how many each table has. A group of
-one table serves the calls of an engine. Nothing here waits for the device, except
-`DeviceTable.ensure_room` when memory runs out.
+The ids of the tables follow each other in one tensor; `sizes` says how many each table has, and `Spans`
+is what kernels read of it. A group of one table serves the calls of an engine. Nothing here waits for the
+device, except `DeviceTable.ensure_room` when memory runs out.
 
 A group also holds integers on their way to the device, and memory that calls use again. Recorded launches
 (graphs.py) refer to such memory, so the group advances `generation` when it is replaced.
@@ -10,20 +10,22 @@ A group also holds integers on their way to the device, and memory that calls us
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.table.engines.cuda import index_kernels, row_kernels
-from megalith.table.engines.cuda.device_table import BLOCK, WARPS, DeviceTable
+from megalith.table.engines.cuda.device_table import BLOCK, CALLS_AHEAD, WARPS, DeviceTable
 from megalith.table.engines.cuda.row_layout import SharedLayout
 from megalith.table.engines.cuda.streams import retire
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, Bound, padded
+
+IntArray = NDArray[np.int64]
 
 
 class LaunchMemory:
@@ -33,34 +35,25 @@ class LaunchMemory:
         self.device = device
         self.generation = 0
         self._scratch: dict[str, Tensor] = {}
+        self._captured: list[Tensor] = []
 
     # ---- integers
 
-    def upload(self, values: Sequence[int]) -> Tensor:
+    def upload(self, values: Sequence[int] | IntArray) -> Tensor:
         """Copy integers to the device without waiting for it."""
         # returns: int64 [n] on the device.
-        return self._pinned(values).to(self.device, non_blocking=True)
+        return self.write(torch.empty(len(values), dtype=torch.int64, device=self.device), values)
 
-    def _pinned(self, values: Sequence[int]) -> Tensor:
-        """Return integers in memory from which the device copies without waiting."""
-        host = torch.frombuffer(array("q", values), dtype=torch.int64)
-        if self.device.type == "cpu":
-            return host.clone()
-        return torch.empty(len(values), dtype=torch.int64, pin_memory=True, device="cpu").copy_(host)
-
-    def write(self, target: Tensor, values: Sequence[int]) -> Tensor:
+    def write(self, target: Tensor, values: Sequence[int] | IntArray) -> Tensor:
         """Copy integers to given memory on the device without waiting for it."""
         # target: int64 [n].
-        return target.copy_(self._pinned(values), non_blocking=True)
-
-    def overwrite(self, use: str, values: Sequence[int]) -> Tensor:
-        """Copy integers to the same memory at each call, without waiting for the device."""
-        # returns: int64 [n] on the device.
-        known = self.scratch(use, len(values), torch.int64)
-        if known.numel() != len(values):
-            retire(self._scratch.pop(use))
-            known = self.scratch(use, len(values), torch.int64)
-        return self.write(known, values)
+        host = torch.from_numpy(np.asarray(values, dtype=np.int64))
+        if self.device.type == "cpu":
+            return target.copy_(host)
+        pinned = torch.empty(len(values), dtype=torch.int64, pin_memory=True, device="cpu").copy_(host)
+        if torch.cuda.is_current_stream_capturing():
+            self._captured.append(pinned)  # the graph reads it in each replay
+        return target.copy_(pinned, non_blocking=True)
 
     # ---- memory
 
@@ -92,17 +85,42 @@ MAX_CACHED = 64
 MAX_PROGRAMS = 1 if INTERPRETED else 2112
 """Programs of a launch that does not know its size."""
 COUNTERS_AHEAD = 64
+REPORTED_AHEAD = max(1, CALLS_AHEAD // 2)
+"""Calls for which the room of a table suffices when the host asks for its number of rows."""
 
 
-@dataclass(eq=False)
-class RowSearch:
+class Spans(NamedTuple):
+    """How the positions of a call are divided among the tables of a group."""
+
+    fields: Tensor  # int64 [tables * SPAN_FIELDS] on the device
+    tables: int
+    n: int  # Number of positions, or more: launches that are recorded serve smaller calls too
+    most: int  # Number of positions of a table, or more
+
+    def grid(self, block: int) -> tuple[int, int]:
+        """Return the grid of a launch over the positions of all tables."""
+        return max(1, -(-self.most // block)), self.tables
+
+    def num_blocks(self, block: int) -> int:
+        """Return a number above those of all blocks; see `first_block` in index_kernels.py."""
+        return self.n // block + self.tables
+
+
+class RowSearch(NamedTuple):
     """Rows that were found, and which ids have none."""
 
     rows: Tensor  # int32 [n], -1 where an id has no row
     missing: Tensor  # int32 [tables], number of ids of each table without a row
     absent: Tensor  # int32 [n], the positions of these ids, from the first position of their table on
-    slot: object = None  # The `SearchSlot` that the memory belongs to, if any
-    used: bool = False  # Whether an update has used it; its memory may then be used again
+
+
+class JoinedRows(NamedTuple):
+    """Ids of the tables of a group, one table after another, and their rows."""
+
+    ids: Tensor  # int64 [n]
+    spans: Spans
+    search: RowSearch
+    sizes: list[int]  # Number of ids of each table
 
 
 class CounterReport(NamedTuple):
@@ -126,9 +144,11 @@ class LaunchGroup(LaunchMemory):
         self._versions: list[int] = []
         self._checked = -1
         self._descriptors = torch.empty(0, device="cpu")
-        self._spans: dict[tuple[int, ...], Tensor] = {}
+        self._spans: dict[tuple[int, ...], Spans] = {}
         self._reports: deque[CounterReport] = deque()
         self._counters: list[Tensor] = []
+        self._dims = np.array(self.layout.dims, dtype=np.int64)
+        self._reporting = False  # whether the host should learn the numbers of rows soon
         # Programs for each table of a launch that does not know its size.
         self.few_programs = MAX_PROGRAMS // len(self.tables) + 1
 
@@ -153,27 +173,22 @@ class LaunchGroup(LaunchMemory):
             self._versions = versions
         return self._descriptors
 
-    def spans(self, sizes: Sequence[int], block: int) -> Tensor:
-        """Return the span of each table."""
-        # returns: int64 [tables * SPAN_FIELDS] on the device.
-        key = (block, *sizes)
-        if key not in self._spans:
+    def spans(self, sizes: Sequence[int]) -> Spans:
+        """Return the spans of tables."""
+        key = tuple(sizes)
+        known = self._spans.get(key)
+        if known is None:
             if len(self._spans) >= MAX_CACHED:
-                retire(*self._spans.values())
+                retire(*(own.fields for own in self._spans.values()))
                 self._spans.clear()
-                self.generation += 1
-            values, at, blocks, floats = [], 0, 0, 0
-            for size, dim in zip(sizes, self.layout.dims, strict=True):
-                values += [at, at + size, blocks, floats]
-                at += size
-                blocks += -(-size // block)
-                floats += size * dim
-            self._spans[key] = self.upload(values)
-        return self._spans[key]
+            uploaded = self.upload(self.span_fields(np.array(sizes, dtype=np.int64)).reshape(-1))
+            known = self._spans[key] = Spans(uploaded, len(sizes), sum(sizes), max(sizes))
+        return known
 
-    def grid(self, sizes: Sequence[int], block: int) -> tuple[int, int]:
-        """Return the grid of a launch over the positions of all tables."""
-        return max(1, -(-max(sizes) // block)), len(sizes)
+    def span_fields(self, sizes: IntArray) -> IntArray:
+        """Return the fields of the spans of tables, [tables, SPAN_FIELDS]."""
+        ends, floats = np.cumsum(sizes), sizes * self._dims
+        return np.stack((ends - sizes, ends, np.cumsum(floats) - floats), axis=1)
 
     def _new_counters(self) -> Tensor:
         """Return int32 [tables] of zeros; many are cleared at once."""
@@ -193,28 +208,29 @@ class LaunchGroup(LaunchMemory):
         rows, absent = self._new_positions(n)
         search = RowSearch(rows, self._new_counters(), absent)
         if n:
-            self.launch_find(ids, sizes, search)
+            self.launch_find(ids, self.spans(sizes), search)
         return search
 
     def _new_positions(self, n: int) -> tuple[Tensor, ...]:
         aligned = -(-n // 4) * 4  # Triton compiles a kernel once more for pointers that are not
         return torch.empty(2, aligned, dtype=torch.int32, device=self.device)[:, :n].unbind()
 
-    def new_search(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Allocate memory for a search."""
+    def new_search(self, n: int) -> RowSearch:
+        """Allocate memory for searches."""
         rows, absent = self._new_positions(n)
-        return rows, torch.zeros(len(self.tables), dtype=torch.int32, device=self.device), absent
+        missing = torch.zeros(len(self.tables), dtype=torch.int32, device=self.device)
+        return RowSearch(rows, missing, absent)
 
-    def launch_find(self, ids: Tensor, sizes: Sequence[int], into: RowSearch) -> None:
+    def launch_find(self, ids: Tensor, spans: Spans, into: RowSearch) -> None:
         """Find the rows of ids."""
         # ids: int64 [n], n > 0.
         if ("find",) not in self.bound:
             constants = {"FIELDS": self.fields, "BLOCK": FIND_BLOCK, "num_warps": 2}
             self.bound["find",] = index_kernels.find_rows.bind(**constants)
         self.bound["find",](
-            self.grid(sizes, FIND_BLOCK),
+            spans.grid(FIND_BLOCK),
             self.descriptors(),
-            self.spans(sizes, FIND_BLOCK),
+            spans.fields,
             ids,
             into.rows,
             into.missing,
@@ -234,23 +250,23 @@ class LaunchGroup(LaunchMemory):
             return
         if found is None and self.layout.num_runs > 1:
             found = self.find(ids, sizes)
-        tables = self.descriptors()
+        tables, spans = self.descriptors(), self.spans(sizes)
         for number in range(self.layout.num_runs):
             constants = self.layout.run_constants[number]
             columns = min(padded(constants["WIDEST"]), 256)
             block = max(1, READ_TILE // columns)
-            grid, spans = self.grid(sizes, block), self.spans(sizes, block)
+            grid = spans.grid(block)
             if ("read", number) not in self.bound:
                 self._bind_reads(number, constants, block, columns)
             if found is None:
                 missing, absent = self._new_counters(), self.scratch("absent", n, torch.int32)
-                self.bound["find_and_read",](grid, tables, spans, ids, missing, absent, out)
+                self.bound["find_and_read",](grid, tables, spans.fields, ids, missing, absent, out)
             else:
                 missing, absent = found.missing, found.absent
-                self.bound["read", number](grid, tables, spans, found.rows, out)
+                self.bound["read", number](grid, tables, spans.fields, found.rows, out)
             if self.layout.initial:
                 few = (min(grid[0], self.few_programs), grid[1])
-                self.bound["read_missing", number](few, tables, spans, ids, missing, absent, out)
+                self.bound["read_missing", number](few, tables, spans.fields, ids, missing, absent, out)
 
     def _bind_reads(self, number: int, constants: dict[str, int], block: int, columns: int) -> None:
         common = {"DIM": self.layout.dim, **constants, "BLOCK": block, "COLUMNS": columns}
@@ -271,21 +287,28 @@ class LaunchGroup(LaunchMemory):
         """Create the rows of ids that have none, in the order of their first occurrences."""
         # ids: int64 [n]; wanted: int8 [n], not 0 for ids that may get a row; fresh: int8 [n] of zeros.
         self.make_room(sizes)
-        slots = self.launch_create(ids, found, sizes, wanted, fresh)
-        self.report(sizes)
+        slots = self.launch_create(ids, found, self.spans(sizes), wanted, fresh)
+        self.report()
         return slots
 
     def make_room(self, sizes: Sequence[int]) -> None:
         """Make sure that new rows fit."""
         self._read_reports()
+        self._reporting = False
         for table, size in zip(self.tables, sizes, strict=True):
-            table.ensure_room(size)
+            # `ensure_room` in line: this is the only loop over the tables of a recorded update.
+            if size > table.room:
+                table.grow(size)
+            table.requested += size
+            table.room -= size
+            if table.room < size * REPORTED_AHEAD:
+                self._reporting = True
 
     def launch_create(
         self,
         ids: Tensor,
         found: RowSearch,
-        sizes: Sequence[int],
+        spans: Spans,
         wanted: Tensor | None,
         fresh: Tensor | None,
     ) -> Tensor:
@@ -295,28 +318,18 @@ class LaunchGroup(LaunchMemory):
         if not n:
             return slots
         claim, count, number, create = self._creating(wanted is None, fresh is not None)
-        tables, spans, grid = self.descriptors(), self.spans(sizes, BLOCK), self.grid(sizes, BLOCK)
-        num_blocks = sum(-(-size // BLOCK) for size in sizes)
-        counts = self.scratch("counts", num_blocks, torch.int32)
-        created = self.scratch("created", 3 * len(sizes), torch.int64)
+        tables, fields, grid = self.descriptors(), spans.fields, spans.grid(BLOCK)
+        counts = self.scratch("counts", spans.num_blocks(BLOCK), torch.int32)
+        created = self.scratch("created", 3 * len(self.tables), torch.int64)
         new_rows = self.scratch("new", n, torch.int32)
         rows, missing = found.rows, found.missing
-        claim(grid, tables, spans, ids, rows, missing, rows if wanted is None else wanted, slots)
-        count(grid, tables, spans, slots, missing, counts)
-        number((len(sizes),), tables, spans, missing, counts, created)
+        claim(grid, tables, fields, ids, rows, missing, rows if wanted is None else wanted, slots)
+        count(grid, tables, fields, slots, missing, counts)
+        number((len(self.tables),), tables, fields, missing, counts, created)
         marked = rows if fresh is None else fresh
-        create(grid, tables, spans, ids, slots, counts, created, new_rows, marked)
-        self._initialize(new_rows, created, spans, n)
+        create(grid, tables, fields, ids, slots, counts, created, new_rows, marked)
+        self._initialize(new_rows, created, fields, n)
         return slots
-
-    def report(self, sizes: Sequence[int]) -> None:
-        """Send the numbers of rows to the host after `launch_create`, if it will need them soon."""
-        if not any(sizes):
-            return
-        for table, size in zip(self.tables, sizes, strict=True):
-            if table.needs_report(size):
-                self._report(self._scratch["created"])
-                return
 
     def _creating(self, everyone: bool, marked: bool) -> tuple[Bound, Bound, Bound, Bound]:
         common = {"FIELDS": self.fields, "BLOCK": BLOCK}
@@ -334,10 +347,11 @@ class LaunchGroup(LaunchMemory):
         first, last = self.bound["claim", everyone], self.bound["create", marked]
         return first, self.bound["count",], self.bound["number",], last
 
-    def _report(self, created: Tensor) -> None:
-        """Send the numbers of rows to the host, for later calls."""
-        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    def report(self) -> None:
+        """Send the numbers of rows to the host after `launch_create`, if later calls will need them soon."""
+        if not self._reporting or self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
+        created = self._scratch["created"]
         host = torch.empty(created.numel(), dtype=torch.int64, pin_memory=True, device="cpu")
         host.copy_(created, non_blocking=True)
         event = torch.cuda.Event()
@@ -383,13 +397,13 @@ class LaunchGroup(LaunchMemory):
         # rows: int32 [n], distinct.
         if rows.numel():
             counts = self.upload([rows.numel(), 0, 0])
-            self._initialize(rows, counts, self.spans([rows.numel()], BLOCK), rows.numel())
+            self._initialize(rows, counts, self.spans([rows.numel()]).fields, rows.numel())
 
     def finish(
         self,
         slots: Tensor,
         found: RowSearch,
-        sizes: Sequence[int],
+        spans: Spans,
         wanted: Tensor | None = None,
         *,
         keys: bool,
@@ -397,7 +411,9 @@ class LaunchGroup(LaunchMemory):
         """Complete the rows after `create`."""
         # returns: int32 or int64 [n]: a key per occurrence, equal for equal rows and ascending by table.
         tables, rows = self.descriptors(), found.rows
-        out = torch.empty(rows.numel() if keys else 0, dtype=self.key_type, device=self.device)
+        # Positions after those of all tables get the largest key, so that sorting leaves them there.
+        most = torch.iinfo(self.key_type).max
+        out = torch.full((rows.numel() if keys else 0,), most, dtype=self.key_type, device=self.device)
         if rows.numel():
             key = ("finish", wanted is None, keys)
             if key not in self.bound:
@@ -409,9 +425,9 @@ class LaunchGroup(LaunchMemory):
                     num_warps=WARPS,
                 )
             self.bound[key](
-                self.grid(sizes, BLOCK),
+                spans.grid(BLOCK),
                 tables,
-                self.spans(sizes, BLOCK),
+                spans.fields,
                 slots,
                 found.missing,
                 rows,

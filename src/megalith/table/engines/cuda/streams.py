@@ -61,6 +61,8 @@ class StreamOrder:
 
     On the stream of the previous call it costs about a microsecond. On another stream, the device waits for
     the previous stream; the host does not wait.
+
+    It also counts what happens to its tables, so that a call asks once for all of them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,6 +72,8 @@ class StreamOrder:
         self._last: torch.cuda.Stream | None = None
         self.last_handle = -1
         self._changed: list[ExitStack | None] = []  # of each call in progress
+        self.writes = 0  # Number of calls that wrote, removed or moved rows
+        self.num_snapshots = 0  # Number of open snapshots
 
     def __enter__(self) -> None:
         self.lock.acquire()
@@ -103,6 +107,9 @@ class StreamOrder:
         """Order the calls of another table too: the next call waits for those that it has made."""
         with self:
             other.follow(self.last_handle)
+            # Above both, so that nothing found before is taken for current.
+            self.writes = max(self.writes, other.writes) + 1
+            self.num_snapshots += other.num_snapshots
 
 
 def current_handle(device: torch.device) -> int:

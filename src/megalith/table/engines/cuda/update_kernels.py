@@ -59,7 +59,7 @@ from megalith.table.engines.cuda.device_functions import (
     table_row_address,
     weight_pointer,
 )
-from megalith.table.engines.cuda.index_kernels import SKIPPED, positions
+from megalith.table.engines.cuda.index_kernels import SKIPPED, first_block, positions
 from megalith.table.engines.cuda.step_rules import optimizer_step
 from megalith.table.engines.cuda.triton_runtime import launched, tl, triton
 
@@ -245,7 +245,7 @@ def walk_chunks(
     first = begin + tl.program_id(0).to(tl.int64) * CHUNK
     if first < end:
         last = tl.minimum(first + CHUNK, end)
-        chunk = tl.load(spans + SPAN_FIELDS * table + 2) + tl.program_id(0)
+        chunk = first_block(spans, table, CHUNK) + tl.program_id(0)
         call = calls + table * CALL_FIELDS
         start, width = step_columns(tables, table, FIELDS, SEGMENT, START, WIDTH, RULE)
         column = tl.arange(0, COLUMNS)
@@ -309,7 +309,7 @@ def finish_chunks(
         crosses = tl.load(keys + last).to(tl.int64) == key
         before = tl.load(keys + first - 1, mask=first > begin, other=-1).to(tl.int64)
         if crosses & (before != key):
-            chunk = tl.load(spans + SPAN_FIELDS * table + 2) + tl.program_id(0)
+            chunk = first_block(spans, table, CHUNK) + tl.program_id(0)
             start, width = step_columns(tables, table, FIELDS, SEGMENT, START, WIDTH, RULE)
             column = tl.arange(0, COLUMNS)
             wide = column < width

@@ -5,6 +5,9 @@
 
 Without policies the first way does not wait for the device. The second does, once per table.
 
+A lookup keeps its memory for the update (graphs.py), which is then a copy of the numbers of the call and one
+replay of recorded launches. Without that, and with policies, the same launches are made one after another.
+
 Gradients are summed by row in a fixed order, from sorted occurrences; with
 `TableConfig(deterministic=False)` they are summed by atomic additions, in any order. The kernels of both
 are in update_kernels.py.
@@ -12,9 +15,11 @@ are in update_kernels.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,57 +35,257 @@ from megalith.table.engines.cuda.device_table import (
     float_bits,
     write_chunk,
 )
-from megalith.table.engines.cuda.graphs import RecordedCalls
-from megalith.table.engines.cuda.launch_group import LaunchGroup, RowSearch
+from megalith.table.engines.cuda.launch_group import IntArray, JoinedRows, LaunchGroup, Spans
 from megalith.table.engines.cuda.step_rules import NUM_SETTINGS, step_numbers
 from megalith.table.engines.cuda.streams import hold
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, Bound, padded
 from megalith.table.engines.torch_step import update_chunk
 from megalith.table.policies import MAX_COUNT
 from megalith.table.rounding import round_step
-from megalith.table.table_data import Chunk, Step
+from megalith.table.table_data import Chunk, Step, Update
 
 if TYPE_CHECKING:
     from megalith.table.engines.cuda.engine import CudaEngine
+    from megalith.table.engines.cuda.graphs import SearchSlot
+
+GRADS: int = update_kernels.GRADS.value
+NUMBERS: int = update_kernels.TIME.value
+RATES: int = update_kernels.RATES.value
+NO_FIELDS = np.zeros(0, dtype=np.int64)
 
 
-class TableUpdate(NamedTuple):
-    """The arguments of one table's update; see `Engine.update`."""
+class GradientPlaces(NamedTuple):
+    """The gradient of each occurrence. Without addresses, occurrence k of a table has row k of its matrix."""
 
-    engine: CudaEngine
-    ids: Tensor  # As for `Engine.update`.
-    step: Step  # As for `Engine.update`.
-    occurrences: Tensor | None  # As for `Engine.update`.
-    looked_up: bool  # Whether a lookup found the rows before, and counted their use
+    addresses: Tensor | None = None  # int64 [n] of all tables, 0 for no gradient
+    factors: Tensor | None = None  # float32 [n]: factor of each gradient; None: 1
+    wanted: Tensor | None = None  # int8 [n]: which occurrences count; None: all
+
+    def part(self, first: int, end: int) -> GradientPlaces:
+        """Return those of some occurrences."""
+        return GradientPlaces(*(None if own is None else own[first:end] for own in self))
 
 
-@torch.no_grad()
-def stage_updates(
-    group: LaunchGroup,
-    updates: Sequence[TableUpdate],
-    gradients: Gradients,
-    known: tuple[Tensor, RowSearch] | None,
-    recorded: RecordedCalls | None = None,
-) -> Callable[[], None]:
-    """Do the part of an update that may raise: memory for new rows, and the user's optimizers."""
-    sizes = [update.ids.numel() for update in updates]
-    if not sum(sizes):
-        return lambda: None
-    if group.layout.has_rules:
-        if not any(update.engine.policies.active for update in updates):
-            group.make_room(sizes)
-        return lambda: _update_in_kernels(group, updates, sizes, gradients, known, recorded)
-    staged = [
-        _stage_one_in_torch(update, gradients.part(number, sizes))
-        for number, update in enumerate(updates)
-        if sizes[number]
-    ]
+class GradientSource:
+    """Where the gradients of an update are: in a matrix for each table, or where launches find them."""
 
-    def write() -> None:
-        for each in staged:
-            each()
+    def __init__(self, bases: IntArray, strides: IntArray, fields: IntArray = NO_FIELDS) -> None:
+        self.bases = bases  # int64 [tables], the address of the gradient of the first occurrence
+        self.strides = strides  # int64 [tables], bytes from one gradient to the next
+        self.fields = fields  # what `places` reads on the device
+        self.aligned = not bool(((bases | strides) & 15).any())
+        """Whether all addresses are multiples of 16."""
 
-    return write
+    @classmethod
+    def of(cls, matrices: Sequence[Tensor]) -> GradientSource:
+        """Return the gradients of matrices."""
+        # matrices: float32 [n, dim] of each table.
+        hold(matrices)
+        places = [(matrix.data_ptr(), 4 * matrix.stride(0)) for matrix in matrices]
+        return cls(*np.array(places, dtype=np.int64).T)
+
+    def of_table(self, number: int) -> GradientSource:
+        """Return the gradients of one table."""
+        own = GradientSource(self.bases[number : number + 1], self.strides[number : number + 1])
+        own.aligned = self.aligned
+        return own
+
+    def places(self, fields: Tensor, n: int) -> GradientPlaces:
+        """Launch what finds the gradients of n occurrences."""
+        return GradientPlaces()
+
+
+class SharedLaunches:
+    """Tables that share launches: their searches and updates."""
+
+    def __init__(self, engines: Sequence[CudaEngine], group: LaunchGroup) -> None:
+        self.engines, self.group = list(engines), group
+        self.names = [engine.name for engine in engines]
+        self._active = any(engine.policies.active for engine in engines)
+        self._tiered = any(engine.tier is not None for engine in engines)
+        self._counted = [(number, engine) for number, engine in enumerate(engines) if engine.config.counted]
+        self._none = torch.empty(0, dtype=torch.int64, device=group.device)
+        # The numbers of a call, even so that the fields after them are aligned: Triton compiles a kernel once
+        # more for pointers that are not.
+        fields = num_call_fields(group)
+        self._numbers = np.zeros(-(-len(engines) * fields // 2) * 2, dtype=np.int64)
+        self._by_table = self._numbers[: len(engines) * fields].reshape(-1, fields)
+        optimizers = [tuple(segment.optimizer for segment in engine.config.segments) for engine in engines]
+        self._optimizers = [optimizers.index(own) for own in optimizers]
+        # The tables that share the numbers of a step, by the first one with equal optimizers, and rates
+        self._equal: dict[tuple[float, ...], list[int]] = {}
+        self._rates: Mapping[str, Sequence[float]] | None = None
+
+    def find(
+        self, ids: Mapping[str, Tensor], sizes: list[int], looked_up: Collection[str] = ()
+    ) -> JoinedRows:
+        """Find the rows of ids; those in host memory move to the device."""
+        # ids: int64 [n] by table; sizes: number of ids of each table, 0 for one whose ids are left out;
+        # looked_up: tables for which a lookup has counted the use of these rows.
+        columns = [ids[name] if size else self._none for name, size in zip(self.names, sizes, strict=True)]
+        hold(columns)
+        joined = columns[0] if len(columns) == 1 else torch.cat(columns)
+        rows = JoinedRows(joined, self.group.spans(sizes), self.group.find(joined, sizes), sizes)
+        self.fetch(rows, looked_up)
+        return rows
+
+    def fetch(self, rows: JoinedRows, looked_up: Collection[str] = ()) -> None:
+        """Move rows that were found now from host memory to the device."""
+        if self._tiered:
+            n = sum(rows.sizes)
+            ids, found = rows.ids[:n].split(rows.sizes), rows.search.rows[:n].split(rows.sizes)
+            for engine, own, own_rows in zip(self.engines, ids, found, strict=True):
+                engine.fetch(own, own_rows, counted=engine.name not in looked_up)
+
+    def sizes_of(self, ids: Mapping[str, Tensor]) -> list[int]:
+        """Return the number of ids of each table."""
+        return [ids[name].numel() if name in ids else 0 for name in self.names]
+
+    @torch.no_grad()
+    def stage_update(
+        self,
+        update: Update,
+        ids: Mapping[str, Tensor],
+        sizes: list[int],
+        rows: JoinedRows | None,
+        source: GradientSource,
+        slot: SearchSlot | None = None,
+        looked_up: Collection[str] = (),
+    ) -> Callable[[], None]:
+        """Do the part of an update that may raise: memory for new rows, and the user's optimizers."""
+        # ids, sizes, looked_up: as for `find`; rows: what a lookup found for these ids, if it is current;
+        # slot: its memory, if launches may be recorded.
+        if not any(sizes):
+            return lambda: None
+        if self.group.layout.has_rules:
+            if not self._active:
+                self.group.make_room(sizes)
+            return partial(self._update, update, ids, sizes, rows, source, slot, looked_up)
+        places = source.places(self.group.upload(source.fields), sum(sizes))
+        staged, first = [], 0
+        for number, size in enumerate(sizes):
+            if size:
+                name = self.names[number]
+                staged.append(
+                    _stage_in_torch(
+                        self.engines[number],
+                        ids[name],
+                        update.of(name),
+                        update.occurrences.get(name),
+                        source.of_table(number),
+                        places.part(first, first + size),
+                        counted=name not in looked_up,
+                    )
+                )
+            first += size
+
+        def write() -> None:
+            for each in staged:
+                each()
+
+        return write
+
+    @torch.no_grad()
+    def _update(
+        self,
+        update: Update,
+        ids: Mapping[str, Tensor],
+        sizes: list[int],
+        rows: JoinedRows | None,
+        source: GradientSource,
+        slot: SearchSlot | None,
+        looked_up: Collection[str],
+    ) -> None:
+        group, order = self.group, self.engines[0].order
+        fields = self._call_fields(update, source)
+        calls = group.write(group.scratch("calls", fields.size, torch.int64)[: fields.size], fields)
+        if slot is not None and rows is not None:
+            launch = partial(self._launch, rows, source, calls)
+        else:
+            places = source.places(calls[self._numbers.size :], sum(sizes))
+            wanted = places.wanted
+            if self._active:
+                wanted = self._admitted(update, ids, sizes, wanted)
+                rows = None  # policies may have removed rows
+            if self._active or any(map(_was_counted, group.tables, sizes)):
+                group.make_room(sizes)
+            if rows is None:
+                rows = self.find(ids, sizes, looked_up)
+            launch = partial(self._make_steps, rows, places, wanted, calls, aligned=source.aligned)
+        if order.num_snapshots:
+            own_rows = rows.search.rows[: sum(sizes)].split(sizes)
+            for engine, own in zip(self.engines, own_rows, strict=True):
+                engine.save_rows(own)
+        if slot is None:
+            launch()
+        else:
+            slot.run(("update", group, type(source), source.aligned), launch)
+        group.report()
+        order.writes += 1
+        for number, engine in self._counted:
+            if sizes[number]:  # the step of a table without ids is that of another table
+                engine.latest_step = max(engine.latest_step, min(update.step, MAX_COUNT))
+
+    def _launch(self, rows: JoinedRows, source: GradientSource, calls: Tensor) -> None:
+        places = source.places(calls[self._numbers.size :], rows.spans.n)
+        self._make_steps(rows, places, places.wanted, calls, aligned=source.aligned)
+
+    def _make_steps(
+        self,
+        rows: JoinedRows,
+        places: GradientPlaces,
+        wanted: Tensor | None,
+        calls: Tensor,
+        *,
+        aligned: bool,
+    ) -> None:
+        group, spans = self.group, rows.spans
+        slots = group.launch_create(rows.ids, rows.search, spans, wanted, None)
+        keys = group.finish(slots, rows.search, spans, wanted, keys=True)
+        step_rows(group, keys, spans, places, calls, aligned=aligned)
+
+    def _admitted(
+        self, update: Update, ids: Mapping[str, Tensor], sizes: list[int], wanted: Tensor | None
+    ) -> Tensor:
+        """Apply the admission policies; return which occurrences count, int8 [n]."""
+        split = [None] * len(sizes) if wanted is None else wanted.split(sizes)
+        pieces = []
+        for engine, size, own in zip(self.engines, sizes, split, strict=True):
+            column = ids[engine.name] if size else self._none
+            seen = update.occurrences.get(engine.name)
+            pieces.append(engine.policies.admit(column, own, seen, update.step))
+        return torch.cat(pieces)
+
+    def _call_fields(self, update: Update, source: GradientSource) -> IntArray:
+        """Return what differs between the calls of recorded launches: numbers, then fields of gradients."""
+        fields = self._by_table
+        assert update.time is not None
+        fields[:, GRADS], fields[:, GRADS + 1] = source.bases, source.strides
+        fields[:, NUMBERS:RATES] = (
+            update.time,
+            update.step,
+            float_bits(update.scale),
+            float_bits(update.clip_norm),
+        )
+        if update.rates is not self._rates:
+            self._rates, self._equal = update.rates, {}
+            for number, engine in enumerate(self.engines):
+                if engine.name in update.rates:
+                    key = self._optimizers[number], *update.rates[engine.name]
+                    self._equal.setdefault(key, []).append(number)
+        for (_, *rates), numbers in self._equal.items():
+            segments = self.engines[numbers[0]].config.segments
+            fields[numbers, RATES:] = [
+                float_bits(x)
+                for segment, rate in zip(segments, rates, strict=True)
+                for x in step_numbers(segment.optimizer, rate, update.step)
+            ]
+        return np.concatenate((self._numbers, source.fields))
+
+
+def num_call_fields(group: LaunchGroup) -> int:
+    """Return the number of int64 that describe an update of one table."""
+    return RATES + 3 * group.layout.num_segments
 
 
 def _was_counted(table: DeviceTable, size: int) -> bool:
@@ -88,74 +293,34 @@ def _was_counted(table: DeviceTable, size: int) -> bool:
     return size > 0 and table.known_at == table.requested
 
 
-@torch.no_grad()
-def _update_in_kernels(
-    group: LaunchGroup,
-    updates: Sequence[TableUpdate],
-    sizes: list[int],
-    gradients: Gradients,
-    known: tuple[Tensor, RowSearch] | None,
-    recorded: RecordedCalls | None,
-) -> None:
-    wanted = gradients.wanted
-    if any(update.engine.policies.active for update in updates):
-        pieces = []
-        split = [None] * len(sizes) if wanted is None else list(wanted.split(sizes))
-        for update, own in zip(updates, split, strict=True):
-            pieces.append(update.engine.policies.admit(update.ids, own, update.occurrences, update.step.step))
-        wanted = torch.cat(pieces)
-        known = None  # policies may have removed rows
-    if wanted is not gradients.wanted or any(map(_was_counted, group.tables, sizes)):
-        group.make_room(sizes)
-    if known is None:
-        ids = updates[0].ids if len(updates) == 1 else torch.cat([update.ids for update in updates])
-        known = ids, group.find(ids, sizes)
-        for update, rows in zip(updates, known[1].rows.split(sizes), strict=True):
-            update.engine.fetch(update.ids, rows, counted=not update.looked_up)
-    ids, found = known
-    if any(update.engine.open_snapshot is not None for update in updates):
-        for update, rows in zip(updates, found.rows.split(sizes), strict=True):
-            update.engine.save_rows(rows)
-    fields = call_fields(group, gradients, [update.step for update in updates])
-    repeats = recorded is not None and found.slot is not None and wanted is None
-    calls = group.overwrite("calls", fields) if repeats else group.upload(fields)
-
-    def launch() -> None:
-        slots = group.launch_create(ids, found, sizes, wanted, None)
-        keys = group.finish(slots, found, sizes, wanted, keys=True)
-        step_rows(group, keys, sizes, gradients, calls)
-
-    if recorded is not None and repeats:
-        recorded.run(("update", id(found.slot), gradients.aligned), launch)
-        found.used = True
-    else:
-        launch()
-    group.report(sizes)
-    for update, size in zip(updates, sizes, strict=True):
-        if size:  # the step of a table without ids is that of another table
-            update.engine.wrote(update.step.step)
-
-
-def _stage_one_in_torch(update: TableUpdate, gradients: Gradients) -> Callable[[], None]:
-    engine, ids, step = update.engine, update.ids, update.step
+def _stage_in_torch(
+    engine: CudaEngine,
+    ids: Tensor,
+    step: Step,
+    occurrences: Tensor | None,
+    source: GradientSource,
+    places: GradientPlaces,
+    *,
+    counted: bool,
+) -> Callable[[], None]:
     table, group, config = engine.table, engine.group, engine.config
     sizes = [ids.numel()]
     table.ensure_room(ids.numel())
     group.descriptors()
     inverse = torch.unique(ids, return_inverse=True)[1]
-    wanted, plan = gradients.wanted, None
+    wanted, plan = places.wanted, None
     if engine.policies.active:
-        plan = engine.policies.plan(ids, wanted, update.occurrences, step.step)
+        plan = engine.policies.plan(ids, wanted, occurrences, step.step)
         wanted = plan.wanted
     keys = inverse if wanted is None else torch.where(wanted != 0, inverse, table.row_capacity)
-    first, sums = sum_rows(group, keys.to(group.key_type), sizes, gradients)
+    first, sums = sum_rows(group, keys.to(group.key_type), source, places)
     own = ids[first]
     finite = torch.isfinite(sums).all(1)
     skipped = int((~finite).sum())
     if skipped:
         own, sums = own[finite].contiguous(), sums[finite].contiguous()
     search = group.find(own, [own.numel()])
-    engine.fetch(own, search.rows, counted=not update.looked_up)
+    engine.fetch(own, search.rows, counted=counted)
     weights, states = engine.complete_rows(own, search)
     columns = {
         c.key: states[:, c.start - config.dim : c.end - config.dim].contiguous() for c in config.state_columns
@@ -172,7 +337,7 @@ def _stage_one_in_torch(update: TableUpdate, gradients: Gradients) -> Callable[[
         found = group.find(ids, sizes)
         engine.save_rows(found.rows)
         slots = group.create(ids, found, sizes, wanted)
-        group.finish(slots, found, sizes, wanted, keys=False)
+        group.finish(slots, found, group.spans(sizes), wanted, keys=False)
         if own.numel():
             rows = group.find(own, [own.numel()]).rows
             headers = table.headers(rows)
@@ -190,81 +355,19 @@ CHUNK = 8 if INTERPRETED else 64
 """Sorted occurrences that one program of an update sums."""
 
 
-class Gradients(NamedTuple):
-    """Where the gradients of the occurrences are."""
-
-    # For each table, the address of the gradient of its first occurrence; none with `addresses`
-    bases: Sequence[int] = ()
-    strides: Sequence[int] = ()  # For each table, the bytes from one gradient to the next
-    addresses: Tensor | None = None  # int64 [n] of all tables: the address of the gradient of each occurrence
-    factors: Tensor | None = None  # float32 [n]: factor of each gradient, or None
-    wanted: Tensor | None = None  # int8 [n]: which occurrences count; None: all
-    all_aligned: bool = False  # With `addresses`, whether they are multiples of 16
-    held: Sequence[Tensor] = ()  # The tensors that the addresses belong to
-
-    @classmethod
-    def of(cls, matrices: Sequence[Tensor], wanted: Tensor | None = None) -> Gradients:
-        """Return the gradients of matrices."""
-        # matrices: float32 [n, dim] of each table; wanted: int8 [n]: which occurrences count.
-        hold(matrices)
-        bases = [matrix.data_ptr() for matrix in matrices]
-        return cls(bases, [4 * matrix.stride(0) for matrix in matrices], wanted=wanted, held=matrices)
-
-    @property
-    def aligned(self) -> bool:
-        """Whether all addresses are multiples of 16."""
-        if self.addresses is not None:
-            return self.all_aligned
-        return not any(base % 16 for base in self.bases) and not any(stride % 16 for stride in self.strides)
-
-    def part(self, number: int, sizes: list[int]) -> Gradients:
-        """Return the gradients of one table."""
-
-        def own(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.split(sizes)[number]
-
-        return Gradients(
-            self.bases[number : number + 1],
-            self.strides[number : number + 1],
-            own(self.addresses),
-            own(self.factors),
-            own(self.wanted),
-            self.all_aligned,
-            self.held,
-        )
-
-
-def call_fields(group: LaunchGroup, gradients: Gradients, steps: Sequence[Step]) -> list[int]:
-    """Return the numbers of an update that change from call to call."""
-    fields: list[int] = []
-    bits: list[int] = []
-    before: Step | None = None
-    bases, strides = gradients.bases, gradients.strides
-    for number, step in enumerate(steps):
-        if step != before:  # tables often have equal numbers
-            bits = [step.time, step.step, float_bits(step.scale), float_bits(step.clip_norm)]
-            segments = group.tables[number].config.segments
-            for segment, rate in zip(segments, step.rates, strict=False):
-                bits += [float_bits(x) for x in step_numbers(segment.optimizer, rate, step.step)]
-            before = step
-        fields += (bases[number], strides[number]) if bases else (0, 0)
-        fields += bits
-    return fields
-
-
 def step_rows(
-    group: LaunchGroup, keys: Tensor, sizes: Sequence[int], gradients: Gradients, calls: Tensor
+    group: LaunchGroup, keys: Tensor, spans: Spans, places: GradientPlaces, calls: Tensor, *, aligned: bool
 ) -> None:
     """Sum the gradients of each row in the order of its occurrences, and make one step per row."""
     if not keys.numel():
         return
     if not group.layout.deterministic:
-        addresses, factors = gradients.addresses, gradients.factors
+        addresses = places.addresses
         if addresses is None:
             order = torch.arange(keys.numel(), device=group.device)
-            addresses, _ = _sorted_gradients(group, sizes, gradients, calls, order)
-        return step_rows_atomically(group, keys, sizes, addresses, factors, gradients.aligned, calls)
-    walk = _Walk(group, keys, sizes, gradients, calls)
+            addresses, _ = _sorted_gradients(group, spans, places, calls, order)
+        return step_rows_atomically(group, keys, spans, addresses, places.factors, calls, aligned=aligned)
+    walk = _Walk(group, keys, spans, places, calls, aligned=aligned)
     measured = group.layout.num_segments > 1
     if measured:
         walk.measure()
@@ -273,9 +376,9 @@ def step_rows(
 
 
 def sum_rows(
-    group: LaunchGroup, keys: Tensor, sizes: Sequence[int], gradients: Gradients
+    group: LaunchGroup, keys: Tensor, source: GradientSource, places: GradientPlaces
 ) -> tuple[Tensor, Tensor]:
-    """Sum the gradients of each row."""
+    """Sum the gradients of each row of the only table of a group."""
     # returns: the positions of the first occurrence of each row, int64 [u], by ascending row, and the sums,
     # float32 [u, dim].
     dim = group.layout.max_dim
@@ -283,37 +386,39 @@ def sum_rows(
         return torch.empty(0, dtype=torch.int64, device=group.device), torch.empty(
             0, dim, device=group.device
         )
-    calls = group.upload(call_fields(group, gradients, [Step([], 0, 1.0, 0.0, 0)]))
-    walk = _Walk(group, keys, sizes, gradients, calls)
+    numbers = np.zeros(num_call_fields(group), dtype=np.int64)
+    numbers[GRADS], numbers[GRADS + 1] = source.bases[0], source.strides[0]
+    spans = group.spans([keys.numel()])
+    walk = _Walk(group, keys, spans, places, group.upload(numbers), aligned=source.aligned)
     heads = walk.sums()
     heads = heads[walk.keys[heads] < group.tables[0].row_capacity]
     return walk.order[heads], walk.buffer.view(-1, dim)[heads]
 
 
 def _sorted_gradients(
-    group: LaunchGroup, sizes: Sequence[int], gradients: Gradients, calls: Tensor, order: Tensor
+    group: LaunchGroup, spans: Spans, places: GradientPlaces, calls: Tensor, order: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the addresses and factors of gradients in the order of sorted occurrences."""
-    n, num_fields = order.numel(), calls.numel() // len(sizes)
-    addressed, weighted = gradients.addresses is not None, gradients.factors is not None
+    n = order.numel()
+    addressed, weighted = places.addresses is not None, places.factors is not None
     addresses = group.scratch("addresses", n, torch.int64)
     factors = group.scratch("factors", n if weighted else 0, torch.float32)
-    key = ("sort", addressed, weighted, num_fields)
+    key = ("sort", addressed, weighted)
     if key not in group.bound:
         group.bound[key] = update_kernels.sort_gradients.bind(
-            CALL_FIELDS=num_fields,
+            CALL_FIELDS=num_call_fields(group),
             ADDRESSED=addressed,
             WEIGHTED=weighted,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
     group.bound[key](
-        group.grid(sizes, BLOCK),
+        spans.grid(BLOCK),
         calls,
-        group.spans(sizes, BLOCK),
+        spans.fields,
         order,
-        order if gradients.addresses is None else gradients.addresses,
-        factors if gradients.factors is None else gradients.factors,
+        order if places.addresses is None else places.addresses,
+        factors if places.factors is None else places.factors,
         addresses,
         factors,
     )
@@ -327,18 +432,18 @@ class _Walk:
         self,
         group: LaunchGroup,
         keys: Tensor,
-        sizes: Sequence[int],
-        gradients: Gradients,
+        spans: Spans,
+        places: GradientPlaces,
         calls: Tensor,
+        *,
+        aligned: bool,
     ) -> None:
-        self.group, self.sizes, self.gradients, self.calls = group, sizes, gradients, calls
+        self.group, self.spans, self.calls = group, spans, calls
+        self.weighted, self.aligned = places.factors is not None, aligned
         self.keys, self.order = torch.sort(keys, stable=True)
-        self.num_fields = calls.numel() // len(sizes)
-        self.spans = group.spans(sizes, CHUNK)
-        self.grid = group.grid(sizes, CHUNK)
-        self.num_chunks = sum(-(-size // CHUNK) for size in sizes)
+        self.num_chunks = spans.num_blocks(CHUNK)
         self.heads = group.scratch("heads", self.num_chunks, torch.int64)
-        self.addresses, self.factors = _sorted_gradients(group, sizes, gradients, calls, self.order)
+        self.addresses, self.factors = _sorted_gradients(group, spans, places, calls, self.order)
         self.buffer = self.factors
 
     def segment(self, number: int, measured: bool) -> None:
@@ -367,17 +472,17 @@ class _Walk:
         self._launch((use,), what, (0.0,) * NUM_SETTINGS)
 
     def _launch(self, use: tuple[object, ...], what: dict[str, float], settings: tuple[float, ...]) -> None:
-        group, gradients = self.group, self.gradients
-        key = (*use, gradients.factors is not None, gradients.aligned, self.num_fields)
+        group, grid = self.group, self.spans.grid(CHUNK)
+        key = (*use, self.weighted, self.aligned)
         if key not in group.bound:
             self._bind(key, what)
         tables, columns = group.descriptors(), int(what["COLUMNS"])
         parts = group.scratch("parts", 2 * self.num_chunks * columns, torch.float32)
         group.bound[key](
-            self.grid,
+            grid,
             tables,
             self.calls,
-            self.spans,
+            self.spans.fields,
             self.keys,
             self.addresses,
             self.factors,
@@ -387,10 +492,10 @@ class _Walk:
             *settings,
         )
         group.bound[(*key, "finish")](
-            self.grid,
+            grid,
             tables,
             self.calls,
-            self.spans,
+            self.spans.fields,
             self.keys,
             parts,
             self.heads,
@@ -399,11 +504,11 @@ class _Walk:
         )
 
     def _bind(self, key: tuple[object, ...], what: dict[str, float]) -> None:
-        group, layout, gradients = self.group, self.group.layout, self.gradients
+        group, layout = self.group, self.group.layout
         columns = int(what["COLUMNS"])
         common = {
             **group.kinds,
-            "CALL_FIELDS": self.num_fields,
+            "CALL_FIELDS": num_call_fields(group),
             "HEADER": layout.header,
             "DIM": layout.max_dim,
             "CHUNK": CHUNK,
@@ -412,7 +517,7 @@ class _Walk:
             **PLAIN_ARITHMETIC,
         }
         group.bound[key] = update_kernels.walk_chunks.bind(
-            WEIGHTED=gradients.factors is not None, ALIGNED=gradients.aligned, **common
+            WEIGHTED=self.weighted, ALIGNED=self.aligned, **common
         )
         group.bound[(*key, "finish")] = update_kernels.finish_chunks.bind(
             AHEAD=max(2, min(16, 2048 // columns)), **common
@@ -426,11 +531,12 @@ ADD_TILE = 2048
 def step_rows_atomically(
     group: LaunchGroup,
     keys: Tensor,
-    sizes: Sequence[int],
+    spans: Spans,
     addresses: Tensor,
     factors: Tensor | None,
-    aligned: bool,
     calls: Tensor,
+    *,
+    aligned: bool,
 ) -> None:
     """Sum the gradients of each row by atomic additions, and make one step per row."""
     # addresses: int64 [n], the address of the gradient of each occurrence; factors: float32 [n], factor of
@@ -440,16 +546,17 @@ def step_rows_atomically(
     num_keys = sum(table.row_capacity + 1 for table in group.tables)
     marks = group.filled("marks", num_keys, update_kernels.UNUSED.value, torch.int32)
     sums = group.filled("sums", n * layout.max_dim, 0.0, torch.float32)
-    counts = group.scratch("row counts", len(sizes), torch.int32)[: len(sizes)].zero_()
+    num_tables = len(group.tables)
+    counts = group.scratch("row counts", num_tables, torch.int32)[:num_tables].zero_()
     numbers = group.scratch("row numbers", n, torch.int32)
     row_keys = group.scratch("row keys", n, torch.int64)
-    spans, programs = group.spans(sizes, BLOCK), group.grid(sizes, BLOCK)
+    fields, programs = spans.fields, spans.grid(BLOCK)
     if ("claim rows",) not in group.bound:
         common = {"FIELDS": group.fields, "BLOCK": BLOCK, "num_warps": WARPS}
         group.bound["claim rows",] = update_kernels.claim_rows.bind(**common)
         group.bound["number rows",] = update_kernels.number_rows.bind(**common)
-    group.bound["claim rows",](programs, tables, spans, keys, marks)
-    group.bound["number rows",](programs, tables, spans, keys, marks, counts, numbers, row_keys)
+    group.bound["claim rows",](programs, tables, fields, keys, marks)
+    group.bound["number rows",](programs, tables, fields, keys, marks, counts, numbers, row_keys)
     columns = min(256, padded(layout.max_dim))
     block = max(1, ADD_TILE // columns)
     key = ("add gradients", factors is not None, aligned)
@@ -466,9 +573,9 @@ def step_rows_atomically(
         )
     weights = sums if factors is None else factors
     group.bound[key](
-        group.grid(sizes, block),
+        spans.grid(block),
         tables,
-        group.spans(sizes, block),
+        fields,
         keys,
         marks,
         numbers,
@@ -477,25 +584,22 @@ def step_rows_atomically(
         sums,
     )
     measured = layout.num_segments > 1
-    given = (tables, calls, spans, counts, row_keys, marks, sums)
-    few = (min(n, group.few_programs), len(sizes))
-    fields = calls.numel() // len(sizes)
+    given = (tables, calls, fields, counts, row_keys, marks, sums)
+    few = (min(n, group.few_programs), num_tables)
     measures = group.scratch("measures", n if measured else 1, torch.float32)
     if measured:
-        step = _bound_step(group, None, fields, measured=False, last=False)
+        step = _bound_step(group, None, measured=False, last=False)
         step(few, *given, measures, *[0.0] * NUM_SETTINGS)
     for number in range(layout.num_segments):
         last = number == layout.num_segments - 1
-        step = _bound_step(group, number, fields, measured=measured, last=last)
+        step = _bound_step(group, number, measured=measured, last=last)
         step(few, *given, measures, *layout.rule(number).settings)
 
 
-def _bound_step(
-    group: LaunchGroup, segment: int | None, call_fields: int, *, measured: bool, last: bool
-) -> Bound:
+def _bound_step(group: LaunchGroup, segment: int | None, *, measured: bool, last: bool) -> Bound:
     """Return the kernel of a segment's step, or of the measurement of whole rows."""
     layout = group.layout
-    key = ("step sums", segment, call_fields)
+    key = ("step sums", segment)
     if key in group.bound:
         return group.bound[key]
     if segment is None:
@@ -503,7 +607,7 @@ def _bound_step(
     else:
         what = layout.step_constants[segment]
     group.bound[key] = update_kernels.step_sums.bind(
-        CALL_FIELDS=call_fields,
+        CALL_FIELDS=num_call_fields(group),
         HEADER=layout.header,
         DIM=layout.max_dim,
         MEASURED=measured,
