@@ -89,7 +89,7 @@ class LocalShards(Shards):
     ) -> LocalLookup:
         # Rows are found and read when they are used. A series has no effect.
         ids = prepared.ids
-        if any([x.device != self.device for x in ids.values()]):
+        if any(x.device != self.device for x in ids.values()):
             ids = {name: x.to(self.device, non_blocking=True) for name, x in ids.items()}
         return LocalLookup(self, ids, step)
 
