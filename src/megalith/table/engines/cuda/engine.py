@@ -638,7 +638,7 @@ class CudaEngine(Engine):
 
     def _find(self, ids: Tensor, *, counted: bool = True) -> JoinedRows:
         """Find rows that a call uses; with a host tier they move to the device."""
-        return self.launches.find({self.name: ids}, [ids.numel()], () if counted else (self.name,))
+        return self.launches.find({self.name: ids}, [ids.numel()], {} if counted else {self.name: None})
 
     def note_found(self, rows: Tensor, by: FoundTogether) -> FoundRows:
         # rows: int32 [n], the rows of this table.
@@ -716,7 +716,7 @@ class CudaEngine(Engine):
                 rows = rows._replace(search=rows.search._replace(rows=rows.search.rows.clone()))
             seen = {} if occurrences is None else {self.name: occurrences}
             update = Update(step.step, step.time, step.scale, step.clip_norm, {self.name: step.rates}, seen)
-            looked_up = () if found is None else (self.name,)
+            looked_up = {} if found is None else {self.name: None}
             yield self.launches.stage_update(
                 update, {self.name: ids}, [ids.numel()], rows, source, None, looked_up
             )

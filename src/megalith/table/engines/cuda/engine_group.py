@@ -6,7 +6,7 @@ found for all tables stays together (`FoundTogether`), so that `pool` and `updat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from functools import partial
 
 import torch
@@ -275,9 +275,10 @@ class CudaEngineGroup(EngineGroup):
         return {name: tensor.to(self._device, non_blocking=True) for name, tensor in tensors.items()}
 
 
-def _looked_up(ids: Mapping[str, Tensor], found: Mapping[str, FoundRows]) -> Collection[str]:
-    """Return the tables whose use a lookup has counted."""
-    return found.keys() if getattr(found, "joint", None) is None else ids.keys()
+def _looked_up(ids: Mapping[str, Tensor], found: Mapping[str, FoundRows]) -> dict[str, int | None]:
+    """Return the tables whose use a lookup has counted, and their epoch then, if it is known."""
+    epochs: dict[str, int | None] = {name: rows.epoch for name, rows in found.items()}
+    return epochs if getattr(found, "joint", None) is None else {name: epochs.get(name) for name in ids}
 
 
 def _find(plan: PoolingPlan, rows: Sequence[JoinedRows]) -> None:

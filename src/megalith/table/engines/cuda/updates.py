@@ -15,8 +15,9 @@ are in update_kernels.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -117,11 +118,14 @@ class SharedLaunches:
         self._rates: Mapping[str, Sequence[float]] | None = None
 
     def find(
-        self, ids: Mapping[str, Tensor], sizes: list[int], looked_up: Collection[str] = ()
+        self,
+        ids: Mapping[str, Tensor],
+        sizes: list[int],
+        looked_up: Mapping[str, int | None] = MappingProxyType({}),
     ) -> JoinedRows:
         """Find the rows of ids; those in host memory move to the device."""
         # ids: int64 [n] by table; sizes: number of ids of each table, 0 for one whose ids are left out;
-        # looked_up: tables for which a lookup has counted the use of these rows.
+        # looked_up: tables for which a lookup has counted the use of these rows, and their epoch then.
         columns = [ids[name] if size else self._none for name, size in zip(self.names, sizes, strict=True)]
         hold(columns)
         joined = columns[0] if len(columns) == 1 else torch.cat(columns)
@@ -129,13 +133,15 @@ class SharedLaunches:
         self.fetch(rows, looked_up)
         return rows
 
-    def fetch(self, rows: JoinedRows, looked_up: Collection[str] = ()) -> None:
+    def fetch(self, rows: JoinedRows, looked_up: Mapping[str, int | None] = MappingProxyType({})) -> None:
         """Move rows that were found now from host memory to the device."""
         if self._tiered:
             n = sum(rows.sizes)
             ids, found = rows.ids[:n].split(rows.sizes), rows.search.rows[:n].split(rows.sizes)
             for engine, own, own_rows in zip(self.engines, ids, found, strict=True):
-                engine.fetch(own, own_rows, counted=engine.name not in looked_up)
+                # While the epoch stays, no row moves: those of the lookup are on the device.
+                if looked_up.get(engine.name) != engine.epoch:
+                    engine.fetch(own, own_rows, counted=engine.name not in looked_up)
 
     def sizes_of(self, ids: Mapping[str, Tensor]) -> list[int]:
         """Return the number of ids of each table."""
@@ -150,7 +156,7 @@ class SharedLaunches:
         rows: JoinedRows | None,
         source: GradientSource,
         slot: SearchSlot | None = None,
-        looked_up: Collection[str] = (),
+        looked_up: Mapping[str, int | None] = MappingProxyType({}),
     ) -> Callable[[], None]:
         """Do the part of an update that may raise: memory for new rows, and the user's optimizers."""
         # ids, sizes, looked_up: as for `find`; rows: what a lookup found for these ids, if it is current;
@@ -194,7 +200,7 @@ class SharedLaunches:
         rows: JoinedRows | None,
         source: GradientSource,
         slot: SearchSlot | None,
-        looked_up: Collection[str],
+        looked_up: Mapping[str, int | None],
     ) -> None:
         group, order = self.group, self.engines[0].order
         fields = self._call_fields(update, source)
