@@ -61,6 +61,26 @@ def test_the_older_of_two_trainers_is_refused_and_told(
     assert "a newer training session" in str(older.lagging()[0].error)
 
 
+# ---- targets that answer nothing
+
+
+def test_a_server_that_cannot_be_reached_lags_and_one_without_the_model_does_not(online: Online) -> None:
+    replica, other, gone = online.replica(), online.replica(), online.replica()
+    other.server.subscribers.clear()  # it answers NOT_FOUND
+    gone.server.stop()
+    publisher = online.publisher([replica, other, gone])
+    online.trainer.step()
+
+    reports: dict[str, str] = {}
+    while len(reports) < 2:  # each of the two has failed
+        assert not publisher.flush(0.02)
+        reports = {own.address: own.error for own in publisher.report() if own.error}
+        reports.pop(replica.address, None)
+
+    assert_equal(replica.servable, online.model)
+    assert [own.address for own in publisher.lagging()] == [gone.address]
+
+
 # ---- what arrives
 
 

@@ -108,6 +108,17 @@ def test_programs_of_calls(name: str) -> None:
         Program(CONFIGS[name], 11 + seed, **sizes).run(CALLS)
 
 
+@pytest.mark.parametrize("engine", ["reference", "cuda"])
+def test_every_write_is_touched(engine: str) -> None:
+    table = Table(TableConfig("t", dim=1, optimizer=SGD(1.0)), engine=engine)
+    table.track("publisher")
+    table.assign(torch.tensor([1]), torch.ones(1, 1))
+    table.apply_gradients(torch.tensor([2, 3]), torch.ones(2, 1), step=0)
+    table.remove(torch.tensor([3, 4]))
+    updated, removed = table.drain_touched("publisher")
+    assert (sorted(updated.tolist()), removed.tolist()) == ([1, 2], [3])
+
+
 @pytest.mark.skipif(native_module() is None, reason="the native module is not built for this Python")
 @pytest.mark.parametrize("name", cases(CONFIGS, "min_count"))
 def test_programs_of_calls_against_the_cpu_engine(name: str) -> None:
