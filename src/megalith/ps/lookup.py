@@ -20,7 +20,7 @@ from megalith.shards.gradients import Gradients
 from megalith.shards.owner_rows import blocks_by_table
 from megalith.shards.preparer import RoutedIds
 from megalith.shards.routed_lookup import RoutedLookup
-from megalith.shards.wire import Wire
+from megalith.shards.wire_precision import Wire
 from megalith.table.table_data import Update
 
 if TYPE_CHECKING:

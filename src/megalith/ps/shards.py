@@ -58,7 +58,7 @@ from megalith.shards.contract import (
 from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds
 from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
-from megalith.shards.wire import check_wire, make_wire
+from megalith.shards.wire_precision import check_wire, make_wire
 from megalith.table import Chunk, MemoryUse, RowCounters, Table, TableConfig, TableStats
 from megalith.table.engines import engine_class
 from megalith.table.serving_precision import ServingView

@@ -63,7 +63,7 @@ from megalith.ps.update_log import SpaceJournal
 from megalith.ps.writes import OwnedTables, apply_pushes, apply_write
 from megalith.shards.local import LocalShards
 from megalith.shards.part import ShardsPart
-from megalith.shards.wire import make_wire
+from megalith.shards.wire_precision import make_wire
 from megalith.table.table_data import RowCounters, TableStats
 
 

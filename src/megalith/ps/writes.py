@@ -19,7 +19,7 @@ from megalith.ps.messages import Array, ServerWrite, array_of, chunk_of, tensor_
 from megalith.shards.gradients import Gradients, concatenated
 from megalith.shards.local import LocalShards
 from megalith.shards.owner_rows import OwnerRows
-from megalith.shards.wire import Wire
+from megalith.shards.wire_precision import Wire
 from megalith.table.table_data import FoundRows, Update
 
 

@@ -53,7 +53,7 @@ from megalith.shards.local import LocalShards
 from megalith.shards.lookup import LookupSeries
 from megalith.shards.owner_rows import OwnerRows, blocks_by_table
 from megalith.shards.preparer import RoutedIds
-from megalith.shards.wire import Wire, make_wire
+from megalith.shards.wire_precision import Wire, make_wire
 from megalith.table.table_data import FoundRows, Update
 
 

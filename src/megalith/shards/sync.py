@@ -43,7 +43,7 @@ from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
 from megalith.shards.rank_messages import RankMessages, RequestedIds
 from megalith.shards.routed_lookup import RoutedLookup
-from megalith.shards.wire import check_wire
+from megalith.shards.wire_precision import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.table_data import Update
 from megalith.table.validation import check_flag
