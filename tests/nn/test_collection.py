@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from megalith import (
     Sum,
     TableConfig,
 )
-from megalith.errors import InputError
+from megalith.errors import InputError, UnknownNameError
 from megalith.ops import Pooling
 from tests.nn.support import Keyed, assign, collection, column, contents, floats, ints, zeros
 
@@ -530,3 +531,17 @@ def test_outputs_of_another_dtype_are_pooled_and_summed_in_float32(
 def test_an_output_dtype_is_a_float_type() -> None:
     with pytest.raises(InputError, match="output_dtype must be one of"):
         collection(Feature("a", "t"), output_dtype=torch.float64)
+
+
+def test_a_mapping_with_defaults_does_not_stand_for_a_missing_feature() -> None:
+    made = collection(Feature("a", "t"), Feature("b", "t"))
+    made({"a": ints(1), "b": ints(2)})
+    with pytest.raises(UnknownNameError, match="feature 'b' is not in the batch"):
+        made(defaultdict(lambda: ints(9), a=ints(3)))
+
+
+def test_a_started_batch_of_prepared_columns_may_be_used_again() -> None:
+    made = filled()
+    started = made.start(filled().prepare({"a": column([1], [2, 3])}))
+    for _ in range(2):
+        assert made(started)["a"].tolist() == [[1.0, 10.0], [5.0, 50.0]]

@@ -378,3 +378,21 @@ def test_row_splits_changed_in_place_after_forward_raise() -> None:
     with pytest.raises(UsageError, match="feature 'a': its row_splits were changed in place"):
         loss.backward()
     assert contents(made) == {}
+
+
+def test_a_sparse_output_gradient_names_the_table(engine: str) -> None:
+    made = collection(Feature("a", "t", None), engine=engine)
+    rows = made({"a": column([1, 2])})["a"].values
+    with pytest.raises(InputError, match="table 't': grads must be dense"):
+        rows.backward(torch.ones(2, 1).to_sparse())
+    assert contents(made) == {}
+
+
+def test_clip_norm_may_be_set_and_is_checked() -> None:
+    made = collection(clip_norm=2.0)
+    made.clip_norm = 0.5
+    made({"a": ints(1)})["a"].backward(torch.full((1, 1), 8.0))
+    assert contents(made) == {1: [-0.5]}
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="clip_norm must be a positive, finite number"):
+            made.clip_norm = wrong

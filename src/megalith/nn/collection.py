@@ -179,7 +179,7 @@ class EmbeddingCollection(nn.Module):
             )
         self.output_dtype = output_dtype
         self.clip_value = _bound("clip_value", clip_value)
-        self.clip_norm = _bound("clip_norm", clip_norm)
+        self._clip_norm = _bound("clip_norm", clip_norm)
         self._eviction = None if evict_every is None else EvictionSchedule(evict_every)
         self.global_step = 0
         self.checkpoint_state = CheckpointState()
@@ -195,6 +195,15 @@ class EmbeddingCollection(nn.Module):
         # It connects outputs to the graph, and a model's requires_grad_ reaches it. It has an element and a
         # gradient of 0 because FSDP2, some optimizers and the checkpoints of optimizers fail without.
         self.register_parameter(ANCHOR, nn.Parameter(torch.zeros(1, device=torch.get_default_device())))
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The limit of the norm of each distinct row's summed gradient; it may be set."""
+        return self._clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, value: float | None) -> None:
+        self._clip_norm = _bound("clip_norm", value)
 
     @property
     def features(self) -> list[Feature]:
@@ -327,6 +336,8 @@ class EmbeddingCollection(nn.Module):
 
     def _start(self, batch: Any) -> Lookup:
         shards = self.shards
+        if isinstance(batch, StartedBatch):
+            batch = batch.columns
         if isinstance(batch, CompiledBatch):  # another process may have made it
             lookup, compiled = shards.lookup(batch.prepared), batch
         else:
@@ -515,11 +526,14 @@ class EmbeddingCollection(nn.Module):
                 tables = first.trained.tables
                 seconds = None if time is None else check_time(time, "EmbeddingCollection")
                 if tables:
+                    checks = shards.checks[tables[0]]
+                    for grad in grads:
+                        checks.storage("grads", grad)
                     grads = [contiguous_rows(grad) for grad in grads]
-                    shards.checks[tables[0]].finite(grads, True)
+                    checks.finite(grads, True)
             except Exception as error:  # the other ranks wait for the gradients
                 first.fail(error)
-            update = Update(first.step or 0, seconds, scale, self.clip_norm or 0.0)
+            update = Update(first.step or 0, seconds, scale, self._clip_norm or 0.0)
             shards._update(first, dict.fromkeys(tables, grads), first.trained, update, not first.push)
         self.global_step += 1
         if self._eviction is not None:

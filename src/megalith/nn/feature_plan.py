@@ -210,9 +210,8 @@ class FeaturePlan:
         known = self._single_pooling  # read once: another thread may replace it
         if known is None or not isinstance(batch, Mapping):
             return None
-        try:
-            columns = [batch[name] for name in self.features]
-        except KeyError:
+        columns = [batch[name] for name in self.features if name in batch]  # a defaultdict has every key
+        if len(columns) < len(self.features):
             return None
         splits, pooling = known
         device, size = splits.device, splits.shape[0] - 1
@@ -471,7 +470,8 @@ class SingleSplits:
 
 def _are_equal(splits: Tensor, shared: Tensor) -> bool:
     """Compare row_splits with shared ones. A GPU is not waited for: there only the same ones are equal."""
-    return splits.is_cpu and splits.shape == shared.shape and torch.equal(splits, shared)
+    same_place = splits.is_cpu and shared.is_cpu
+    return same_place and splits.shape == shared.shape and torch.equal(splits, shared)
 
 
 def column_of(feature: Feature, value: Any, shared: SingleSplits | None = None) -> Ragged:

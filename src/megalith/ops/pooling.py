@@ -133,7 +133,10 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Pooling:
-    """The outputs of one batch and the bags that fill them."""
+    """The outputs of one batch and the bags that fill them.
+
+    Its tensors must not change: engines keep what they have derived from a pooling while it exists.
+    """
 
     outputs: tuple[tuple[int, int], ...]
     """The shape (rows, columns) of each output."""

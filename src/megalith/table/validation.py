@@ -122,7 +122,7 @@ class InputChecks:
             raise InputError(f"table {self.name!r}: ids must be int64 or int32, got {kind}")
         if ids.dim() != 1:
             raise InputError(f"table {self.name!r}: ids must have shape [n], got {list(ids.shape)}")
-        self._check_storage("ids", ids)
+        self.storage("ids", ids)
         ids = ids.contiguous() if ids.dtype == torch.int64 else ids.to(torch.int64).contiguous()
         return self._moved(ids) if move else ids
 
@@ -131,7 +131,7 @@ class InputChecks:
         # ids: int64 [n], the ids that were found; rows: int32 [n].
         if not isinstance(rows, Tensor) or rows.dtype != torch.int32 or rows.shape != ids.shape:
             raise InputError(f"table {self.name!r}: rows must be int32 [{ids.numel()}], from find()")
-        self._check_storage("rows", rows)
+        self.storage("rows", rows)
         return self._moved(rows.contiguous())
 
     def rows(self, ids: Tensor, rows: Tensor) -> Tensor:
@@ -275,13 +275,14 @@ class InputChecks:
     def _small_integers(self, field: str, values: Tensor, n: int) -> Tensor:
         if not isinstance(values, Tensor) or values.dtype != torch.int64 or tuple(values.shape) != (n,):
             raise InputError(f"table {self.name!r}: {field} must be int64 [{n}]")
-        self._check_storage(field, values)
+        self.storage(field, values)
         low, high = torch.aminmax(values) if n else (0, 0)
         if not 0 <= int(low) <= int(high) <= MAX_TIME:
             raise InputError(f"table {self.name!r}: {field} must be between 0 and {MAX_TIME}")
         return values.contiguous()
 
-    def _check_storage(self, field: str, tensor: Tensor) -> None:
+    def storage(self, field: str, tensor: Tensor) -> None:
+        """Raise InputError unless a tensor is dense, on the CPU or on the device of the table."""
         if tensor.layout is not torch.strided:
             raise InputError(f"table {self.name!r}: {field} must be dense, got {tensor.layout}")
         if not tensor.is_cpu and tensor.device != self.device:
@@ -299,7 +300,7 @@ class InputChecks:
             raise InputError(
                 f"table {self.name!r}: {field} must have shape [{rows}, {columns}], got {list(tensor.shape)}"
             )
-        self._check_storage(field, tensor)
+        self.storage(field, tensor)
         return contiguous_rows(tensor) if strided else plain(tensor)
 
     def _matrices(

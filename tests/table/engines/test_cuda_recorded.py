@@ -16,14 +16,20 @@ from megalith import (
     SGD,
     Adagrad,
     Adam,
+    Capacity,
+    Constant,
     EmbeddingCollection,
     Feature,
     Layout,
+    LocalShards,
     Mean,
+    MinCount,
     Ragged,
     Slice,
     TableConfig,
+    Zeros,
 )
+from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table.engines.cuda import graphs
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
 from tests.table.engines.cuda_configs import ON_GPU
@@ -168,3 +174,62 @@ def test_lookups_in_progress_have_slots_of_their_own(recorded: Recorder) -> None
     got, expected = (everything(collection.tables["a"]) for collection in both)
     torch.testing.assert_close(got.rows, expected.rows, rtol=0, atol=0)
     assert slots(both[0]) == [3]
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+def test_gradients_that_are_copied_live_until_they_are_read(recorded: Recorder, steps: int) -> None:
+    """The gradient of a part of a concatenation is not contiguous, so the engine reads a copy."""
+    tables = [TableConfig(name, dim=4, optimizer=SGD(1.0), initializer=Zeros()) for name in "ab"]
+    collection = EmbeddingCollection(tables, [Feature("x", "a"), Feature("y", "b")], engine="cuda")
+    for step in range(steps):
+        ids = torch.arange(3, device=collection.shards.device) + 3 * step
+        out = collection({"x": ids, "y": ids})
+        torch.cat([out["x"], out["y"]], 1).sum().backward()
+        columns = torch.ones(4, 3, device=ids.device).t(), torch.ones(3, 8, device=ids.device)[:, ::2]
+        more = dict.fromkeys("ab", ids + 1000)
+        collection.shards.apply_gradients(more, dict(zip("ab", columns, strict=True)), step=step)
+        for table in collection.tables.values():
+            for own in (ids, ids + 1000):
+                assert torch.equal(table.lookup(own).cpu(), torch.full((3, 4), -1.0))
+
+
+def test_policies_are_applied_in_every_step(recorded: Recorder) -> None:
+    plain = {"dim": 4, "optimizer": SGD(0.1), "initializer": Constant(0.5)}
+    tables = [
+        TableConfig("counted", admission=MinCount(3), **plain),
+        TableConfig("limited", eviction=Capacity(rows=4), **plain),
+    ]
+    features = [Feature("x", "counted"), Feature("y", "limited")]
+    collection = EmbeddingCollection(tables, features, engine="cuda")
+    for step in range(8):
+        ids = torch.tensor([step // 3, 100 + step], device=collection.shards.device)
+        out = collection({"x": ids, "y": ids})
+        (out["x"].sum() + out["y"].sum()).backward()
+    assert sorted(everything(collection.tables["counted"]).ids.tolist()) == [0, 1]
+    assert len(collection.tables["limited"]) == 4
+
+
+def test_memory_of_a_used_lookup_belongs_to_the_next_one(recorded: Recorder) -> None:
+    shards = LocalShards([TableConfig("t", dim=1, optimizer=SGD(0.1))], engine="cuda")
+    shards.assign({"t": (torch.arange(8), torch.arange(8.0).view(8, 1))})
+    pooling = Pooling.sum("t", torch.arange(3, device=shards.device), 1)
+    for _ in range(3):
+        shards.lookup({"t": torch.tensor([0, 1])}).pool(pooling)
+    first = shards.lookup({"t": torch.tensor([0, 1])})
+    first.pool(pooling)
+    shards.apply_gradients(first, [torch.ones(2, 1)], step=0, pooling=Pooling(pooling.outputs, {}))
+    shards.lookup({"t": torch.tensor([6, 7])}).pool(pooling)
+    assert first.pool(pooling)[0].flatten().tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("engine", ["cuda", "reference"])
+def test_ids_outside_of_bags_get_no_row(engine: str) -> None:
+    shards = LocalShards([TableConfig("t", dim=1, optimizer=SGD(0.1))], engine=engine)
+    parts = (OutputSlice(0, 0, 0, 1),)
+    for ids in (torch.arange(0), torch.arange(5)):
+        offsets = torch.zeros(1, dtype=torch.int64, device=shards.device)
+        pooling = Pooling(((0, 1),), {"t": (Bags(offsets, parts),)})
+        lookup = shards.lookup({"t": ids})
+        lookup.pool(pooling)
+        shards.apply_gradients(lookup, [torch.zeros(0, 1)], step=0, pooling=pooling)
+    assert len(shards.local["t"]) == 0

@@ -91,7 +91,7 @@ class CudaEngineGroup(EngineGroup):
     def _current(self, found: Mapping[str, FoundRows]) -> FoundTogether | None:
         """Return what a search found for several tables together, if no table was written since."""
         joint: FoundTogether | None = getattr(found, "joint", None)
-        return joint if joint is not None and joint.writes == self._order.writes else None
+        return joint if joint is not None and not joint.used and joint.writes == self._order.writes else None
 
     def read_blocks(
         self,
@@ -177,7 +177,9 @@ class CudaEngineGroup(EngineGroup):
         columns = plan.columns(ids)
         hold(columns)
         planned.hold()
-        kept = self._slots.find(planned)
+        # A user's graph that is replayed later must not overwrite what eager calls keep in a slot.
+        captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        kept = None if captured else self._slots.find(planned)
         slot = kept or SearchSlot(plan, [Room.of(sizes, padded=False) for sizes in planned.kind_sizes])
         addresses = [output.data_ptr() for output in outputs]
         aligned = are_aligned(addresses)
@@ -258,10 +260,13 @@ class CudaEngineGroup(EngineGroup):
         moved = [self._contiguous(grad) for grad in next(iter(grads.values()), ())]
         hold(moved)
         planned.hold()
-        return [
+        found = [
             (self._by_group[group], sizes, planned.gradients(number, moved))
             for number, (group, sizes) in enumerate(zip(planned.plan.groups, planned.kind_sizes, strict=True))
         ]
+        for *_, source in found:
+            source.tensors = moved
+        return found
 
     def _contiguous(self, grad: Tensor) -> Tensor:
         if grad.device == self._device and grad.is_contiguous():

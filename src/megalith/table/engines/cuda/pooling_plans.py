@@ -288,8 +288,8 @@ class PoolingPlan:
             if not whole or not self._is_single(each, adds=True) or part.inner != 1:
                 return None
             found[each.table] = part.output, 4 * part.column, 4 * self.outputs[part.output][1]
-        tables, names = self.members[number]
-        if any(sizes[name] and found[table][0] < 0 for table, name in zip(tables, names, strict=True)):
+        # A table without bags: its ids, of which a later batch may have some, have no gradient.
+        if any(found[table][0] < 0 for table in self.members[number].tables):
             return None
         return Strides(*np.array(found, dtype=np.int64).T)
 

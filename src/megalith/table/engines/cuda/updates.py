@@ -74,6 +74,7 @@ class GradientSource:
         self.bases = bases  # int64 [tables], the address of the gradient of the first occurrence
         self.strides = strides  # int64 [tables], bytes from one gradient to the next
         self.fields = fields  # what `places` reads on the device
+        self.tensors: Sequence[Tensor] = ()  # what the addresses refer to, alive until the launches
         self.aligned = not bool(((bases | strides) & 15).any())
         """Whether all addresses are multiples of 16."""
 
@@ -83,7 +84,9 @@ class GradientSource:
         # matrices: float32 [n, dim] of each table.
         hold(matrices)
         places = [(matrix.data_ptr(), 4 * matrix.stride(0)) for matrix in matrices]
-        return cls(*np.array(places, dtype=np.int64).T)
+        source = cls(*np.array(places, dtype=np.int64).T)
+        source.tensors = matrices
+        return source
 
     def of_table(self, number: int) -> GradientSource:
         """Return the gradients of one table."""
@@ -205,6 +208,8 @@ class SharedLaunches:
         group, order = self.group, self.engines[0].order
         fields = self._call_fields(update, source)
         calls = group.write(group.scratch("calls", fields.size, torch.int64)[: fields.size], fields)
+        if self._active:
+            slot = None  # admission needs the ids of this call
         if slot is not None and rows is not None:
             launch = partial(self._launch, rows, source, calls)
         else:
