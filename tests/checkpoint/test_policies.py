@@ -10,7 +10,7 @@ import torch
 
 from megalith import SGD, TTL, Capacity, EmbeddingCollection, Feature, MinCount, TableConfig, checkpoint
 from megalith.checkpoint.manifest import Manifest
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, TableFullError
 from megalith.reporting.inspection import summarize
 from megalith.table import Chunk, Table
 
@@ -156,6 +156,19 @@ def test_a_run_that_is_interrupted_often_visits_every_row(tmp_path: Path) -> Non
 
     assert len(model.tables["t"]) == 300
     assert model.global_step == 80
+
+
+def test_rows_beyond_a_limit_without_a_score_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    saved = with_policies()
+    saved.tables["t"].assign(torch.arange(5), torch.ones(5, 2))
+    checkpoint.save(saved, tmp_path)
+    model = with_policies(eviction=Capacity(3, score=None))
+    model.tables["t"].assign(torch.tensor([7]), torch.zeros(1, 2))
+
+    with pytest.raises(TableFullError, match="5 rows exceed its Capacity of 3"):
+        checkpoint.load(model, tmp_path)
+
+    assert (len(model.tables["t"]), 7 in model.tables["t"]) == (1, True)
 
 
 def test_a_loaded_table_keeps_its_limit_and_its_order_of_eviction(tmp_path: Path) -> None:

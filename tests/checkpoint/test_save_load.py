@@ -102,3 +102,10 @@ def test_state_that_cannot_be_saved_raises(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="progress"):
             checkpoint.save(collection(), tmp_path, progress={"x": value})
     assert not list(tmp_path.glob("data-*"))
+
+
+def test_folders_of_an_unfinished_save_are_listed(tmp_path: Path) -> None:
+    checkpoint.save(Model(), tmp_path)
+    (tmp_path / "data-0123456789ab").mkdir()
+    (found,) = checkpoint.find_checkpoints(tmp_path)
+    assert found.leftovers == ["data-0123456789ab"]
