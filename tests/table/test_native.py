@@ -407,3 +407,15 @@ def test_rows_are_checked_while_they_are_read(bad: float | None) -> None:
     assert engine.read_finite(ids, engine.find(ids), out) == (bad is None)
     if bad is None:
         assert torch.equal(out, rows)
+
+
+def test_each_compaction_returns_the_places_of_removed_rows() -> None:
+    table = Table(TableConfig("t", dim=4, optimizer=SGD(0.1)))
+    for kept in (1000, 300):  # fewer than after the one before
+        table.assign(torch.arange(5000), torch.ones(5000, 4))
+        table.remove(torch.arange(kept, 5000))
+        assert table.memory().slack > 0
+        while not table.engine_impl.compact(1000):
+            pass
+        assert (len(table), table.memory().slack) == (kept, 0)
+    assert torch.equal(table.lookup(torch.arange(300)), torch.ones(300, 4))
