@@ -14,6 +14,7 @@ from megalith import (
     EmbeddingCollection,
     Feature,
     FirstN,
+    LocalShards,
     Mean,
     Ragged,
     Router,
@@ -88,3 +89,17 @@ def in_workers() -> dict[str, bool]:
 
 def test_a_data_worker_prepares_the_same_bits() -> None:
     assert run_ranks(in_workers) == [{"all in the worker": True, "trained": True}] * 2
+
+
+def prepared_elsewhere() -> list[bool]:
+    """The second forward of a started batch, which tables of one process have prepared, looks up again."""
+    collection = new_collection()
+    batch = EmbeddingCollection(LocalShards(TABLES), FEATURES).prepare(columns(dist.get_rank(), 0))
+    started = collection.start(batch)
+    expected = collection.eval()(columns(dist.get_rank(), 0))
+    twice = [collection(started) for _ in range(2)]
+    return [torch.equal(out[f.name], expected[f.name]) for out in twice for f in FEATURES]
+
+
+def test_a_started_batch_of_prepared_columns_may_be_used_again() -> None:
+    assert run_ranks(prepared_elsewhere) == [[True] * 6] * 2

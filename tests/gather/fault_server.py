@@ -28,7 +28,7 @@ class ServerFault:
     """Something that goes wrong with an object, for its next `times` requests of this method.
 
     status: the answer is `code`. reset: the connection ends before an answer. truncate: it ends amid the
-    body. stall: no answer until the client gives up. replace: the object is written anew first.
+    body. stall: no answer until the client gives up. replace: the object is written again first.
     """
 
     kind: FaultKind

@@ -538,10 +538,3 @@ def test_a_mapping_with_defaults_does_not_stand_for_a_missing_feature() -> None:
     made({"a": ints(1), "b": ints(2)})
     with pytest.raises(UnknownNameError, match="feature 'b' is not in the batch"):
         made(defaultdict(lambda: ints(9), a=ints(3)))
-
-
-def test_a_started_batch_of_prepared_columns_may_be_used_again() -> None:
-    made = filled()
-    started = made.start(filled().prepare({"a": column([1], [2, 3])}))
-    for _ in range(2):
-        assert made(started)["a"].tolist() == [[1.0, 10.0], [5.0, 50.0]]

@@ -199,7 +199,7 @@ class FeaturePlan:
     def read(self, batch: Any, prepare_ids: LocalPreparer, absent_ok: bool = False) -> CompiledBatch:
         """Compile a batch: anything that `EmbeddingCollection.forward` accepts."""
         return self._repeated(batch, prepare_ids) or self.compile(
-            self._columns(batch, absent_ok), prepare_ids, getattr(prepare_ids, "device", None)
+            self._columns(batch, absent_ok), prepare_ids, prepare_ids.device
         )
 
     def _repeated(self, batch: Any, prepare_ids: LocalPreparer) -> CompiledBatch | None:
@@ -424,7 +424,7 @@ def _weights(columns: Sequence[Ragged]) -> Tensor | None:
 
 
 class SingleSplits:
-    """The row_splits of columns with one id per example, which batches share if nobody changed them.
+    """The row_splits of columns with one id per example, which batches share while they are unchanged.
 
     With equal row_splits, a batch is compiled like the one before it; see `FeaturePlan._repeated`.
     """

@@ -215,7 +215,7 @@ def test_the_state_of_other_optimizers(
 
 
 def test_powers_that_are_mixed_up_or_of_other_betas(tmp_path: Path) -> None:
-    """Monolith's restore writes beta2's power where beta1's belongs and begins beta2's anew."""
+    """Monolith's restore writes beta2's power where beta1's belongs and starts beta2's again."""
     path = saved(tmp_path, entry(4, (1,), adam((1,), (1,), 0.99**50 * 0.9**2, 0.99**3)), name="t")
     made, report = imported(path, adam_by_row())
     assert state(made, "t", "0/count") == {4: [2]}

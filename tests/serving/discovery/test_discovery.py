@@ -90,7 +90,7 @@ def addresses(discovery: Discovery, service: str) -> list[str]:
 
 def test_servers_come_and_go(discovery: Discovery) -> None:
     def fails(_: object) -> None:
-        raise RuntimeError("a callback that fails harms nobody")
+        raise RuntimeError("a callback fails")
 
     seen: list[list[str]] = []
     discovery.watch("movies:ps_0", fails)
