@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megalith.errors import InputError, RemoteError
-from megalith.serving.server import model_server
+from megalith.serving.server import model_server, served_model
 from megalith.serving.server.batching import Batcher
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.request_errors import Code, RequestError
@@ -65,7 +65,7 @@ def busy(
             for _ in range(16):
                 gate.go.release()
             assert first.result(LIMIT) == 0
-            batcher.close()
+            assert batcher.close(LIMIT)
 
 
 def test_what_waits_is_computed_together() -> None:
@@ -177,13 +177,13 @@ def test_waiting_for_a_fuller_batch_ends_when_it_is_full() -> None:
         gate.go.release()
         assert [each.result(LIMIT) for each in asked] == [10, 20]
     assert sorted(gate.batches[0]) == [1, 2]
-    batcher.close()
+    assert batcher.close(LIMIT)
 
 
 def test_closing_computes_what_is_queued_and_refuses_the_rest() -> None:
     with busy() as (batcher, gate, ask):
         asked = ask(1)
-        closing = threading.Thread(target=batcher.close)
+        closing = threading.Thread(target=batcher.close, args=(LIMIT,))
         closing.start()
         gate.go.release(2)
         assert asked.result(LIMIT) == 10
@@ -380,3 +380,21 @@ def test_stopping_has_a_deadline(tmp_path: Path) -> None:
         stopping.join(LIMIT)
         assert not stopping.is_alive()
         assert first.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+
+
+def test_a_computation_that_never_ends_does_not_block_the_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller has given up, so that the version is unused and is closed while a thread computes it."""
+    monkeypatch.setattr(served_model, "CLOSE_SECONDS", 0.1)
+    batching = Batching(max_wait=0.001)  # requests are then computed by a thread, not by their callers
+    with held(tmp_path, drain_seconds=5.0, batching=batching) as hold:
+        with grpc.insecure_channel(hold.server.address) as channel:
+            late = channel.unary_unary(PREDICT).future(data(), timeout=1.0)
+            assert hold.entered.wait(LIMIT)
+            assert late.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        stopping = threading.Thread(target=hold.server.stop)
+        stopping.start()
+        stopping.join(LIMIT)
+        assert not stopping.is_alive()
+        assert "movies version 1 is closed, but its computation has not ended after 0.1 s" in caplog.text

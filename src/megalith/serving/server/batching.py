@@ -123,15 +123,17 @@ class Batcher(Generic[Work, Result]):
             raise queued.error
         return queued.result  # type: ignore[return-value]
 
-    def close(self) -> None:
-        """Compute the queued requests, then end the threads; further calls do nothing."""
+    def close(self, timeout: float) -> bool:
+        """Compute the queued requests, then end the threads; return whether they ended in time."""
+        end = time.monotonic() + timeout
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, end - time.monotonic()))
         with self._changed:
-            self._changed.wait_for(lambda: not self._busy)
+            idle = self._changed.wait_for(lambda: not self._busy, max(0.0, end - time.monotonic()))
+        return idle and not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
         while batch := self._take():

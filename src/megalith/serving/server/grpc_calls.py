@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import logging
 import threading
 import time
 from collections import deque
@@ -45,6 +46,10 @@ from megalith.serving.server.inputs import InputReader, Rows
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.security import Permission, Security, authorization_of
 
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 30.0
+"""Seconds in which the threads of calls must end once they are shut down."""
 MISSING_IDS = "megalith-missing-ids"
 """Metadata, or HTTP header, by which a request asks for the number of its ids without a row."""
 REQUEST_KEY = "megalith-request-key"
@@ -259,8 +264,11 @@ class HandlerThreads(ThreadPoolExecutor):
             threads = list(self._all)
         for future, *_ in cancelled:
             future.cancel()
+        end = time.monotonic() + SHUTDOWN_SECONDS
         for each in threads if wait else ():
-            each.join()
+            each.join(max(0.0, end - time.monotonic()))
+            if each.is_alive():
+                logger.error("the call in thread %s has not ended after %g s", each.name, SHUTDOWN_SECONDS)
 
     def _run(self, own: _HandlerThread) -> None:
         while own.call is not None:
@@ -350,7 +358,9 @@ class ReadDeadlines:
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join()
+        self._thread.join(SHUTDOWN_SECONDS)
+        if self._thread.is_alive():
+            logger.error("%s has not ended after %g s", self._thread.name, SHUTDOWN_SECONDS)
 
     def _watch(self) -> None:
         while not self._closed.wait(min(0.5, self.seconds / 2)):

@@ -182,6 +182,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 30.0
 """Seconds after which a silent connection is closed, also within a request."""
+STOP_SECONDS = 5.0
+"""Seconds in which the loop of a server that stops must end."""
 REQUEST_SECONDS = 120.0
 """Seconds in which a request must arrive completely."""
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -217,11 +219,14 @@ class HttpServer(ThreadingMixIn, HTTPServer):
     def stop(self, timeout: float) -> None:
         """Accept no further connections, and wait for responses in progress."""
         if self._thread.ident is not None:  # `shutdown` would wait forever for a loop that never started
-            self.shutdown()
-            self._thread.join()
+            threading.Thread(target=self.shutdown, daemon=True).start()
+            self._thread.join(STOP_SECONDS)
+            if self._thread.is_alive():
+                logger.error("HTTP port %d still accepts connections after %g s", self.port, STOP_SECONDS)
         self.server_close()
         with self._changed:
-            self._changed.wait_for(lambda: not self._busy, timeout)
+            if not self._changed.wait_for(lambda: not self._busy, timeout):
+                logger.error("HTTP port %d: %d responses end with this process", self.port, self._busy)
 
     @property
     def connection(self) -> HttpConnection:

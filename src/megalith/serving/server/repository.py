@@ -116,6 +116,8 @@ class Repository:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(timeout)  # it may be opening a large version, which is then not served
+            if self._thread.is_alive():
+                logger.error("the check of %s for versions has not ended after %g s", self.directory, timeout)
         for model in self.models:
             for number in model.versions:
                 model.remove(number, max(0.0, end - time.monotonic()))

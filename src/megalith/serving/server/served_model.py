@@ -22,6 +22,7 @@ The statistics are sums since the version was loaded, as Triton reports them:
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,8 @@ from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.versions import VersionRules, choose_version, point_of_key, point_of_request
 from megalith.serving.sync.subscriber import Subscriber
 from megalith.serving.wire_names import ModelState
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -106,6 +109,8 @@ Array = NDArray[np.generic]
 Scores = tuple[dict[str, Array], int, int]
 """The outputs of a batch, and the first and last (exclusive) row of a request in them."""
 
+CLOSE_SECONDS = 5.0
+"""Seconds in which the computation of a version must end once the version is closed."""
 MAX_WRITERS = 8
 """Maximum number of concurrent writes to a model; each occupies a thread of the server."""
 
@@ -200,8 +205,15 @@ class Version:
             self._close()
 
     def _close(self) -> None:
-        self._batcher.close()
-        self.servable.close()
+        if self._batcher.close(CLOSE_SECONDS):
+            self.servable.close()
+        else:  # its files must stay mapped
+            logger.error(
+                "%s version %d is closed, but its computation has not ended after %g s; it keeps its memory",
+                self.signature.name,
+                self.number,
+                CLOSE_SECONDS,
+            )
         if self.fetcher is not None:
             self.fetcher.close()
         self._on_end()
