@@ -537,6 +537,10 @@ def test_a_discovery_that_does_not_open_costs_a_call_its_deadline_and_others_not
         monkeypatch.setattr(predict_client, "open_discovery", {"slow": slow, "quick": quick}.__getitem__)
         with pytest.raises(DiscoveryError, match=r"slow did not answer within 0.05 seconds"):
             ask_of(cache, "slow", 0.05)
+        with monkeypatch.context() as patched:
+            patched.setattr(predict_client, "OPEN_SECONDS", 0.05)
+            with pytest.raises(DiscoveryError, match=r"slow did not answer within 0.05 seconds"):
+                cache.open("slow")
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(ask_of, cache, "slow")
             assert slow.starting.wait(LIMIT)

@@ -10,7 +10,9 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +339,32 @@ def test_another_writer_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: 
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(DiscoveryError, match=r"servers.json.lock: another process has held the lock"):
             FileDiscovery(tmp_path / "servers.json").register("movies:entry", Replica("a:1"))
+
+
+def test_a_read_that_hangs_delays_nothing_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("megalith.serving.discovery.server_list.LOCK_SECONDS", 0.05)
+    path, pipe = tmp_path / "servers.json", tmp_path / "pipe"
+    discovery = FileDiscovery(path, interval=0.01)
+    discovery.start()
+    discovery.register("movies:entry", Replica("a:1"))
+    os.mkfifo(pipe)  # like a network mount that does not answer
+    pipe.replace(path)
+    writer = None
+    end = time.monotonic() + LIMIT
+    while writer is None:
+        assert time.monotonic() < end
+        with suppress(OSError):  # until the thread has opened it
+            writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(DiscoveryError, match=r"servers.json: another thread has read it for 0.05 s"):
+            discovery.replicas("movies:entry")
+        discovery.stop()
+        assert "a:1 is still listed" in caplog.text
+        assert "a read has not ended 0.05 s after the stop" in caplog.text
+    finally:
+        os.close(writer)
 
 
 def test_a_file_in_no_folder_is_an_error(tmp_path: Path) -> None:

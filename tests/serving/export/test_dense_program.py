@@ -8,6 +8,7 @@ import json
 import pickle
 import struct
 import threading
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from megalith import SGD, EmbeddingCollection, Feature, Layout, Slice, TableConfig
 from megalith.checkpoint.model_state import dense_state
 from megalith.distributed.dense_parameters import dense_parameters
-from megalith.errors import ExportError, InputError
+from megalith.errors import ExportError, InputError, RemoteError
 from megalith.models import Model
+from megalith.serving.export import dense_program
 from megalith.serving.export.dense_program import DenseProgram
 from megalith.serving.export.program_export import ModelParts, export_program
 from megalith.serving.export.program_safety import check_archive
@@ -132,6 +134,26 @@ def test_no_run_sees_half_of_the_weights(program: DenseProgram) -> None:
     assert seen
     assert {each % 3 for each in seen} == {0.0}
     assert run(program).tolist() == [600.0]
+
+
+def test_weights_do_not_wait_for_ever_for_a_request(
+    program: DenseProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = program.front
+    with held:
+        program.set(constant(1.0))
+        monkeypatch.setattr(dense_program, "IDLE_SECONDS", 0.05)
+        with pytest.raises(RemoteError, match="a request has computed with earlier weights"):
+            program.set(constant(2.0))
+        assert run(program).tolist() == [3.0]
+        monkeypatch.setattr(dense_program, "IDLE_SECONDS", 60.0)
+        setting = threading.Thread(target=program.set, args=(constant(3.0),))
+        setting.start()
+        end = time.monotonic() + 60
+        while held._waiting != 1:
+            assert time.monotonic() < end
+    setting.join(60)  # ends once the request has
+    assert run(program).tolist() == [9.0]
 
 
 class Shared(Wide):

@@ -34,6 +34,13 @@ def numbered(ids: list[int], value: float = 0.0) -> tuple[Tensor, Tensor]:
     return found, torch.stack([found + value, torch.full((len(ids),), value)], 1)
 
 
+def join(compactor: Compactor) -> None:
+    thread = compactor._thread
+    assert thread is not None
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def read(overlay: Overlay, ids: list[int]) -> tuple[list[list[float]], list[float]]:
     values, flags = overlay.read("t", torch.tensor(ids, dtype=torch.int64))
     return values.tolist(), flags.tolist()
@@ -175,7 +182,7 @@ def test_a_fold_changes_no_bit_whatever_is_written_meanwhile(
     assert folder.folds == 1
     push(torch.arange(35, 45), torch.tensor([1, 35]), 2)
     folder.consider(folded)  # merges what was folded before
-    folder.join()
+    join(folder)
     assert folder.folds == 2
     assert folded.unfolded_rows == 0
     push(torch.tensor([3, 41]), torch.tensor([0]), 3)
@@ -189,7 +196,7 @@ def test_a_version_inherits_folded_rows(tmp_path: Path) -> None:
     table = next(iter(servable.signature.tables))
     ids, values = some(torch.arange(5), 4, servable.signature.dims[table])
     servable.apply({table: (ids, values)}, {table: torch.tensor([2])})
-    folder.join()
+    join(folder)
     assert (servable.overlay.unfolded_rows, servable.overlay.folded_rows) == (0, 5)
 
     other.inherit(servable.overlay)
@@ -216,7 +223,7 @@ def test_a_fold_waits_for_enough_rows_and_its_time(tmp_path: Path, monkeypatch: 
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 3600)
     folder.consider(overlay)
-    folder.join()
+    join(folder)
     assert folder.folds == 1
     overlay.apply({"t": some(IDS, 1)})
     folder.consider(overlay)
@@ -231,7 +238,7 @@ def test_folds_that_fail_leave_the_rows_in_one_more_layer_at_most(
         overlay.apply({"t": some(IDS, seed)})  # the same ids: each layer would have a copy
         before = seen(overlay)
         folder.consider(overlay)
-        folder.join()
+        join(folder)
         assert all(torch.equal(a, b) for a, b in zip(before, seen(overlay), strict=True))
     assert (folder.folds, len(overlay)) == (0, 2 * IDS.numel())
     assert caplog.text.count("pushed rows stay in memory") == 5
@@ -239,7 +246,7 @@ def test_folds_that_fail_leave_the_rows_in_one_more_layer_at_most(
     monkeypatch.setattr(folder, "_directory", tmp_path)
     overlay.apply({"t": some(IDS, 5)})
     folder.consider(overlay)
-    folder.join()
+    join(folder)
     assert (folder.folds, overlay.folded_rows) == (1, IDS.numel())
     assert torch.equal(overlay.read("t", IDS)[0], some(IDS, 5)[1])
 
@@ -264,7 +271,7 @@ def test_a_closed_servable_ends_its_fold(tmp_path: Path, monkeypatch: pytest.Mon
     ids, values = some(torch.arange(5), 4, servable.signature.dims[table])
     overlay = servable.overlay
     servable.apply({table: (ids, values)})
-    folder.join()
+    join(folder)
 
     assert files == [1]
     assert list(folds.iterdir()) == []
@@ -283,7 +290,7 @@ def test_the_memory_of_folded_rows_is_freed_without_a_request(tmp_path: Path) ->
     table = weakref.ref(overlay._layers["t"][0])
 
     folder.consider(overlay)
-    folder.join()
+    join(folder)
     gc.collect()
 
     assert folder.folds == 1

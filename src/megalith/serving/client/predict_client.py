@@ -256,6 +256,8 @@ def _encoded(strings: Strings | Sequence[str] | Sequence[bytes]) -> Strings:
     return encoded.reshape(array.shape)
 
 
+OPEN_SECONDS = 60.0
+"""How long `ClientCache.open` waits for a discovery."""
 MAX_CLIENTS = 256
 """Maximum number of clients; beyond it the oldest one is closed."""
 
@@ -377,11 +379,13 @@ class ClientCache:
 
         Raises:
             InputError: The URL is of an unknown kind.
-            DiscoveryError: The discovery cannot be opened.
+            DiscoveryError: The discovery cannot be opened, or not in OPEN_SECONDS.
         """
         text(url, "url")
         with self._lock:
             opening = self._opening(url)
+        if not wait([opening], OPEN_SECONDS).done:
+            raise DiscoveryError(f"{url} did not answer within {OPEN_SECONDS:g} seconds")
         return opening.result()
 
     def reset(self, discovery: Discovery | str | None = None) -> None:

@@ -90,7 +90,7 @@ logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 4 * 2**20
 """The maximum size of the file."""
 LOCK_SECONDS = 5.0
-"""How long to wait for another writer."""
+"""How long to wait for another writer, and for a thread of this process that reads the file."""
 
 
 class FileDiscovery(PolledDiscovery):
@@ -134,7 +134,9 @@ class FileDiscovery(PolledDiscovery):
             except (DiscoveryError, InputError) as error:
                 logger.warning("%s is still listed: %s", address, error)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(LOCK_SECONDS)
+            if self._thread.is_alive():
+                logger.error("%s: a read has not ended %g s after the stop", self.path, LOCK_SECONDS)
 
     def register(self, service: str, replica: Replica) -> None:
         # Raises UsageError for a TOML file, which is read-only.
@@ -164,7 +166,7 @@ class FileDiscovery(PolledDiscovery):
 
     def refresh(self) -> None:
         """Read the file now. A file that cannot be read is logged once and changes nothing."""
-        with self._lock:
+        with self._reading():
             try:
                 data = self._read()
                 if data is None or data == self._last:
@@ -182,7 +184,20 @@ class FileDiscovery(PolledDiscovery):
             self._listed = listed
 
     def _poll(self) -> None:
-        self.refresh()
+        try:
+            self.refresh()
+        except DiscoveryError as error:
+            logger.warning("%s", error)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Hold the lock, for which another thread waits only so long: a read of a network mount may hang."""
+        if not self._lock.acquire(timeout=LOCK_SECONDS):
+            raise DiscoveryError(f"{self.path}: another thread has read it for {LOCK_SECONDS:g} s")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _read(self) -> bytes | None:
         try:
@@ -201,7 +216,7 @@ class FileDiscovery(PolledDiscovery):
         """Yield the services of the file to be changed, and write them back if they were."""
         if self.path.suffix == ".toml":
             raise UsageError(f"{self.path}: TOML files are read-only; let servers register in a .json file")
-        with self._lock, self._locked():
+        with self._reading(), self._locked():
             data = self._read()
             if data is not None:
                 parse_services(data, self.path)

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from megalith.errors import ExportError, InputError
+from megalith.errors import ExportError, InputError, RemoteError
 from megalith.serving.export.program_safety import check_archive, guard_divisions, load_archive
 
 PREFIX = "model."  # Prefix that torch.export adds to the names of the model's weights
+IDLE_SECONDS = (
+    60.0  # How long new weights wait for requests that compute with the weights before the last ones
+)
 
 
 class DenseProgram:
@@ -163,8 +166,14 @@ class ProgramCopy:
         """Wait until no request uses the copy."""
         with self._changed:
             self._waiting += 1
-            self._changed.wait_for(lambda: not self._running)
+            idle = self._changed.wait_for(lambda: not self._running, IDLE_SECONDS)
             self._waiting -= 1
+        if not idle:
+            raise RemoteError(
+                f"dense weights: a request has computed with earlier weights for {IDLE_SECONDS:g} s, so they "
+                "cannot be replaced",
+                code="DEADLINE_EXCEEDED",
+            )
 
 
 def _shorten_lookups(module: torch.nn.Module) -> None:

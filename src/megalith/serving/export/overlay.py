@@ -322,11 +322,6 @@ class Compactor:
         self._thread = threading.Thread(target=self._fold, args=(overlay, sealed), name="megalith-folding")
         self._thread.start()
 
-    def join(self) -> None:
-        """Wait for the fold in progress."""
-        if self._thread is not None:
-            self._thread.join()
-
     def close(self) -> None:
         """End the fold in progress, without waiting for it; no other one begins."""
         self._closed = True

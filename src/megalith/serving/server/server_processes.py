@@ -339,7 +339,11 @@ class _Child:
             process.kill()
             process.wait()
         if self._watcher.ident is not None:
-            self._watcher.join()
+            self._watcher.join(MARGIN_SECONDS)
+            if self._watcher.is_alive():
+                logger.error(
+                    "server process %d: its watcher has not ended %g s after it", self.number, MARGIN_SECONDS
+                )
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with suppress(OSError):
