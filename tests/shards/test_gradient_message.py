@@ -21,7 +21,7 @@ from megalith.shards.rank_messages import (
     push_head,
     read_head,
 )
-from megalith.shards.wire_precision import make_wire
+from megalith.shards.row_encoding import make_wire
 from megalith.table.table_data import Update
 from tests.fixed_examples import fixed_examples
 from tests.table.support import assert_same_bits

@@ -17,9 +17,9 @@ from megalith.errors import InputError, UnknownNameError
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.routing import MODES
 from megalith.shards.gradients import Gradients, add, halves, total
-from megalith.shards.joint_pooling import JointPooling, sum_gradients
 from megalith.shards.preparer import RoutingPreparer, make_routers
-from megalith.shards.wire_precision import ROW_WIRES, check_wire, make_wire
+from megalith.shards.routed_lookup import JointPooling, sum_gradients
+from megalith.shards.row_encoding import ROW_WIRES, check_wire, make_wire
 from tests.fixed_examples import fixed_examples
 from tests.table.support import EXTREME_IDS, assert_close, assert_same_bits, ints
 

@@ -177,7 +177,7 @@ class PartSave:
         return self._written.result()
 
     def abandon(self) -> None:
-        """End the snapshots of a save whose process has ended. See `Kept`."""
+        """End the snapshots of a save whose process has ended. See `PartOperation`."""
         self.close(give_back=True)
 
     def close(self, *, give_back: bool) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megalith.errors import InputError
 from megalith.nn import EmbeddingCollection
-from megalith.nn.feature_plan import column_of, real_places
+from megalith.nn.compiled_batch import column_of, real_places
 from megalith.ops import checks
 from megalith.ragged import Ragged
 

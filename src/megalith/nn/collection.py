@@ -45,9 +45,8 @@ from megalith.nn.collection_state import (
     restore_state,
     state_key,
 )
+from megalith.nn.compiled_batch import CompiledBatch, FeaturePlan
 from megalith.nn.device_copies import to_device, to_host
-from megalith.nn.eviction_schedule import EvictionSchedule
-from megalith.nn.feature_plan import CompiledBatch, FeaturePlan
 from megalith.nn.features import Feature, Layout
 from megalith.nn.micro_steps import MicroStepGuard
 from megalith.ops.checks import as_number, flag, integer
@@ -56,7 +55,7 @@ from megalith.ragged import Ragged
 from megalith.shards import LocalShards, Lookup, Shards, SyncShards
 from megalith.shards.contract import check_configs
 from megalith.shards.gradients import Gradients, no_gradients, total
-from megalith.shards.joint_pooling import sum_gradients
+from megalith.shards.routed_lookup import sum_gradients
 from megalith.table import Table, TableConfig
 from megalith.table.engines import engine_class
 from megalith.table.schedules import FLOAT32_MAX
@@ -674,6 +673,37 @@ class StartedBatch(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._named)
+
+
+MIN_PARTS = 40
+"""A pass is divided into at least this many parts, so that no step waits for more than 5 % of one."""
+
+
+class EvictionSchedule:
+    """Makes one pass over the tables in `every` steps, a small part after each step.
+
+    All ranks use the same time, the latest one of all ranks when the pass began. The position in the table is
+    not saved: a resumed run continues at the part that belongs to its step. So a row is visited within two
+    passes, however often the run is interrupted.
+    """
+
+    def __init__(self, every: int) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise InputError(f"EmbeddingCollection: evict_every must be a positive integer, got {every!r}")
+        self.parts = max(every, MIN_PARTS)
+        self._done: int | None = None  # parts of this pass; None: this process has not begun
+        self._now = 0
+
+    def after_step(self, shards: Shards, time: float | None, step: int) -> None:
+        """Evict a part of the rows. A collective call over ranks."""
+        start = None
+        if self._done is None:
+            self._done = step % self.parts
+            start = self._done / self.parts
+        if self._done == 0 or start is not None:
+            self._now = shards.latest_time(time)
+        shards.evict_part(self._now, parts=self.parts, start=start)
+        self._done = (self._done + 1) % self.parts
 
 
 class _Pool(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Features and layouts: which columns are looked up in which tables, and which tensors are returned.
 
-They are plain data, validated at construction. `feature_plan.py` compiles them.
+They are plain data, validated at construction. `compiled_batch.py` compiles them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from megalith.distributed.ranks import ABSENCE_SECONDS
 from megalith.errors import InputError, MegalithError, UsageError
 from megalith.nn.collection import EmbeddingCollection, StartedBatch
-from megalith.nn.feature_plan import CompiledBatch
+from megalith.nn.compiled_batch import CompiledBatch
 from megalith.ops import checks
 from megalith.shards import Lookup, Shards
 from megalith.shards.lookup import LookupSeries

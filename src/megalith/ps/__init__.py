@@ -11,10 +11,9 @@ both    messages.py          what both sides send: `ServerWrite`, arrays
         shared_memory.py     memory that both sides share on one host
 server  table_space.py       order of calls, workers, synchronous steps; begin here
         table_server.py      `TableServer`: the process that has the rows
-        writes.py            what each kind of write does
-        touched_ids.py       touched ids of consumers, drained and confirmed
-log     recovery.py          how a server gets its rows back; folders of logs
-        update_log.py        the log of a server and its replay
+        writes.py            what each kind of write does; touched ids of consumers
+log     recovery.py          how a server gets its rows back: the replay of its log, folders of logs
+        update_log.py        the log of a server: segments, records, points
 launch  launch.py            `Servers`: starts, places and connects the processes
 others  reader.py            reads rows without joining the workers
         status.py            numbers for the command line, Prometheus and Ray

@@ -17,10 +17,9 @@ from megalith.ps.link import LinkGroup, PendingRead
 from megalith.ps.messages import ServerWrite, array_of
 from megalith.ps.shared_memory import SegmentPool
 from megalith.shards.gradients import Gradients
-from megalith.shards.owner_rows import blocks_by_table
-from megalith.shards.preparer import RoutedIds
+from megalith.shards.preparer import RoutedIds, blocks_by_table
 from megalith.shards.routed_lookup import RoutedLookup
-from megalith.shards.wire_precision import Wire
+from megalith.shards.row_encoding import Wire
 from megalith.table.table_data import Update
 
 if TYPE_CHECKING:

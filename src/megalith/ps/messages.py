@@ -26,15 +26,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.ps.recovery import Recovery
 from megalith.routing import Router
 from megalith.table import Chunk, TableConfig
+
+if TYPE_CHECKING:
+    from megalith.ps.recovery import Recovery
 
 Array = np.ndarray[Any, Any]
 READER = -1  # The number of a process that only reads, in place of the number of a worker

@@ -21,7 +21,7 @@ from megalith.ps.lookup import read_parts
 from megalith.ps.messages import READER, Failure, SpaceSpec, array_of
 from megalith.ps.shared_memory import SegmentPool
 from megalith.shards.preparer import RoutingPreparer
-from megalith.shards.wire_precision import make_wire
+from megalith.shards.row_encoding import make_wire
 
 _PAUSE = 0.1
 

@@ -35,7 +35,6 @@ from megalith.errors import InputError, UsageError
 from megalith.library import span
 from megalith.ops import checks
 from megalith.ops.pooling import Pooling
-from megalith.ps import touched_ids
 from megalith.ps.launch import Servers, pass_ray
 from megalith.ps.link import LinkGroup, PushWindow, ServerLink, run_all
 from megalith.ps.lookup import ServerLookup, push_writes
@@ -43,22 +42,22 @@ from megalith.ps.messages import Array, ServerWrite, SpaceSpec, array_of, chunk_
 from megalith.ps.recovery import Recovery
 from megalith.ps.shared_memory import SegmentPool
 from megalith.ps.table_space import part_stats
-from megalith.ps.touched_ids import pending_ids
+from megalith.ps.writes import check_consumer, confirm, drain, pending_ids
 from megalith.routing import Router
 from megalith.shards.contract import (
     Ids,
     Result,
     Rows,
     Shards,
+    ShardsPart,
     check_configs,
     check_function,
     described,
     row_shares,
 )
 from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds
-from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
-from megalith.shards.wire_precision import check_wire, make_wire
+from megalith.shards.row_encoding import check_wire, make_wire
 from megalith.table import Chunk, MemoryUse, RowCounters, Table, TableConfig, TableStats
 from megalith.table.engines import engine_class
 from megalith.table.serving_precision import ServingView
@@ -259,9 +258,9 @@ class ServerRows(Shards):
 
     def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
         # If a server fails, no id is lost: the next drain returns all.
-        parts = self.each_part(touched_ids.drain, checks.text(consumer, "drain_touched: consumer"))
+        parts = self.each_part(drain, checks.text(consumer, "drain_touched: consumer"))
         try:
-            self.each_part(touched_ids.confirm, consumer)
+            self.each_part(confirm, consumer)
         except Exception as error:  # other servers have forgotten their ids, so they must be returned
             logger.warning("drain_touched: the next call returns some ids again: %s", error)
         found = {}
@@ -272,7 +271,7 @@ class ServerRows(Shards):
 
     def mark_touched(self, consumer: str, ids: Ids) -> None:
         name = checks.text(consumer, "mark_touched: consumer")
-        self.each_part(touched_ids.check_consumer, name)
+        self.each_part(check_consumer, name)
         self.links.write_ids("mark", {"consumer": name}, self.preparer(ids))
 
     def stats(self) -> dict[str, TableStats]:

@@ -59,11 +59,11 @@ from megalith.errors import (
     UsageError,
 )
 from megalith.ps.messages import READER, Array, Joined, ServerWrite, SpaceSpec
-from megalith.ps.update_log import SpaceJournal
+from megalith.ps.recovery import SpaceJournal
 from megalith.ps.writes import OwnedTables, apply_pushes, apply_write
+from megalith.shards.contract import ShardsPart
 from megalith.shards.local import LocalShards
-from megalith.shards.part import ShardsPart
-from megalith.shards.wire_precision import make_wire
+from megalith.shards.row_encoding import make_wire
 from megalith.table.table_data import RowCounters, TableStats
 
 

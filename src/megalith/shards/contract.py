@@ -2,6 +2,7 @@
 
 `LocalShards` keeps them in this process; other placements spread them over ranks or servers and offer the
 same calls. `lookup.py` holds the contract of a `Lookup`. A `Recorder` observes the exchanges between ranks.
+`Shards.each_part` runs functions where the rows are; they receive a `ShardsPart`.
 
 Features, combiners and modules are not handled here: shards receive ids per table and, at most, a Pooling.
 
@@ -18,6 +19,7 @@ import re
 import time as clock
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, runtime_checkable
@@ -44,8 +46,10 @@ from megalith.table.validation import (
 )
 
 if TYPE_CHECKING:
-    from megalith.shards.joint_pooling import JointPooling
+    from megalith.shards.local import LocalShards
     from megalith.shards.preparer import LocalPreparer
+    from megalith.shards.routed_lookup import JointPooling
+    from megalith.table.table_data import RowCounters
 
 EXCHANGES = ("sizes", "ids", "rows", "gradients")
 """The exchanges of a training step, in order."""
@@ -72,6 +76,49 @@ class Recorder(Protocol):
 
     def created(self, table: str, rows: int) -> None:
         """Record that an update created rows."""
+
+
+class PartOperation(Protocol):
+    """What a function keeps at a part between calls."""
+
+    def abandon(self) -> None:
+        """End it: the worker that made the calls has left, or another process has taken its number."""
+
+
+@dataclass
+class ShardsPart:
+    """The tables of one process, or their part there.
+
+    Attributes:
+        shards: The tables.
+        index: The number of the part: the rank, or the number of the server.
+        count: The number of parts.
+        kept: What functions keep between calls, by their own keys.
+        loads: Tables that are being loaded; the value identifies the load.
+        recovery: Records saves, if a server can start again from them.
+        saved_at: When the last complete save of this part ended, in seconds since 1970; None: not yet.
+        counted: What the counters of a table had before the rows came here from a checkpoint or another
+            server, less what restoring them has counted.
+    """
+
+    shards: LocalShards
+    index: int = 0
+    count: int = 1
+    kept: dict[str, PartOperation] = field(default_factory=dict)
+    loads: dict[str, object] = field(default_factory=dict)
+    recovery: PartRecovery | None = None
+    saved_at: float | None = None
+    counted: dict[str, RowCounters] = field(default_factory=dict)
+
+
+class PartRecovery(Protocol):
+    """What a save or load reports to the server of a part."""
+
+    def frozen(self, id: str, place: Any) -> None:
+        """Report that a save has frozen the rows."""
+
+    def ended(self, id: str, *, complete: bool) -> None:
+        """Report the end of a save."""
 
 
 Ids = Mapping[str, Tensor]

@@ -6,7 +6,7 @@ preparer can be pickled, so a data worker can run it ahead of the lookup.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -165,6 +165,14 @@ class RoutingPreparer(LocalPreparer):
         found = found._replace(counts=found.counts.cpu())  # sizes of messages
         ordered = {name: checked[name] for name in begin if name in checked}
         return RoutedIds(ordered, found, begin, flat.numel(), self._routes)
+
+
+def blocks_by_table(flat: Tensor, counts: Tensor) -> list[list[Tensor]]:
+    """Split data ordered by source, then table, into views."""
+    # counts: int64 [sources, tables], the size of each block.
+    tables = counts.shape[1]
+    pieces: Sequence[Tensor] = flat.split(counts.reshape(-1).tolist()) if counts.numel() else ()
+    return [list(pieces[t::tables]) for t in range(tables)]
 
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")

@@ -49,11 +49,10 @@ from megalith.errors import InputError, RankFailedError, UsageError
 from megalith.library import native_module
 from megalith.shards.contract import Recorder
 from megalith.shards.gradients import Gradients
-from megalith.shards.local import LocalShards
+from megalith.shards.local import LocalShards, OwnerRows
 from megalith.shards.lookup import LookupSeries
-from megalith.shards.owner_rows import OwnerRows, blocks_by_table
-from megalith.shards.preparer import RoutedIds
-from megalith.shards.wire_precision import Wire, make_wire
+from megalith.shards.preparer import RoutedIds, blocks_by_table
+from megalith.shards.row_encoding import Wire, make_wire
 from megalith.table.table_data import FoundRows, Update
 
 

@@ -33,17 +33,17 @@ from megalith.shards.contract import (
     Result,
     Rows,
     Shards,
+    ShardsPart,
     check_function,
     described,
     row_shares,
 )
 from megalith.shards.local import LocalShards
 from megalith.shards.lookup import Lookup, LookupSeries, PreparedIds
-from megalith.shards.part import ShardsPart
 from megalith.shards.preparer import RoutedIds, RoutingPreparer, make_routers
 from megalith.shards.rank_messages import RankMessages, RequestedIds
 from megalith.shards.routed_lookup import RoutedLookup
-from megalith.shards.wire_precision import check_wire
+from megalith.shards.row_encoding import check_wire
 from megalith.table import Chunk, MemoryUse, Table, TableConfig, TableStats
 from megalith.table.table_data import Update
 from megalith.table.validation import check_flag

@@ -25,7 +25,7 @@ from megalith.ops import checks
 from megalith.ps.recovery import LOGS
 from megalith.ps.shards import MODES as SERVER_MODES
 from megalith.routing import MODES
-from megalith.shards.wire_precision import check_wire
+from megalith.shards.row_encoding import check_wire
 from megalith.table.optimizers import OPTIMIZERS, Optimizer
 from megalith.training.table_settings import (
     build_optimizer,

@@ -22,7 +22,7 @@ import torch
 from megalith.data import Reader
 from megalith.errors import InputError, ServerLostError, UsageError
 from megalith.models import Model
-from megalith.nn.eviction_schedule import EvictionSchedule
+from megalith.nn.collection import EvictionSchedule
 from megalith.ops import checks
 from megalith.ps import Servers, ServerShards
 from megalith.storage.local_files import write_atomically

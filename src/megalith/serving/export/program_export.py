@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from megalith.distributed.dense_parameters import ANCHOR
 from megalith.errors import InputError, MegalithError
 from megalith.nn import EmbeddingCollection, Layout, Slice
-from megalith.nn.feature_plan import FeaturePlan
+from megalith.nn.compiled_batch import FeaturePlan
 from megalith.ops import checks
 from megalith.serving.export.program_safety import guard_divisions, write_archive
 from megalith.serving.export.signature import (

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from megalith.library import native_module, span
-from megalith.nn.feature_plan import CompiledBatch, FeaturePlan, column_of, real_places
+from megalith.nn.compiled_batch import CompiledBatch, FeaturePlan, column_of, real_places
 from megalith.ops.pooling import Bags, Pooling, covered, pool_flat
 from megalith.ragged import Ragged
-from megalith.shards.joint_pooling import joint_weights
+from megalith.shards.routed_lookup import joint_weights
 
 
 class Gathering:

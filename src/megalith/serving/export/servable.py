@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megalith.errors import ExportError, InputError, RemoteError, UnknownNameError, UsageError
 from megalith.library import span
-from megalith.nn.feature_plan import FeaturePlan
+from megalith.nn.compiled_batch import FeaturePlan
 from megalith.ops.checks import all_finite, callback, flag, instance, integer, kind, mapping
 from megalith.ops.checks import path as check_path
 from megalith.serving.export.dense_program import DenseProgram, ProgramCopy

@@ -21,7 +21,7 @@ from torch import Tensor
 from megalith.checkpoint.manifest import Routing
 from megalith.errors import ExportError, InputError
 from megalith.nn import Combiner, Feature, FirstN, Layout, Mean, Slice, Sqrtn, Sum
-from megalith.nn.feature_plan import FeaturePlan
+from megalith.nn.compiled_batch import FeaturePlan
 from megalith.ragged import Ragged
 from megalith.routing import MODES, Router
 from megalith.serving.export.row_format import PRECISIONS, Formats, RowFormat, RowPart

@@ -1,8 +1,8 @@
-"""FeaturePlan: the features and layouts of a collection, compiled once for all batches.
+"""CompiledBatch: a batch compiled for a lookup, by the FeaturePlan of a collection.
 
-`FeaturePlan.read` turns what the user passes into ids per table and a Pooling; `FeaturePlan.assemble` gives
-the pooled outputs their names and shapes. It needs the configs of the tables, not the tables, so a data
-worker can run it ahead of the forward.
+A plan is made once, of features and layouts. `FeaturePlan.read` turns what the user passes into ids per
+table and a Pooling; `FeaturePlan.assemble` gives the pooled outputs their names and shapes. It needs the
+configs of the tables, not the tables, so a data worker can run it ahead of the forward.
 
 A batch has three forms:
 
