@@ -33,7 +33,7 @@ from harness import (
 
 from megalith import Ragged
 from megalith.compat.monolith import MonolithReader
-from megalith.compat.monolith.monolith_protos import message_type
+from megalith.compat.monolith.feature_configs import message_type
 from megalith.data.record_files import RecordFile, write_records
 
 FEATURES, FIDS, BATCH = 30, 3, 512

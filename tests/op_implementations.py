@@ -12,11 +12,9 @@ import torch
 MODULES = [
     import_module(f"megalith.{name}")
     for name in (
-        "compat.monolith.buffer_ops",
         "compat.monolith.distribution_ops",
-        "compat.monolith.fid_sharding",
         "compat.monolith.layout_ops",
-        "compat.monolith.reduce_ops",
+        "compat.monolith.parsers",
         "ops.bucketing",
         "ops.gather_rows",
         "ops.move_runs",

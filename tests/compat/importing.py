@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from megalith import EmbeddingCollection, Feature, TableConfig
-from megalith.compat.monolith.entry_dumps import EntryLayout, SegmentLayout
+from megalith.compat.monolith.importer import EntryLayout, SegmentLayout
 from megalith.data.record_files import masked_crc32c
 from megalith.table import Chunk
 from tests.table.support import whole

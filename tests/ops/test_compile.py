@@ -25,7 +25,7 @@ from megalith.compat.monolith import (
 from megalith.ops import Bags, OutputSlice
 from megalith.ops.pooling import op_arguments
 
-MONOLITH_OPS = ("buffer_ops", "distribution_ops", "fid_sharding", "layout_ops", "reduce_ops")
+MONOLITH_OPS = ("distribution_ops", "layout_ops", "parsers")
 IDS = torch.tensor([3, 1, 3, -5, 7])
 TO = torch.tensor([0, 1, 1, 0, 2])
 ROUTER = Router("hash_roundrobin", 3)

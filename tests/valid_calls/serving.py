@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalith import EmbeddingCollection, Feature, serving
 from megalith.compat import monolith
-from megalith.compat.monolith.sync_config import SyncConfig
+from megalith.compat.monolith.sync_clients import SyncConfig
 from megalith.serving import discovery
 from megalith.serving.server.security import Permission
 from megalith.serving.wire_names import HASHTABLE_ASSIGN

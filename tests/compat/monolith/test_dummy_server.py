@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalith.compat.monolith.dummy_server import DummySyncServer
+from megalith.compat.monolith.distributed_serving_ops import DummySyncServer
 from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving.client.channels import Connection
 from megalith.serving.proto.message_types import Message, PredictRequest

@@ -13,9 +13,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.compat.monolith import entry_dumps as entries
-from megalith.compat.monolith.entry_dumps import Entries, EntryFile, EntryLayout, SegmentLayout, read_entries
-from megalith.compat.monolith.monolith_protos import message_type
+from megalith.compat.monolith import importer as entries
+from megalith.compat.monolith.feature_configs import message_type
+from megalith.compat.monolith.importer import Entries, EntryFile, EntryLayout, SegmentLayout, read_entries
 from megalith.errors import CheckpointError, InputError, NativeMissingError
 from tests.compat import importing as wire
 from tests.compat.importing import (

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.compat.monolith import MonolithReader
-from megalith.compat.monolith.examples import Kind
+from megalith.compat.monolith.example_reader import Kind
 from megalith.data.record_files import Framing, write_records
 from megalith.errors import InputError
 from megalith.ops.ids import fid_v1_to_v2, hash_strings

@@ -12,8 +12,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet  # type: ignore[impor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.compat.monolith.examples import FLOATS, IDS, KINDS, NO_VALUES, Kind, decode_records
-from megalith.compat.monolith.monolith_protos import message_type
+from megalith.compat.monolith.example_reader import FLOATS, IDS, KINDS, NO_VALUES, Kind, decode_records
+from megalith.compat.monolith.feature_configs import message_type
 from megalith.errors import InputError
 from megalith.ops.ids import fid_v1_to_v2, hash_strings
 

@@ -12,7 +12,7 @@ from megalith.compat.monolith import ShardedFids
 from megalith.compat.monolith import fused_embedding_to_layout as to_layout
 from megalith.compat.monolith import fused_embedding_to_layout_grad as to_layout_grad
 from megalith.compat.monolith import sharding_sparse_fids as shard
-from megalith.compat.monolith.monolith_protos import parse_message
+from megalith.compat.monolith.feature_configs import parse_message
 from megalith.errors import InputError
 from tests.compat.monolith.test_layout_ops import (
     EXAMPLE,

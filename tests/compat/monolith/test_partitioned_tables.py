@@ -17,7 +17,7 @@ from torch import Tensor
 from megalith import FTRL, SGD, Adagrad, LocalShards, Ragged, Segment, Shards, TableConfig, Zeros
 from megalith.compat import monolith
 from megalith.compat.monolith import PartitionedHashTable
-from megalith.compat.monolith.table_grouping import FAKE_TABLE
+from megalith.compat.monolith.distributed_ps import FAKE_TABLE
 from megalith.errors import InputError, UnknownNameError, UsageError
 from tests.table.support import ints
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalith import SGD, LocalShards, Ragged, TableConfig
 from megalith.compat.monolith import DummySyncServer, remote_predict, set_default_discovery
-from megalith.compat.monolith import remote_prediction as module
+from megalith.compat.monolith import distributed_serving_ops as module
 from megalith.errors import InputError, RemoteError, UsageError
 from megalith.serving import ClientCache, ModelServer, ServerConfig, export_model
 from megalith.serving.discovery import StaticDiscovery

@@ -11,14 +11,17 @@ import grpc
 import pytest
 import torch
 
-from megalith.compat.monolith.sync_clients import (
+from megalith.compat.monolith.distributed_serving_ops import (
     ParameterSyncClient,
-    SyncHandle,
     create_parameter_sync_clients,
     parameter_sync_client_from_config,
+    refresh_sync_config,
 )
-from megalith.compat.monolith.sync_config import SyncConfig, refresh_sync_config
-from megalith.compat.monolith.tracked_changes import TrackedChanges
+from megalith.compat.monolith.sync_clients import (
+    SyncConfig,
+    SyncHandle,
+    TrackedChanges,
+)
 from megalith.errors import InputError
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery import Replica, StaticDiscovery

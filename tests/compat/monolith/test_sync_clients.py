@@ -12,14 +12,16 @@ from torch import Tensor
 
 from megalith import SGD, LocalShards, Table, TableConfig
 from megalith.compat.monolith import sync_clients
-from megalith.compat.monolith.dummy_server import DummySyncServer
-from megalith.compat.monolith.sync_clients import (
+from megalith.compat.monolith.distributed_serving_ops import (
+    DummySyncServer,
     ParameterSyncClient,
     create_dummy_sync_client,
     create_parameter_sync_clients,
     parameter_sync_client_from_config,
 )
-from megalith.compat.monolith.sync_config import SyncConfig
+from megalith.compat.monolith.sync_clients import (
+    SyncConfig,
+)
 from megalith.errors import InputError, UnknownNameError, UsageError
 from tests.compat.monolith.sync_client_support import responses, shards_of
 from tests.serving.plain_server import plain_server

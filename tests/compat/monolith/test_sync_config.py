@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.compat.monolith.sync_config import SyncConfig, read_sync_config, refresh_sync_config
-from megalith.compat.monolith.znode_records import TargetExtraInfo
+from megalith.compat.monolith.agent_service import TargetExtraInfo
+from megalith.compat.monolith.distributed_serving_ops import refresh_sync_config
+from megalith.compat.monolith.sync_clients import SyncConfig, read_sync_config
 from megalith.errors import InputError
 from megalith.serving.discovery import StaticDiscovery, SyncBackend
 from megalith.serving.discovery.contract import SyncTargets

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalith.compat.monolith import monolith_protos
+from megalith.compat.monolith import feature_configs
 from megalith.serving import wire_names
 from megalith.serving.proto import message_types
 from megalith.serving.proto.infer_tensors import from_infer_request, to_infer_request
@@ -217,7 +217,7 @@ def test_without_protobuf_the_error_names_the_extra() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-FOLDERS = [Path(message_types.__file__).parent, Path(monolith_protos.__file__).with_name("proto")]
+FOLDERS = [Path(message_types.__file__).parent, Path(feature_configs.__file__).with_name("proto")]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=["serving", "monolith"])
@@ -275,7 +275,7 @@ MONOLITH = {
 
 @pytest.mark.parametrize("name", MONOLITH)
 def test_messages_have_the_field_numbers_of_monolith(name: str) -> None:
-    found: Any = monolith_protos.message_type(name).DESCRIPTOR
+    found: Any = feature_configs.message_type(name).DESCRIPTOR
     assert ", ".join(f"{field.name} {field.number}" for field in found.fields) == MONOLITH[name]
 
 

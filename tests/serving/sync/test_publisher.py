@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalith import SGD, FixedPoint, LocalShards, OneBit, TableConfig, checkpoint
-from megalith.compat.monolith.dummy_server import DummySyncServer
+from megalith.compat.monolith.distributed_serving_ops import DummySyncServer
 from megalith.distributed.dense_parameters import dense_parameters
 from megalith.errors import InputError
 from megalith.serving.discovery import Replica as Found

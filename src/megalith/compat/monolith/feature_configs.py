@@ -3,24 +3,59 @@
 Monolith's sharding and layout ops take them as one serialized message. Here they are frozen dataclasses that
 are read from and written to the same bytes. The type and range of a value are checked at construction;
 `FeatureConfigs.validate` checks that the messages match each other (a slice is inside its feature, a declared
-shape is that of its slices). The ops themselves are in `layout_ops`.
+shape is that of its slices). `layout_plan` compiles them once for all batches.
+
+The `.proto` files are in `proto/`; `make protos` compiles them to `proto/descriptors.binpb`, which is loaded
+at first use into a descriptor pool of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
-from functools import lru_cache
+from functools import cache, lru_cache
+from math import prod
 from operator import index
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+
+import torch
 
 from megalith.errors import InputError, UnknownNameError
 from megalith.ops import checks
+from megalith.ops.pooling import Bags, OutputSlice, covered
+from megalith.serving.proto.message_types import Message, load_pool, message_class, protobuf
 from megalith.storage.json_codec import canonical_json, from_json, parse_json_object, to_json
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+# ---- messages
+
+
+@cache
+def message_type(full_name: str) -> Any:
+    """Return the class of a message."""
+    return message_class(_pool(), full_name)
+
+
+def parse_message(full_name: str, data: bytes) -> Message:
+    """Parse a serialized message."""
+    try:
+        return message_type(full_name).FromString(data)
+    except protobuf("message").DecodeError:
+        name = full_name.rpartition(".")[2]
+        raise InputError(f"{name}: {len(data)} bytes are not a valid protobuf message") from None
+
+
+@cache
+def _pool() -> Any:
+    return load_pool(Path(__file__).with_name("proto") / "descriptors.binpb")
+
+
+# ---- configs
 
 Shape = tuple[int, ...]
 _PACKAGE = "monolith.io.proto"
@@ -55,7 +90,7 @@ class _ConfigMessage:
             InputError: A string cannot be encoded in UTF-8.
             MissingDependencyError: Protobuf is not installed.
         """
-        from megalith.compat.monolith.monolith_protos import message_type
+        from megalith.compat.monolith.feature_configs import message_type
 
         message = message_type(f"{_PACKAGE}.{type(self).__name__}")()
         try:
@@ -73,7 +108,7 @@ class _ConfigMessage:
             InputError: The bytes are not a valid message, or an enum has an unknown value.
             MissingDependencyError: Protobuf is not installed.
         """
-        from megalith.compat.monolith.monolith_protos import parse_message
+        from megalith.compat.monolith.feature_configs import parse_message
 
         if not isinstance(message, bytes | bytearray | memoryview):
             raise InputError(f"{cls.__name__}: a message must be bytes, got {type(message).__name__}")
@@ -447,3 +482,80 @@ def _named(owner: _ConfigMessage, name: str, kind: type[_ConfigMessage]) -> dict
         if not isinstance(value, kind):
             raise _wrong(owner, f"{name}[{key!r}]", f"of type {kind.__name__}", value)
     return dict(values)
+
+
+# ---- the plan of a config
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """Facts about the features, tables and outputs of a config, each in the order of their names."""
+
+    tables: tuple[int, ...]
+    """The table number of each feature."""
+    num_tables: int
+    dims: tuple[int, ...]
+    """The row size of each feature."""
+    means: tuple[bool, ...]
+    """Whether each feature is averaged."""
+    firsts: tuple[int, ...]
+    """The number of rows that FIRSTN keeps of each feature, 0 for pooled features."""
+    parts: tuple[tuple[OutputSlice, ...], ...]
+    """The output slices of each feature."""
+    shapes: tuple[tuple[int, ...], ...]
+    """The shape of each output, the batch first."""
+    order: tuple[int, ...]
+    """The features in the order of the pooling: FIRSTN features come last."""
+    native_parts: tuple[Any, ...]
+    """The output slices of each feature in the native module's form."""
+    covered: tuple[bool, ...]
+    """Whether the slices write all of each output."""
+
+
+@lru_cache(maxsize=64)
+def layout_plan(encoded: str) -> LayoutPlan:
+    """Compile a config."""
+    configs = FeatureConfigs.from_encoded(encoded)
+    configs.validate()
+    names, tables = configs.feature_names, configs.table_names
+    features = [configs.feature_configs[n] for n in names]
+    firsts = [f.max_sequence_length if f.pooling_type == PoolingType.FIRSTN else 0 for f in features]
+    parts: list[list[OutputSlice]] = [[] for _ in names]
+    shapes: list[tuple[int, ...]] = []
+    for layout in configs.layout_names:
+        out = configs.out_configs[layout]
+        kind, given = out.out_type, configs.output_shapes(layout)
+        column = 0
+        for number, cut in enumerate(out.slice_configs):
+            feature = names.index(cut.feature_name)
+            inner = firsts[feature] or 1
+            output = len(shapes) + (number if kind == OutType.NONE else 0)
+            # CONCAT puts the k-th rows of all features next to each other: [B, L, sum of widths].
+            step = given[0][-1] if kind == OutType.CONCAT else 0
+            parts[feature].append(
+                OutputSlice(output, column, cut.start, cut.end, inner, kind == OutType.ADDN, step)
+            )
+            if kind == OutType.CONCAT:
+                column += cut.width
+            elif kind == OutType.STACK:
+                column += inner * cut.width
+        shapes += given
+    flat = [(-1, num_columns(shape)) for shape in shapes]
+    bags = [Bags(torch.zeros(1, device="cpu"), tuple(p)) for p in parts]
+    return LayoutPlan(
+        tables=tuple(tables.index(f.table) for f in features),
+        num_tables=len(tables),
+        dims=tuple(f.dim for f in features),
+        means=tuple(f.pooling_type == PoolingType.MEAN for f in features),
+        firsts=tuple(firsts),
+        parts=tuple(tuple(p) for p in parts),
+        shapes=tuple(shapes),
+        order=tuple(sorted(range(len(names)), key=lambda f: (bool(firsts[f]), f))),
+        native_parts=tuple(b.native[-1] for b in bags),
+        covered=tuple(covered(bags, flat)),
+    )
+
+
+def num_columns(shape: Sequence[int]) -> int:
+    """Return the number of elements of one batch row."""
+    return prod(shape[1:])

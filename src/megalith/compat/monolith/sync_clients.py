@@ -1,7 +1,4 @@
-"""Monolith's parameter sync clients: each call pushes the changed rows and returns a result per target.
-
-They are for code written for Monolith and for servers with its protocol; new code should use
-`megalith.serving.Publisher`, which also pushes dense weights and applies each message once, in order.
+"""What Monolith's parameter sync clients refer to: tables, their changed rows and the targets to push to.
 
     target             | how it is recognised        | ids                        | removed ids
     -------------------+-----------------------------+----------------------------+------------------------
@@ -13,27 +10,38 @@ Each target has a backlog: ids are added to it when they change, and leave it wh
 them. It is kept while a target fails or is missing from the config. A new target is sent every id that
 changed since `attach`; so is a Megalith server that has lost the pushed rows, because it restarted or serves
 another version.
+
+A table records changes for 8 consumers at most, and there is one client for each part of a served model. So
+the clients of one model share one consumer: whenever one of them takes its ids, those of the others are kept
+for them. All ids since the first attach are remembered too, for a server that has lost what was pushed to it:
+
+    more than max_ids | what such a server is sent                      | removed rows
+    ------------------+-------------------------------------------------+-------------------------
+    neither           | the ids that changed                            | removed
+    changed ids       | all rows, and the ids that were removed         | removed
+    removed ids too   | all rows                                        | served again: reported
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
+from torch import Tensor
 
-from megalith.compat.monolith.sync_config import SyncConfig, read_sync_config
-from megalith.compat.monolith.tracked_changes import TrackedChanges
+from megalith.compat.monolith.agent_service import TargetExtraInfo
 from megalith.errors import InputError, RemoteError, UsageError
-from megalith.ops import checks
 from megalith.serving.client.channels import Channels
 from megalith.serving.client.credentials import Credentials, grpc_module
-from megalith.serving.proto.message_types import Message, PushResult, protobuf
-from megalith.serving.sync.changed_ids import IdSets
-from megalith.serving.sync.parameter_source import describe_not_finite, read_rows
+from megalith.serving.discovery.contract import check_address
+from megalith.serving.proto.message_types import ClientConfig, Message, PushResult, protobuf
+from megalith.serving.sync.changed_ids import IdSets, Journal
+from megalith.serving.sync.parameter_source import describe_not_finite, join_changes, read_rows, scan_ids
 from megalith.serving.sync.protocol import ModelLayout, ask_position
 from megalith.serving.sync.push_messages import (
     MAX_CONTENT_BYTES,
@@ -43,8 +51,201 @@ from megalith.serving.sync.push_messages import (
     row_bytes,
 )
 from megalith.serving.wire_names import HASHTABLE_ASSIGN, SYNC_POSITION
-from megalith.shards import Shards
 from megalith.table import Table
+
+# ---- the config
+
+TIMEOUT_MS = 3000
+MAX_TARGETS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """A ClientConfig message as a data class."""
+
+    model_name: str = ""
+    signature_name: str = ""
+    targets: tuple[str, ...] = ()
+    """The addresses of the replicas to push to."""
+    timeout_ms: int = 1000
+    """The time limit of one push."""
+    extra_info: tuple[TargetExtraInfo, ...] = ()
+    """Where each target runs, in the order of the targets; empty unless it is known for all of them."""
+
+    def to_bytes(self) -> bytes:
+        """Return the serialised ClientConfig; a replica id of -1 is written explicitly."""
+        config = ClientConfig(
+            model_name=self.model_name,
+            signature_name=self.signature_name,
+            targets=self.targets,
+            timeout_in_ms=self.timeout_ms,
+        )
+        for info in self.extra_info:
+            # None leaves a field unset.
+            config.targets_extra_info.add(idc=info.idc, cluster=info.cluster, replica_id=info.replica_id)
+        data: bytes = config.SerializeToString()
+        return data
+
+
+def read_sync_config(config: bytes | Message) -> SyncConfig:
+    """Read a ClientConfig."""
+    if isinstance(config, bytes):
+        try:
+            config = ClientConfig.FromString(config)
+        except protobuf("message").DecodeError:
+            raise InputError(f"sync config: these {len(config)} bytes are not a ClientConfig") from None
+    if not isinstance(config, ClientConfig):
+        raise InputError(f"sync config: expected a ClientConfig or its bytes, got {type(config).__name__}")
+    if len(config.targets) > MAX_TARGETS:
+        raise InputError(f"sync config: {len(config.targets)} targets, but at most {MAX_TARGETS} are allowed")
+    if config.timeout_in_ms <= 0:
+        raise InputError(f"sync config: timeout_in_ms must be above 0, got {config.timeout_in_ms}")
+    infos = config.targets_extra_info if len(config.targets_extra_info) == len(config.targets) else ()
+    return SyncConfig(
+        model_name=config.model_name,
+        signature_name=config.signature_name,
+        targets=tuple(check_address(target, "sync config: target") for target in config.targets),
+        timeout_ms=config.timeout_in_ms,
+        extra_info=tuple(
+            TargetExtraInfo(
+                info.idc if info.HasField("idc") else None,
+                info.cluster if info.HasField("cluster") else None,
+                info.replica_id,
+            )
+            for info in infos
+        ),
+    )
+
+
+# ---- changes
+
+MAX_IDS = 20_000_000
+"""The number of changed ids to remember, and of removed ids."""
+
+
+class TrackedChanges:
+    """The changed ids of tables, for each client. Safe to share between threads.
+
+    Ids are returned for each table, int64 [n], without duplicates.
+    """
+
+    def __init__(self, max_ids: int = MAX_IDS) -> None:
+        self._consumer = f"sync clients {uuid.uuid4().hex}"
+        self._lock = threading.Lock()
+        # Two tables may have one name, if each client has the tables of its own parameter server.
+        self._tables: dict[str, Table] = {}
+        self._attached: dict[object, dict[str, str]] = {}
+        """The keys of each client's tables, by the name of the table."""
+        self._pending: dict[object, IdSets] = {}
+        self._reached: dict[object, set[tuple[str, int]]] = {}
+        """The models and parts that have answered each client."""
+        self._changed: set[str] = set()
+        """The keys of the tables that have changed since they were attached."""
+        self._journal, self._removals = Journal(max_ids), Journal(max_ids)
+        for journal in (self._journal, self._removals):
+            journal.begin_epoch("")
+
+    def attach(self, client: object, name: str, table: Table) -> None:
+        """Record the changes of a table for a client from now on; a second call has no effect."""
+        key = str(id(table))
+        with self._lock:
+            self._drain()  # earlier changes are not for this client
+            if key not in self._tables:
+                try:
+                    table.track(self._consumer)
+                except UsageError as error:
+                    raise UsageError(
+                        f"{error}; the clients that one call of create_parameter_sync_clients makes share one"
+                    ) from None
+                self._tables[key] = table
+            self._attached.setdefault(client, {})[name] = key
+            self._pending.setdefault(client, IdSets())
+
+    def detach(self, client: object) -> None:
+        """Forget a client; tables that no other client has attached stop recording."""
+        with self._lock:
+            keys = set(self._attached.pop(client, {}).values())
+            self._pending.pop(client, None)
+            self._reached.pop(client, None)
+            for key in keys.difference(*(others.values() for others in self._attached.values())):
+                self._tables.pop(key).untrack(self._consumer)
+
+    def reach(self, client: object, model: str, part: int) -> None:
+        """Record that a part of a model has answered a client, which then pushes the part's ids to it."""
+        with self._lock:
+            self._reached.setdefault(client, set()).add((model, part))
+
+    def unreached(self, client: object, name: str, model: str, num_parts: int) -> set[int]:
+        """Return the parts of a model that no client pushes a table to."""
+        # Clients that have not pushed yet are expected to push to a part each: nothing is returned as long as
+        # there are enough of them for the parts that are left.
+        with self._lock:
+            key = self._attached[client][name]
+            clients = [each for each, keys in self._attached.items() if key in keys.values()]
+            reached = [self._reached.get(each, set()) for each in clients]
+            left = set(range(num_parts)) - {part for each in reached for at, part in each if at == model}
+            return left if len(left) > sum(not each for each in reached) else set()
+
+    def waiting(self, client: object) -> dict[str, Tensor]:
+        """Return what `take` would return, and leave it there."""
+        with self._lock:
+            self._drain()
+            return self._by_name(client, self._pending.get(client, IdSets()).tensors())
+
+    def take(self, client: object) -> dict[str, Tensor]:
+        """Return the ids that changed or were removed since the client's last call."""
+        with self._lock:
+            self._drain()
+            pending = self._pending.get(client, IdSets()).tensors()
+            self._pending[client] = IdSets()
+            return self._by_name(client, pending)
+
+    def has_changed(self, client: object) -> bool:
+        """Return whether anything has changed since the tables were attached, as far as `take` knows."""
+        with self._lock:
+            return not self._changed.isdisjoint(self._attached.get(client, {}).values())
+
+    @property
+    def knows_removals(self) -> bool:
+        """Whether `all_ids` has the ids of all removed rows."""
+        with self._lock:
+            return bool(self._journal.labels or self._removals.labels)
+
+    def all_ids(self, client: object) -> dict[str, Tensor]:
+        """Return all ids that changed since the tables were attached; if too many, those of all rows
+        instead."""
+        with self._lock:
+            self._drain()
+            known = self._journal.since("")
+            if known is not None:
+                return self._by_name(client, known)
+            removed = self._by_name(client, self._removals.since("") or {})
+            tables = {name: self._tables[key] for name, key in self._attached.get(client, {}).items()}
+        found = IdSets()
+        found.add(removed)
+        found.add(scan_ids(tables))
+        return found.tensors()
+
+    def _by_name(self, client: object, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        keys = self._attached.get(client, {})
+        return {name: ids[key] for name, key in keys.items() if key in ids}
+
+    def _drain(self) -> None:
+        """Distribute the changed ids to the clients that have attached their table."""
+        for key, table in self._tables.items():
+            updated, removed = table.drain_touched(self._consumer)
+            ids = join_changes(updated, removed)
+            if not ids.numel():
+                continue
+            self._changed.add(key)
+            self._journal.add({key: ids})
+            self._removals.add({key: removed})
+            for client, keys in self._attached.items():
+                if key in keys.values():
+                    self._pending[client].add({key: ids})
+
+
+# ---- clients
 
 logger = logging.getLogger(__name__)
 
@@ -297,140 +498,6 @@ class DummySyncHandle(SyncHandle):
         for target in self._config.targets:
             result.responses.add(target=target, status_code=0, update_num=0)
         return result
-
-
-class ParameterSyncClient:
-    """Pushes the changed rows of its tables at each `create_sync_op`. Not safe to share between threads.
-
-    Make one with `create_parameter_sync_clients` or `parameter_sync_client_from_config`.
-
-    Args:
-        client: A client or its handle; both clients then have the same tables and targets.
-    """
-
-    def __init__(self, client: ParameterSyncClient | SyncHandle) -> None:
-        if not isinstance(client, ParameterSyncClient | SyncHandle):
-            raise InputError(
-                f"client must be a ParameterSyncClient or its handle, got {type(client).__name__}; "
-                "parameter_sync_client_from_config makes a client from a config"
-            )
-        self._handle = client.handle if isinstance(client, ParameterSyncClient) else client
-
-    @property
-    def handle(self) -> SyncHandle:
-        """What the client shares with those made from it."""
-        return self._handle
-
-    @property
-    def name(self) -> str:
-        """Monolith's name of the client; several clients may have the same one."""
-        return self._handle.name
-
-    def attach(self, tables: Shards | Table) -> None:
-        """Add tables; their changes are tracked from now on.
-
-        Args:
-            tables: A table, or the shards that hold tables.
-
-        Raises:
-            InputError: Another table with the same name is attached.
-            UsageError: The shards hold no table in this process, a table has too many consumers, or the
-                client is closed.
-        """
-        self._handle.attach(_by_name(tables))
-
-    def create_sync_op(self, config_str: bytes | str | None = None) -> str:
-        """Push the changed rows to every target. Nothing is sent if nothing changed.
-
-        Args:
-            config_str: A serialised ClientConfig (a str holds its bytes as Latin-1); empty: the last one.
-
-        Returns:
-            A PushResult as JSON with one response per target, in the order of the targets: status_code is 0
-            or gRPC's code, update_num is the number of ids pushed, removed ones included. Ids that could not
-            be pushed are kept and pushed by a later call, also if a config in between does not list the
-            target. Rows with NaN or Inf, of tables that the target does not serve, or of parts that no client
-            has pushed to are not pushed: the status is then FAILED_PRECONDITION and error_message names them.
-            Without targets, there is one response if changed ids wait, with that status and the target "".
-
-        Raises:
-            InputError: The config is malformed.
-            UsageError: The client is closed.
-        """
-        text: str = protobuf("json_format").MessageToJson(
-            self._handle.push(config_str), preserving_proto_field_name=True
-        )
-        return text
-
-    def close(self) -> None:
-        """Close the connections; the tables stop tracking changes for this client."""
-        self._handle.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def parameter_sync_client_from_config(
-    config: bytes | str | Message | None = None,
-    name_suffix: str = "",
-    *,
-    credentials: Credentials | None = None,
-) -> ParameterSyncClient:
-    """Make a client.
-
-    Args:
-        config: A ClientConfig with the targets, or its bytes; empty: none yet.
-        name_suffix: The end of the client's name.
-        credentials: What the client presents to the targets, such as a token.
-
-    Returns:
-        The client.
-    """
-    handle = SyncHandle(f"MonolithSyncClient_{name_suffix}", config, credentials=credentials)
-    return ParameterSyncClient(handle)
-
-
-def create_parameter_sync_clients(
-    ps_num: int, *, credentials: Credentials | None = None
-) -> list[ParameterSyncClient]:
-    """Make one client per part of a served model; one client for 0 parts.
-
-    Client i pushes to the targets of `ps_i`: `create_sync_op(refresh_sync_config(backend, i))`. All clients
-    may attach the same tables: each part receives the ids that serving routes to it.
-
-    Args:
-        ps_num: The number of parameter servers, which is the number of parts.
-        credentials: What the clients present to the targets, such as a token.
-
-    Returns:
-        The clients.
-    """
-    checks.integer(ps_num, "ps_num", least=0)
-    changes = TrackedChanges()
-    return [
-        ParameterSyncClient(
-            SyncHandle(f"MonolithSyncClient_{suffix}", credentials=credentials, changes=changes)
-        )
-        for suffix in (range(ps_num) if ps_num else [""])
-    ]
-
-
-def create_dummy_sync_client() -> ParameterSyncClient:
-    """Make a client that pushes nothing."""
-    return ParameterSyncClient(DummySyncHandle("MonolithDummySyncClient"))
-
-
-def _by_name(tables: Shards | Table) -> Mapping[str, Table]:
-    if isinstance(tables, Table):
-        return {tables.name: tables}
-    if not isinstance(tables, Shards):
-        raise InputError(f"attach: expected Shards or a Table, got {type(tables).__name__}")
-    if not tables.local:
-        raise UsageError("attach: these shards hold no table in this process")
-    return tables.local
 
 
 def _read(config: bytes | str | Message | None) -> SyncConfig:

@@ -15,7 +15,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megalith.compat.monolith.feature_configs import FeatureConfigs, as_feature_configs
-from megalith.compat.monolith.layout_plan import layout_plan
+from megalith.compat.monolith.feature_configs import FeatureConfigs, as_feature_configs, layout_plan
 from megalith.errors import InputError
 from megalith.library import define_op, new_size
 from megalith.ops import checks
 from megalith.ops.bucketing import _dedup
 from megalith.ragged import Ragged
 from megalith.routing import Router
+from megalith.table import TableConfig
 
 SHARED = 1 << 31
 """The bit of nfl_offset that marks a shared feature."""
@@ -323,3 +323,27 @@ _shard = define_op(
     reference=_shard_any,
     fake=_shard_fake,
 )
+
+
+class ShardingSparseFidsOpParams(NamedTuple):
+    """What sharding and tables need to know, as `PartitionedHashTable.gen_feature_configs` returns it."""
+
+    num_ps: int
+    """The number of servers, at least 1."""
+    use_native_multi_hash_table: bool
+    """Whether every feature has a table of its own."""
+    unique: Callable[[], bool]
+    """Whether an id is sent only once per feature and server."""
+    transfer_float16: bool
+    """Whether rows and gradients travel as float16."""
+    sub_table_name_to_config: dict[str, TableConfig]
+    """The tables by name, sorted."""
+    feature_configs: FeatureConfigs
+    """The features and layouts."""
+    enable_gpu_emb: bool = False
+    """Always False: an engine decides where rows are."""
+    use_gpu: bool = False
+    """Ignored."""
+    extra_restore_names: Mapping[str, tuple[str, ...]] = {}
+    """Further names under which a checkpoint of Monolith may hold a table: for slots named fc_slot_N, the md5
+    of their names without "fc_"."""

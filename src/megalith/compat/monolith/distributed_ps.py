@@ -1,34 +1,43 @@
-"""PartitionedHashTable: the tables of a model on servers, read and updated through layouts.
+"""Monolith's tables on parameter servers, as thin objects over a `Shards`.
+
+The tables of PartitionedHashTable are read and updated through layouts:
 
     lookup            ids of all features, split by table and server  ->  rows of each list  ->  layouts
     apply_gradients   gradients of the layouts  ->  of the rows of each list  ->  one step per distinct id
 
 The lists are those of `sharding_sparse_fids`; `auxiliary_bundle` carries them from one call to the other.
-Rows are read and written by a `Shards`, with one call per server for all tables.
+
+    tables      a feature's ids are in                                            name of the table
+    native      a table of its own; all features share one list of ids            the name of the feature
+    not native  one table with all features whose config is equal                 md5 of their names
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from hashlib import md5
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalith.compat.monolith.embedding_combiners import MonolithCombiner
-from megalith.compat.monolith.feature_configs import FeatureConfig, FeatureConfigs, OutConfig, OutType
-from megalith.compat.monolith.fid_sharding import ShardedFids, sharding_sparse_fids
-from megalith.compat.monolith.layout_ops import fused_embedding_to_layout, fused_embedding_to_layout_grad
-from megalith.compat.monolith.table_grouping import (
-    FAKE_TABLE,
-    POOLING,
-    ShardingSparseFidsOpParams,
-    check_configs,
-    grouped,
-    named,
-    restore_names,
+from megalith.compat.monolith.embedding_combiners import (
+    MonolithCombiner,
+    MonolithFirstN,
+    ReduceMean,
+    ReduceSum,
 )
+from megalith.compat.monolith.feature_configs import (
+    FeatureConfig,
+    FeatureConfigs,
+    OutConfig,
+    OutType,
+    PoolingType,
+)
+from megalith.compat.monolith.layout_ops import fused_embedding_to_layout, fused_embedding_to_layout_grad
+from megalith.compat.monolith.parsers import ShardedFids, ShardingSparseFidsOpParams, sharding_sparse_fids
 from megalith.errors import InputError, UsageError
 from megalith.ops import checks
 from megalith.ps import ServerShards
@@ -36,6 +45,81 @@ from megalith.ragged import Ragged
 from megalith.routing import Router
 from megalith.shards import LocalShards, Lookup, Shards
 from megalith.table import TableConfig
+
+# ---- which table a feature uses
+
+FAKE_TABLE = "native_multi_hash_table_fake_table"
+"""The table of all features in the configs of native tables."""
+POOLING = {ReduceSum: PoolingType.SUM, ReduceMean: PoolingType.MEAN, MonolithFirstN: PoolingType.FIRSTN}
+_SLOT = re.compile(r"fc_slot_[0-9]*")
+
+
+def get_sub_table_name(strs: Sequence[str]) -> tuple[str, str]:
+    """Name a table of several features.
+
+    Args:
+        strs: The names of the features.
+
+    Returns:
+        The names joined by commas, and the md5 of that in hexadecimal.
+    """
+    if not isinstance(strs, list | tuple) or not all(isinstance(name, str) for name in strs):
+        raise InputError(f"get_sub_table_name: strs must be a list of names, got {strs!r}")
+    joined = ",".join(strs)
+    return joined, md5(joined.encode(), usedforsecurity=False).hexdigest()
+
+
+def grouped(configs: Mapping[str, TableConfig], native: bool) -> list[tuple[str, list[str]]]:
+    """Return the tables that features use, each with its features."""
+    if native:
+        return [(name, [name]) for name in sorted(configs)]
+    return [(get_sub_table_name(group)[1], group) for group in _equal_configs(configs)]
+
+
+def restore_names(group: Sequence[str]) -> tuple[str, ...]:
+    """Return the further names of a table of several features, see `extra_restore_names`."""
+    if not any(_SLOT.fullmatch(name) for name in group):
+        return ()
+    slots = [name.removeprefix("fc_") if _SLOT.fullmatch(name) else name for name in group]
+    return (get_sub_table_name(slots)[1],)
+
+
+def named(config: TableConfig, name: str) -> TableConfig:
+    """Return a config under another name, for Monolith's tables: ids without a row read as zeros."""
+    return TableConfig(
+        name,
+        segments=config.segments,
+        admission=config.admission,
+        eviction=config.eviction,
+        missing="zeros",
+        dist_type=config.dist_type,
+        trainable=config.trainable,
+        huge_pages=config.huge_pages,
+    )
+
+
+def check_configs(configs: Any) -> None:
+    if not isinstance(configs, Mapping) or not configs:
+        raise InputError(f"feature_name_to_config must be a dict of TableConfigs by feature, got {configs!r}")
+    for name, config in configs.items():
+        if not isinstance(name, str) or not isinstance(config, TableConfig):
+            raise InputError(f"feature_name_to_config[{name!r}] must be a TableConfig, got {config!r}")
+
+
+def _equal_configs(configs: Mapping[str, TableConfig]) -> list[list[str]]:
+    """Group the features whose configs are equal but for the name."""
+    groups: list[tuple[TableConfig, list[str]]] = []
+    for name in sorted(configs):
+        key = named(configs[name], "table")
+        group = next((group for known, group in groups if known == key), None)
+        if group is None:
+            groups.append((key, [name]))
+        else:
+            group.append(name)
+    return [group for _, group in groups]
+
+
+# ---- PartitionedHashTable
 
 PREFIX = "__sharding_sparse_fids__"
 """Begins the keys of what `lookup` writes to the auxiliary bundle."""
@@ -495,3 +579,15 @@ def _bundle(value: Any) -> Bundle:
     if not isinstance(value, MutableMapping):
         raise InputError(f"auxiliary_bundle must be a dict, got {checks.kind(value)}")
     return value
+
+
+def ps_device(index: int) -> str:
+    """Return the name of a parameter server.
+
+    Args:
+        index: The number of the server, from 0.
+
+    Returns:
+        The name, such as "/job:ps/task:1/device:CPU:0".
+    """
+    return f"/job:ps/task:{checks.integer(index, 'index', least=0)}/device:CPU:0"

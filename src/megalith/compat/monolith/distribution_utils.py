@@ -1,8 +1,7 @@
-"""Monolith's names of devices: which server, chief or worker something runs on.
+"""Monolith's functions of ranks, devices and launches.
 
-The names are TensorFlow's (`/job:JOB/task:N/device:TYPE:0`). Nothing is placed by them here: a tensor has a
-`torch.device`, and rows are on the rank or server that the router gives. They are for code, logs and configs
-that identify processes by these names.
+Names of devices are TensorFlow's (`/job:JOB/task:N/device:TYPE:0`). Nothing is placed by them here: a tensor
+has a `torch.device`, and rows are on the rank or server that the router gives.
 
     process                          name
     parameter server i               /job:ps/task:i/device:CPU:0
@@ -23,17 +22,30 @@ from megalith.distributed.launcher_environment import LaunchWarning, read_launch
 from megalith.errors import InputError
 from megalith.ops import checks
 
+# ---- ranks
 
-def ps_device(index: int) -> str:
-    """Return the name of a parameter server.
 
-    Args:
-        index: The number of the server, from 0.
+def get_mpi_rank() -> int:
+    """Return the rank of this process among all processes."""
+    return read_launch().rank
 
-    Returns:
-        The name, such as "/job:ps/task:1/device:CPU:0".
-    """
-    return f"/job:ps/task:{checks.integer(index, 'index', least=0)}/device:CPU:0"
+
+def get_mpi_local_rank() -> int:
+    """Return the rank of this process among those of its machine."""
+    return read_launch().local_rank
+
+
+def get_mpi_size() -> int:
+    """Return the number of processes."""
+    return read_launch().size
+
+
+def get_mpi_local_size() -> int:
+    """Return the number of processes on this machine."""
+    return read_launch().local_size
+
+
+# ---- devices
 
 
 def get_device_str(
