@@ -15,7 +15,7 @@ from megalith.models import Model
 from megalith.serving.discovery import FileDiscovery
 from megalith.serving.server import repository
 from megalith.serving.server.model_server import ModelServer
-from megalith.serving.server.versions import VersionRules
+from megalith.serving.server.versions import write_labels
 from megalith.training.export import export_newest
 from megalith.training.model import load_trained
 from tests.cli.support import megalith, words
@@ -80,7 +80,7 @@ def test_a_run_is_exported_again_only_if_its_checkpoint_changed(tmp_path: Path) 
         with ThreadPoolExecutor(2) as pool:  # as two servers that start together
             assert len(set(pool.map(lambda _: export_newest(run, None), range(2)))) == 1
         assert exported(run / "exports" / "deepfm") == versions
-    VersionRules({"stable": 6}).write(run / "exports" / "deepfm")
+    write_labels(run / "exports" / "deepfm", {"stable": 6})
     train(run, "--start-over")
     export_newest(run, None)
     versions = ["6", "7", "8"]  # an export with a label stays

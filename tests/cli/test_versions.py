@@ -1,4 +1,4 @@
-"""megalith versions: labels and the split of requests."""
+"""megalith versions: labels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.serving.server.versions import TRAFFIC, VersionRules
+from megalith.serving.server.versions import LABELS, read_labels
 from tests.cli.support import megalith
 
 
@@ -23,19 +23,15 @@ def run(directory: Path, *arguments: str) -> list[str]:
     return ended.stdout.splitlines()
 
 
-def test_labels_and_shares_are_shown_set_and_removed(directory: Path) -> None:
-    assert run(directory) == ["4  100 %", "3  0 %"]
-    assert not (directory / TRAFFIC).exists()
-    labels = ("--label", "stable=3", "--label", "canary=4")
-    assert run(directory, *labels, "--traffic", "stable=97.5", "--traffic", "canary=2.5") == [
-        "4  2.5 %  canary",
-        "3  97.5 %  stable",
-    ]
-    assert VersionRules.read(directory).shares == ((4, 2.5), (3, 97.5))
-    assert run(directory, "--label", "stable=4") == ["4  100 %  stable, canary", "3  0 %"]
-    assert run(directory, "--newest", "--label", "canary=") == ["4  100 %  stable", "3  0 %"]
+def test_labels_are_shown_set_and_removed(directory: Path) -> None:
+    assert run(directory) == ["4", "3"]
+    assert not (directory / LABELS).exists()
+    assert run(directory, "--label", "stable=3", "--label", "canary=4") == ["4  canary", "3  stable"]
+    assert read_labels(directory) == {"stable": 3, "canary": 4}
+    assert run(directory, "--label", "stable=4") == ["4  stable, canary", "3"]
+    assert run(directory, "--label", "canary=") == ["4  stable", "3"]
     (directory / "4").rmdir()
-    assert run(directory) == ["4  0 %  stable  (no such version)", "3  100 %"]
+    assert run(directory) == ["4  stable  (no such version)", "3"]
 
 
 @pytest.mark.parametrize(
@@ -44,17 +40,13 @@ def test_labels_and_shares_are_shown_set_and_removed(directory: Path) -> None:
         (["--label", "stable=9"], "write NAME=VERSION, with one of 4, 3"),
         (["--label", "stable"], "write NAME=VERSION"),
         (["--label", "9=3"], "not a number"),
-        (["--traffic", "3=50"], "add up to 100"),
-        (["--traffic", "other=100"], "neither a label nor a version"),
-        (["--traffic", "3"], "write LABEL=PERCENT"),
-        (["--newest", "--traffic", "3=100"], "either --newest or --traffic"),
     ],
 )
 def test_errors_are_one_line_and_change_nothing(directory: Path, arguments: list[str], message: str) -> None:
     ended = megalith("versions", directory, *arguments)
     assert ended.exit_code == 1
     assert message in ended.stderr
-    assert not (directory / TRAFFIC).exists()
+    assert not (directory / LABELS).exists()
 
 
 def test_a_directory_without_versions(tmp_path: Path) -> None:

@@ -400,7 +400,7 @@ def test_records_are_read(name: str) -> None:
 
 
 def test_files_of_runs_and_servers_are_read(tmp_path: Path) -> None:
-    from megalith.serving import VersionRules
+    from megalith.serving import read_labels
     from megalith.serving.discovery import FileDiscovery, Replica
     from megalith.serving.discovery.zookeeper import ContainerServiceInfo
     from megalith.training import RunConfig
@@ -409,7 +409,8 @@ def test_files_of_runs_and_servers_are_read(tmp_path: Path) -> None:
     root = FILES / "run"
     loaded = IdFrequencies.load(root / "frequencies", 3)
     assert loaded.summary(5) == json.loads((root / "frequencies.json").read_text())
-    assert VersionRules.read(root) == VersionRules(**write.VERSIONS)
+    for folder in (root, FILES / "labels"):  # the second has the file before labels.json
+        assert read_labels(folder) == write.LABELS
     for service, replica in write.SERVERS.items():
         assert FileDiscovery(root / "servers.json").replicas(service) == (Replica(**replica),)
     container = ContainerServiceInfo.from_json((root / "container.json").read_bytes())

@@ -695,7 +695,7 @@ RECORDS = [b"", b"one", bytes(range(256)) * 5]
 def write_run(root: Path) -> None:
     """Files of a run and of a model server."""
     from megalith.data import Batch
-    from megalith.serving import VersionRules
+    from megalith.serving import write_labels
     from megalith.serving.discovery import FileDiscovery, Replica
     from megalith.serving.discovery.zookeeper import ContainerServiceInfo
     from megalith.training import RunConfig
@@ -707,7 +707,7 @@ def write_run(root: Path) -> None:
     frequencies.update(Batch({"user": column}, labels=torch.tensor([0.0, 1.0, 0.0])))
     frequencies.save(root / "frequencies", 3)
     frequencies.write(root / "frequencies.json", 5)
-    VersionRules(**VERSIONS).write(root)
+    write_labels(root, LABELS)
     discovery = FileDiscovery(root / "servers.json")
     for service, replica in SERVERS.items():
         discovery.register(service, Replica(**replica))
@@ -717,7 +717,7 @@ def write_run(root: Path) -> None:
     write_json(root / "config.json", RunConfig.from_dict(RUN_CONFIG).to_dict())
 
 
-VERSIONS: dict[str, Any] = {"labels": {"stable": 3, "canary": 4}, "traffic": {"stable": 90, "canary": 10}}
+LABELS = {"stable": 3, "canary": 4}
 SERVERS: dict[str, dict[str, Any]] = {
     "movies:entry": {"address": "127.0.0.1:8500"},
     "movies:ps_0": {"address": "127.0.0.1:8501", "replica_id": 2, "idc": "a", "cluster": "b"},

@@ -19,7 +19,7 @@ import torch
 from megalith.serving.export.servable import Servable
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
-from megalith.serving.server.versions import VersionRules
+from megalith.serving.server.versions import write_labels
 from tests.serving.exports import NAMES, export_version, logits, rows
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ModelServ
     """A server, and the logits of the version that it serves."""
     out = tmp_path_factory.mktemp("exports")
     model = export_version(out, version=3)
-    VersionRules({"stable": 3}).write(out)
+    write_labels(out, {"stable": 3})
     expected = Servable(out / "3").predict(FEATURES, DENSE)["logits"]
     torch.testing.assert_close(expected, logits(model, FEATURES, DENSE))
     with ModelServer(out, ServerConfig(http_port=0, accept_compressed=True)) as server:

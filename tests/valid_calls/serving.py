@@ -102,11 +102,9 @@ def server_calls() -> Iterator[Call]:
     asked: Arguments = {"authorization": "Bearer x", "permission": Permission.WRITE}
     asked |= {"host": "127.0.0.1", "writes": True}
     yield from methods(lambda: serving.Security(write_token="secret-token"), {"*": asked})
-    rules: Arguments = {"labels": {"stable": 1}, "traffic": {"stable": 100}}
-    yield serving.VersionRules, rules
     directory = {"directory": exported()}
-    given: Given = {"*": directory, "write": {"directory": exported().parent}}
-    yield from methods(lambda: serving.VersionRules(**rules), given)
+    yield serving.read_labels, directory
+    yield serving.write_labels, {"directory": exported().parent, "labels": {"stable": 1}}
     yield serving.ModelServer, directory
     yield from methods(lambda: serving.ModelServer(exported()))
 

@@ -1,4 +1,4 @@
-"""megalith export, megalith versions: write versions for `megalith serve`, and set labels and shares."""
+"""megalith export, megalith versions: write versions for `megalith serve`, and set labels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from megalith.cli.output import console, exit_on_error, progress
 from megalith.errors import InputError
-from megalith.serving.server.versions import VersionRules, versions_of
+from megalith.serving.server.versions import read_labels, versions_of, write_labels
 
 
 def export(
@@ -71,39 +71,26 @@ def versions(
         list[str] | None,
         typer.Option(help="NAME=VERSION: add a label, or move it. NAME= removes it. May be repeated."),
     ] = None,
-    traffic: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="LABEL=PERCENT or VERSION=PERCENT of the requests that name no version; together 100. "
-            "Replaces the split. May be repeated."
-        ),
-    ] = None,
-    newest: Annotated[
-        bool, typer.Option("--newest", help="Remove the split: the newest version gets all requests.")
-    ] = False,
 ) -> None:
-    """Show the versions of an export, and set their labels and shares; servers follow within a second.
+    """Show the versions of an export, and set their labels; servers follow within a second.
 
-    Example: megalith versions exports/movies --label canary=4 --traffic 3=90 --traffic canary=10
+    Example: megalith versions exports/movies --label stable=3 --label canary=4
     """
     with exit_on_error():
         found = sorted(versions_of(directory), reverse=True)
         if not found:
             raise InputError(f"{directory} has no versions: give the directory that holds them")
-        if newest and traffic:
-            raise InputError("give either --newest or --traffic")
-        rules = VersionRules.read(directory)
-        if label or traffic or newest:
-            rules = VersionRules(
-                _labels(rules, label or (), found),
-                _shares(traffic) if traffic else {} if newest else rules.traffic,
-            )
-            rules.write(directory)
-        _print(found, rules)
+        labels = read_labels(directory)
+        if label:
+            labels = _changed(labels, label, found)
+            write_labels(directory, labels)
+    for number in sorted({*found, *labels.values()}, reverse=True):
+        names = ", ".join(name for name, labelled in labels.items() if labelled == number)
+        missing = "" if number in found else "  (no such version)"
+        console().print(f"{number}{f'  {names}' if names else ''}{missing}", markup=False, soft_wrap=True)
 
 
-def _labels(rules: VersionRules, given: Sequence[str], found: Sequence[int]) -> dict[str, int]:
-    labels = dict(rules.labels)
+def _changed(labels: dict[str, int], given: Sequence[str], found: Sequence[int]) -> dict[str, int]:
     for each in given:
         name, _, number = each.partition("=")
         if not number and each.endswith("="):
@@ -115,24 +102,3 @@ def _labels(rules: VersionRules, given: Sequence[str], found: Sequence[int]) -> 
                 f"--label {each}: write NAME=VERSION, with one of {', '.join(map(str, found[:20]))}"
             )
     return labels
-
-
-def _shares(given: Sequence[str]) -> dict[str, float]:
-    shares = {}
-    for each in given:
-        name, _, percent = each.partition("=")
-        try:
-            shares[name] = float(percent)
-        except ValueError:
-            raise InputError(f"--traffic {each}: write LABEL=PERCENT") from None
-    return shares
-
-
-def _print(found: Sequence[int], rules: VersionRules) -> None:
-    screen = console()
-    shares = dict(rules.shares) or {found[0]: 100.0}
-    for number in sorted({*found, *rules.labels.values(), *shares}, reverse=True):
-        names = ", ".join(name for name, labelled in rules.labels.items() if labelled == number)
-        missing = "" if number in found else "  (no such version)"
-        text = f"{number}  {shares.get(number, 0.0):g} %{f'  {names}' if names else ''}{missing}"
-        screen.print(text, markup=False, soft_wrap=True)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from megalith.serving.server.security import Security as Security
     from megalith.serving.server.server_config import Batching as Batching
     from megalith.serving.server.server_config import ServerConfig as ServerConfig
-    from megalith.serving.server.versions import VersionRules as VersionRules
+    from megalith.serving.server.versions import read_labels as read_labels
+    from megalith.serving.server.versions import write_labels as write_labels
     from megalith.serving.sync.publisher import Publisher as Publisher
     from megalith.serving.sync.publisher import ServerPublisher as ServerPublisher
     from megalith.serving.sync.subscriber import Subscriber as Subscriber
@@ -44,7 +45,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".server.model_server": "ModelServer",
         ".server.security": "Security",
         ".server.server_config": "Batching ServerConfig",
-        ".server.versions": "VersionRules",
+        ".server.versions": "read_labels write_labels",
         ".sync.publisher": "Publisher ServerPublisher",
         ".sync.subscriber": "Subscriber",
     },

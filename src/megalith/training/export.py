@@ -5,8 +5,7 @@ whole.
 
 `export_newest` writes to RUN/exports/NAME, where NAME is the name of the model in requests. Servers that are
 started together on one run, under one name, share its exports: one writes the newest checkpoint, the others
-wait for it. Older exports are deleted, unless they have a label or a share of the requests: they can be
-written again from checkpoints that are kept.
+wait for it. Older exports without a label are deleted: they can be written again from kept checkpoints.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megalith.errors import CheckpointError, ExportError, InputError
 from megalith.serving.discovery.contract import check_name
 from megalith.serving.export.exporter import Provenance, RowSource, export_model
 from megalith.serving.export.signature import Signature
-from megalith.serving.server.versions import VersionRules, is_named, versions_of
+from megalith.serving.server.versions import read_labels, versions_of
 from megalith.storage.local_files import take_lock
 from megalith.storage.store import open_store
 from megalith.training.config import DataConfig
@@ -158,11 +157,11 @@ def export_newest(run: Path, name: str | None) -> Path:
             version = max(newest + 1, *steps)
         export_run(run, out, name=name, version=version)
         try:
-            rules = VersionRules.read(out)
+            labels = read_labels(out)
         except InputError:  # servers log it; nothing is deleted that it may name
             return out
         for old in sorted(versions_of(out))[:-KEPT_EXPORTS]:
-            if is_named(rules, old):
+            if old in labels.values():
                 continue
             shutil.rmtree(out / str(old), ignore_errors=True)  # a server that has it open keeps its files
     return out

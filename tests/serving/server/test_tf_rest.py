@@ -29,7 +29,7 @@ from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.request_errors import RequestError
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.tf_rest import TFPath, TFRequest
-from megalith.serving.server.versions import VersionRules
+from megalith.serving.server.versions import write_labels
 from tests.serving.exports import DENSE, FEATURES, INPUTS, export_version, logits, request_of
 from tests.serving.server.test_rest import Rest
 
@@ -41,7 +41,7 @@ Made = tuple[Model, ModelServer]
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     out = tmp_path_factory.mktemp("exports")
     model = export_version(out, version=3)
-    VersionRules({"stable": 3}).write(out)
+    write_labels(out, {"stable": 3})
     config = ServerConfig(http_port=0, max_request_bytes=2**20, accept_compressed=True)
     with ModelServer(out, config) as server:
         yield model, server
@@ -175,7 +175,7 @@ def test_padding_makes_no_request_larger_than_the_largest_body(made: Made) -> No
     assert model.newest is not None
     reader = InputReader(model.newest.signature)  # with the default limit, 64 MiB
     body = {"instances": [{"tags": [1] * 3000}, *({"tags": [1]} for _ in range(1000))]}
-    request = TFRequest(TFPath.parse(["movies:predict"]), json.dumps(body).encode(), None, False)
+    request = TFRequest(TFPath.parse(["movies:predict"]), json.dumps(body).encode(), False)
     with pytest.raises(InputError, match="row_splits"):
         request.read(reader)
 
@@ -187,7 +187,7 @@ def test_empty_lists_of_strings(made: Made) -> None:
     features = tuple(replace(feature, ids="xxhash64") for feature in signature.features)
     reader = InputReader(replace(signature, features=features))
     body = {"instances": [{"tags": [], "dense": [0, 1, 2]}, {"tags": [], "dense": [0, 1, 2]}]}
-    request = TFRequest(TFPath.parse(["movies:predict"]), json.dumps(body).encode(), None, False)
+    request = TFRequest(TFPath.parse(["movies:predict"]), json.dumps(body).encode(), False)
     column = request.read(reader).columns[list(reader.names).index("tags")]
     assert column is not None
     assert (column.ids, column.lengths) == (b"", bytes(16))

@@ -143,9 +143,7 @@ class ScoreRequest(Protocol):
 
     model: str
     version: int | str | None
-    """Number or label; None: the newest version, or what the model's rules choose."""
-    key: str | None
-    """Requests with the same key get the same version; None: any."""
+    """Number or label; None: the newest version."""
     outputs: Sequence[str]
     """Names of the outputs to return; empty: all. Valid after `read`."""
     timeout: float | None
@@ -214,7 +212,7 @@ class Dispatcher:
     def predict(self, request: ScoreRequest) -> ScoreResult:
         with (
             self.admit(request.model, PREDICT) as model,
-            model.version(request.version, point=model.point(request.key)) as version,
+            model.version(request.version) as version,
         ):
             if not version.signature.predicts:
                 raise RequestError(

@@ -52,8 +52,6 @@ SHUTDOWN_SECONDS = 30.0
 """Seconds in which the threads of calls must end once they are shut down."""
 MISSING_IDS = "megalith-missing-ids"
 """Metadata, or HTTP header, by which a request asks for the number of its ids without a row."""
-REQUEST_KEY = "megalith-request-key"
-"""Metadata, or HTTP header, by which requests get the same version of a model whose traffic is split."""
 Method = Callable[[bytes, Any], bytes]
 NO_DEADLINE = 1e9
 """Seconds above which a deadline is ignored: gRPC reports centuries for a call without a deadline."""
@@ -69,7 +67,6 @@ class GrpcScoreRequest:
     timeout: float | None
     alive: Alive | None
     read: Callable[[InputReader], Rows]
-    key: str | None = None
     reports_missing: bool = False
 
 
@@ -125,15 +122,9 @@ def serialize(message: Message) -> bytes:
     return data
 
 
-def request_options(context: Any) -> tuple[str | None, bool]:
-    """Return the options of a request for scores, which are in its metadata."""
-    request_key, missing = None, False
-    for key, value in context.invocation_metadata():
-        if key == MISSING_IDS:
-            missing = True
-        elif key == REQUEST_KEY and isinstance(value, str):
-            request_key = value
-    return request_key, missing
+def wants_missing(context: Any) -> bool:
+    """Return whether the metadata of a request for scores asks for the number of ids without a row."""
+    return any(key == MISSING_IDS for key, _ in context.invocation_metadata())
 
 
 def report_missing(context: Any, missing_ids: Mapping[str, int] | None) -> None:

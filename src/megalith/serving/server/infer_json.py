@@ -40,10 +40,9 @@ class InferRequest:
         version: int | str | None,
         body: bytes,
         header: str | None,
-        key: str | None = None,
         reports_missing: bool = False,
     ) -> None:
-        self.model, self.version, self.key = model, version, key
+        self.model, self.version = model, version
         self.reports_missing = reports_missing
         self.outputs: Sequence[str] = ()
         self.timeout: float | None = None

@@ -30,7 +30,7 @@ from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.served_model import ServedModel, Version, names_of
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.server.server_metrics import Metrics
-from megalith.serving.server.versions import DEPTH, VersionRules, is_named, version_roots, versions_of
+from megalith.serving.server.versions import DEPTH, read_labels, version_roots, versions_of
 from megalith.serving.sync.subscriber import Subscriber
 from megalith.serving.wire_names import ModelState
 
@@ -81,8 +81,8 @@ class Repository:
         self._failed: dict[Path, _FailedVersion] = {}
         self._loaded: dict[Path, Files] = {}
         """The files of each served version when it was loaded, or when a change was reported."""
-        self._rule_errors: dict[Path, str] = {}
-        """What is wrong with the rules of a model, once it is logged."""
+        self._label_errors: dict[Path, str] = {}
+        """What is wrong with the labels of a model, once it is logged."""
         self._names: dict[str, ServedModel] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="megalith-repository", daemon=True)
@@ -156,13 +156,13 @@ class Repository:
         model = self._roots.get(root)
         if model is None:
             model = self._roots[root] = ServedModel(_fallback_name(root, self.directory), str(root))
-        self._read_rules(model, root)
+        self._read_labels(model, root)
         wanted: list[int] = []
         newest = 0
         for number in sorted(versions_of(root), reverse=True):
             if self._stopping.is_set():
                 break
-            if newest == self._num_kept(model) and not is_named(model.rules, number):
+            if newest == self._num_kept(model) and number not in model.labels.values():
                 continue
             if number in model.versions:
                 self._report_change(model, root / str(number), number)
@@ -182,15 +182,15 @@ class Repository:
             if number not in wanted:
                 model.remove(number)  # does not wait: its last request closes it
 
-    def _read_rules(self, model: ServedModel, root: Path) -> None:
-        """Read the labels and the split of a model; rules that cannot be read change nothing."""
+    def _read_labels(self, model: ServedModel, root: Path) -> None:
+        """Read the labels of a model; labels that cannot be read change nothing."""
         try:
-            model.rules = VersionRules.read(root)
-            self._rule_errors.pop(root, None)
+            model.labels = read_labels(root)
+            self._label_errors.pop(root, None)
         except InputError as error:
-            if self._rule_errors.get(root) != str(error):
-                self._rule_errors[root] = str(error)
-                logger.error("%s keeps its labels and its split: %s", model.name, error)
+            if self._label_errors.get(root) != str(error):
+                self._label_errors[root] = str(error)
+                logger.error("%s keeps its labels: %s", model.name, error)
 
     def _num_kept(self, model: ServedModel) -> int:
         if self._config.keep_versions is not None:

@@ -23,7 +23,7 @@ from megalith import __version__
 from megalith.errors import InputError
 from megalith.serving.server.access_log import TRACEPARENT
 from megalith.serving.server.dispatcher import Dispatcher
-from megalith.serving.server.grpc_calls import MISSING_IDS, REQUEST_KEY
+from megalith.serving.server.grpc_calls import MISSING_IDS
 from megalith.serving.server.http import Handler, HttpServer, compress_body, read_body
 from megalith.serving.server.infer_json import HEADER_LENGTH, InferRequest
 from megalith.serving.server.open_inference import (
@@ -216,8 +216,8 @@ class _RestHandler(Handler):
             number = parse_version(version)
         except InputError as error:
             raise dispatcher.reject(error) from None
-        header, key = self.headers.get(HEADER_LENGTH), self.headers.get(REQUEST_KEY)
-        request = InferRequest(name, number, body, header, key, MISSING_IDS in self.headers)
+        header = self.headers.get(HEADER_LENGTH)
+        request = InferRequest(name, number, body, header, MISSING_IDS in self.headers)
         return HttpReply(*request.response(dispatcher.predict(request)))
 
     def _predict(self, path: TFPath, body: bytes) -> HttpReply:
@@ -226,7 +226,7 @@ class _RestHandler(Handler):
             raise _no_such_path()
         dispatcher.permit(self.headers.get("authorization"), Permission.READ)
         dispatcher.memory.received(len(body))
-        request = TFRequest(path, body, self.headers.get(REQUEST_KEY), MISSING_IDS in self.headers)
+        request = TFRequest(path, body, MISSING_IDS in self.headers)
         scored = dispatcher.predict(request)
         return HttpReply(request.response(scored), headers={MODEL_VERSION: str(scored.version)})
 

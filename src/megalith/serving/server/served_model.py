@@ -21,7 +21,6 @@ The statistics are sums since the version was loaded, as Triton reports them:
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -41,7 +40,6 @@ from megalith.serving.server.batching import Alive, Batcher
 from megalith.serving.server.inputs import InputReader, Rows
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.server_config import ServerConfig
-from megalith.serving.server.versions import VersionRules, choose_version, point_of_key, point_of_request
 from megalith.serving.sync.subscriber import Subscriber
 from megalith.serving.wire_names import ModelState
 
@@ -266,8 +264,7 @@ class ServedModel:
         self.name = name
         self.root = root
         self.subscriber: Subscriber | None = None
-        self.rules = VersionRules()
-        self._requests = itertools.count()
+        self.labels: dict[str, int] = {}
         self.writers = threading.BoundedSemaphore(MAX_WRITERS)
         self._lock = threading.Lock()
         self._versions: dict[int, Version] = {}
@@ -331,22 +328,15 @@ class ServedModel:
         if number not in self.versions:  # the same number may have been loaded again
             self.set_status(number, ModelState.END)
 
-    def point(self, key: str | None) -> float | None:
-        """Return where a request falls in the split of the model's traffic."""
-        if not self.rules.shares:
-            return None
-        return point_of_request(next(self._requests)) if key is None else point_of_key(self.name, key)
-
     @contextmanager
-    def version(self, wanted: int | str | None, *, point: float | None = None) -> Iterator[Version]:
+    def version(self, wanted: int | str | None) -> Iterator[Version]:
         """Give a version for the time of one request. Raise RequestError if there is none."""
         number = self._labelled(wanted) if isinstance(wanted, str) else wanted
         while True:
             with self._lock:
                 found = None if number is None else self._versions.get(number)
                 if found is None and not wanted:
-                    chosen = choose_version(self.rules, self._versions, point) if self.rules.shares else None
-                    found = self._newest if chosen is None else self._versions[chosen]
+                    found = self._newest
             if found is None:
                 raise self._not_found(number)
             if found.acquire():
@@ -357,7 +347,7 @@ class ServedModel:
             found.release()
 
     def _labelled(self, label: str) -> int:
-        labels = self.rules.labels  # the next poll may replace the rules
+        labels = self.labels  # the next poll may replace them
         if label in labels:
             return labels[label]
         known = ", ".join(list(labels)[:20]) or "none"

@@ -107,8 +107,8 @@ class TFRequest:
     alive: Alive | None = None
     timeout: float | None = None
 
-    def __init__(self, path: TFPath, body: bytes, key: str | None, reports_missing: bool) -> None:
-        self.model, self.version, self.key = path.model, path.version, key
+    def __init__(self, path: TFPath, body: bytes, reports_missing: bool) -> None:
+        self.model, self.version = path.model, path.version
         self.reports_missing = reports_missing
         self.outputs: Sequence[str] = ()
         self._body = body

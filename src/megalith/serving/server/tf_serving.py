@@ -55,8 +55,8 @@ from megalith.serving.server.grpc_calls import (
     parse,
     remaining,
     report_missing,
-    request_options,
     serialize,
+    wants_missing,
 )
 from megalith.serving.server.inputs import InputReader, Rows, inputs_of
 from megalith.serving.server.request_errors import Code, RequestError
@@ -249,7 +249,7 @@ class TFService:
         timeout = remaining(context)
         scored = self._dispatcher.predict(
             GrpcScoreRequest(
-                model, version, outputs, timeout, context.is_active, read, *request_options(context)
+                model, version, outputs, timeout, context.is_active, read, wants_missing(context)
             )
         )
         report_missing(context, scored.missing_ids)
