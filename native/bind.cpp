@@ -102,11 +102,14 @@ NB_MODULE(_native, m) {
   nb::object errors = nb::module_::import_("megalith.errors");
   static nb::handle table_full = nb::object(errors.attr("TableFullError")).release();
   static nb::handle bad_input = nb::object(errors.attr("InputError")).release();
+  static nb::handle misuse = nb::object(errors.attr("UsageError")).release();
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);
     } catch (const TableFull& e) {
       PyErr_SetString(table_full.ptr(), e.what());
+    } catch (const SnapshotStalled& e) {
+      PyErr_SetString(misuse.ptr(), e.what());
     } catch (const std::invalid_argument& e) {
       PyErr_SetString(bad_input.ptr(), e.what());
     }
@@ -313,14 +316,15 @@ NB_MODULE(_native, m) {
            nb::arg("start"), nb::arg("ids"), nb::arg("columns"), nb::arg("times"), nb::arg("counts").none(),
            nb::arg("steps").none(), nb::arg("watch") = -1, nb::arg("stop") = INT64_MAX)
       .def("begin_snapshot",
-           [](Table& t, int consumer, bool touched_only, int64_t room, bool with_pending) {
+           [](Table& t, int consumer, bool touched_only, int64_t room, bool with_pending, double reader_seconds) {
              require(consumer < kMaxConsumers && room > 0, "begin_snapshot: consumer or room is out of range");
              std::vector<int64_t> removed, ids, counts;
              int64_t rows, live;
              {
                nb::gil_scoped_release release;
                OccurrenceCounts::Copy pending;
-               rows = t.begin_snapshot(consumer, touched_only, room, removed, with_pending ? &pending : nullptr);
+               rows = t.begin_snapshot(consumer, touched_only, room, removed, with_pending ? &pending : nullptr,
+                                       reader_seconds);
                live = t.snapshot_live();
                pending.list(ids, counts);
              }

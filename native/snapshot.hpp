@@ -8,16 +8,23 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bitset>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <stdexcept>
 #include <vector>
 
 #include "rows.hpp"
 
 namespace megalith {
+
+// The reader of a snapshot took no row for a long time while a writer waited for it.
+struct SnapshotStalled : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 class Snapshot {
  public:
@@ -78,14 +85,19 @@ class Snapshot {
     return true;
   }
 
-  // Releases the lock until the reader has read.
+  // Releases the lock until the reader has read or the snapshot is closed. False: neither happened in that time.
   template <class Lock>
-  void wait(Lock& hold) {
+  bool wait(Lock& hold, double seconds) {
     const auto start = std::chrono::steady_clock::now();
-    changed_.wait(hold);
+    const uint64_t before = turns_;
+    const bool woken = changed_.wait_for(hold, std::chrono::duration<double>(seconds), [&] { return turns_ != before; });
     waited_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return woken;
   }
-  void wake() { changed_.notify_all(); }
+  void wake() {
+    ++turns_;
+    changed_.notify_all();
+  }
 
   // Reads the next rows, at most `limit`; returns their number, 0 at the end. Saved rows come first.
   int64_t read(const Rows& rows, int64_t limit, const RowColumns& out) {
@@ -142,6 +154,7 @@ class Snapshot {
   std::vector<char> raw_;  // weights as they are stored, and state
   std::mutex reading_;
   std::condition_variable_any changed_;
+  std::atomic<uint64_t> turns_{0};  // of the reader
   double waited_ = 0;
 };
 

@@ -340,8 +340,9 @@ class Table {
   // Starts a snapshot of all rows, or of the rows touched for a consumer. It drains the touched rows of the consumer
   // (-1: none). `room`: number of rows that may be saved before writers wait. Returns the number of rows.
   // `pending`: not null to receive the counts of ids without a row at the same moment.
+  // `reader_seconds`: a writer throws SnapshotStalled if the reader takes no row for that long.
   int64_t begin_snapshot(int consumer, bool touched_only, int64_t room, std::vector<int64_t>& removed,
-                         OccurrenceCounts::Copy* pending = nullptr);
+                         OccurrenceCounts::Copy* pending = nullptr, double reader_seconds = 600);
   int64_t read_snapshot(int64_t limit, const RowColumns& out);
   int64_t snapshot_live() const;
   double snapshot_pressure() const;
@@ -642,6 +643,7 @@ class Table {
   std::vector<int64_t> removed_[kMaxConsumers];
   std::shared_ptr<Snapshot> snapshot_;
   int snapshot_consumer_ = -1;
+  double reader_seconds_ = 0;
   OccurrenceCounts counts_;
   IdLog evicted_, refused_;
   Counters counters_;

@@ -13,7 +13,7 @@
 namespace megalith {
 
 inline int64_t Table::begin_snapshot(int consumer, bool touched_only, int64_t room, std::vector<int64_t>& removed,
-                                     OccurrenceCounts::Copy* pending) {
+                                     OccurrenceCounts::Copy* pending, double reader_seconds) {
   std::unique_lock<ForkSafeLock> hold(lock_);
   if (snapshot())
     throw std::invalid_argument("table '" + options_.name + "' already has an open snapshot: close it first");
@@ -28,6 +28,7 @@ inline int64_t Table::begin_snapshot(int consumer, bool touched_only, int64_t ro
   if (pending) *pending = counts_.copy();
   snapshot_ = std::make_shared<Snapshot>(rows_, consumer, touched_only, std::move(gone), room);
   snapshot_consumer_ = consumer;
+  reader_seconds_ = reader_seconds;
   if (consumer >= 0) removed_[consumer].clear();
   return snapshot_->size();
 }
@@ -70,7 +71,10 @@ inline Snapshot* Table::snapshot() {
 
 inline void Table::wait_for_reader(std::unique_lock<ForkSafeLock>& hold) {
   const std::shared_ptr<Snapshot> waiting = snapshot_;
-  waiting->wait(hold);
+  if (!waiting->wait(hold, reader_seconds_))
+    throw SnapshotStalled("table '" + options_.name + "': no row of its open snapshot was read for " +
+                          std::to_string(static_cast<int64_t>(reader_seconds_)) +
+                          " s, and there is no memory for more copies of changed rows: read the snapshot or close it");
 }
 
 // Saves rows for the snapshot before they change, and notes the change in open watches. False: the snapshot has no room;

@@ -195,3 +195,36 @@ def test_every_new_tensor_names_its_device() -> None:
                 if of_torch and call.func.attr in FACTORIES and not named:
                     found.append(f"{path.relative_to(SOURCES)}:{call.lineno} torch.{call.func.attr}")
     assert not found, 'pass device= (usually "cpu")'
+
+
+WAITS = {"acquire": 0, "communicate": 0, "get": 0, "join": 0, "result": 0, "wait": 0, "wait_for": 1}
+"""Methods that wait for ever without another argument, and how many arguments they need besides the limit."""
+WAITING_CALLS = {
+    *("ray.get", "ray.wait", "socket.create_connection", "urllib.request.urlopen", "wait", "as_completed"),
+    *("subprocess.call", "subprocess.check_call", "subprocess.check_output", "subprocess.run"),
+}
+"""Functions that wait for ever without the argument `timeout`."""
+OPEN = ("serving", "checkpoint", "shards", "ps", "gather")
+
+
+def waits_for_ever(call: ast.Call) -> bool:
+    if any(keyword.arg is None or "timeout" in keyword.arg for keyword in call.keywords):
+        return False
+    name = ast.unparse(call.func)
+    if name in WAITING_CALLS:
+        return len(call.args) < 2
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    return method in WAITS and len(call.args) <= WAITS[method] and not call.keywords
+
+
+def test_every_wait_has_a_limit() -> None:
+    """A wait that needs none says why, in the same line: `# no limit: the next piece of work`."""
+    found = []
+    for path in modules():
+        lines = path.read_text().splitlines()
+        for call in ast.walk(tree(path)):
+            if isinstance(call, ast.Call) and waits_for_ever(call):
+                text = " ".join(lines[call.lineno - 1 : call.end_lineno])
+                if "# no limit: " not in text and package_of(name_of(path)) not in OPEN:
+                    found.append(f"{path.relative_to(SOURCES)}:{call.lineno} {ast.unparse(call)[:80]}")
+    assert not found, "pass a limit, and name in the error what did not happen in time"

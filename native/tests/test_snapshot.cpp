@@ -162,6 +162,27 @@ void a_forked_child_writes_on() {
   table.end_snapshot(false);
 }
 
+void a_reader_that_has_stopped_is_an_error() {
+  Table table(options());
+  set(table, numbers(500), 5.0f);
+  std::vector<int64_t> removed;
+  table.begin_snapshot(-1, false, 1, removed, nullptr, 0.05);
+  std::vector<std::thread> writers;
+  std::atomic<int> stalled{0};
+  for (int k = 0; k < 3; ++k)
+    writers.emplace_back([&] {
+      try {
+        set(table, numbers(500), 6.0f);
+      } catch (const SnapshotStalled&) {
+        ++stalled;
+      }
+    });
+  for (auto& w : writers) w.join();
+  CHECK(stalled == 3);
+  const auto rows = read_all(table, 16);
+  for (const auto& [id, value] : rows) CHECK(value == 5.0f);
+}
+
 }  // namespace
 
 int main() {
@@ -170,5 +191,6 @@ int main() {
   one_at_a_time();
   clear_waits_for_the_reader();
   a_forked_child_writes_on();
+  a_reader_that_has_stopped_is_an_error();
   return 0;
 }

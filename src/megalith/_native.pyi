@@ -263,7 +263,7 @@ class Table:
         stop: int = ...,
     ) -> tuple[int, int]: ...
     def begin_snapshot(
-        self, consumer: int, touched_only: bool, room: int, with_pending: bool, /
+        self, consumer: int, touched_only: bool, room: int, with_pending: bool, reader_seconds: float, /
     ) -> tuple[int, int, Ids, Ids, Ids]: ...
     def read_snapshot(
         self,

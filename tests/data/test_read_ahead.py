@@ -11,6 +11,7 @@ import torch
 
 from megalith import Ragged
 from megalith.data import Batch, MemoryReader, Reader, Samples, SyntheticReader
+from megalith.data import read_ahead as read_ahead_module
 from megalith.data.read_ahead import BATCHES, read_ahead
 from megalith.distributed.ranks import Ranks
 from megalith.training.batches import RunBatches
@@ -46,6 +47,28 @@ def test_a_loop_that_is_left_ends_the_thread() -> None:
         next(batches)
     assert threads() == 1
     batches.close()
+    assert threads() == 0
+
+
+def test_a_read_that_does_not_end_is_an_error_and_does_not_hold_up_the_loop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(read_ahead_module, "LEAVE_SECONDS", 0.05)
+    go_on = threading.Event()
+
+    def stuck() -> Iterator[Batch]:
+        yield from SyntheticReader(batch_size=4, num_batches=1)
+        go_on.wait(60)
+
+    batches = read_ahead(stuck(), timeout=0.1)
+    next(batches)
+    with pytest.raises(TimeoutError, match=r"generator: no batch was read within 0\.1 s: check the storage"):
+        next(batches)
+    assert "its thread still reads a batch" in caplog.text
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "read-ahead":
+            thread.join(60)
     assert threads() == 0
 
 

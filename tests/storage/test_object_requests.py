@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from megalith.errors import InputError, MissingDependencyError, StoreError
+from megalith.storage import retries
 from megalith.storage.object_store import (
     UPLOAD_PART_BYTES,
     ObjectStore,
@@ -281,3 +282,22 @@ def test_importing_gather_needs_no_obstore() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout == "fine\n", done.stderr
+
+
+@pytest.mark.parametrize("notebook", [False, True])
+def test_requests_that_do_not_end_are_an_error_with_their_name(
+    notebook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "GRACE_SECONDS", 0.1)
+
+    async def stuck() -> None:
+        await asyncio.Event().wait()
+
+    def call() -> None:
+        with pytest.raises(StoreError, match=r"^listing 'x': not finished after 0\.2 s$"):
+            run_async(stuck(), "listing 'x'", deadline=0.1)
+
+    async def cell() -> None:
+        call()
+
+    asyncio.run(cell()) if notebook else call()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megalith import Adagrad, Adam, Segment, Table, TableConfig
 from megalith.errors import InputError, UsageError
 from megalith.table import Chunk
+from megalith.table.engines.contract import Engine
 from tests.fixed_examples import fixed_examples
 from tests.table.support import EXTREME_IDS, contents, ints
 
@@ -55,6 +56,20 @@ def test_writers_wait_while_there_is_no_room() -> None:
     writer.join(60)
     assert not writer.is_alive()
     assert rows == before
+
+
+def test_a_writer_does_not_wait_for_a_reader_that_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "reader_seconds", 0.1)
+    table = filled("cpu", 5000)
+    before = contents(list(table.scan()))
+    snapshot = table.snapshot(buffer_bytes=1)
+    with pytest.raises(
+        UsageError, match=r"table 't': no row of its open snapshot was read .*: read the snapshot"
+    ):
+        spoil(table)
+    assert contents(list(snapshot.chunks(64))) == before
+    snapshot.close()
+    spoil(table)
 
 
 def test_one_snapshot_at_a_time_and_none_after_close() -> None:

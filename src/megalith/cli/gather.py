@@ -320,7 +320,8 @@ def _manifest(manifest: ArtifactManifest) -> dict[str, Any]:
 def _store_window(store: ObjectStore, run: str, window: int) -> dict[str, Any]:
     prefix = f"payloads/{run}/{window}"
     try:
-        listed = run_async(persist(lambda limit: store.list(prefix, timeout=limit), deadline=60.0))
+        listing = persist(lambda limit: store.list(prefix, timeout=limit), deadline=60.0)
+        listed = run_async(listing, f"listing {prefix!r}", deadline=60.0)
     except StoreRequestError as error:
         raise StoreError(f"{prefix!r} cannot be listed: {error}") from None
     found = []

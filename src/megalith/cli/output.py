@@ -95,8 +95,9 @@ def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
         yield advance
     finally:
         alarm.cancel()
-        alarm.join()
-        if bar.live.is_started:
+        alarm.join(PATIENCE)
+        # A terminal that is paused (Ctrl-S) blocks the thread that starts the bar: then nothing has started.
+        if not alarm.is_alive() and bar.live.is_started:
             bar.stop()
 
 

@@ -128,7 +128,7 @@ def _serve(models: Path, config: ServerConfig, stop: _StopEvent) -> None:
     try:
         if stop.interrupt(server.start):
             _print_addresses(server)
-            stop.wait()
+            stop.wait()  # no limit: until the command is stopped
         console().print("shutting down", markup=False)
     finally:
         server.stop()

@@ -311,7 +311,7 @@ def measure_local(settings: CommSettings, num_ranks: int) -> Iterator[Measuremen
         finally:
             for child, pipe in started:
                 child.kill()
-                child.join()
+                child.join()  # no limit: it was killed
                 pipe.close()
 
 

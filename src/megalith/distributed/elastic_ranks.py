@@ -274,7 +274,7 @@ class ElasticRanks(Ranks):
             options = AllreduceOptions()
             options.timeout = timedelta(seconds=self.timeout)
             with self._exchanging(what):
-                self._group.allreduce([numbers], options).wait()
+                self._group.allreduce([numbers], options).wait()  # no limit: in options
         self.log.append(what)
         return numbers
 
@@ -293,7 +293,7 @@ class ElasticRanks(Ranks):
             options = BroadcastOptions()
             options.rootRank, options.timeout = place, timedelta(seconds=self.timeout)
             with self._exchanging(what):
-                self._group.broadcast([data], options).wait()
+                self._group.broadcast([data], options).wait()  # no limit: in options
         self.log.append(what)
         return data
 
@@ -316,7 +316,9 @@ class ElasticRanks(Ranks):
         options = AllToAllOptions()
         options.timeout = timedelta(seconds=self.timeout)
         with self._exchanging(what):
-            self._group.alltoall_base(out, data, list(receive), list(send), options).wait()
+            self._group.alltoall_base(
+                out, data, list(receive), list(send), options
+            ).wait()  # no limit: in options
         self.log.append(what)
         return out
 
@@ -412,7 +414,7 @@ class ElasticRanks(Ranks):
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=self.timeout + patience)
         with self._exchanging(what):
-            self._group.allgather([found], [data], options).wait()
+            self._group.allgather([found], [data], options).wait()  # no limit: in options
         return found
 
     @contextmanager
@@ -514,4 +516,4 @@ def _end_processes(processes: Iterable[subprocess.Popen[bytes]]) -> None:
             process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            process.wait()  # no limit: it was killed

@@ -83,7 +83,7 @@ class Exchange(Ranks):
         if set(wanted) != {transport}:
             raise InputError(f"transport must be the same on all ranks, got {', '.join(map(str, wanted))}")
         if self.size > 1 and transport != "gloo":
-            self._mailbox = self.submit(self._open_mailbox).result()
+            self._mailbox = self.submit(self._open_mailbox).result()  # no limit: that of its collectives
             if self._mailbox is None and transport == "shared_memory":
                 raise UsageError("transport='shared_memory': not all ranks are on one host")
         self.transport = "gloo" if self._mailbox is None else "shared_memory"
@@ -147,11 +147,11 @@ class Exchange(Ranks):
     def run(self, work: Callable[[], T]) -> T:
         if threading.current_thread() is self._thread:
             return work()
-        return self.submit(work).result()
+        return self.submit(work).result()  # no limit: each collective of the thread has one
 
     def settle(self) -> None:
         """Wait until everything submitted before has ended, with or without an error."""
-        wait([self.submit(lambda: None)])
+        wait([self.submit(lambda: None)])  # no limit: each collective of the thread has one
 
     def _attempt(self, work: Callable[[], T], ready: torch.cuda.Event | None) -> T:
         if self._broken is not None:
@@ -266,7 +266,7 @@ def staging_buffer(size: int) -> Tensor:
 
 def _work(tasks: queue.SimpleQueue[Any]) -> None:
     """Run the thread. It holds no reference to the exchange, so the exchange can be freed and end it."""
-    while (task := tasks.get()) is not None:
+    while (task := tasks.get()) is not None:  # no limit: the next piece of work
         work, future = task
         try:
             future.set_result(work())

@@ -198,7 +198,8 @@ def upload_payloads(store: ObjectStore, gathered: Gathered, *, deadline: float =
 
     def write() -> None:
         try:
-            run_async(put_bodies(store, bodies, deadline=deadline))
+            what = f"writing {len(bodies)} payloads"
+            run_async(put_bodies(store, bodies, deadline=deadline), what, deadline=deadline * len(bodies))
         except Exception as error:
             raise ArtifactError(f"the artifact of window {window} cannot be written: {error}") from None
 
@@ -445,6 +446,6 @@ def _next_manifest(
 
 def _request(call: Callable[[float], Awaitable[T]], deadline: float, problem: str) -> T:
     try:
-        return run_async(persist(call, deadline=deadline))
+        return run_async(persist(call, deadline=deadline), problem, deadline=deadline)
     except StoreRequestError as error:
         raise ArtifactError(f"{problem}: {error}") from None

@@ -317,7 +317,7 @@ def publish(
             deadline=deadline,
             request_timeout=30.0 + header.size / _SLOWEST,
         )
-        written = run_async(work)
+        written = run_async(work, f"publishing {place!r}", deadline=deadline)
     except StoreRequestError as error:
         where = f"uid {label.uid}, window {label.window}"
         raise StoreError(f"{where}: not published: {error}") from None

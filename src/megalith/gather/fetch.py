@@ -169,7 +169,8 @@ class Gatherer:
         Returns:
             The status of every uid so far.
         """
-        return run_async(self.fetch_async(uids))
+        what = f"fetching window {self._plan.window}"
+        return run_async(self.fetch_async(uids), what, deadline=self._plan.deadline)
 
     async def fetch_async(self, uids: Sequence[int]) -> dict[int, Status]:
         """Do the same as `fetch` in an event loop.

@@ -128,7 +128,7 @@ class _PipelineEpoch:
     def batches(self) -> Iterator[Any]:
         self._fill(1)
         while self._ahead:
-            batch, lookups = self._ahead.popleft().result()
+            batch, lookups = self._ahead.popleft().result()  # no limit: it is set
             for lookup in lookups:
                 lookup.wait_ids()  # a bad batch of another rank raises here
             self._fetch(lookups)
@@ -151,7 +151,7 @@ class _PipelineEpoch:
             if ahead.exception() is not None:
                 self._ended = True
             elif self._pipeline.mode == "rows":
-                self._fetch(ahead.result()[1])
+                self._fetch(ahead.result()[1])  # no limit: it is set
 
     def _fetch(self, lookups: list[Lookup]) -> None:
         for each, lookup in zip(self._collections, lookups, strict=True):
@@ -221,10 +221,10 @@ class _PipelineEpoch:
         for number, ahead in enumerate(self._ahead):
             if ahead.exception() is not None:
                 return  # the other ranks raise at this batch
-            lookups = ahead.result()[1]
+            lookups = ahead.result()[1]  # no limit: it is set
             for lookup in lookups:
                 with suppress(MegalithError):  # the series has ended, or the ranks cannot be reached
-                    lookup.wait()
+                    lookup.wait()  # no limit: that of the exchange
             if number == 0 and any(each.is_open for each in self._series.values()) and self._has_more():
                 for each in self._collections:
                     with suppress(MegalithError):

@@ -289,7 +289,8 @@ class ObjectBody(Body):
         self._store = store
         self._deadline = deadline
         self._key = key
-        info = run_async(persist(lambda limit: store.head(key, timeout=limit), deadline=deadline))
+        head = persist(lambda limit: store.head(key, timeout=limit), deadline=deadline)
+        info = run_async(head, f"the size of {key!r}", deadline=deadline)
         self._etag = info.etag
         self.size = info.size
 
@@ -298,7 +299,8 @@ class ObjectBody(Body):
             return self._store.get_range(self._key, offset, len(view), etag=self._etag, timeout=limit)
 
         if len(view):
-            view[:] = run_async(persist(get, deadline=self._deadline))
+            what = f"{len(view)} bytes of {self._key!r} at {offset}"
+            view[:] = run_async(persist(get, deadline=self._deadline), what, deadline=self._deadline)
 
     def source(self) -> bytes:
         return bytes(self.read(0, self.size))

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+from megalith.errors import StoreError
 from megalith.storage.object_store import RequestFailure as Failure
 from megalith.storage.object_store import StoreRequestError
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Exception)
+GRACE_SECONDS = 600.0
+"""How much longer than the deadlines of its requests `run_async` waits: for checks and writes in between."""
 
 
 async def persist(
@@ -69,11 +73,41 @@ def backoff(rng: random.Random, first: float = 0.1, most: float = 5.0) -> Iterat
         pause = min(most, 2 * pause)
 
 
-def run_async(work: Coroutine[Any, Any, T]) -> T:
+def run_async(
+    work: Coroutine[Any, Any, T], what: str = "requests to an object store", *, deadline: float = 0.0
+) -> T:
     """Run a coroutine to its end, also where an event loop is running already (a notebook)."""
+    # deadline: that of the requests themselves; the limit here is for what they do not cover.
+    limit = deadline + GRACE_SECONDS
+
+    def late() -> StoreError:
+        return StoreError(f"{what}: not finished after {limit:g} s")
+
+    async def limited() -> T:
+        timer = asyncio.timeout(limit)
+        try:
+            async with timer:
+                return await work
+        except TimeoutError:
+            if timer.expired():
+                raise late() from None
+            raise
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(asyncio.run, work).result()
+        return asyncio.run(limited())
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(asyncio.run(limited()))
+        except BaseException as error:
+            future.set_exception(error)
+
+    # A daemon thread: the interpreter must not wait for it at its exit.
+    threading.Thread(target=run, name="megalith requests", daemon=True).start()
+    wait([future], limit + 1)
+    if not future.done():
+        raise late()
+    return future.result()  # no limit: it is done

@@ -270,9 +270,9 @@ def read_ahead(read: Callable[[_File], _Read], files: Iterable[_File]) -> Iterat
             for file in files:
                 waiting.append(thread.submit(read, file))
                 if len(waiting) > _AHEAD:
-                    yield waiting.popleft().result()
+                    yield waiting.popleft().result()  # no limit: the store has one for its requests
             while waiting:
-                yield waiting.popleft().result()
+                yield waiting.popleft().result()  # no limit: the same
         finally:
             for future in waiting:
                 future.cancel()

@@ -1,8 +1,9 @@
 """Snapshot: a table as it was at one moment, read while training continues.
 
 Before a row changes, the engine saves a copy of it, so the reader sees the row as it was when the snapshot
-started. The room for copies is bounded: when it is full, writers wait for the reader. Read a snapshot from a
-different thread than the one that writes, and always call `close`; any thread may do so.
+started. The room for copies is bounded: when it is full, writers wait for the reader, and raise if it reads
+nothing for ten minutes. Read a snapshot from a different thread than the one that writes, and always call
+`close`; any thread may do so.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class RunBatches:
             return
         if self._at is not None:  # the last loop was left early
             self.reader.seek(self._at)
-        for batch in read_ahead(self.reader):
+        for batch in read_ahead(self.reader, timeout=self.ranks.timeout):
             self._at = batch.position
             yield StepBatch(batch, None)
         self._at = None
@@ -187,7 +187,7 @@ class _RankShards:
             self._begin(self._ranks.size)
         for index, reader in self._readers.items():
             reader.seek(self._at[index])
-            for batch in read_ahead(reader) if self._ahead else reader:
+            for batch in read_ahead(reader, timeout=self._ranks.timeout) if self._ahead else reader:
                 self._at[index] = batch.position
                 yield batch
 

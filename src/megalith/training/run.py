@@ -564,7 +564,7 @@ class Run:
     def _finish_save(self) -> None:
         if self._save is not None:
             try:
-                self._save.wait()
+                self._save.wait()  # no limit: writes of this process, and exchanges that have one
             except Exception:
                 self._save = None
                 raise

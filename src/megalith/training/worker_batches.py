@@ -301,7 +301,7 @@ class AsyncBatches(WorkerBatches):
                     return
                 self._held = False  # the last results had no rows, so the run was not asked
                 continue
-            worker, _, result = self.pool.wait()
+            worker, _, result = self.pool.wait()  # no limit: the pool has one
             if isinstance(result, Failure):
                 yield DoneStep([], result.error)
             elif isinstance(result, Ahead):
@@ -383,7 +383,7 @@ class SyncBatches(WorkerBatches):
         """Wait for the results of a step; return the error of a worker as soon as there is one."""
         found: dict[int, StepResult] = {}
         while self.in_progress:
-            worker, _, result = self.pool.wait()
+            worker, _, result = self.pool.wait()  # no limit: the pool has one
             if isinstance(result, Failure):
                 return result.error
             if isinstance(result, StepResult):

@@ -243,8 +243,8 @@ class TrainingWorker:
         skipped, self._counted = self._skipped_ahead - self._counted, self._skipped_ahead
         if self._resting:
             self._resting = False
-            self._tables.join()
-            self._dense.shards.join()
+            self._tables.join()  # no limit: calls of servers have one
+            self._dense.shards.join()  # no limit: calls of servers have one
         loss, scored = self._train(StepBatch(batch, order.sizes), order)
         scores = [(each.batch.labels, each.batch.weights, each.logits) for each in scored]
         rows = sum(len(each.logits) for each in scored)

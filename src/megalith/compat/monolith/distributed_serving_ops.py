@@ -240,6 +240,7 @@ def _old_model(old_model_name: str | None, part: str | int, where: str) -> str |
 logger = logging.getLogger(__name__)
 
 THREADS = 8
+STOP_SECONDS = 10.0
 _HOST_AND_PORT = re.compile(r"(?P<host>[^:]+|\[[^\]]+\]):(?P<port>[0-9]{1,5})", re.ASCII)
 
 
@@ -383,9 +384,18 @@ class DummySyncServer:
             self._delay = float(seconds)
 
     def shutdown(self) -> None:
-        """Stop the server without waiting for delayed answers; a second call does nothing."""
-        self._server.stop(None).wait()
-        self._threads.shutdown()
+        """Stop the server without waiting for delayed answers; a second call does nothing.
+
+        Raises:
+            RemoteError: It has not stopped after 10 seconds.
+        """
+        ended = self._server.stop(None).wait(STOP_SECONDS)
+        self._threads.shutdown(wait=ended)
+        if not ended:
+            raise RemoteError(
+                f"{self.address}: the server has not stopped after {STOP_SECONDS:g} seconds",
+                code="DEADLINE_EXCEEDED",
+            )
 
     def __enter__(self) -> Self:
         return self

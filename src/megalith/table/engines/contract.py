@@ -56,6 +56,9 @@ class Engine(ABC):
     engine: ClassVar[str]
     """The name of the engine, such as "cpu"."""
 
+    reader_seconds: ClassVar[float] = 600.0
+    """A writer that waits for the reader of a snapshot raises if no row is read for that long."""
+
     device = torch.device("cpu")
     """Where the rows are. Ids, gradients and results of the hot calls are there; chunks are on the CPU."""
 
@@ -651,7 +654,7 @@ class ForkSafeLock:
 
     def __enter__(self) -> None:
         self._renew()
-        self._lock.acquire()
+        self._lock.acquire()  # no limit: held for one call
 
     def _renew(self) -> None:
         if self._process != os.getpid():

@@ -429,7 +429,9 @@ class CpuEngine(Engine):
     def begin_snapshot(
         self, consumer: int, touched_only: bool, room: int, with_pending: bool
     ) -> SnapshotStart:
-        rows, live, *found = self._native.begin_snapshot(consumer, touched_only, room, with_pending)
+        rows, live, *found = self._native.begin_snapshot(
+            consumer, touched_only, room, with_pending, self.reader_seconds
+        )
         removed, ids, counts = map(torch.from_numpy, found)
         return SnapshotStart(rows, live, removed, (ids, counts))
 

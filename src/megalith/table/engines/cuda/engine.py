@@ -162,7 +162,7 @@ class CudaEngine(Engine):
         # A call within another one does not wait: the reader may need the lock that the other one holds.
         snapshot = self.open_snapshot
         if snapshot is not None and not self.order.is_held:
-            snapshot.wait_for_reader()
+            snapshot.wait_for_reader(self.name, self.reader_seconds)
 
     # ---- scans
 

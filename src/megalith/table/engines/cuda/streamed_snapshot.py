@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from megalith.errors import UsageError
 from megalith.table.engines.cuda.streams import ArrivingColumns, HostCopies, all_columns
 from megalith.table.table_data import Chunk
 
@@ -77,13 +78,19 @@ class StreamedSnapshot:
         while (rows := self._next_rows()) is not None:
             self._save(rows)
 
-    def wait_for_reader(self) -> None:
+    def wait_for_reader(self, table: str, seconds: float) -> None:
         """Wait until there is room for saved rows."""
         if self._saved_rows < self._room:
             return
         began = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._saved_rows < self._room or not self._open)
+            while (saved := self._saved_rows) >= self._room and self._open:
+                # The limit is for a reader that has stopped; a slow one may take longer for all rows.
+                if not self._changed.wait_for(lambda: self._saved_rows < saved or not self._open, seconds):
+                    raise UsageError(
+                        f"table {table!r}: no row of its open snapshot was read for {seconds:.0f} s, and "
+                        "there is no memory for more copies of changed rows: read the snapshot or close it"
+                    )
             self.waited += time.perf_counter() - began
 
     @property
@@ -117,7 +124,7 @@ class StreamedSnapshot:
                 block = self._take_saved()
         if block is None:
             return False
-        self._current, self._begin = block.wait(), 0
+        self._current, self._begin = block.wait(), 0  # no limit: a copy of the device
         return True
 
     def _take_saved(self) -> ArrivingColumns | None:
@@ -125,7 +132,7 @@ class StreamedSnapshot:
             if not self._saved:
                 return None
             block = self._saved.popleft()
-        size = block.wait()[0].numel()
+        size = block.wait()[0].numel()  # no limit: a copy of the device
         with self._changed:
             self._saved_rows -= size
             self._changed.notify_all()

@@ -76,7 +76,7 @@ class StreamOrder:
         self.num_snapshots = 0  # Number of open snapshots
 
     def __enter__(self) -> None:
-        self.lock.acquire()
+        self.lock.acquire()  # no limit: held for one call
         self._owner = threading.get_ident()
         self._changed.append(enter_call(self.device))
         self.follow(current_handle(self.device))
@@ -251,7 +251,7 @@ class ChunkDownload:
         while self._sent:
             self._send()
             start, arriving = self._sent.popleft()
-            arrived = arriving.wait()
+            arrived = arriving.wait()  # no limit: a copy of the device
             part = target.part(start, start + arrived[0].numel())
             for own, column in zip(all_columns(part), arrived, strict=True):
                 own.copy_(column)
