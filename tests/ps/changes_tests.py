@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from megalith import (
     checkpoint,
 )
 from megalith.cli.main import app
+from megalith.compat import monolith
+from megalith.compat.monolith import DummySyncServer
 from megalith.errors import InputError, RankTimeoutError, UnknownNameError, UsageError
 from megalith.ps import shards as ps_shards
 from megalith.ps.channel_client import ChannelReply
@@ -39,6 +41,7 @@ from megalith.ps.reader import ServerReader
 from megalith.ps.status import prometheus_text, server_status
 from megalith.ps.table_space import TableSpace
 from megalith.serving import Publisher, Servable, ServerPublisher, Subscriber, export_model
+from megalith.serving.discovery import StaticDiscovery
 from tests.compat.monolith.test_partitioned_tables import VECTORS, made
 from tests.ps.support import NAMES, Make, push, read, rows_of, table, where
 from tests.serving.sync_support import Trainer, make_model, sync_server
@@ -452,6 +455,65 @@ def test_servers_publish_their_own_rows(make: Make, tmp_path: Path) -> None:
     ):
         with pytest.raises(given):
             ServerPublisher(**{"model": shards, "targets": "static:127.0.0.1:9", **options, **wrong})  # type: ignore[arg-type]
+
+
+def sync_targets(servers: list[DummySyncServer]) -> StaticDiscovery:
+    backend = StaticDiscovery({f"movies:ps_{i}": [each.address] for i, each in enumerate(servers)})
+    backend.subscribe_model("movies")
+    return backend
+
+
+def test_one_sync_client_per_server_pushes_the_rows_of_that_server(make: Make) -> None:
+    """The flow of a Monolith deployment: each parameter server pushes its own rows to its part."""
+    shards = make(table("a", 2))
+    with ExitStack() as stack:
+        targets = [stack.enter_context(DummySyncServer()) for _ in range(2)]
+        backend = sync_targets(targets)
+        clients = [stack.enter_context(each) for each in monolith.create_parameter_sync_clients(2)]
+        for client in clients:
+            client.attach(shards)
+            client.attach(shards)  # a second call has no effect
+
+        def sync() -> list[dict[str, Any]]:
+            found = []
+            for i, client in enumerate(clients):
+                config = monolith.refresh_sync_config(backend, i)
+                found += json.loads(client.create_sync_op(config)).get("responses", [])
+            return found
+
+        push(shards, [1, 2, 3, 4], [[1.0, 2.0]] * 4, name="a")
+        assert [(x["status_code"], x["update_num"]) for x in sync()] == [(0, 2), (0, 2)]
+        for i, target in enumerate(targets):
+            ids, rows = target.wait()[0].tables["a"]
+            assert sorted(ids.tolist()) == [[2, 4], [1, 3]][i]
+            assert rows.tolist() == [[-1.0, -2.0]] * 2
+        assert [x["update_num"] for x in sync()] == [0, 0]
+        targets[1].fail_next()
+        push(shards, [1, 2], [[1.0, 1.0]] * 2, 1, "a")
+        assert [(x["status_code"], x["update_num"]) for x in sync()] == [(0, 1), (14, 0)]
+        assert [x["update_num"] for x in sync()] == [0, 1]  # what failed is kept and sent again
+        (alone,) = monolith.create_parameter_sync_clients(0)
+        with alone, pytest.raises(UsageError, match=r"create_parameter_sync_clients\(2\)"):
+            alone.attach(shards)
+        with pytest.raises(UsageError, match="has the tables of a parameter server"):
+            clients[0].attach(LocalShards([table("b")]))
+    assert [each["consumers"] for each in shards.describe_servers()] == [[], []]
+
+
+def test_servers_publish_to_monoliths_servers(make: Make, tmp_path: Path) -> None:
+    shards = make(table("a", 2))
+    with DummySyncServer() as one, DummySyncServer() as two:
+        services = {f"movies:ps_{i}": [each.address] for i, each in enumerate((one, two))}
+        (path := tmp_path / "servers.json").write_text(json.dumps({"services": services}))
+        options: dict[str, Any] = {"model_name": "movies", "interval": 3600.0, "protocol": "monolith"}
+        with ServerPublisher(shards, f"file:{path}", **options) as publisher:
+            push(shards, [1, 2, 3], [[1.0, 2.0]] * 3, name="a")
+            assert publisher.flush(60.0), publisher.report()
+            assert [each.model for each in publisher.report()] == ["movies:ps_0", "movies:ps_1"]
+        for server, ids in ((one, [2]), (two, [1, 3])):
+            (request,) = server.requests
+            found, rows = request.tables["a"]
+            assert (sorted(found.tolist()), rows.tolist()) == (ids, [[-1.0, -2.0]] * len(ids))
 
 
 # ---- reading live rows

@@ -32,6 +32,7 @@ from megalith.compat.monolith.sync_clients import (
 )
 from megalith.errors import DiscoveryError, InputError, RemoteError, UsageError
 from megalith.ops import checks
+from megalith.ps import ServerShards
 from megalith.serving.client.channels import FINAL, MAX_MESSAGE_BYTES
 from megalith.serving.client.credentials import Credentials, grpc_module
 from megalith.serving.client.predict_client import ClientCache, Input, check_timeout
@@ -526,14 +527,18 @@ class ParameterSyncClient:
         """Add tables; their changes are tracked from now on.
 
         Args:
-            tables: A table, or the shards that hold tables.
+            tables: A table, or the shards that hold tables. Of a ServerShards, client i takes the tables of
+                server i and pushes from there.
 
         Raises:
             InputError: Another table with the same name is attached.
-            UsageError: The shards hold no table in this process, a table has too many consumers, or the
-                client is closed.
+            UsageError: There is not one client for each server, the shards hold no table in this process, a
+                table has too many consumers, or the client is closed.
         """
-        self._handle.attach(_by_name(tables))
+        if isinstance(tables, ServerShards):
+            self._handle.attach_server(tables)
+        else:
+            self._handle.attach(_by_name(tables))
 
     def create_sync_op(self, config_str: bytes | str | None = None) -> str:
         """Push the changed rows to every target. Nothing is sent if nothing changed.
@@ -595,7 +600,8 @@ def create_parameter_sync_clients(
     """Make one client per part of a served model; one client for 0 parts.
 
     Client i pushes to the targets of `ps_i`: `create_sync_op(refresh_sync_config(backend, i))`. All clients
-    may attach the same tables: each part receives the ids that serving routes to it.
+    attach the same shards: each part receives the ids that serving routes to it. If the tables are on
+    parameter servers, client i takes those of server i.
 
     Args:
         ps_num: The number of parameter servers, which is the number of parts.
@@ -608,9 +614,15 @@ def create_parameter_sync_clients(
     changes = TrackedChanges()
     return [
         ParameterSyncClient(
-            SyncHandle(f"MonolithSyncClient_{suffix}", credentials=credentials, changes=changes)
+            SyncHandle(
+                f"MonolithSyncClient_{index if ps_num else ''}",
+                credentials=credentials,
+                changes=changes,
+                index=index,
+                count=max(1, ps_num),
+            )
         )
-        for suffix in (range(ps_num) if ps_num else [""])
+        for index in range(max(1, ps_num))
     ]
 
 

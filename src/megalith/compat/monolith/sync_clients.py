@@ -27,15 +27,18 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalith.compat.monolith.agent_service import TargetExtraInfo
-from megalith.errors import InputError, RemoteError, UsageError
+from megalith.errors import InputError, MegalithError, RemoteError, ServerLostError, UsageError
+from megalith.ps import ServerShards
 from megalith.serving.client.channels import Channels
 from megalith.serving.client.credentials import Credentials, grpc_module
 from megalith.serving.discovery.contract import check_address
@@ -51,6 +54,7 @@ from megalith.serving.sync.push_messages import (
     row_bytes,
 )
 from megalith.serving.wire_names import HASHTABLE_ASSIGN, SYNC_POSITION
+from megalith.shards import ShardsPart
 from megalith.table import Table
 
 # ---- the config
@@ -283,13 +287,18 @@ class SyncHandle:
         *,
         credentials: Credentials | None = None,
         changes: TrackedChanges | None = None,
+        index: int = 0,
+        count: int = 1,
     ) -> None:
         if credentials is not None and not isinstance(credentials, Credentials):
             raise InputError(f"credentials must be Credentials, got {type(credentials).__name__}")
         self.name = name
         self._config = _read(config)
-        self._channels = Channels(credentials)
+        self._credentials, self._channels = credentials, Channels(credentials)
         self._changes = changes or TrackedChanges()
+        self._index, self._count = index, count  # the number of this client among those of one call
+        self._servers: ServerShards | None = None
+        self._key = f"{name} {uuid.uuid4().hex}"
         self._closed = False
         self._tables: dict[str, Table] = {}
         self._targets: dict[tuple[str, str], _Target] = {}
@@ -298,15 +307,44 @@ class SyncHandle:
     def attach(self, tables: Mapping[str, Table]) -> None:
         """Add tables; their changes are tracked from now on."""
         self._check_open()
+        if self._servers is not None:
+            raise UsageError(
+                f"{self.name!r} has the tables of a parameter server: attach others to another client"
+            )
         for name, table in tables.items():
             if self._tables.get(name, table) is not table:
                 raise InputError(f"another table named {name!r} is already attached to {self.name!r}")
             self._changes.attach(self, name, table)
             self._tables[name] = table
 
+    def attach_server(self, shards: ServerShards) -> None:
+        """Take the tables of one parameter server; the handle that pushes them runs there."""
+        self._check_open()
+        if self._servers is shards:
+            return
+        if self._tables or self._servers is not None:
+            raise UsageError(
+                f"{self.name!r} has tables already: attach a ServerShards to a client of its own"
+            )
+        if len(shards.links) != self._count:
+            raise UsageError(
+                f"attach: these tables are on {len(shards.links)} parameter servers: attach them to one "
+                f"client for each, which create_parameter_sync_clients({len(shards.links)}) makes"
+            )
+        shards.flush()  # earlier changes are not for this client
+        self._servers = shards
+        self._on_server(_attach_part, self.name, self._config.to_bytes(), self._credentials)
+
+    def _on_server(self, function: Callable[..., Any], *args: Any, background: bool = False) -> Any:
+        assert self._servers is not None
+        link = self._servers.links[self._index]
+        return link.result(link.run(function, self._key, *args, background=background))
+
     def push(self, config_str: bytes | str | None = None) -> Message:
         """Push the changed rows to every target; see `ParameterSyncClient.create_sync_op`."""
         self._check_open()
+        if self._servers is not None:
+            return PushResult.FromString(self._on_server(_push_part, config_str, background=True))
         if _is_given(config_str):
             self._config = _read(config_str)
         chosen = self._config
@@ -476,6 +514,9 @@ class SyncHandle:
 
     def close(self) -> None:
         """Close the connections; the tables stop tracking changes for this client."""
+        if self._servers is not None and not self._closed:
+            with suppress(MegalithError):  # the server ended, or the shards are closed
+                self._on_server(_close_part)
         self._closed = True
         self._channels.close()
         self._changes.detach(self)
@@ -484,6 +525,38 @@ class SyncHandle:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(f"the sync client {self.name!r} is closed: make a new one and attach its tables")
+
+    def abandon(self) -> None:
+        """On a server: the worker that attached the tables has left."""
+        self.close()
+
+
+# ---- what runs on parameter servers
+
+
+def _attach_part(
+    part: ShardsPart, key: str, name: str, config: bytes, credentials: Credentials | None
+) -> None:
+    handle = SyncHandle(name, config, credentials=credentials)
+    handle.attach(part.shards.local)
+    part.kept[key] = handle
+
+
+def _push_part(part: ShardsPart, key: str, config_str: bytes | str | None) -> bytes:
+    handle = part.kept.get(key)
+    if not isinstance(handle, SyncHandle):
+        raise ServerLostError(
+            f"server {part.index} has no sync client: it was started again, or the worker has left; make new "
+            "clients and attach the tables to them"
+        )
+    data: bytes = handle.push(config_str).SerializeToString()
+    return data
+
+
+def _close_part(part: ShardsPart, key: str) -> None:
+    handle = part.kept.pop(key, None)
+    if handle is not None:
+        handle.abandon()
 
 
 class DummySyncHandle(SyncHandle):

@@ -12,6 +12,7 @@ holds the rows; `ServerPublisher` starts and calls them:
     0                        the worker          dense weights
     1 ... servers            a parameter server  the rows that it holds
 
+With Monolith's protocol server i has number i and pushes to part ps_i; the worker sends nothing.
 Model servers accept the messages of all publishers of a session, and replace rows together.
 """
 
@@ -36,7 +37,14 @@ from megalith.ops import checks
 from megalith.ops.bucketing import dedup
 from megalith.ps import ServerShards
 from megalith.serving.client.credentials import Credentials
-from megalith.serving.discovery import Discovery, ServiceName, SyncBackend, Watch, open_discovery
+from megalith.serving.discovery import (
+    Discovery,
+    ServiceName,
+    StaticDiscovery,
+    SyncBackend,
+    Watch,
+    open_discovery,
+)
 from megalith.serving.discovery.contract import Replicas, check_address
 from megalith.serving.sync.changed_ids import Interval, Journal, Uncompacted
 from megalith.serving.sync.parameter_source import ParameterSource
@@ -461,7 +469,8 @@ class ServerPublisher(Publisher):
         dense: As for `Publisher`.
         refresh: Called before each push of dense weights; it writes the current ones into the model, for
             instance if they are on servers too. None: the model has them.
-        options: Other arguments of `Publisher`, except protocol, session, index and count.
+        options: Other arguments of `Publisher`, except session, index and count. With protocol="monolith"
+            server i pushes its rows to the part ps_i, so the model needs a part for each server.
 
     Raises:
         InputError: An argument is wrong.
@@ -487,8 +496,6 @@ class ServerPublisher(Publisher):
         own = ("session", "index", "count")
         if given := [name for name in own if name in options]:
             raise InputError(f"ServerPublisher sets {', '.join(given)} itself")
-        if options.get("protocol", "megalith") != "megalith":
-            raise InputError("ServerPublisher pushes with protocol='megalith' only")
         if isinstance(model, Shards):
             found = [model]
         elif isinstance(model, nn.Module):
@@ -500,17 +507,20 @@ class ServerPublisher(Publisher):
         self._tables = found[0]
         self._refresh = refresh
         self._started = False
+        monolith = options.get("protocol") == "monolith"
         number = options.pop("session_number", None)
         session = {
             "session": uuid.uuid4().hex,
             # The same on all servers
             "session_number": clock.time_ns() // 1000 if number is None else number,
-            "count": len(self._tables.links) + 1,
+            "count": len(self._tables.links) + (0 if monolith else 1),
         }
         common: dict[str, Any] = {"model_name": model_name, "interval": interval, **options, **session}
         if refresh is not None:
             refresh()
-        super().__init__(model, targets, dense=dense, index=0, **common)
+        # Monolith's servers take no dense weights, so the worker has nothing to send.
+        own_targets = StaticDiscovery({}) if monolith else targets
+        super().__init__(model, own_targets, dense=dense, index=0, **common)
         try:
             self._tables.flush()
             self._tables.each_part(_start, targets, common, background=True)
@@ -579,7 +589,8 @@ def _start(part: ShardsPart, targets: str, options: dict[str, Any]) -> None:
     for left in known:
         if left.startswith(CONSUMER):  # of a publisher before this server was started again
             part.shards.untrack(left)
-    publisher = Publisher(part.shards, targets, dense=False, index=part.index + 1, **options)
+    index = part.index + (0 if options.get("protocol") == "monolith" else 1)
+    publisher = Publisher(part.shards, targets, dense=False, index=index, **options)
     part.kept[_KEY] = PartPublisher(publisher)
 
 
