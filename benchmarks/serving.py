@@ -140,7 +140,8 @@ def measure_requests(
     with ExitStack() as stack:
         others = (("handlers", sizes.rows), ("clients", sizes.rows, sizes.requests))
         handlers, clients = stack.enter_context(processes(*others))
-        export_model(scoring_model(sizes.rows), folder, name=NAME, version=1)  # while the others start
+        model = scoring_model(sizes.rows)
+        export_model(model, folder, name=NAME, version=1, compile=True)  # while the others start
         roles: dict[str, tuple[object, ...]] = {
             OURS: ("model_server", folder, "-"),
             COMPILED: ("compiled_server", folder),

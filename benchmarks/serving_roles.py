@@ -29,7 +29,6 @@ from torch import Tensor
 
 from megalith import Adagrad
 from megalith.models import EmbeddingConfig, Model, build_model
-from megalith.serving.export.compiled_program import compile_servable
 from megalith.serving.proto.infer_tensors import to_infer_request
 from megalith.serving.proto.message_types import DataType, ModelInferResponse, PredictRequest, PredictResponse
 from megalith.serving.proto.tf_tensors import from_tensor_proto, from_tensor_protos, to_tensor_proto
@@ -128,13 +127,14 @@ def model_server(directory: str, follow: str) -> None:
 
 
 def compiled_server(directory: str) -> None:
-    """Runs a server whose dense part is compiled; it is ready when that is done."""
+    """Runs a server whose dense part is compiled."""
     torch.set_num_threads(1)
-    with ModelServer(directory, _config()) as server:
+    with ModelServer(directory, _config(compiled=True)) as server:
         version = server.models[0].newest
         assert version is not None
-        cache = Path(directory).with_name("compiled")
-        assert compile_servable(version.servable, cache), "the dense part was not compiled; see its messages"
+        program = version.servable.dense_program
+        assert program is not None
+        assert program.front.compiled is not None, "the compiled library is not used; see the messages"
         answer({"address": server.address}, lambda _: {})
 
 

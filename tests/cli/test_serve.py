@@ -127,7 +127,7 @@ def test_a_signal_ends_a_start_that_takes_long(tmp_path: Path, monkeypatch: pyte
         signal.raise_signal(signal.SIGTERM)
         ended.append("it continued")
 
-    monkeypatch.setattr(repository, "run_canary", lambda directory, stopping: tried.append(directory))
+    monkeypatch.setattr(repository, "run_canary", lambda directory, *_, **options: tried.append(directory))
     monkeypatch.setattr(ModelServer, "_open", opens)
     result = megalith("serve", tmp_path, "--port", 0)
     assert (result.exit_code, ended) == (0, [])

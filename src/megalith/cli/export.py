@@ -35,6 +35,13 @@ def export(
         int | None,
         typer.Option(min=1, help="Number of consecutive ids per part, for tables of dist_type continuous."),
     ] = None,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Also write the dense part as a library for this CPU and this torch, for serve --compiled.",
+        ),
+    ] = False,
 ) -> None:
     """Write a trained model as files that servers map into memory.
 
@@ -60,6 +67,7 @@ def export(
                 num_shards=num_shards,
                 version=version,
                 block_size=block_size,
+                compile=compile,
                 on_rows=on_rows,
             )
     console().print(f"{total:,} rows in {out}", markup=False, soft_wrap=True)

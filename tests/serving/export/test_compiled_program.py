@@ -1,58 +1,30 @@
-"""Compiled programs: from a private directory only, compared before use, and with exported weights."""
+"""Compiled programs: for the machine of the export only, compared before use, and with exported weights."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from megalith.errors import ExportError
+from megalith.errors import ExportError, InputError
 from megalith.serving.export import compiled_program
-from megalith.serving.export.compiled_program import (
-    compile_servable,
-    find_library,
-    library_name,
-    load_library,
-    open_cache,
-)
+from megalith.serving.export.compiled_program import library_name
+from megalith.serving.export.exporter import export_model
 from megalith.serving.export.servable import Servable
-from tests.serving.exports import export_version, rows
+from megalith.serving.server.model_server import ModelServer
+from megalith.serving.server.server_config import ServerConfig
+from tests.serving.exports import export_version, make_model, rows
 
 
-def servable(directory: Path) -> Servable:
-    export_version(directory)
-    return Servable(directory / "1")
+def logits(servable: Servable) -> list[float]:
+    return servable.predict(*rows(2))["logits"].tolist()
 
 
-def program_of(opened: Servable) -> Path:
-    assert opened.signature.program is not None
-    return opened.directory / opened.signature.program.path
-
-
-def test_the_directory_must_be_private(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    assert open_cache(cache).stat().st_mode & 0o777 == 0o700
-    cache.chmod(0o770)
-    with pytest.raises(ExportError, match="nobody else may write"):
-        open_cache(cache)
-    with pytest.raises(ExportError, match="nobody else may write"):
-        compile_servable(servable(tmp_path), cache)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ExportError, match="cannot hold"):
-        open_cache(tmp_path / "file" / "cache")
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
-    with pytest.raises(ExportError, match="anyone may replace it"):
-        open_cache(shared / "cache")
-    shared.chmod(0o1777)
-    assert open_cache(shared / "cache").is_dir()
+def library_of(directory: Path) -> Path:
+    """Where a servable looks for the library of an export."""
+    return directory / library_name((directory / "dense.pt2").read_bytes())
 
 
 def test_a_library_belongs_to_one_program() -> None:
@@ -60,7 +32,7 @@ def test_a_library_belongs_to_one_program() -> None:
 
 
 def test_a_library_belongs_to_one_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has instructions that another CPU of the same capability may lack: the cache may be shared."""
+    """It has instructions that another CPU of the same capability may lack."""
     info = tmp_path / "cpuinfo"
     monkeypatch.setattr(compiled_program, "CPU_INFO", info)
     names = []
@@ -72,144 +44,95 @@ def test_a_library_belongs_to_one_cpu(tmp_path: Path, monkeypatch: pytest.Monkey
     assert library_name(b"a") not in names
 
 
-def executable(path: Path, *lines: str) -> str:
-    path.write_text("\n".join(("#!/bin/sh", *lines)) + "\n")
-    path.chmod(0o700)
-    return str(path)
-
-
-def test_the_child_keeps_its_files_in_the_private_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_a_library_that_fits_the_program_answers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    opened, cache = servable(tmp_path), tmp_path / "cache"
-    seen, left = tmp_path / "seen", cache / "work-of-a-killed-process"
-    left.mkdir(parents=True)
-    cache.chmod(0o700)
-    script = executable(
-        tmp_path / "python", f'echo "$TORCHINDUCTOR_CACHE_DIR" > {seen}', "echo bad >&2", "exit 3"
-    )
-    monkeypatch.setattr(compiled_program.sys, "executable", script)
-
-    assert find_library(program_of(opened), cache) is None
-
-    assert Path(seen.read_text().strip()).parent == cache
-    assert list(cache.iterdir()) == []
-    assert "is not compiled: bad" in caplog.text
-    assert not compile_servable(opened, cache)
-    assert opened.predict(*rows(2))["logits"].shape == (2,)  # the program itself answers
+    export_version(tmp_path)
+    library = library_of(tmp_path / "1")
+    expected = logits(Servable(tmp_path / "1"))
+    assert logits(Servable(tmp_path / "1", compiled=True)) == expected
+    assert "has no compiled program for this CPU" in caplog.text
+    library.write_bytes(b"not a library")
+    assert logits(Servable(tmp_path / "1", compiled=True)) == expected
+    assert f"{library} is not used" in caplog.text
 
 
-def test_a_server_that_stops_ends_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, cache = servable(tmp_path), tmp_path / "cache"
-    started = tmp_path / "started"
-    # The compiler is a child of the child.
-    script = executable(
-        tmp_path / "python", "sleep 3600 &", f"echo $! > {started}.new", f"mv {started}.new {started}", "wait"
-    )
-    monkeypatch.setattr(compiled_program.sys, "executable", script)
-    stopped = threading.Event()
-    found: list[Path | None] = []
-    thread = threading.Thread(
-        target=lambda: found.append(find_library(program_of(opened), cache, stopped=stopped))
-    )
-    thread.start()
-    wait_until(started.exists)
-    stopped.set()
-    thread.join(60.0)
+class Library:
+    """Stands for a library whose outputs are those of the program plus a number."""
 
-    assert found == [None]
-    assert list(cache.iterdir()) == []
-    wait_until(lambda: has_ended(int(started.read_text())))
+    def __init__(self, directory: Path, added: float) -> None:
+        self._program, self._added = Servable(directory).dense_program, added
+        self.loader = self
+
+    def run(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:
+        assert self._program is not None
+        copy = self._program.front
+        names = [node.name for node in copy.module.graph.nodes if node.op == "placeholder"]
+        assert len(names) >= len(flat)
+        graph: Any = torch.fx.Interpreter(copy.module)
+        outputs = graph.run(*flat)
+        return [each + self._added for each in outputs]
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def has_ended(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state == "Z"  # nobody has asked for its status
-
-
-def test_a_program_that_changed_is_not_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its library would answer instead of the program that was loaded."""
-    opened = servable(tmp_path)
-    program = program_of(opened)
-    program.write_bytes(program.read_bytes() + b"x")
-    assert not compile_servable(opened, tmp_path / "cache")
-    assert "changed since it was loaded" in caplog.text
-    with pytest.raises(ExportError, match="changed meanwhile"):
-        compiled_program.compile_archive(program, tmp_path / "cache" / library_name(b"of before"))
-
-
-def test_a_damaged_library_is_not_used(tmp_path: Path) -> None:
-    opened = servable(tmp_path)
-    cache = open_cache(tmp_path / "cache")
-    (cache / library_name(program_of(opened).read_bytes())).write_bytes(b"not a library")
-    before = opened.predict(*rows(2))["logits"]
-    assert not compile_servable(opened, cache)
-    assert torch.equal(opened.predict(*rows(2))["logits"], before)
-
-
-def test_a_library_with_other_outputs_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("added", [0.0, 1.0])
+def test_a_library_is_loaded_on_request_if_its_outputs_are_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, added: float
 ) -> None:
-    class Loaded:
-        """Stands for a library that computes something else."""
+    export_version(tmp_path)
+    library_of(tmp_path / "1").write_bytes(b"")
+    loaded: list[str] = []
 
-        class loader:
-            run = staticmethod(lambda flat: [flat[0] + 1])
+    def load(path: str) -> Library:
+        loaded.append(path)
+        return Library(tmp_path / "1", added)
 
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: Loaded)
-
-    def inputs(size: int) -> tuple[dict[str, Any], Tensor | None]:
-        return {"a": torch.zeros(size)}, None
-
-    def reference(rows: dict[str, Any], dense: Tensor | None) -> Sequence[Tensor]:
-        return [rows["a"]]
-
-    assert load_library(tmp_path / "x", reference, inputs) is None
-    assert "its outputs differ" in caplog.text
-    same = load_library(tmp_path / "x", lambda rows, dense: [rows["a"] + 1], inputs)
-    assert same is not None
-    assert same([torch.zeros(1)])[0].tolist() == [1.0]
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", load)
+    with ModelServer(tmp_path, ServerConfig(trial="never")):
+        assert loaded == []
+    with ModelServer(tmp_path, ServerConfig(trial="never", compiled=True)) as server:
+        assert loaded == [str(library_of(tmp_path / "1"))]
+        version = server.models[0].newest
+        assert version is not None
+        assert version.servable.dense_program is not None
+        assert (version.servable.dense_program.front.compiled is None) == bool(added)
+    assert ("its outputs differ" in caplog.text) == bool(added)
 
 
 def test_it_is_used_while_the_exported_weights_are(tmp_path: Path) -> None:
-    opened = servable(tmp_path)
+    export_version(tmp_path)
+    opened = Servable(tmp_path / "1")
     program = opened.dense_program
     assert program is not None
     name, weight = next(iter(program.weights.items()))
-
-    def logits() -> list[float]:
-        return opened.predict(*rows(2))["logits"].tolist()
-
-    exported, sevens = logits(), [7.0, 7.0]
+    exported, sevens = logits(opened), [7.0, 7.0]
     program.use_compiled(lambda flat: [torch.tensor(sevens), torch.tensor(sevens)])
-    assert logits() == sevens
+    assert logits(opened) == sevens
     opened.apply({}, {}, {name: weight + 1})
-    assert logits() not in (sevens, exported)
+    assert logits(opened) not in (sevens, exported)
     opened.reset()
-    assert logits() == sevens
+    assert logits(opened) == sevens
+
+
+def test_without_a_compiler_nothing_is_exported(tmp_path: Path) -> None:
+    import torch._inductor.config as inductor
+
+    with (
+        inductor.patch({"cpp.cxx": (str(tmp_path / "absent"),)}),
+        pytest.raises(ExportError, match="cannot be compiled, which needs a C"),
+    ):
+        export_version(tmp_path / "out", compile=True)
+    assert list((tmp_path / "out").iterdir()) == []
+    with pytest.raises(InputError, match="compile=True needs a model"):
+        export_model(make_model().embeddings.shards, tmp_path, name="rows", compile=True)
 
 
 @pytest.mark.soak
 def test_a_compiled_program_computes_the_same_scores(tmp_path: Path) -> None:
-    opened = servable(tmp_path)
+    export_version(tmp_path, num_shards=0, compile=True)
+    assert library_of(tmp_path / "1").exists()
     features, dense = rows(5)
-    before = opened.predict(features, dense)["logits"]
-
-    assert compile_servable(opened, tmp_path / "cache")
-
-    assert torch.allclose(opened.predict(features, dense)["logits"], before, 1e-4, 1e-5)
-    (library,) = (tmp_path / "cache").iterdir()
-    assert library.stat().st_mode & 0o777 == 0o600
-    compiled_at = library.stat().st_mtime_ns
-    assert compile_servable(Servable(tmp_path / "1"), tmp_path / "cache")  # without a compiler
-    assert library.stat().st_mtime_ns == compiled_at
+    compiled = Servable(tmp_path / "1", compiled=True)
+    assert compiled.dense_program is not None
+    assert compiled.dense_program.front.compiled is not None
+    expected = Servable(tmp_path / "1").predict(features, dense)["logits"]
+    assert torch.allclose(compiled.predict(features, dense)["logits"], expected, 1e-4, 1e-5)

@@ -28,10 +28,10 @@ _POLL_SECONDS = 0.1
 REFUSED = 3
 
 
-def run_canary(directory: Path, stopping: threading.Event) -> None:
+def run_canary(directory: Path, stopping: threading.Event, *, compiled: bool = False) -> None:
     """Open a version in a child process."""
     # -P: no modules of the working directory
-    command = [sys.executable, "-P", "-m", __name__, str(directory)]
+    command = [sys.executable, "-P", "-m", __name__, str(directory), *(["compiled"] if compiled else [])]
     path = os.pathsep.join(each for each in sys.path if each)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     try:
@@ -66,13 +66,13 @@ def _status(child: subprocess.Popen[bytes]) -> int | None:
         return None
 
 
-def _run(directory: Path) -> None:
+def _run(directory: Path, *, compiled: bool = False) -> None:
     """Open a version and compute its examples; an entry gets rows of zeros."""
     fetch: Fetch | None = None
     if Signature.read(directory).part == ENTRY:
         fetch = lambda ids: {}  # noqa: E731  `warm_up` does not call it
     # The server itself compares the checksums.
-    Servable(directory, fetch=fetch, verify_files=False).warm_up()
+    Servable(directory, fetch=fetch, verify_files=False, compiled=compiled).warm_up()
 
 
 def _die_first() -> None:
@@ -84,6 +84,6 @@ def _die_first() -> None:
 if __name__ == "__main__":
     _die_first()
     try:
-        _run(Path(sys.argv[1]))
+        _run(Path(sys.argv[1]), compiled="compiled" in sys.argv[2:])
     except MegalithError:
         sys.exit(REFUSED)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from megalith.errors import ExportError, InputError, RemoteError
-from megalith.serving.export.program_safety import check_archive, guard_divisions, load_archive
+from megalith.serving.export.program_safety import check_archive, load_archive
 
 PREFIX = "model."  # Prefix that torch.export adds to the names of the model's weights
 IDLE_SECONDS = (
@@ -121,7 +121,6 @@ class ProgramCopy:
     def __init__(self, program: ExportedProgram) -> None:
         # Guards would be source code from the archive; the batches of a Servable have one size.
         self.module = program.module(check_guards=False)
-        guard_divisions(self.module)
         constant = set(program.graph_signature.non_persistent_buffers)
         self.weights: dict[str, Tensor] = {}
         self.same: dict[str, str] = {}

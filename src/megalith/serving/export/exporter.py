@@ -209,6 +209,7 @@ def export_model(
     outputs: Sequence[str] | None = None,
     activations: Mapping[str, str] | None = None,
     joint_rows: bool | None = None,
+    compile: bool = False,
     on_rows: Callable[[int], object] | None = None,
 ) -> Path:
     """Write a version of a model below `out`. A call that fails leaves no files.
@@ -242,6 +243,8 @@ def export_model(
         joint_rows: Whether the outputs of a row depend on the other rows of its request, which is then
             computed alone and never split. None: found by computing random rows in batches of several
             sizes, which does not show a dependence that needs certain values.
+        compile: Also write the dense part as a library for this CPU and this version of torch, which servers
+            load if they are started with `compiled`. It needs a C++ compiler and takes about a minute.
         on_rows: Called with the number of rows of each chunk written; over ranks, on rank 0.
 
     Returns:
@@ -274,6 +277,8 @@ def export_model(
         _check_outputs(outputs, activations)
         if joint_rows is not None:
             checks.flag(joint_rows, "export: joint_rows")
+        if checks.flag(compile, "export: compile") and parts is None:
+            raise InputError("export: compile=True needs a model; Shards have rows only")
         if ranks.size > 1:
             if parts is not None:
                 _check_whole(parts.module)
@@ -298,7 +303,9 @@ def export_model(
 
     def write_program(path: Path) -> WrittenProgram:
         assert parts is not None
-        return export_program(parts, path, names=outputs, activations=activations, joint_rows=joint_rows)
+        return export_program(
+            parts, path, names=outputs, activations=activations, joint_rows=joint_rows, compile=compile
+        )
 
     def write(found: RowSource) -> None:
         writer = _VersionWriter(

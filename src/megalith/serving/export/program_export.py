@@ -28,7 +28,8 @@ from megalith.errors import InputError, MegalithError
 from megalith.nn import EmbeddingCollection, Layout, Slice
 from megalith.nn.compiled_batch import FeaturePlan
 from megalith.ops import checks
-from megalith.serving.export.program_safety import guard_divisions, write_archive
+from megalith.serving.export.compiled_program import write_library
+from megalith.serving.export.program_safety import write_archive
 from megalith.serving.export.signature import (
     LOGITS,
     MAX_OUTPUTS,
@@ -276,8 +277,9 @@ def export_program(
     names: Sequence[str] | None = None,
     activations: Mapping[str, str] | None = None,
     joint_rows: bool | None = None,
+    compile: bool = False,
 ) -> WrittenProgram:
-    """Trace the dense part with torch.export, for any batch size, run it, and write it."""
+    """Trace the dense part with torch.export, for any batch size, run it, and write it, also compiled."""
     dense_part = _DensePart(parts, names, activations)
     model = parts.module
     training = [module for module in model.modules() if module.training]
@@ -297,9 +299,10 @@ def export_program(
             dynamic = (sizes, None if dense is None else any_size)
             program = torch.export.export(dense_part, (rows, dense), dynamic_shapes=dynamic, strict=False)
             traced = program.module(check_guards=False)
-            guard_divisions(traced)
             outputs, found_joint = _run(parts, traced, dense_part.found.names)
             data = write_archive(program)
+            if compile:
+                write_library(program, data, (rows, dense), path.parent)
     except MegalithError:
         raise
     except Exception as error:  # torch raises many types

@@ -25,6 +25,7 @@ from megalith.library import span
 from megalith.nn.compiled_batch import FeaturePlan
 from megalith.ops.checks import all_finite, callback, flag, instance, integer, kind, mapping
 from megalith.ops.checks import path as check_path
+from megalith.serving.export.compiled_program import use_library
 from megalith.serving.export.dense_program import DenseProgram, ProgramCopy
 from megalith.serving.export.frozen_rows import FrozenRows
 from megalith.serving.export.overlay import Compactor, Overlay, RowsByTable, find_rows, inherit_rows
@@ -195,6 +196,8 @@ class Servable:
         in_memory: Read the files of rows instead of mapping them, so that a file that is overwritten or
             truncated later changes nothing.
         folder: Moves written rows from memory into mapped files. None: they stay in memory.
+        compiled: Compute with the compiled library of the export, if it has one for this CPU and this version
+            of torch. A library is code: only for an export that is trusted.
 
     Raises:
         ExportError: The directory is incomplete or damaged.
@@ -209,12 +212,14 @@ class Servable:
         verify_files: bool = True,
         in_memory: bool = False,
         folder: Compactor | None = None,
+        compiled: bool = False,
     ) -> None:
         self.directory = check_path(directory, "directory")
         self._folder = None if folder is None else instance(folder, Compactor, "folder")
         callback(fetch, "fetch")
         flag(verify_files, "verify_files")
         flag(in_memory, "in_memory")
+        flag(compiled, "compiled")
         self.signature = Signature.read(self.directory)
         self.counters = ServingCounters()
         self._closed = False
@@ -239,7 +244,10 @@ class Servable:
             first = () if self._plans is None else tuple(self._plans.plan.tables)
             self._frozen = open_rows(self.directory, self.signature, first=first, in_memory=in_memory)
         if self.signature.program is not None:
-            self._program = DenseProgram(self.directory / self.signature.program.path)
+            path = self.directory / self.signature.program.path
+            self._program = DenseProgram(path)
+            if compiled:
+                use_library(self._program, path, self.random_inputs)
         self._snapshot = self._with(self._new_overlay())
 
     # ---- reading

@@ -30,7 +30,6 @@ from megalith.serving.client.credentials import grpc_module
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.discovery import Discovery, Replica, open_discovery
 from megalith.serving.discovery.contract import is_loopback, is_wildcard
-from megalith.serving.export.compiled_program import compile_servable, default_cache
 from megalith.serving.export.overlay import Compactor
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, Signature
@@ -125,8 +124,6 @@ class ModelServer:
         self._rest: RestServer | None = None
         self._metrics_server: MetricsServer | None = None
         self._state = "new"
-        self._stopping = threading.Event()
-        self._compiling: list[threading.Thread] = []
 
     # ---- lifecycle
 
@@ -166,7 +163,6 @@ class ModelServer:
             return
         serving = self._state == "serving"
         self._state = "stopped"
-        self._stopping.set()
         self._dispatcher.leave()
         self._health.shut_down()
         self._unregister()
@@ -187,8 +183,6 @@ class ModelServer:
         if self._guard is not None:
             self._guard.close()
         self._repository.stop(max(0.0, end - time.monotonic()))
-        for thread in self._compiling:
-            thread.join(LAST_SECONDS)
         if self._metrics_server is not None:
             self._metrics_server.stop(LAST_SECONDS)
         if self._own_discovery is not None:
@@ -252,8 +246,10 @@ class ModelServer:
                 config = self._config
                 where = None if config.fold_directory is None else Path(config.fold_directory)
                 folder = Compactor(where, rows=config.fold_rows, seconds=config.fold_seconds)
-            servable = Servable(directory, in_memory=self._config.in_memory, folder=folder)
-            self._compile(servable)
+            config = self._config
+            servable = Servable(
+                directory, in_memory=config.in_memory, folder=folder, compiled=config.compiled
+            )
             return servable, None
         if self._discovery is None:
             raise UsageError(
@@ -268,29 +264,10 @@ class ModelServer:
             credentials=self._config.fetch_credentials,
         )
         try:
-            servable = Servable(directory, fetch=fetcher)
-            self._compile(servable)
-            return servable, fetcher
+            return Servable(directory, fetch=fetcher, compiled=self._config.compiled), fetcher
         except BaseException:
             fetcher.close()
             raise
-
-    def _compile(self, servable: Servable) -> None:
-        """Compile the dense part in the background."""
-        if not self._config.compile:
-            return
-        cache = Path(self._config.compile_cache or default_cache())
-
-        def work() -> None:
-            try:
-                used = compile_servable(servable, cache, stopped=self._stopping)
-                logger.info("%s is %scompiled", servable.directory, "" if used else "not ")
-            except MegalithError as error:
-                logger.error("%s is not compiled: %s", servable.directory, error)
-
-        thread = threading.Thread(target=work, name="megalith-compile", daemon=True)
-        self._compiling = [each for each in self._compiling if each.is_alive()] + [thread]
-        thread.start()
 
     def _listen(self) -> None:
         config = self._config

@@ -4,7 +4,7 @@ The directories of versions have numbers as names. They are in the given directo
 DIR/{version}, DIR/{part}/{version}, DIR/{model}/{version}, DIR/{model}/{part}/{version}. The name of a model
 comes from its signature, not from its path.
 
-A new version is opened and warmed up while the old one still answers, first in a child process (trial.py),
+A new version is opened and warmed up while the old one still answers, first in a child process (canary.py),
 and then replaces it; the old one is closed when its last request ends. If a version cannot be opened, the
 error is reported and the old version continues to answer. A version whose files change after it was loaded is
 reported.
@@ -209,7 +209,7 @@ class Repository:
         servable = fetcher = version = None
         try:
             if self._needs_trial:
-                run_canary(directory, self._stopping)
+                run_canary(directory, self._stopping, compiled=self._config.compiled)
             servable, fetcher = self._open_version(directory)
             self._check(model, servable, number, root)
             servable.warm_up()

@@ -114,10 +114,8 @@ class ServerConfig:
     """Return scores over TF Serving's gRPC as tensor_content, not in typed fields such as float_val."""
     in_memory: bool = False
     """Read the rows of a version into memory instead of mapping its files."""
-    compile: bool = False
-    """Compile the dense part of trusted exports in the background: faster, but with other last digits."""
-    compile_cache: Path | None = None
-    """Private directory of compiled programs. Default: megalith/compiled in the user's cache directory."""
+    compiled: bool = False
+    """Load the library that `megalith export --compile` wrote: it is code, so trust the exports."""
     fold_rows: int = 1 << 18
     """Pushed rows in memory from which they are moved to mapped files in the background."""
     fold_seconds: float = 300.0
