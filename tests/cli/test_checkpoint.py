@@ -221,7 +221,7 @@ def test_diff_prints_neither_long_values_nor_nan_as_json(tmp_path: Path, model: 
 
 def test_reshard(saved: Path, tmp_path: Path) -> None:
     to = tmp_path / "to"
-    done = words("reshard", saved, to, "--num-shards", 3, "--dist-type", "hash_roundrobin")
+    done = words("reshard", saved, to, "--num-shards", 3, "--dist_type", "hash_roundrobin")  # or --dist-type
     assert "14 rows for 3 ranks" in done
     (found,) = as_json("ls", to)["checkpoints"]
     routing = found["tables"][0]["routing"]

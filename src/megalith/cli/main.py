@@ -21,7 +21,10 @@ app = typer.Typer(
     name="megalith",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda token: token.replace("_", "-"),  # --dist_type is --dist-type
+    },
     help="Recommender models whose embedding tables grow with the data.",
     epilog="Example: megalith train --data movielens --run runs/demo",
 )

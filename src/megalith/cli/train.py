@@ -135,7 +135,7 @@ class TrainCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(
-            ctx, ["--comm-metrics=*" if arg == "--comm-metrics" else arg for arg in args]
+            ctx, ["--comm-metrics=*" if arg in ("--comm-metrics", "--comm_metrics") else arg for arg in args]
         )
 
 
