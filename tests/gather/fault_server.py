@@ -19,7 +19,7 @@ from xml.sax.saxutils import escape
 
 from megalith.storage.object_store import ObjectStore, open_object_store
 
-FaultKind = Literal["status", "reset", "truncate", "stall", "replace"]
+FaultKind = Literal["status", "reset", "truncate", "stall", "drip", "replace"]
 _PIECE = 16384
 
 
@@ -28,7 +28,8 @@ class ServerFault:
     """Something that goes wrong with an object, for its next `times` requests of this method.
 
     status: the answer is `code`. reset: the connection ends before an answer. truncate: it ends amid the
-    body. stall: no answer until the client gives up. replace: the object is written again first.
+    body. stall: no answer until the server ends. drip: one byte of the body, and no more. replace: the object
+    is written again first.
     """
 
     kind: FaultKind
@@ -222,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
         }
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(found.data)}"
-        self._answer(206 if wanted else 200, headers, data, body=body, truncated=fault == "truncate")
+        self._answer(206 if wanted else 200, headers, data, body=body, fault=fault)
 
     def _answer(
         self,
@@ -231,19 +232,22 @@ class _Handler(BaseHTTPRequestHandler):
         data: bytes = b"",
         *,
         body: bool = True,
-        truncated: bool = False,
+        fault: Any = None,
     ) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
-        going = data[: len(data) // 2] if truncated else data if body else b""
-        request = self._request(status, len(going), complete=not truncated)
+        part = {"truncate": len(data) // 2, "drip": 1}.get(fault, len(data) if body else 0)
+        going = data[:part]
+        request = self._request(status, len(going), complete=part == len(data) or not body)
         # Logged before the last byte goes out: who has an answer finds it in the log.
         if not going:
             self.owner.note(request)
         self.end_headers()
         self._send(going, request)
-        if truncated:
+        if fault == "drip":
+            self.owner.closing.wait()
+        if fault in ("truncate", "drip"):
             self._hang_up()
 
     def _send(self, data: bytes, request: Request) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from megalith.errors import BudgetError, InputError
+from megalith.errors import BudgetError, InputError, UsageError
 from megalith.gather import fetch as fetch_module
 from megalith.gather.fetch import FetchOptions, Gatherer, gather, least_budget
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import Location, Status, payload_key
-from megalith.gather.result import Record
+from megalith.gather.result import Record, to_penalise
 from megalith.storage.bodies import FileBody, MemoryBody, SpoolWriter
 from tests.gather.fault_server import FaultServer, ServerFault
 from tests.gather.support import RUN, WINDOW, peer_bytes, plan_of, small_schema
@@ -352,3 +354,83 @@ def test_an_object_that_is_not_what_was_announced_has_changed(kind: type[Scripte
 def test_wrong_options_name_the_field() -> None:
     with pytest.raises(InputError, match="in_flight must be an integer of at least 1"):
         FetchOptions(in_flight=0)
+
+
+# ---- whose fault it is
+
+
+def test_a_missing_object_is_not_found_also_if_the_last_try_is_cut_short() -> None:
+    """Whenever the deadline comes: the answer of the store counts, not the try that had no time left."""
+    for tenth in range(20):
+        store = ScriptedStore()
+        store.delay = 0.4  # an answer takes longer than what the last try may have left
+        records = fetched(store, 4, deadline=3.0 + 0.1 * tenth, options=FetchOptions(in_flight=2))
+        assert {each.status for each in records} == {Status.NOT_FOUND}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "statuses"),
+    [
+        ({1: "denied", 2: "good"}, [Status.DENIED, Status.OK]),
+        ({1: "denied", 2: "missing"}, [Status.DENIED, Status.NOT_FOUND]),
+        ({1: "denied", 2: "denied"}, [Status.STORE_ERROR, Status.STORE_ERROR]),  # our credentials
+        ({1: "drip", 2: "good"}, [Status.SLOW, Status.OK]),
+        ({1: "drip", 2: "drip"}, [Status.TIMEOUT, Status.TIMEOUT]),  # our network
+    ],
+)
+def test_a_refusal_or_a_drip_is_the_peers_fault_if_this_side_works(
+    world: World, kinds: dict[int, str], statuses: list[Status]
+) -> None:
+    world.add(kinds)
+    result = gather(world.plan([1, 2], deadline=1.0), world.schema, world.stores, options=world.options)
+    assert [result.records[uid].status for uid in (1, 2)] == statuses
+
+
+def test_a_refusal_of_a_peers_own_bucket_is_its_fault(world: World) -> None:
+    world.add({1: "denied", 2: "denied"})
+    plan = world.plan(
+        [1, 2], deadline=0.5, locations={uid: Location(key(uid), f"uid-{uid}") for uid in (1, 2)}
+    )
+    store = world.stores["default"]
+    result = gather(plan, world.schema, {"uid-1": store, "uid-2": store})
+    assert to_penalise(result) == (1, 2)
+
+
+class Rude(ScriptedStore):
+    """Ignores its time limit, or raises what no store should raise."""
+
+    raises: BaseException | None = None
+
+    async def head(self, key: str, *, timeout: float) -> Any:
+        if self.raises is not None:
+            raise self.raises
+        await asyncio.sleep(1e9)
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "text"),
+    [
+        (None, Status.TIMEOUT, "no answer in time"),
+        (TimeoutError("deep inside"), Status.TIMEOUT, "deep inside"),
+        (asyncio.CancelledError(), Status.STORE_ERROR, "the store cancelled its own request"),
+    ],
+)
+def test_a_store_that_ends_no_request_properly_is_cut_off(
+    raised: BaseException | None, status: Status, text: str
+) -> None:
+    store = Rude()
+    store.raises = raised
+    (one,) = fetched(store, deadline=2.0)
+    assert one.status is status
+    assert text in one.detail
+    assert one.seconds <= 2.1
+
+
+def test_a_closed_result_says_that_it_is_closed(world: World, tmp_path: Path) -> None:
+    world.add({1: "good"})
+    for options in (None, spool_options(tmp_path)):
+        result = gather(world.plan(np.array([1])), world.schema, world.stores, options=options)
+        (payload,) = result.held(np.array(result.uids))
+        result.close()
+        with pytest.raises(UsageError, match="payload of uid 1, window 3, was closed"):
+            payload.lookup(0)

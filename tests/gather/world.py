@@ -40,6 +40,8 @@ EXPECTED = {
     "index": Status.INVALID_INDEX,
     "value": Status.INVALID_VALUE,
     "stall": Status.TIMEOUT,
+    "drip": Status.SLOW,
+    "denied": Status.DENIED,
     "down": Status.STORE_ERROR,
 }
 """What each kind of peer comes to."""
@@ -117,6 +119,8 @@ class World:
             "replaced": [ServerFault("replace")],
             "changing": [ServerFault("replace", times=forever)],
             "stall": [ServerFault("stall", times=forever)],
+            "drip": [ServerFault("drip", times=forever)],
+            "denied": [ServerFault("status", "*", times=forever, code=403)],
             "down": [ServerFault("status", "*", times=forever, code=500)],
         }.get(kind, [])
 

@@ -342,11 +342,13 @@ def test_objects_for_templar_are_read() -> None:
 
     schema = write.gather_schema(templar=True)
     data = (FILES / "templar" / "gradient.pt").read_bytes()
-    payloads = {1: read_payload(data, schema, run=write.RUN, window=1, uid=1)}
-    data = (FILES / "templar" / "aggregator.pt").read_bytes()
-    found = read_aggregator(data, schema, run=write.RUN, window=1)
-    assert tuple(found) == write.UIDS
-    for uid, payload in [*payloads.items(), *found.items()]:
+    payloads: Any = {1: read_payload(data, schema, run=write.RUN, window=1, uid=1)}
+    results = [payloads]
+    for folder in ("templar", "earlier/templar"):  # the first version lacked the nesting of Templar
+        data = (FILES / folder / "aggregator.pt").read_bytes()
+        results.append(read_aggregator(data, schema, run=write.RUN, window=1).payloads)
+        assert tuple(results[-1]) == write.UIDS
+    for uid, payload in (pair for each in results for pair in each.items()):
         for name, update in decompress(payload).items():
             assert torch.equal(update, write.peer_update(uid)[name]), name
 

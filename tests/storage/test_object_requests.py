@@ -133,8 +133,8 @@ def test_keys_that_are_no_paths_are_refused(store: ObjectStore) -> None:
         (ServerFault("status", code=500), RequestFailure.STORE_ERROR),
         (ServerFault("status", code=503), RequestFailure.STORE_ERROR),
         (ServerFault("status", code=429), RequestFailure.STORE_ERROR),
-        (ServerFault("status", code=401), RequestFailure.STORE_ERROR),
-        (ServerFault("status", code=403), RequestFailure.STORE_ERROR),
+        (ServerFault("status", code=401), RequestFailure.DENIED),
+        (ServerFault("status", code=403), RequestFailure.DENIED),
         (ServerFault("status", code=404), RequestFailure.NOT_FOUND),
         (ServerFault("status", code=412), RequestFailure.CHANGED),
         (ServerFault("reset"), RequestFailure.STORE_ERROR),
@@ -160,11 +160,11 @@ def test_silence_is_a_timeout(server: FaultServer) -> None:
     assert status_of(store.get("k", lambda piece: None, timeout=0.05)) is RequestFailure.TIMEOUT
 
 
-def test_a_slow_body_is_a_timeout() -> None:
+def test_a_slow_body_is_slow() -> None:
     with FaultServer(bytes_per_second=1000) as server:
         store = server.open()
         server.put("k", bytes(100_000))
-        assert status_of(store.get("k", lambda piece: None, timeout=0.2)) is RequestFailure.TIMEOUT
+        assert status_of(store.get("k", lambda piece: None, timeout=0.2)) is RequestFailure.SLOW
 
 
 def test_nobody_listening_is_a_store_error() -> None:

@@ -158,6 +158,6 @@ def templar_calls() -> Iterator[Call]:
     data = templar.write_payload(made, label)
     yield templar.read_payload, {**expected, "data": data, "uid": 1}
     yield templar.convert_payload, {**expected, "body": MemoryBody(data), "file": Fresh(io.BytesIO), "uid": 1}
-    results = [templar.state_lists, templar.gather_result, templar.templar_metrics, templar.write_aggregator]
+    results = [templar.gather_result, templar.templar_metrics, templar.write_aggregator]
     yield from calls(*results, gathered=found)
     yield templar.read_aggregator, {**expected, "data": templar.write_aggregator(found)}

@@ -339,7 +339,7 @@ class ElasticRanks(Ranks):
                 rank.
         """
         before = self.members
-        wait = self.timeout + patience
+        wait, start = self.timeout + patience, time.monotonic()
         for _ in range(len(before) + 1):
             self._leave()
             self._generation += 1
@@ -351,8 +351,8 @@ class ElasticRanks(Ranks):
                 )
             if len(self.members) < self._least:
                 raise RankTimeoutError(
-                    f"{what}: rank {self.rank} waited for {_named(absent)}, which did not come within "
-                    f"{wait:g} s; {len(self.members)} of at least {self._least} ranks are left"
+                    f"{what}: rank {self.rank} waited {time.monotonic() - start:.1f} s for {_named(absent)}, "
+                    f"which did not come; {len(self.members)} of at least {self._least} ranks are left"
                 )
             try:
                 self._connect(what, self.timeout)

@@ -30,13 +30,20 @@ from megalith.gather.result import Fetched, GatherResult, Partial, Record, make_
 from megalith.gather.validate import least_work_bytes, validate
 from megalith.ops import checks
 from megalith.storage.bodies import RANGE_BYTES, Body, Ledger, MemoryWriter, SpoolWriter, download_body
-from megalith.storage.object_store import DOWNLOAD_PIECE_BYTES, ObjectInfo, ObjectStore, StoreRequestError
+from megalith.storage.object_store import (
+    DOWNLOAD_PIECE_BYTES,
+    ObjectInfo,
+    ObjectStore,
+    RequestFailure,
+    StoreRequestError,
+)
 from megalith.storage.retries import backoff, repeat, run_async
 from megalith.units import show_bytes
 
 Stores = Mapping[str, ObjectStore]
 """Stores by the names that plans use."""
 _STREAM_BYTES = 4 * DOWNLOAD_PIECE_BYTES  # a piece that arrives, one handed over, what the client keeps
+_SLACK = 0.05  # seconds after which a request is cancelled that should have ended by itself
 _TORCH_FILE = b"PK\x03\x04"
 _BYTES_PER_POSITION = 64  # of a block that is converted
 _log = logging.getLogger("megalith.gather")
@@ -182,10 +189,11 @@ class Gatherer:
             The status of every uid so far.
         """
         known = {*self._plan.primary, *self._plan.reserve}
-        for uid in checks.as_list(uids, "uids"):
-            if not isinstance(uid, int) or uid not in known:
+        given = checks.items(uids, "uids", "integers")
+        for uid in given:
+            if checks.as_integer(uid) not in known:
                 raise InputError(f"uid {uid!r:.40} is not in the plan")
-        fresh = [uid for uid in dict.fromkeys(uids) if uid not in set(self._assigned)]
+        fresh = [uid for uid in dict.fromkeys(map(int, given)) if uid not in set(self._assigned)]
         self._assigned += fresh
         with ThreadPoolExecutor(self._workers, "megalith-validate") as workers:
             end = asyncio.get_running_loop().time() + self._plan.deadline
@@ -274,27 +282,41 @@ class Gatherer:
         """The bytes of the object, tried again as statuses and time allow."""
         pauses = backoff(random.Random(f"{self._plan.digest}/{uid}"))
         replaced, last = False, False
+        known: list[Fault] = []  # what the store answered so far
 
         async def attempt() -> Body:
             try:
                 async with phase.places:
                     with self._ledger.hold(_STREAM_BYTES, "a download"):
-                        return await self._attempt(uid, seen, phase)
+                        return await self._attempt(uid, seen, known, phase)
             except StoreRequestError as error:
                 raise Fault(Status(error.failure), str(error)) from None
+            except TimeoutError as error:
+                raise Fault(Status.TIMEOUT, f"the store gave no answer in time: {error}") from None
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                raise Fault(Status.STORE_ERROR, "the store cancelled its own request") from None
 
         def pause_after(fault: Fault) -> float | None:
             nonlocal replaced, last
             changed = fault.status is Status.CHANGED
+            if fault.status is not Status.TIMEOUT:
+                known[:] = [fault]
             if fault.status not in RETRIED or last or (changed and replaced):
                 return None
             replaced = replaced or changed
             last = self._window_is_over()
             return 0.0 if changed else next(pauses)
 
-        return await repeat(attempt, Fault, pause_after, phase.end)
+        try:
+            return await repeat(attempt, Fault, pause_after, phase.end)
+        except Fault as fault:
+            # The deadline cuts the last try short: that says less than the answer to an earlier one.
+            raise known[0] if known and fault.status is Status.TIMEOUT else fault from None
 
-    async def _attempt(self, uid: int, seen: dict[str, Any], phase: _Phase) -> Body:
+    async def _attempt(self, uid: int, seen: dict[str, Any], known: list[Fault], phase: _Phase) -> Body:
         """One HEAD, and a download of the version that HEAD saw."""
         loop, options = asyncio.get_running_loop(), self._options
         location = self._plan.location(uid)
@@ -303,24 +325,38 @@ class Gatherer:
         if left <= 0:
             raise Fault(Status.TIMEOUT, "its turn came after the deadline")
         seen["tries"] = seen.get("tries", 0) + 1
-        info = await store.head(key, timeout=min(left, options.request_timeout))
+        limit = min(left, options.request_timeout)
+        async with asyncio.timeout(limit + _SLACK):  # a store may ignore its own limit
+            info = await store.head(key, timeout=limit)
+        known[:] = [fault for fault in known if fault.status is Status.SLOW]
         seen |= {"last_modified": info.last_modified, "etag": info.etag}
         self._check_info(info)
-        limit = min(phase.end - loop.time(), options.request_timeout + info.size / options.slowest)
+        enough = options.request_timeout + info.size / options.slowest
         info = replace(info, key=key)
         spool = options.spool_directory
         ranged = info.size >= options.ranged_from and info.etag is not None and self._ranges > 1
         in_memory = info.size <= self._kept_bytes and not ranged
         async with phase.ranged if ranged else nullcontext():
             with self._ledger.hold(self._ranged_bytes if ranged else 0, "a ranged download"):
-                body = await download_body(
-                    store,
-                    info,
-                    MemoryWriter(info.size, self._ledger) if in_memory else SpoolWriter(spool),
-                    deadline=max(0.001, limit),
-                    request_timeout=options.request_timeout,
-                    ranges=self._ranges if ranged else 1,
-                )
+                start = loop.time()
+                limit = max(0.001, min(phase.end - start, enough))
+                try:
+                    async with asyncio.timeout(limit + _SLACK):
+                        body = await download_body(
+                            store,
+                            info,
+                            MemoryWriter(info.size, self._ledger) if in_memory else SpoolWriter(spool),
+                            deadline=limit,
+                            request_timeout=options.request_timeout,
+                            ranges=self._ranges if ranged else 1,
+                        )
+                except StoreRequestError as error:
+                    # A download that began shortly before the deadline says nothing about the peer.
+                    had_time = loop.time() - start >= min(enough, self._plan.deadline / 2)
+                    status = Status.SLOW if had_time else Status.TIMEOUT
+                    raise (
+                        Fault(status, str(error)) if error.failure is RequestFailure.SLOW else error
+                    ) from None
         seen["bytes"] = info.size
         return body
 

@@ -221,6 +221,7 @@ class Payload:
         self.header = header
         self.body = body
         self.norms = norms
+        self._closed = False
 
     @classmethod
     def open(cls, body: Body) -> Payload:
@@ -264,7 +265,7 @@ class Payload:
         """
         entry = self._entry(self.header.parameters, number, 0, 0)
         offset = entry.offset + entry.spec.rows * entry.spec.index_bytes
-        return tensor_of(self.body.read(offset, LOOKUP_BYTES * entry.spec.bins), torch.float32)
+        return tensor_of(self._read(offset, LOOKUP_BYTES * entry.spec.bins), torch.float32)
 
     def codes(self, number: int, start: int, stop: int) -> Tensor:
         """Read packed codes of a parameter.
@@ -294,7 +295,7 @@ class Payload:
             int64 [stop - start], ascending.
         """
         entry = self._entry(self.header.tables, number, start, stop)
-        return tensor_of(self.body.read(entry.offset + 8 * start, 8 * (stop - start)), torch.int64)
+        return tensor_of(self._read(entry.offset + 8 * start, 8 * (stop - start)), torch.int64)
 
     def rows(self, number: int, start: int, stop: int) -> Tensor:
         """Read rows of a table.
@@ -309,12 +310,22 @@ class Payload:
         """
         entry = self._entry(self.header.tables, number, start, stop)
         width = 4 * entry.spec.dim
-        data = self.body.read(entry.offset + 8 * entry.num_rows + width * start, width * (stop - start))
+        data = self._read(entry.offset + 8 * entry.num_rows + width * start, width * (stop - start))
         return tensor_of(data, torch.float32).view(stop - start, entry.spec.dim)
 
     def close(self) -> None:
         """Release its bytes."""
+        self._closed = True
         self.body.close()
+
+    def _read(self, offset: int, length: int) -> bytearray:
+        if self._closed:
+            label = self.header.label
+            raise UsageError(
+                f"the payload of uid {label.uid}, window {label.window}, was closed: read payloads before "
+                "their result is closed (`run_window` closes its own)"
+            )
+        return self.body.read(offset, length)
 
     @staticmethod
     def _entry(entries: Sequence[E], number: int, start: int, stop: int) -> E:
@@ -327,7 +338,7 @@ class Payload:
         return entries[number]
 
     def _bytes(self, offset: int, width: int, start: int, stop: int) -> Tensor:
-        data = self.body.read(offset + width * start, width * (stop - start))
+        data = self._read(offset + width * start, width * (stop - start))
         return tensor_of(data, torch.uint8).view(stop - start, width)
 
 

@@ -62,10 +62,14 @@ class Status(StrEnum):
     """An index out of range, repeated or out of order."""
     INVALID_VALUE = "INVALID_VALUE"
     """A value that is not finite or too large, or a code without a value."""
+    DENIED = "DENIED"
+    """The store refused (401, 403), but answers for another peer, or belongs to this one alone."""
+    SLOW = "SLOW"
+    """Its bytes began to arrive, but too slowly, while those of another peer arrived."""
     TIMEOUT = "TIMEOUT"
     """Not read before the deadline; the peer or the network was slow."""
     STORE_ERROR = "STORE_ERROR"
-    """The store refused or failed: 5xx, 429, credentials, connection."""
+    """The store failed: 5xx, 429, connection, or credentials with which nothing can be read."""
     LOCAL_ERROR = "LOCAL_ERROR"
     """This machine failed: the spool is full, or Megalith has an error."""
     RANK_LOST = "RANK_LOST"
@@ -82,7 +86,9 @@ OUR_FAULTS = frozenset(
 PEER_FAULTS = frozenset(Status) - OUR_FAULTS - {Status.OK}
 """Statuses that the peer caused."""
 
-RETRIED = frozenset({Status.NOT_FOUND, Status.TIMEOUT, Status.STORE_ERROR, Status.CHANGED})
+RETRIED = frozenset(
+    {Status.NOT_FOUND, Status.DENIED, Status.SLOW, Status.TIMEOUT, Status.STORE_ERROR, Status.CHANGED}
+)
 """Statuses after which another try may succeed."""
 
 
@@ -438,9 +444,9 @@ def _uids(name: str, uids: Any) -> list[int]:
     if len(found) > MAX_UIDS:
         raise InputError(f"plan: {name} has {len(found)} uids, at most {MAX_UIDS} are possible")
     for uid in found:
-        if type(uid) is not int or not 0 <= uid <= MAX_INT:
+        if (number := checks.as_integer(uid)) is None or not 0 <= number <= MAX_INT:
             raise InputError(f"plan: {name}: uid {uid!r:.40} must be an integer from 0 to 2^63-1")
-    return found
+    return list(map(int, found))
 
 
 def _check_choices(owner: Any, where: str) -> None:

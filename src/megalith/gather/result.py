@@ -11,12 +11,12 @@ reserves. Everything that adds over peers adds in this order.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import IntEnum
 from functools import cached_property, partial
-from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from megalith.errors import InputError
 from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import PEER_FAULTS, GatherPlan, Status
+from megalith.gather.plan import OUR_FAULTS, PEER_FAULTS, GatherPlan, Status
 from megalith.ops import checks
 from megalith.storage.json_codec import (
     NOT_SAVED,
@@ -308,25 +308,18 @@ class GatherResult:
         Raises:
             InputError: One is in another process.
         """
-        missing = [uid for uid in self._accepted(uids) if uid not in self.payloads]
+        chosen = self._accepted(uids)
+        missing = [uid for uid in chosen if uid not in self.payloads]
         if missing:
             raise InputError(f"the payload of uid {missing[0]} is not in this process")
-        return [self.payloads[uid] for uid in uids]
+        return [self.payloads[uid] for uid in chosen]
 
-    def _accepted(self, uids: Sequence[int]) -> Sequence[int]:
-        for uid in checks.as_list(uids, "uids"):
-            if not isinstance(uid, int) or uid not in self.accepted:
+    def _accepted(self, uids: Sequence[int]) -> list[int]:
+        given = checks.items(uids, "uids", "integers")
+        for uid in given:
+            if checks.as_integer(uid) not in self.accepted:
                 raise InputError(f"uid {uid!r:.40} was not accepted")
-        return uids
-
-    @property
-    def state_dict(self) -> dict[str, list[Any]]:
-        """All payloads under Templar's keys: real lists with one entry per peer in canonical order.
-
-        Everything is read into memory; see `megalith.compat.templar`.
-        """
-        found: dict[str, list[Any]] = import_module("megalith.compat.templar").state_lists(self)
-        return found
+        return list(map(int, given))
 
     def close(self) -> None:
         """Release all payloads."""
@@ -380,6 +373,7 @@ def merge(partials: Iterable[Partial]) -> GatherResult:
         if len({part.records[uid].digest for part in parts if uid in part.accepted}) > 1:
             why = "ranks read different payloads"
             records[uid] = replace(records[uid], status=Status.DIGEST_CONFLICT, detail=why)
+    records = _attributed(plan, records)
     accepted = sorted(u for u, record in records.items() if record.status is Status.OK)
     uids = tuple(sorted(accepted, key=lambda uid: (records[uid].tier == "reserve", uid)))
     return GatherResult(
@@ -394,6 +388,23 @@ def merge(partials: Iterable[Partial]) -> GatherResult:
         time=max(part.seconds for part in given),
         download_bytes=sum(record.bytes for record in records.values()),
     )
+
+
+def _attributed(plan: GatherPlan, records: Mapping[int, Record]) -> dict[int, Record]:
+    """The records, with refused and slow answers as our fault where nothing shows that this side works."""
+    stores = {uid: plan.location(uid).store for uid in records}
+    peers = Counter(plan.location(uid).store for uid in (*plan.primary, *plan.reserve))
+    silent = OUR_FAULTS | {Status.DENIED}
+    works = {stores[uid] for uid, record in records.items() if record.status not in silent}
+    works |= {name for name, count in peers.items() if count == 1 and name != "default"}
+    good = any(record.status is Status.OK for record in records.values())
+    found = dict(records)
+    for uid, record in records.items():
+        if record.status is Status.DENIED and stores[uid] not in works:
+            found[uid] = replace(record, status=Status.STORE_ERROR)
+        elif record.status is Status.SLOW and not good:
+            found[uid] = replace(record, status=Status.TIMEOUT)
+    return found
 
 
 def as_result(gathered: Gathered) -> GatherResult:

@@ -54,6 +54,9 @@ _CREDENTIALS = (
 """Environment variables of which one is set where obstore can find credentials."""
 
 
+_Answers = list[Any]
+
+
 class RequestFailure(StrEnum):
     """Why an asynchronous request failed."""
 
@@ -61,8 +64,12 @@ class RequestFailure(StrEnum):
     CHANGED = "CHANGED"
     """The object has another etag than the one asked for."""
     TIMEOUT = "TIMEOUT"
+    SLOW = "SLOW"
+    """The answer began, but did not end in time."""
+    DENIED = "DENIED"
+    """The store refused to answer: a status 401 or 403."""
     STORE_ERROR = "STORE_ERROR"
-    """The store refused or failed: a status such as 500, 429 or 403, or no connection."""
+    """The store failed: a status such as 500 or 429, or no connection."""
 
 
 class StoreRequestError(StoreError):
@@ -217,9 +224,10 @@ class ObjectStore(Store):
         """
         checks.callback(sink, "get: sink", required=True)
         _check_etag(etag)
-        async with self._limited("get", key, timeout):
+        async with self._limited("get", key, timeout) as begun:
             options = {} if etag is None else {"if_match": etag}
             answer = await self._obstore.get_async(self._store, self._key(key), options=options)
+            begun.append(answer)
             info = self._info(answer.meta)
             done = 0
             async for piece in answer.stream(min_chunk_size=DOWNLOAD_PIECE_BYTES):
@@ -251,11 +259,12 @@ class ObjectStore(Store):
         checks.integer(start, "get_range: start", least=0)
         checks.integer(length, "get_range: length")
         _check_etag(etag)
-        async with self._limited("get", key, timeout):
+        async with self._limited("get", key, timeout) as begun:
             options: dict[str, Any] = {"range": (start, start + length)}
             if etag is not None:
                 options["if_match"] = etag
             answer = await self._obstore.get_async(self._store, self._key(key), options=options)
+            begun.append(answer)
             data = bytes(await answer.bytes_async())
             if len(data) != length:
                 message = f"get of {key!r}: received {len(data)} of {length} bytes at {start}"
@@ -270,7 +279,8 @@ class ObjectStore(Store):
         Args:
             key: The object's name.
             data: The content, or a local file that holds it: its path, or opened for reading.
-            create: Write only if the object does not exist.
+            create: Write only if the object does not exist. Of several writers of bytes, one succeeds; an
+                upload in parts, of a large file, checks first.
             timeout: Seconds for the whole request.
 
         Returns:
@@ -280,7 +290,7 @@ class ObjectStore(Store):
         if size is None:
             raise InputError(f"put of {key!r}: data must be bytes, a file or its path, got {data!r:.100}")
         checks.flag(create, "put: create")
-        small = size <= UPLOAD_PART_BYTES
+        small = size <= UPLOAD_PART_BYTES or isinstance(data, bytes)
         async with self._limited("put", key, timeout):
             if create and not small:
                 # An upload in parts has no create-only mode: check first.
@@ -331,21 +341,26 @@ class ObjectStore(Store):
                 await self._obstore.delete_async(self._store, self._key(key))
 
     @asynccontextmanager
-    async def _limited(self, verb: str, key: str, timeout: float) -> AsyncIterator[None]:
-        """Limit the time of a request and convert obstore's errors."""
+    async def _limited(self, verb: str, key: str, timeout: float) -> AsyncIterator[_Answers]:
+        """Limit the time of a request and convert obstore's errors. The list takes an answer that begins."""
         checks.seconds(timeout, f"{verb}: timeout")
         self._key(key)
         known = self._obstore.exceptions
         where = f"{verb} of {key!r} in {self.where}"
+        begun: _Answers = []
         try:
             async with asyncio.timeout(timeout):
-                yield
+                yield begun
         except TimeoutError:
             failure, problem = RequestFailure.TIMEOUT, f"no answer within {timeout:.3g} s"
+            if begun:
+                failure, problem = RequestFailure.SLOW, f"the answer did not end within {timeout:.3g} s"
         except FileNotFoundError:
             failure, problem = RequestFailure.NOT_FOUND, "the object does not exist"
         except known.PreconditionError:
             failure, problem = RequestFailure.CHANGED, "the object was replaced"
+        except (known.PermissionDeniedError, known.UnauthenticatedError) as error:
+            failure, problem = RequestFailure.DENIED, _first_line(error)
         except known.BaseError as error:
             failure, problem = RequestFailure.STORE_ERROR, _first_line(error)
         except MegalithError:

@@ -32,13 +32,14 @@ async def persist(
     request_timeout: float = 30.0,
     rng: random.Random | None = None,
 ) -> T:
-    """Repeat a request after TIMEOUT and STORE_ERROR, with growing, jittered pauses."""
+    """Repeat a request after TIMEOUT, SLOW and STORE_ERROR, with growing, jittered pauses."""
     loop = asyncio.get_running_loop()
     end = loop.time() + deadline
     pauses = backoff(rng or random.Random())
 
     def pause_after(error: StoreRequestError) -> float | None:
-        return next(pauses) if error.failure in (Failure.TIMEOUT, Failure.STORE_ERROR) else None
+        again = error.failure in (Failure.TIMEOUT, Failure.SLOW, Failure.STORE_ERROR)
+        return next(pauses) if again else None
 
     def attempt() -> Awaitable[T]:
         return call(max(0.001, min(request_timeout, end - loop.time())))

@@ -13,7 +13,7 @@ import pickletools
 import struct
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,14 @@ from torch import Tensor
 from megalith.errors import MegalithError
 from megalith.storage.bodies import Body
 from megalith.storage.json_codec import MAX_INT
+from megalith.storage.local_files import crc32
 
 _END = struct.Struct("<4sHHHHIIH")
 _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_BLOCK_BYTES = 1 << 18
 _ENTRY_BYTES = 512  # a directory entry with its name, generously
 _STORAGES = {
     "torch.ByteStorage": torch.uint8,
@@ -83,34 +85,56 @@ class TorchFile:
         if len(roots) != 1:
             raise TorchFileError("is not an archive of torch.save: it must have one data.pkl")
         self._root = roots[0].removesuffix("data.pkl")
+        self._verified: set[str] = set()
         order = self._files.get(self._root + "byteorder")
-        if order is not None and body.read(order[0], min(order[1], 8)) != b"little":
+        if order is not None and body.read(order.start, min(order.size, 8)) != b"little":
             raise TorchFileError("was written on a big-endian machine")
-        start, length = self._files[roots[0]]
+        start, length, _ = self._files[roots[0]]
         if length > longest_pickle:
             raise TorchFileError(f"has a pickle of {length} bytes where {longest_pickle} are enough")
+        self._verify(roots[0])
         self.value = _Machine().run(bytes(body.read(start, length)))
 
     def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
         """Read some elements of a tensor."""
         # returns: [stop - start], in memory of its own.
         storage = tensor.storage
-        place = self._files.get(f"{self._root}data/{storage.key}")
-        size = storage.dtype.itemsize
-        if place is None or storage.length * size != place[1]:
+        name = f"{self._root}data/{storage.key}"
+        place, size = self._files.get(name), storage.dtype.itemsize
+        if place is None or storage.length * size != place.size:
             raise TorchFileError(f"storage {storage.key!r:.40} is missing or has the wrong length")
         if not 0 <= start <= stop <= tensor.numel or tensor.offset + tensor.numel > storage.length:
             raise TorchFileError(f"a tensor reaches past its storage {storage.key!r:.40}")
-        data = self._body.read(place[0] + size * (tensor.offset + start), size * (stop - start))
+        self._verify(name)
+        data = self._body.read(place.start + size * (tensor.offset + start), size * (stop - start))
         return (
             torch.frombuffer(data, dtype=storage.dtype)
             if data
             else torch.zeros(0, dtype=storage.dtype, device="cpu")
         )
 
+    def _verify(self, name: str) -> None:
+        """Compare the CRC of a file of the archive, once, block by block."""
+        if name in self._verified:
+            return
+        place, found = self._files[name], 0
+        for at in range(0, place.size, _BLOCK_BYTES):
+            found = crc32(self._body.read(place.start + at, min(_BLOCK_BYTES, place.size - at)), found)
+        if found != place.crc:
+            raise TorchFileError(f"has a wrong CRC: {name!r:.80} is damaged")
+        self._verified.add(name)
 
-def _directory(body: Body, longest_pickle: int) -> dict[str, tuple[int, int]]:
-    """Start and length of each file in a zip archive of stored, uncompressed files."""
+
+class _ArchivedFile(NamedTuple):
+    """A file in the archive."""
+
+    start: int
+    size: int
+    crc: int
+
+
+def _directory(body: Body, longest_pickle: int) -> dict[str, _ArchivedFile]:
+    """Each file of a zip archive of stored, uncompressed files."""
     if body.size < _END.size:
         raise TorchFileError("is not a zip archive")
     signature, _, _, _, count, length, start, comment = _END.unpack(
@@ -123,20 +147,21 @@ def _directory(body: Body, longest_pickle: int) -> dict[str, tuple[int, int]]:
     if length > longest_pickle + _ENTRY_BYTES * 64 or start + length > body.size:
         raise TorchFileError(f"has a directory of {length} bytes at {start}")
     data = bytes(body.read(start, length))
-    files: dict[str, tuple[int, int]] = {}
+    files: dict[str, _ArchivedFile] = {}
     at = 0
     while at < length:
         if length - at < _ENTRY.size:
             raise TorchFileError("has a directory that ends within an entry")
         entry = _ENTRY.unpack_from(data, at)
-        method, packed, size, name_bytes, extra, remark, place = (entry[i] for i in (4, 8, 9, 10, 11, 12, 16))
+        fields = (entry[i] for i in (4, 7, 8, 9, 10, 11, 12, 16))
+        method, crc, packed, size, name_bytes, extra, remark, place = fields
         name = data[at + _ENTRY.size : at + _ENTRY.size + name_bytes].decode("utf-8", "replace")
         extras = data[at + _ENTRY.size + name_bytes : at + _ENTRY.size + name_bytes + extra]
         if 0xFFFFFFFF in (packed, size, place):
             packed, size, place = _wide(extras, packed, size, place)
         if entry[0] != b"PK\x01\x02" or method != 0 or packed != size or name in files:
             raise TorchFileError("has an entry that is compressed, repeated or damaged")
-        files[name] = (_data_start(body, place, size), size)
+        files[name] = _ArchivedFile(_data_start(body, place, size), size, crc)
         at += _ENTRY.size + name_bytes + extra + remark
     if len(files) != count:
         raise TorchFileError(f"has {len(files)} files, its end says {count}")

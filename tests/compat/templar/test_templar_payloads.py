@@ -165,3 +165,13 @@ def test_mutated_pickles_are_faults_or_payloads(changes: list[tuple[int, int]]) 
 def test_random_bytes_are_faults(data: bytes) -> None:
     with pytest.raises(Fault):
         converted(data)
+
+
+def test_every_byte_of_the_archive_is_covered_by_its_crc() -> None:
+    name = "archive/data/0"
+    archive = zipfile.ZipFile(io.BytesIO(DATA))
+    names = [each for each in archive.namelist() if each.endswith(name.removeprefix("archive"))]
+    at = DATA.index(archive.read(names[0]))
+    with pytest.raises(Fault, match="wrong CRC") as caught:
+        converted(DATA[:at] + bytes([DATA[at] ^ 1]) + DATA[at + 1 :])
+    assert caught.value.status is Status.CORRUPT

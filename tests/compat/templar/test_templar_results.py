@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalith.compat import templar
 from megalith.errors import ArtifactError, InputError
@@ -23,6 +26,7 @@ from megalith.gather import (
     gather,
     open_object_store,
     run_window,
+    to_penalise,
 )
 from megalith.storage.retries import run_async
 from tests.compat.templar.test_templar_payloads import SCHEMA, SHAPES, saved, templar_object
@@ -67,8 +71,8 @@ def test_results_have_real_lists_that_templars_consumers_accept(buckets: dict[st
     result = gather(plan(), SCHEMA, buckets)
     found = templar.gather_result(result)
     assert found is not None
+    found._offloaded = True  # as Templar's validator marks it
     assert (found.uids, found.skipped_uids, found.global_steps) == ([1, 2, 3], [], [41, 42, 43])
-    assert vars(found.state_dict).keys() == result.state_dict.keys()
     for key, entries in vars(found.state_dict).items():
         assert isinstance(entries, list)
         assert len(entries) == 3
@@ -78,32 +82,68 @@ def test_results_have_real_lists_that_templars_consumers_accept(buckets: dict[st
     assert found.state_dict.bvals[0].shape == (1, 64)
     shift, scale, offset, lookup, dtype = found.state_dict.wquant_params[1]
     assert (float(shift), scale, offset, lookup.shape, dtype) == (0.0, 1.0, 2, (4,), torch.float32)
-    # Dequantised as Templar does: the entries of a peer are its update.
-    codes, packed = (
-        found.state_dict.wvals[1].view(2, 64).long(),
-        found.state_dict.widxs[1].view(2, 32, 3).long(),
-    )
-    pairs = [packed[..., 0] | (packed[..., 1] & 15) << 8, packed[..., 1] >> 4 | packed[..., 2] << 4]
-    chunks = torch.zeros(2, 4096).scatter_(1, torch.stack(pairs, 2).flatten(1), lookup[codes] + shift)
-    assert torch.equal(chunks.view(2, 64, 64).reshape(128, 64), templar_object(2)[1]["w"])
+    assert torch.equal(dequantised(found, 1), templar_object(2)[1]["w"])
     result.close()
     nothing = gather(plan(time_max=None, max_object_bytes=1, deadline=0.2), SCHEMA, buckets)
     assert templar.gather_result(nothing) is None
 
 
-def test_aggregator_objects_come_back(buckets: dict[str, Any]) -> None:
-    result = gather(plan(), SCHEMA, buckets)
-    data = templar.write_aggregator(result)
+def catch_up_of_templar(data: bytes) -> tuple[SimpleNamespace, int]:
+    """What Templar's catch-up makes of an object that its Comms has read."""
     loaded = torch.load(io.BytesIO(data), weights_only=True)
-    assert loaded["uids"] == [1, 2, 3]
-    assert isinstance(loaded["state_dict"]["widxs"], list)
-    assert loaded["success_rate"] == 1.0
-    read = templar.read_aggregator(data, SCHEMA, run="r", window=7)
-    for uid, payload in read.items():
-        for name, tensor in decompress(payload).items():
-            assert torch.equal(tensor, templar_object(uid)[1][name])
+    payload = loaded.get("state_dict")
+    assert "state_dict" in payload
+    rest = {name: payload[name] for name in ("uids", "skipped_uids", "success_rate")}
+    return SimpleNamespace(state_dict=SimpleNamespace(**payload["state_dict"]), **rest), loaded["global_step"]
+
+
+def dequantised(found: SimpleNamespace, peer: int) -> Tensor:
+    """The update of a peer to "w", by the formulas of Templar, without Megalith's code."""
+    _, _, _, lookup, _ = found.state_dict.wquant_params[peer]
+    codes, packed = (
+        found.state_dict.wvals[peer].view(2, 64).long(),
+        found.state_dict.widxs[peer].view(2, 32, 3).long(),
+    )
+    pairs = [packed[..., 0] | (packed[..., 1] & 15) << 8, packed[..., 1] >> 4 | packed[..., 2] << 4]
+    values = lookup[codes] + found.state_dict.wquant_params[peer][0]
+    return torch.zeros(2, 4096).scatter_(1, torch.stack(pairs, 2).flatten(1), values).view(128, 64)
+
+
+def test_aggregator_objects_are_accepted_by_templars_catch_up(buckets: dict[str, Any]) -> None:
+    result = gather(plan(), SCHEMA, buckets)
+    found, step = catch_up_of_templar(templar.write_aggregator(result, global_step=9))
+    assert (found.uids, found.skipped_uids, found.success_rate, step) == ([1, 2, 3], [], 1.0, 9)
+    assert isinstance(found.state_dict.widxs, list)
+    for number, uid in enumerate(found.uids):
+        assert torch.equal(dequantised(found, number), templar_object(uid)[1]["w"])
     result.close()
-    for damaged in (data[:-1], b"", data.replace(b"state_dict", b"state_dicx")):
+
+
+def aggregator_of_templar(uids: Sequence[int], dtype: torch.dtype = torch.float32) -> bytes:
+    """An aggregator object as Templar's validator stores it, made without Megalith's code."""
+    objects = [templar_object(uid, window=7, dtype=dtype)[0]["state_dict"] for uid in uids]
+    lists = {key: [each[key] for each in objects] for key in objects[0] if key != "metadata"}
+    content = {"state_dict": lists, "uids": list(uids), "skipped_uids": [9], "success_rate": 0.75}
+    return saved({"state_dict": content, "global_step": 77})
+
+
+def test_aggregator_objects_of_templar_are_read_and_applied() -> None:
+    data = aggregator_of_templar([2, 3, 1], torch.bfloat16)  # 1 is a reserve
+    config = UpdateConfig(clip="none", lr=0.5, mean="peers")
+    result = templar.read_aggregator(data, SCHEMA, run="r", window=7, update=config)
+    assert (result.uids, result.skipped_uids, to_penalise(result)) == ((2, 3, 1), (9,), ())
+    assert result.global_steps == (77, 77, 77)
+    weights = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    OuterUpdate(SCHEMA).apply(weights, result)
+    for name, tensor in weights.items():
+        mean = sum(templar_object(uid, dtype=torch.bfloat16)[1][name] for uid in (1, 2, 3)) / 3
+        torch.testing.assert_close(tensor, 1 - 0.5 * mean, rtol=1e-6, atol=1e-6)
+    written = templar.write_aggregator(result)
+    again = templar.read_aggregator(written, SCHEMA, run="r", window=7)
+    for uid, payload in again.payloads.items():
+        for name, tensor in decompress(payload).items():
+            assert torch.equal(tensor, decompress(result.payloads[uid])[name])
+    for damaged in (data[:-1], b"", data.replace(b"state_dict", b"state_dicx"), saved([1])):
         with pytest.raises(ArtifactError, match="aggregator object of window 7"):
             templar.read_aggregator(damaged, SCHEMA, run="r", window=7)
 

@@ -8,7 +8,6 @@ from megalith.compat.templar.payloads import convert_payload, read_payload, writ
 from megalith.compat.templar.results import (
     gather_result,
     read_aggregator,
-    state_lists,
     templar_metrics,
     write_aggregator,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "peer_stores",
     "read_aggregator",
     "read_payload",
-    "state_lists",
     "templar_metrics",
     "write_aggregator",
     "write_payload",

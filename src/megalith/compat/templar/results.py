@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,27 +17,32 @@ import torch
 from megalith.compat.templar.payloads import PARTS, parameter_parts, read_payload
 from megalith.errors import ArtifactError, InputError
 from megalith.gather.overlap import Overlap
-from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import Fault
-from megalith.gather.result import Gathered, as_result, norm_medians
+from megalith.gather.plan import Fault, GatherPlan, Status, UpdateConfig
+from megalith.gather.result import (
+    Fetched,
+    Gathered,
+    GatherResult,
+    Record,
+    as_result,
+    make_partial,
+    merge,
+    norm_medians,
+    tier_of,
+)
+from megalith.gather.validate import validate
 from megalith.gather.window import metrics
 from megalith.ops import checks
-from megalith.storage.bodies import MemoryBody
+from megalith.storage.bodies import Ledger, MemoryBody
+from megalith.storage.json_codec import MAX_INT
 from megalith.storage.torch_files import PickledName, StoredTensor, TorchFile, TorchFileError
 
 _MAX_PICKLE = 1 << 28
+_WORK_BYTES = 1 << 22  # of a block that is validated
 
 
-def state_lists(gathered: Gathered) -> dict[str, list[Any]]:
-    """Return all payloads under Templar's keys.
-
-    Args:
-        gathered: The result, with all payloads in this process.
-
-    Returns:
-        For each key a list with one entry per peer in canonical order.
-    """
+def _state_lists(gathered: Gathered) -> dict[str, list[Any]]:
+    """All payloads under Templar's keys: for each key a list with one entry per peer in canonical order."""
     result = as_result(gathered)
     state: dict[str, list[Any]] = {}
     for number, spec in enumerate(result.schema.parameters):
@@ -65,69 +71,95 @@ def gather_result(gathered: Gathered) -> SimpleNamespace | None:
         upload_bytes=0,
         download_bytes=result.download_bytes,
         success_rate=result.success_rate,
-        state_dict=SimpleNamespace(**state_lists(result)),
+        state_dict=SimpleNamespace(**_state_lists(result)),
         uids=list(result.uids),
         global_steps=list(result.global_steps),
         skipped_uids=list(result.skipped_uids),
     )
 
 
-def write_aggregator(gathered: Gathered) -> bytes:
+def write_aggregator(gathered: Gathered, *, global_step: int = 0) -> bytes:
     """Write the aggregator object of a window, from which Templar's nodes catch up.
 
     Args:
         gathered: The result, with all payloads in this process.
+        global_step: The step counter of the node that writes it.
 
     Returns:
         The bytes of the torch file.
     """
     result = as_result(gathered)
+    checks.integer(global_step, "global_step", 0)
     file = io.BytesIO()
-    saved = {
-        "state_dict": state_lists(result),
+    content = {
+        "state_dict": _state_lists(result),
         "uids": list(result.uids),
         "skipped_uids": list(result.skipped_uids),
         "success_rate": result.success_rate,
     }
-    torch.save(saved, file)
+    # Templar's Comms puts whatever it stores under "state_dict".
+    torch.save({"state_dict": content, "global_step": global_step}, file)
     return file.getvalue()
 
 
-def read_aggregator(data: bytes, schema: PayloadSchema, *, run: str, window: int) -> dict[int, Payload]:
-    """Read an aggregator object.
+def read_aggregator(
+    data: bytes, schema: PayloadSchema, *, run: str, window: int, update: UpdateConfig | None = None
+) -> GatherResult:
+    """Read an aggregator object. Every payload is validated.
 
     Args:
         data: Its bytes.
         schema: The schema of the model.
         run: The name of the run.
         window: The window.
+        update: How the outer step is made; None: the default.
 
     Returns:
-        The payload of each peer, in the order of the object.
+        A result like any other, which `OuterUpdate.apply` takes. Peers that the object lists as skipped have
+        the status LOCAL_ERROR, because it does not say why.
 
     Raises:
         ArtifactError: It is damaged, or of another model.
     """
     if not isinstance(data, bytes):
         raise InputError(f"data must be bytes, got {checks.kind(data)}")
-    checks.instance(schema, PayloadSchema, "schema")
+    digest = checks.instance(schema, PayloadSchema, "schema").digest
     where = f"the aggregator object of window {window}"
+    fetched: list[Fetched] = []
     try:
         archive = TorchFile(MemoryBody(data), longest_pickle=min(_MAX_PICKLE, len(data)))
-        saved = archive.value
-        uids = saved.get("uids") if isinstance(saved, dict) else None
-        state = saved.get("state_dict") if isinstance(saved, dict) else None
+        saved = archive.value if isinstance(archive.value, dict) else {}
+        inner = saved.get("state_dict")
+        # The first version of `write_aggregator` lacked the outer level.
+        content = inner if isinstance(inner, dict) and "uids" in inner else saved
+        uids, state, skipped = (content.get(each) for each in ("uids", "state_dict", "skipped_uids"))
         if not isinstance(uids, list) or not isinstance(state, dict):
             raise ArtifactError(f"{where} has no uids or no state_dict")
-        found = {}
+        # Primaries ascend, then reserves do: peers are applied in this order.
+        primaries = next((n for n in range(1, len(uids)) if uids[n] < uids[n - 1]), len(uids))
+        lost = tuple(skipped) if isinstance(skipped, list) else ()
+        plan = GatherPlan(
+            run=run,
+            window=window,
+            schema=digest,
+            primary=(*uids[:primaries], *lost),
+            reserve=tuple(uids[primaries:]),
+            update=UpdateConfig() if update is None else update,
+        )
         for number, uid in enumerate(uids):
             one = _loaded(archive, {key: _entry(where, key, each, number) for key, each in state.items()})
             file = io.BytesIO()
-            torch.save({"state_dict": one, "global_step": 0}, file)
-            found[uid] = read_payload(file.getvalue(), schema, run=run, window=window, uid=uid)
-    except (TorchFileError, Fault, InputError) as error:
+            torch.save({"state_dict": one, "global_step": saved.get("global_step", 0)}, file)
+            body = read_payload(file.getvalue(), schema, run=run, window=window, uid=uid).body
+            ledger = Ledger(MAX_INT, "reading")  # the object is in memory already
+            payload = validate(body, schema, plan, uid, ledger=ledger, work_bytes=_WORK_BYTES)
+            found = payload.header
+            record = Record(uid, tier_of(plan, uid), Status.OK, bytes=found.size, digest=found.digest)
+            fetched.append((replace(record, global_step=found.label.global_step), payload))
+    except (TorchFileError, Fault, InputError, TypeError) as error:
         raise ArtifactError(f"{where}: {error}") from None
-    return found
+    fetched += [(Record(uid, "primary", Status.LOCAL_ERROR, f"skipped in {where}"), None) for uid in lost]
+    return merge([make_partial(plan, schema, [record.uid for record, _ in fetched], fetched)])
 
 
 def templar_metrics(
