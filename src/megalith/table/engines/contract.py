@@ -40,6 +40,11 @@ from megalith.table.table_data import (
 class Engine(ABC):
     """Storage and kernels of one table.
 
+    In all methods `ids` is int64 [n] and may repeat unless the method says otherwise; `found` holds the rows
+    of the ids if they are known; `outputs` are float32, one per output of the pooling, and zero where no bag
+    writes; `time` is in seconds and becomes the last-update time of the rows; `consumer` is a number from 0
+    to MAX_CONSUMERS - 1. A call that raises TableFullError has written nothing.
+
     Args:
         config: The config of the table.
         seed: Together with the table's name and an id it determines the initial row of that id.
@@ -82,22 +87,11 @@ class Engine(ABC):
 
     @abstractmethod
     def reseed(self, seed: int) -> None:
-        """Change the seed of initial rows and of random draws. Rows that exist stay as they are.
-
-        Args:
-            seed: The new seed.
-        """
+        """Change the seed of initial rows and of random draws. Rows that exist stay as they are."""
 
     def new_chunk(self, n: int, *, rows: bool = True) -> Chunk:
-        """Return an uninitialized chunk with the columns of this table.
-
-        Args:
-            n: Number of rows.
-            rows: Whether it has weights and optimizer state.
-
-        Returns:
-            The chunk: ids int64 [n], weights float32 [n, dim], a float32 [n, size] per state, times int64
-            [n], and for a counted table counts and steps int64 [n].
+        """Return an uninitialized chunk with the columns of this table, without weights and state if not
+        `rows`.
         """
         counted = self.config.counted
         return Chunk(
@@ -117,49 +111,21 @@ class Engine(ABC):
 
     @abstractmethod
     def find(self, ids: Tensor) -> FoundRows:
-        """Find the rows of ids; never create one.
-
-        Args:
-            ids: int64 [n].
-
-        Returns:
-            Row numbers, int32 [n], -1 where an id has no row, and the epoch in which they are valid.
-        """
+        """Return the rows of ids, -1 where an id has none, and the epoch in which they are valid."""
 
     def has_rows(self, ids: Tensor) -> Tensor:
-        """Return which ids have a row. Unlike `find`, it is not a use of these rows.
-
-        Args:
-            ids: int64 [n].
-
-        Returns:
-            bool [n].
-        """
+        """Return which ids have a row, bool [n]. Unlike `find`, it is not a use of these rows."""
         return self.find(ids).rows >= 0
 
     @abstractmethod
     def read(self, ids: Tensor, found: FoundRows | None = None, out: Tensor | None = None) -> Tensor:
-        """Read stored weights.
-
-        Args:
-            ids: int64 [n].
-            found: Rows of the ids, if they are known.
-            out: float32 [n, dim] to fill, if the caller has it.
-
-        Returns:
-            float32 [n, dim]; an id without a row reads as `TableConfig.missing` defines.
+        """Return stored weights, float32 [n, dim], in `out` if given; `TableConfig.missing` defines absent
+        ids.
         """
 
     @abstractmethod
     def pool(self, ids: Tensor, found: FoundRows | None, pooling: Pooling, outputs: list[Tensor]) -> None:
-        """Read stored weights and reduce them into the outputs of a pooling.
-
-        Args:
-            ids: int64 [n].
-            found: Rows of the ids, if they are known.
-            pooling: Which occurrence goes to which output.
-            outputs: float32, one per output; zero where no bag writes.
-        """
+        """Read stored weights and reduce them into the outputs of a pooling."""
 
     def lookup(
         self,
@@ -171,14 +137,8 @@ class Engine(ABC):
     ) -> Tensor:
         """Read what lookups return: the stored weights, or the view of them.
 
-        Args:
-            ids: int64 [n].
-            found: Rows of the ids, if they are known.
-            out: float32 [n, dim] to fill, if the caller has it.
-            step: The global step of the training that uses the rows; None: as servers return them.
-
-        Returns:
-            float32 [n, dim]; an id without a row reads as the view of its initial row, or as zeros.
+        An id without a row reads as the view of its initial row, or as zeros. `step` is the global step of
+        the training that uses the rows; None: as servers return them.
         """
         rows = self.read(ids, found, out)
         if self.view is None:
@@ -189,12 +149,7 @@ class Engine(ABC):
         return rows
 
     def apply_view(self, rows: Tensor, step: int | None) -> None:
-        """Replace stored weights by what lookups return, in place. The table has a view.
-
-        Args:
-            rows: float32 [n, dim], contiguous.
-            step: As for `lookup`.
-        """
+        """Replace stored weights, float32 [n, dim], by what lookups return, in place."""
         assert self.view is not None
         self.view.apply(rows, step)
 
@@ -207,28 +162,14 @@ class Engine(ABC):
         *,
         step: int | None = None,
     ) -> None:
-        """Reduce what `lookup` returns into the outputs of a pooling.
-
-        Args:
-            ids: int64 [n].
-            found: Rows of the ids, if they are known.
-            pooling: Which occurrence goes to which output.
-            outputs: float32, one per output; zero where no bag writes.
-            step: As for `lookup`.
-        """
+        """Reduce what `lookup` returns into the outputs of a pooling."""
         if self.view is None:
             return self.pool(ids, found, pooling, outputs)
         pooling.check(self.name, ids.numel(), self.dim)
         self.pool_rows(self.lookup(ids, found, step=step), pooling.of(self.name), outputs)
 
     def pool_rows(self, rows: Tensor, bags: Sequence[Bags], outputs: list[Tensor]) -> None:
-        """Reduce rows into the outputs of a pooling.
-
-        Args:
-            rows: float32 [n, dim], a row for each occurrence.
-            bags: The bags of this table, which are known to fit.
-            outputs: float32, one per output.
-        """
+        """Reduce rows, one for each occurrence, into the outputs of a pooling; the bags are known to fit."""
         pool(rows, bags, outputs)
 
     @abstractmethod
@@ -243,68 +184,28 @@ class Engine(ABC):
     ) -> None:
         """Make one optimizer step per distinct id on its summed gradient; create missing rows.
 
-        The admission policy may refuse ids without a row: their gradients are dropped and counted. A
-        capacity may remove rows of other ids to make room.
-
-        Args:
-            ids: int64 [n].
-            found: Rows of the ids, if they are known.
-            grads: One tensor [n, dim], or with `pooling` one gradient per output. All finite.
-            pooling: The pooling whose outputs the gradients belong to.
-            step: Learning rates, time, scale, clip_norm and step.
-            occurrences: Number of occurrences that each id stands for, int64 [n], for the admission policy.
-                None: one each.
-
-        Raises:
-            TableFullError: The rows do not fit in the capacity. Nothing was written.
+        The admission policy may refuse ids without a row: their gradients are dropped and counted. A capacity
+        may remove rows of other ids to make room. `grads` is one finite tensor [n, dim], or with `pooling`
+        one per output; `occurrences` int64 [n] is what each id stands for to the admission policy (None: one
+        each).
         """
 
     # ---- rows
 
     @abstractmethod
     def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
-        """Set the weights of ids, or add to them, in input order; create missing rows.
-
-        Args:
-            ids: int64 [n]; may repeat.
-            rows: float32 [n, dim], finite.
-            add: Whether to add to the weights; a new row starts from its initial weights. False sets them.
-            time: Seconds; becomes the last-update time of the rows.
-        """
+        """Set the weights of ids, or `add` to them, in input order; create missing rows. `rows` is finite."""
 
     @abstractmethod
     def reinitialize(self, ids: Tensor, time: int) -> Tensor:
-        """Reset rows to their initial weights and state; create missing rows.
-
-        Args:
-            ids: int64 [n]; may repeat.
-            time: Seconds; becomes the last-update time of the rows.
-
-        Returns:
-            int32 [n] in input order: 0 created, 1 existed.
-        """
+        """Reset or create rows; return int32 [n] in input order: 0 created, 1 existed."""
 
     @abstractmethod
     def remove(self, ids: Tensor) -> int:
-        """Remove the rows of ids.
-
-        Args:
-            ids: int64 [n]; may repeat.
-
-        Returns:
-            Number of rows removed.
-        """
+        """Remove the rows of ids; return their number."""
 
     def scan(self, chunk_size: int, *, watch: int | None = None) -> Iterator[Chunk]:
-        """Yield all rows in chunks. Each chunk is consistent; a row is yielded once unless it is removed.
-
-        Args:
-            chunk_size: Largest number of rows of a chunk.
-            watch: As for `scan_part`.
-
-        Yields:
-            Chunks with their own memory.
-        """
+        """Yield all rows in chunks. Each chunk is consistent; a row is yielded once unless it is removed."""
         with self.scanning():
             at = 0
             while at >= 0:
@@ -323,9 +224,7 @@ class Engine(ABC):
     def keep_places(self, scan: int, seconds: float) -> None:
         """Keep all rows in their places for some time: for a scan whose parts are calls of their own.
 
-        Args:
-            scan: A number of the scan.
-            seconds: From now on; each part calls this again, and the last one with 0.
+        Each part calls this again, and the last one with 0 seconds.
         """
         with self._moving:
             self._leases.pop(scan, None)
@@ -353,52 +252,28 @@ class Engine(ABC):
         watch: int | None = None,
         stop: int | None = None,
     ) -> tuple[Chunk, int]:
-        """Return the next rows of a scan.
+        """Return the next rows of a scan, at most `limit`, and where the next part starts; -1 at the end.
 
-        Args:
-            start: 0, where the previous part ended, or the number of any place of a row.
-            limit: Largest number of rows.
-            rows: Whether to copy weights and optimizer state; without them the chunk has no such columns.
-            watch: From `open_watch`: `evict` with it removes these rows unless they change from now on.
-            stop: Number of a place after `start`, at which the part ends. None: the end of the table.
-
-        Returns:
-            The rows, and where the next part starts; -1 at the end of the table.
+        `start` is 0, where the previous part ended, or any place of a row; the part ends before `stop`.
+        Without `rows` the chunk has no weights and state. With `watch` (from `open_watch`) `evict` removes
+        these rows unless they change from now on.
         """
 
     def host_tier(self) -> HostTierUse | None:
-        """Return where the rows of a table with a budget of GPU memory are.
-
-        Returns:
-            None for a table or engine without such a budget.
-        """
+        """Return where the rows of a table with a budget of GPU memory are; None without a budget."""
         return None
 
     def scan_scored(
         self, start: int, limit: int, *, watch: int, stop: int | None = None
     ) -> tuple[Chunk, int]:
-        """Return the next rows of a scan for a score function: on the device of the table.
-
-        Args:
-            start: As for `scan_part`.
-            limit: As for `scan_part`.
-            watch: As for `scan_part`.
-            stop: As for `scan_part`.
-
-        Returns:
-            As for `scan_part`.
-        """
+        """Do what `scan_part` does for a score function: on the device of the table."""
         return self.scan_part(start, limit, watch=watch, stop=stop)
 
     @abstractmethod
     def restore(self, chunk: Chunk) -> None:
-        """Write complete rows; an existing row is replaced.
+        """Write complete rows; an existing row is replaced, and the last of several equal ids wins.
 
-        Args:
-            chunk: The rows; the last of several equal ids wins. A counted table needs counts and steps.
-
-        Raises:
-            TableFullError: The rows do not fit in the capacity. Nothing was written.
+        A counted table needs counts and steps.
         """
 
     @abstractmethod
@@ -407,52 +282,30 @@ class Engine(ABC):
 
     @abstractmethod
     def reserve(self, n: int) -> None:
-        """Allocate memory, so that the table does not grow before it has more rows.
-
-        Args:
-            n: Number of rows, those that exist included.
-        """
+        """Allocate memory, so that the table does not grow before it has more than `n` rows."""
 
     # ---- policies
 
     @abstractmethod
     def open_watch(self) -> int:
-        """Start to note which of the rows that a scan reads are written afterwards.
-
-        Returns:
-            The number of the watch, for `scan_part` and `evict`. The caller must close it.
-        """
+        """Start to note which of the rows that a scan reads are written afterwards; return its number."""
 
     @abstractmethod
     def close_watch(self, watch: int) -> None:
-        """End a watch.
-
-        Args:
-            watch: From `open_watch`.
-        """
+        """End a watch."""
 
     @abstractmethod
     def evict(self, ids: Tensor, watch: int) -> Tensor:
         """Remove rows that a policy chose, unless they were written since the scan read them.
 
-        A row that `compact` has moved since may count as written.
-
-        Args:
-            ids: int64 [n], distinct, of rows that `scan_part` returned with this watch.
-            watch: From `open_watch`.
-
-        Returns:
-            The removed ids, int64.
+        `ids` are distinct and were returned by `scan_part` with this watch. A row that `compact` has moved
+        since may count as written. Return the removed ids.
         """
 
     def return_memory(self, limit: int) -> bool:
         """Call `compact`, unless a scan is in progress, which would miss rows that are moved.
 
-        Args:
-            limit: Largest number of places to visit in this call.
-
-        Returns:
-            Whether nothing is left to do now.
+        Return whether nothing is left to do now.
         """
         with self._moving:
             if self.places_kept:
@@ -466,11 +319,7 @@ class Engine(ABC):
     def compact(self, limit: int) -> bool:
         """Move rows into free places and return memory, if fewer than half of the places are in use.
 
-        Args:
-            limit: Largest number of places to visit in this call.
-
-        Returns:
-            Whether nothing is left to do.
+        Visit at most `limit` places. Return whether nothing is left to do.
         """
 
     @abstractmethod
@@ -487,12 +336,7 @@ class Engine(ABC):
 
     @abstractmethod
     def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
-        """Add counts of ids that have no row. They never create a row: the next update decides.
-
-        Args:
-            ids: int64 [n].
-            counts: int64 [n], positive.
-        """
+        """Add positive counts of ids that have no row. They never create a row: the next update decides."""
 
     @abstractmethod
     def counters(self) -> RowCounters:
@@ -500,16 +344,7 @@ class Engine(ABC):
 
     @abstractmethod
     def admitted(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
-        """Return which ids have a row, or would get one in an update.
-
-        Args:
-            ids: int64 [n], distinct.
-            seen: Their numbers of occurrences, int64 [n].
-            step: The global step.
-
-        Returns:
-            bool [n].
-        """
+        """Return which distinct ids, seen so often, have a row or would get one in an update, bool [n]."""
 
     @contextmanager
     def stage_update(
@@ -521,21 +356,10 @@ class Engine(ABC):
         step: Step,
         occurrences: Tensor | None = None,
     ) -> Iterator[Callable[[], None]]:
-        """Do the part of `update` that may raise because of the user's data or code.
+        """Do the part of `update` that may raise because of the user's data or code; yield what writes the
+        rest.
 
-        Args:
-            ids: As for `update`.
-            found: As for `update`.
-            grads: As for `update`.
-            pooling: As for `update`.
-            step: As for `update`.
-            occurrences: As for `update`.
-
-        Yields:
-            A function that writes the update. Until the end of the context other updates may wait.
-
-        Raises:
-            TableFullError: The rows do not fit in the capacity.
+        Until the end of the context other updates may wait.
         """
         check_capacity(self, ids, pooling, step, occurrences)
         yield lambda: self.update(ids, found, grads, pooling, step, occurrences)
@@ -546,28 +370,15 @@ class Engine(ABC):
     def begin_snapshot(
         self, consumer: int, touched_only: bool, room: int, with_pending: bool
     ) -> SnapshotStart:
-        """Start a snapshot.
+        """Start a snapshot, which drains the touched rows of a consumer (-1: none).
 
-        Args:
-            consumer: Number of the consumer whose touched rows are drained, -1 for none.
-            touched_only: Whether the snapshot holds only these rows.
-            room: Number of changed rows that may be saved before writers wait.
-            with_pending: Whether to copy the counts of ids without a row, too.
-
-        Returns:
-            What the table held at this moment besides the rows.
+        `touched_only`: it holds only these rows; `room`: number of changed rows that may be saved before
+        writers wait; `with_pending`: the counts of ids without a row are copied too.
         """
 
     @abstractmethod
     def read_snapshot(self, chunk: Chunk) -> int:
-        """Fill a chunk with the next rows of the open snapshot.
-
-        Args:
-            chunk: Receives the rows from its start.
-
-        Returns:
-            Number of rows written, at most the size of the chunk; 0 at the end.
-        """
+        """Fill a chunk from its start with rows of the snapshot; return their number, 0 at the end."""
 
     @abstractmethod
     def snapshot_pressure(self) -> float:
@@ -575,52 +386,28 @@ class Engine(ABC):
 
     @abstractmethod
     def end_snapshot(self, give_back: bool) -> float:
-        """End the snapshot.
+        """End the snapshot; return the seconds that writers waited for the reader.
 
-        Args:
-            give_back: Whether the drained rows are marked as touched again.
-
-        Returns:
-            Seconds that writers waited for the reader.
+        `give_back`: the drained rows are marked as touched again.
         """
 
     # ---- touched rows of numbered consumers
 
     @abstractmethod
     def track(self, consumer: int) -> None:
-        """Start to record touched rows for a consumer.
-
-        Args:
-            consumer: Number of the consumer, 0 to MAX_CONSUMERS - 1.
-        """
+        """Start to record touched rows for a consumer."""
 
     @abstractmethod
     def untrack(self, consumer: int) -> None:
-        """Drop a consumer and its record.
-
-        Args:
-            consumer: Number of a tracked consumer.
-        """
+        """Drop a consumer and its record."""
 
     @abstractmethod
     def drain(self, consumer: int) -> tuple[Tensor, Tensor]:
-        """Return and clear the record of a consumer.
-
-        Args:
-            consumer: Number of a tracked consumer.
-
-        Returns:
-            Updated ids and removed ids since the last drain, int64 each; an id is in one of them.
-        """
+        """Return and clear the updated and the removed ids of a consumer; an id is in one of them."""
 
     @abstractmethod
     def mark(self, consumer: int, ids: Tensor) -> None:
-        """Add ids to the record of a consumer.
-
-        Args:
-            consumer: Number of a tracked consumer.
-            ids: int64 [n]; an id without a row counts as removed.
-        """
+        """Add ids to the record of a consumer; one without a row counts as removed."""
 
     # ---- state
 

@@ -26,20 +26,15 @@ from megalith.table.table_data import FoundRows, Update
 class Found(dict[str, FoundRows]):
     """The rows that a lookup found, by table.
 
-    Attributes:
-        joint: What a group found for several tables together, for its own later calls. A table without an
-            entry may be covered by it; asked for alone, it is searched again.
+    `joint` is what a group found for several tables together, for its own later calls. A table without an
+    entry may be covered by it; asked for alone, it is searched again.
     """
 
     joint: Any = None
 
 
 class EngineGroup:
-    """The hot calls over all tables of one LocalShards.
-
-    Args:
-        engines: Engines by table name, all of one kind.
-    """
+    """The hot calls over all tables of one LocalShards; arguments are those of `Engine`, by table."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = engines
@@ -48,14 +43,7 @@ class EngineGroup:
         return self._engines[table]
 
     def find(self, ids: Mapping[str, Tensor]) -> dict[str, FoundRows]:
-        """Find the rows of ids; never create one.
-
-        Args:
-            ids: int64 [n] by table.
-
-        Returns:
-            The rows by table.
-        """
+        """Find the rows of ids; never create one."""
         with span("megalith.ids"):
             return {name: self._engines[name].find(own) for name, own in ids.items()}
 
@@ -68,18 +56,7 @@ class EngineGroup:
         *,
         step: int | None = None,
     ) -> Tensor:
-        """Read what lookups of one table's ids return.
-
-        Args:
-            table: Name of the table.
-            ids: int64 [n].
-            found: What `find` returned for these ids.
-            out: float32 [n, dim] to fill; None: a new tensor.
-            step: As for `Engine.lookup`.
-
-        Returns:
-            float32 [n, dim], `out` if it is given.
-        """
+        """Read what lookups of one table's ids return, in `out` if it is given."""
         with span("megalith.rows"):
             return self._engines[table].lookup(ids, found, out, step=step)
 
@@ -94,12 +71,8 @@ class EngineGroup:
     ) -> None:
         """Read what lookups of several peers return, by peer, then table.
 
-        Args:
-            ids: int64 [n] of every table, in the order of the group: the ids of all peers in their order.
-            found: What `find` returned for these ids; a table without ids needs no entry.
-            counts: int64 [peers, tables], the number of ids; contiguous.
-            out: float32, the rows of all ids.
-            step: As for `Engine.lookup`.
+        `ids` has every table, in the order of the group, and the ids of all peers in their order; `counts`,
+        int64 [peers, tables] and contiguous, has their numbers; `out` is float32, the rows of all ids.
         """
         at = 0
         begins = dict.fromkeys(ids, 0)
@@ -121,20 +94,9 @@ class EngineGroup:
         *,
         step: int | None = None,
     ) -> list[Tensor]:
-        """Find rows, read and reduce them.
+        """Find the rows that `found` lacks, read all and reduce them; return the pooling's outputs, float32.
 
-        Args:
-            ids: int64 [n] by table.
-            found: What `find` returned for these ids. The rows of a table without an entry are found, and
-                added.
-            pooling: Which occurrence goes to which output. Its tables are read in its order.
-            step: As for `Engine.lookup`.
-
-        Returns:
-            The pooling's outputs, float32.
-
-        Raises:
-            InputError: The pooling does not fit the ids or rows of a table.
+        Tables are read in the order of the pooling. InputError: it does not fit the ids or rows of a table.
         """
         with span("megalith.pool"):
             outputs = pooling.new_outputs()
@@ -152,18 +114,10 @@ class EngineGroup:
         pooling: Pooling | None,
         update: Update,
     ) -> None:
-        """Make one optimizer step per distinct id of each table in `grads`.
+        """Make one optimizer step per distinct id of each table in `grads`; the pooling is known to fit.
 
-        Args:
-            ids: int64 [n] by table.
-            found: What `find` returned for these ids; a table without an entry is searched again.
-            grads: By table, as for `Engine.update`.
-            pooling: The pooling whose outputs the gradients belong to; it is known to fit every table.
-            update: Its numbers, with the time and the learning rates of these tables.
-
-        Raises:
-            TableFullError: The rows of a table do not fit in its capacity. No table was changed, unless
-                another thread has used up the room in the meantime.
+        TableFullError: the rows of a table do not fit in its capacity. No table was changed, unless another
+        thread has used up the room in the meantime.
         """
         with span("megalith.optimizer"), ExitStack() as staged:
             # What may raise comes before the first write. In one order, because tables may be locked.

@@ -1,14 +1,13 @@
-"""Sparse optimizers, one per file. `optimizer` defines the contract and how to add another one."""
+"""Sparse optimizers, one family per file. `optimizer` defines the contract and how to add another one."""
 
 from megalith.table.optimizers.adagrad import Adagrad, DynamicWdAdagrad, GroupAdagrad, RowWiseAdagrad
 from megalith.table.optimizers.adam import LAMB, Adam, AdamW, AMSGrad
 from megalith.table.optimizers.averages import BatchSoftmax, MovingAverage
 from megalith.table.optimizers.delay_compensated import DelayCompensated
 from megalith.table.optimizers.ftrl import FTRL, GroupFTRL
-from megalith.table.optimizers.lion import Lion
 from megalith.table.optimizers.optimizer import Optimizer, State
 from megalith.table.optimizers.rmsprop import Adadelta, RMSProp, RMSPropV2
-from megalith.table.optimizers.sgd import SGD, Momentum
+from megalith.table.optimizers.sgd import SGD, Lion, Momentum
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     cls.name: cls

@@ -11,10 +11,9 @@ import torch
 
 from megalith import Ragged
 from megalith.data import Batch, MemoryReader, Reader, Samples, SyntheticReader
-from megalith.data import read_ahead as read_ahead_module
-from megalith.data.read_ahead import BATCHES, read_ahead
 from megalith.distributed.ranks import Ranks
-from megalith.training.batches import RunBatches
+from megalith.training import batches as batches_module
+from megalith.training.batches import BATCHES, RunBatches, read_ahead
 from tests.data.support import Row, rows_of
 
 
@@ -53,7 +52,7 @@ def test_a_loop_that_is_left_ends_the_thread() -> None:
 def test_a_read_that_does_not_end_is_an_error_and_does_not_hold_up_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(read_ahead_module, "LEAVE_SECONDS", 0.05)
+    monkeypatch.setattr(batches_module, "LEAVE_SECONDS", 0.05)
     go_on = threading.Event()
 
     def stuck() -> Iterator[Batch]:
