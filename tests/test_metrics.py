@@ -86,21 +86,6 @@ def test_auc_in_chunks_is_the_auc_of_all(chunks: list[list[Any]]) -> None:
     assert math.isnan(metric.compute())
 
 
-def test_chunks_with_and_without_weights_may_mix() -> None:
-    metric = AUC()
-    metric.update(torch.tensor([1.0, 2.0]), torch.tensor([0, 1]))
-    metric.update(torch.tensor([3.0]), torch.tensor([0]), torch.tensor([3.0]))
-    assert metric.compute() == 0.25
-
-
-def test_what_was_taken_is_a_copy() -> None:
-    scores, labels, metric = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]), AUC()
-    metric.update(scores, labels)
-    scores.neg_()
-    labels.zero_()
-    assert metric.compute() == 1.0
-
-
 @fixed_examples(40)
 @given(st.lists(ROWS, max_size=4))
 def test_binned_auc_is_the_auc_of_rounded_scores(chunks: list[list[Any]]) -> None:
@@ -197,12 +182,6 @@ def test_calibration_of_certain_rows_and_of_later_ones() -> None:
 def test_wrong_input_raises(take: Any, columns: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         take(*map(torch.tensor, columns))
-
-
-@pytest.mark.parametrize("num_bins", [0, 1.5, True])
-def test_calibration_needs_bins(num_bins: Any) -> None:
-    with pytest.raises(InputError, match="num_bins must be at least 1"):
-        Calibration(num_bins)
 
 
 def test_scores_may_carry_gradients_and_be_half() -> None:

@@ -31,14 +31,6 @@ def test_no_bar_for_what_is_quick(screen: io.StringIO) -> None:
     assert alarms() == []
 
 
-def test_a_bar_with_the_amount_done(screen: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "PATIENCE", -1.0)
-    with output.progress("counting", 10) as advance:
-        advance(4)
-    assert "counting" in screen.getvalue()
-    assert "4/10" in screen.getvalue()
-
-
 def test_a_bar_even_before_anything_is_done(screen: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "PATIENCE", 0.0)
     with output.progress("waiting", None):

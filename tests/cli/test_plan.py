@@ -45,22 +45,6 @@ def test_a_pattern_is_warned_of_and_cured(tmp_path: Path) -> None:
     assert "rows per rank" not in words("plan", tmp_path / "ids.txt", "--ranks", 64)
 
 
-def test_a_hot_id_is_named(tmp_path: Path) -> None:
-    ids = [7 if i % 2 else i for i in range(4000)]
-    printed = words("plan", lines(tmp_path / "ids.txt", ids), "--ranks", 4, "--batch-size", 2)
-    assert "hottest ids: 7 (50.00%), 0 (0.03%)" in printed
-    assert "hot id 7 (50.0% of the traffic); the mean is 25.0% per rank" in printed
-    assert "Hashing does not help" in printed
-
-
-def test_a_bad_block_size_gets_a_better_one(tmp_path: Path) -> None:
-    source = lines(tmp_path / "ids.txt", list(range(1000)))
-    printed = words("plan", source, "--ranks", 4, "--block-size", 1000)
-    assert "continuous / 1,000" in printed
-    assert "use --block-size 250" in printed
-    assert "warning" not in words("plan", source, "--ranks", 4, "--block-size", 250)
-
-
 def test_bytes_are_shown_when_the_dim_is_known(tmp_path: Path) -> None:
     source = lines(tmp_path / "ids.txt", [*range(1000), *range(1000)])
     printed = words("plan", source, "--ranks", 1, "--dim", 64, "--batch-size", 1000)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 from megalith import (
@@ -24,9 +22,7 @@ from megalith import (
     checkpoint,
     hash_strings,
 )
-from megalith.cli import output
 from tests.cli import support
-from tests.cli.support import megalith
 
 OLD = 1_000_000_000
 
@@ -164,16 +160,3 @@ def test_wrong_questions_get_an_answer_and_exit_code_1(
 
 def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
     assert "no complete checkpoint" in error(tmp_path)
-
-
-def test_a_bar_shows_when_it_takes_long_on_a_terminal(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = io.StringIO()
-    screen = Console(file=shown, force_terminal=True)
-    with monkeypatch.context() as on_terminal:
-        on_terminal.setattr(output, "console", lambda stderr: screen)
-        words(saved, "--table", "user")
-        assert shown.getvalue() == ""
-        monkeypatch.setattr(output, "PATIENCE", -1.0)
-        words(saved, "--table", "user")
-        assert "reading user" in shown.getvalue()
-    assert megalith("table", saved, "--table", "user").stderr == ""

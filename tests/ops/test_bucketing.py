@@ -74,22 +74,6 @@ def test_dedup_by_given_owners_lets_the_first_occurrence_decide() -> None:
     assert found.counts.tolist() == [[1], [0], [1]]
 
 
-def test_dedup_can_count_every_occurrence() -> None:
-    found = dedup(ints(7, 6, 7), None, Router("roundrobin", 2), distinct=False)
-    assert found.ids.tolist() == [6, 7, 7]
-    assert found.inverse.tolist() == [1, 0, 2]
-
-
-@pytest.mark.parametrize("lists", [0, 1, 3])
-def test_dedup_of_nothing(lists: int) -> None:
-    cuts = torch.zeros(lists + 1, dtype=torch.int64)
-    found = dedup(ints(), cuts, Router("roundrobin", 2), widths=[4] * lists)
-    assert found.ids.tolist() == found.inverse.tolist() == found.first.tolist() == []
-    assert found.counts.tolist() == [[0] * lists] * 2
-    assert found.offsets is not None
-    assert found.offsets.tolist() == []
-
-
 @fixed_examples(50)
 @given(data=st.data(), ids=id_tensors(), distinct=st.booleans())
 def test_dedup_is_its_reference_and_leads_back(data: st.DataObject, ids: Tensor, distinct: bool) -> None:

@@ -162,13 +162,6 @@ def test_hot_neighbours_share_a_block() -> None:
     assert "next to each other" in text(result, "continuous")
 
 
-def test_the_largest_ids_there_are() -> None:
-    ids = torch.tensor([2**63 - 1, -(2**63), -1, 0])
-    for ranks in (1, 3, 1000):
-        result = forecast(ids, ranks=ranks, batch_size=2)
-        assert all(sum(mode.rows.per_rank) == 4 for mode in result.modes.values())
-
-
 # ---- counting
 
 

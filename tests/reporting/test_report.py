@@ -193,14 +193,6 @@ def test_calibration_in_numbers(run: Path) -> None:
         assert f'<td>{name}</td><td class="value">{value}</td>' in shown
 
 
-def test_frequencies_in_numbers(run: Path) -> None:
-    write_frequencies(run, {"user": [[1, 6], [2, 3], [8, 1]]})
-    shown = section(write_report(run).read_text(), "Id frequency")
-    cells = [f'<td class="value">{value}</td>' for value in ("10", "60.0%", "40.00% of all")]
-    assert "<td>user</td>" + "".join(cells) in shown
-    assert "Counted in all samples of the run." in shown
-
-
 def test_frequencies_of_a_sample_are_scaled_and_marked(run: Path) -> None:
     write_frequencies(run, {"user": [[1, 6], [2, 3], [8, 1]]}, share=0.25, samples=99_500)
     shown = section(write_report(run).read_text(), "Id frequency")
@@ -217,13 +209,6 @@ def test_the_held_out_data_is_named(run: Path) -> None:
     page = write_report(run).read_text()
     assert numbers(page)["data"] == "parquet: week-*.parquet"
     assert "Held-out data: 66,500 samples of week-9.parquet." in page.partition("<section>")[0]
-
-
-def test_a_run_of_one_line_has_its_charts(run: Path) -> None:
-    write_lines(run / "metrics.jsonl", records(10, ["user"]))
-    page = write_report(run).read_text()
-    assert section(page, "Learning").count("<svg") == 1  # AUC is None at step 0
-    assert section(page, "Table growth").count("<svg") == 2
 
 
 @pytest.mark.parametrize(
@@ -252,13 +237,6 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, name: str) -> None
     with pytest.raises(InputError, match=r"not the directory of a run.*megalith train --run"):
         write_report(tmp_path / name)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_run_that_has_just_begun_gives_a_page(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    page = write_report(tmp_path).read_text()
-    assert page.count("Not shown") == len(SECTIONS) - 1
-    assert set(numbers(page).values()) == {"\N{EN DASH}"}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "\x00", '{"calibration": 3}'])
@@ -300,11 +278,6 @@ def test_many_tables_and_features_are_cut_and_counted(tmp_path: Path) -> None:
     assert "Smaller tables not shown: 20." in section(page, "Table growth")
     assert "Features with fewer ids not shown: 20." in section(page, "Id frequency")
     assert "Smaller tables not shown: 22." in section(page, "Age of rows")
-
-
-def test_long_runs_make_small_pages(run: Path) -> None:
-    write_lines(run / "metrics.jsonl", records(100_000, ["user", "item"]))
-    assert write_report(run).stat().st_size < 200_000
 
 
 # ---- safety

@@ -136,8 +136,10 @@ def poolings(draw: st.DrawFn, num_ids: int, dim: int) -> Pooling:
     features = []
     begin = 0
     for _ in range(draw(st.integers(0, 3))):
-        inner = draw(st.sampled_from([1, 1, 2]))
-        cuts = st.lists(st.integers(begin, num_ids), min_size=rows * inner + 1, max_size=rows * inner + 1)
+        shared = rows > 0 and draw(st.booleans())
+        inner = 1 if shared else draw(st.sampled_from([1, 1, 2]))
+        count = draw(st.sampled_from([1, rows])) if shared else rows * inner
+        cuts = st.lists(st.integers(begin, num_ids), min_size=count + 1, max_size=count + 1)
         offsets = sorted(draw(cuts))
         begin = offsets[-1]
         parts = []
@@ -158,8 +160,8 @@ def poolings(draw: st.DrawFn, num_ids: int, dim: int) -> Pooling:
         weights = dyadic(draw(seeds), num_ids) if draw(st.booleans()) else None
         divisor = None
         if draw(st.booleans()):
-            divisor = 2.0 ** dyadic(draw(seeds), rows * inner).round()
-        features.append(Bags(ints(*offsets), tuple(parts), weights, divisor))
+            divisor = 2.0 ** dyadic(draw(seeds), count).round()
+        features.append(Bags(ints(*offsets), tuple(parts), weights, divisor, shared=shared))
     spare = draw(st.integers(0, 1))  # columns that no part writes
     outputs = tuple((rows, max(1, spare + sum(w))) for w in widths)
     return Pooling(outputs, {"t": tuple(features)})

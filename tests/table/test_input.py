@@ -90,21 +90,12 @@ NOT_OUTPUTS = [
 
 REFUSED: dict[str, tuple[Callable[[Table, Any], object], str, list[Any]]] = {
     "find": (lambda t, x: t.find(x), "ids", NOT_IDS),
-    "lookup": (lambda t, x: t.lookup(x), "ids", NOT_IDS),
-    "read": (lambda t, x: t.read(t.find(ints(1)), x), "ids", NOT_IDS),
-    "update": (lambda t, x: t.update(None, x, ones(), step=0), "ids", NOT_IDS),
-    "apply_gradients": (lambda t, x: t.apply_gradients(x, ones(), step=0), "ids", NOT_IDS),
-    "assign": (lambda t, x: t.assign(x, ones()), "ids", NOT_IDS),
-    "assign_add": (lambda t, x: t.assign_add(x, ones()), "ids", NOT_IDS),
-    "reinitialize": (lambda t, x: t.reinitialize(x), "ids", NOT_IDS),
-    "remove": (lambda t, x: t.remove(x), "ids", NOT_IDS),
     "mark_touched": (lambda t, x: t.mark_touched("sync", x), "ids", NOT_IDS),
     "restore ids": (lambda t, x: t.restore(chunk_with(ids=x)), "ids", NOT_IDS),
     "restore rows": (lambda t, x: t.restore(chunk_with(rows=x)), "rows", NOT_ROWS),
     "restore state": (lambda t, x: t.restore(chunk_with(state=x)), "state", NOT_STATES),
     "restore time": (lambda t, x: t.restore(chunk_with(time=x)), "time", NOT_TIMES_OF_ROWS),
     "gradients": (lambda t, x: t.apply_gradients(ints(3), x, step=0), "grads", NOT_ROWS),
-    "gradients of rows": (lambda t, x: t.update(t.find(ints(3)), ints(3), x, step=0), "grads", NOT_ROWS),
     "pooled gradients": (lambda t, x: t.update(None, ints(3), [x], POOLED, step=0), "grads[0]", NOT_ROWS),
     "lists of gradients": (
         lambda t, x: t.update(None, ints(3), x, POOLED, step=0),
@@ -112,7 +103,6 @@ REFUSED: dict[str, tuple[Callable[[Table, Any], object], str, list[Any]]] = {
         [[], [ones(), ones()], ones(), None, 3.0],
     ),
     "assigned rows": (lambda t, x: t.assign(ints(3), x), "rows", NOT_ROWS),
-    "added rows": (lambda t, x: t.assign_add(ints(3), x), "rows", NOT_ROWS),
     "rows to read": (lambda t, x: t.read(x, ints(1)), "rows", NOT_FOUND),
     "rows to update": (lambda t, x: t.update(x, ints(1), ones(), step=0), "rows", NOT_FOUND),
     "outputs": (lambda t, x: t.read(t.find(ints(1)), ints(1), POOLED, out=x), "out", NOT_OUTPUTS),
@@ -127,9 +117,6 @@ REFUSED: dict[str, tuple[Callable[[Table, Any], object], str, list[Any]]] = {
         "time",
         NOT_TIMES,
     ),
-    "time of assign": (lambda t, x: t.assign(ints(3), ones(), time=x), "time", NOT_TIMES),
-    "time of assign_add": (lambda t, x: t.assign_add(ints(3), ones(), time=x), "time", NOT_TIMES),
-    "time of reinitialize": (lambda t, x: t.reinitialize(ints(3), time=x), "time", NOT_TIMES),
     "time of evict": (lambda t, x: t.evict(x), "time", NOT_TIMES),
     "chunk_size": (lambda t, x: list(t.scan(x)), "chunk_size", [0, -1]),
     "reserve": (lambda t, x: t.reserve(x), "reserve", [-1, 2.5, 2**70, True]),
@@ -142,11 +129,6 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(table: Table, case: st
     call, word, wrong = REFUSED[case]
     for value in wrong:
         refuses(table, lambda t, value=value: call(t, value), word)
-
-
-def test_the_chunk_used_above_is_otherwise_right(table: Table) -> None:
-    table.restore(chunk_with())
-    assert 3 in table
 
 
 # ---- numbers

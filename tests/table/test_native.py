@@ -151,7 +151,7 @@ def test_the_native_layer_checks_shapes_itself() -> None:
         (restore([GOOD_VALUES[:1]]), "columns: expected one row per id"),
         (restore([GOOD_VALUES, GOOD_VALUES]), "columns: their widths do not add up"),
         (lambda: table.read_snapshot(*snapshot), "has no open snapshot"),
-        (lambda: table.begin_snapshot(3, True, 1, False), "consumer: not tracked"),
+        (lambda: table.begin_snapshot(3, True, 1, False, 1.0), "consumer: not tracked"),
     ]
     for call, message in refused:
         with pytest.raises(ValueError, match=message):

@@ -32,7 +32,6 @@ from megalith import (
     Piecewise,
     RMSProp,
     Segment,
-    Uniform,
 )
 from megalith.errors import InputError
 from megalith.table import Optimizer
@@ -257,18 +256,6 @@ def test_ftrl_shrinks_towards_zero_by_l1_from_both_sides(
 
 
 # ---- what every optimizer shares
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_scale_multiplies_the_summed_gradient(engine: str, name: str) -> None:
-    scaled = sgd_table(engine, DIM, optimizer=OPTIMIZERS[name], initializer=Uniform())
-    plain = sgd_table(engine, DIM, optimizer=OPTIMIZERS[name], initializer=Uniform())
-    grads = torch.arange(2.0 * DIM).reshape(2, DIM)
-
-    scaled.update(None, ints(1, 1), grads, step=0, scale=0.25)
-    plain.update(None, ints(1), grads.sum(0, keepdim=True) * 0.25, step=0)
-
-    assert_same_bits(scaled.lookup(ints(1)), plain.lookup(ints(1)))
 
 
 # A moving average has no rate; a delay compensation has that of its base.

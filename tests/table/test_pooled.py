@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
-from megalith import Adagrad, Normal, Segment, Table, TableConfig
+from megalith import Table
 from megalith.errors import InputError
 from megalith.ops import Bags, OutputSlice, Pooling
-from tests.fixed_examples import fixed_examples
 from tests.table.support import (
-    assert_close,
-    dyadic,
     ints,
     sgd_table,
     unchanged,
-    whole,
 )
 
 
@@ -89,57 +82,3 @@ def test_shared_rows_that_do_not_divide_the_batch_raise(engine: str, bags: int, 
 
 
 # ---- engines agree
-
-CONFIG = TableConfig(
-    "t",
-    segments=[Segment(3, optimizer=Adagrad(0.1)), Segment(8, optimizer=Adagrad(0.2), initializer=Normal())],
-)
-
-
-def features(batch: int, lengths: list[list[int]], periods: list[int]) -> tuple[Pooling, int]:
-    """Every second feature shared; all added into output 0, and each alone into an output of its own."""
-    bags, end = [], 0
-    outputs = [(batch, 11)]
-    for number, (own, period) in enumerate(zip(lengths, periods, strict=True)):
-        shared = number % 2 == 0
-        count = period if shared else batch
-        cuts = [end]
-        for bag in range(count):
-            cuts.append(cuts[-1] + own[bag % len(own)])
-        end = cuts[-1]
-        parts = (OutputSlice(0, 0, 0, 11, accumulate=True), OutputSlice(len(outputs), 1, 2, 11))
-        outputs.append((batch, 11))
-        divisor = torch.full((count,), 2.0) if number % 3 == 0 else None
-        bags.append(Bags(ints(*cuts), parts, divisor=divisor, shared=shared))
-    return Pooling(tuple(outputs), {"t": tuple(bags)}), end
-
-
-def train(engine: str, pooling: Pooling, ids: Tensor, seed: int) -> tuple[list[Tensor], Table]:
-    table = Table(CONFIG, engine=engine, seed=1)
-    outputs: list[Tensor] = []
-    for step in range(3):
-        outputs += table.read(table.find(ids), ids, pooling)
-        grads = [dyadic(seed + step, *shape) for shape in pooling.outputs]
-        table.update(table.find(ids), ids, grads, pooling, step=step, time=1.0)
-    return outputs, table
-
-
-@fixed_examples(12, 50)
-@given(
-    batch=st.sampled_from([2, 4, 8]),
-    lengths=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=4),
-    seed=st.integers(0, 1000),
-    data=st.data(),
-)
-def test_engines_agree(batch: int, lengths: list[list[int]], seed: int, data: st.DataObject) -> None:
-    periods = [data.draw(st.sampled_from([1, 2, batch])) for _ in lengths]
-    pooling, n = features(batch, lengths, periods)
-    ids = torch.randint(-4, 5, (n,), generator=torch.Generator().manual_seed(seed))
-
-    reference, expected = train("reference", pooling, ids, seed)
-    outputs, table = train("cpu", pooling, ids, seed)
-
-    for actual, wanted in zip(outputs, reference, strict=True):
-        assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
-    assert whole(table).ids.tolist() == whole(expected).ids.tolist()
-    assert_close(whole(table).rows, whole(expected).rows, rtol=1e-5, atol=1e-6)

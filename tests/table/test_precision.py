@@ -21,7 +21,6 @@ from megalith import (
     Uniform,
     _native,
 )
-from megalith.errors import InputError
 from megalith.table.optimizers import Optimizer
 from megalith.table.rounding import DTYPES, round_step
 from tests.fixed_examples import fixed_examples
@@ -272,17 +271,3 @@ def test_a_narrow_row_takes_fewer_bytes() -> None:
     half = Table(narrow_config("bfloat16", 64, eviction=Capacity(max_bytes=10**6)))
     full = Table(narrow_config("float32", 64, eviction=Capacity(max_bytes=10**6)))
     assert (half.engine_impl.row_limit or 0) > 1.6 * (full.engine_impl.row_limit or 0)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"precision": "float64"}, "precision must be one of float32, float16, bfloat16"),
-        ({"precision": torch.float16}, "precision must be one of"),
-        ({"precision": "float16", "rounding": "up"}, "rounding must be one of nearest, stochastic"),
-        ({"rounding": "stochastic"}, "float32 is not rounded"),
-    ],
-)
-def test_wrong_precisions_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Segment(4, optimizer=SGD(0.1), **fields)  # type: ignore[arg-type]

@@ -74,12 +74,6 @@ def test_an_invalid_warmup_raises(arguments: dict[str, Any]) -> None:
         Warmup(**{"then": 0.5, "steps": 4, **arguments})
 
 
-def test_schedules_are_values() -> None:
-    assert Piecewise([1], [1.0, 2.0]) == Piecewise((1,), (1.0, 2.0))  # type: ignore[arg-type]
-    assert SGD(Warmup(0.1, 5)) == SGD(Warmup(0.1, 5))
-    assert hash(PolynomialDecay(1.0, 10)) == hash(PolynomialDecay(1.0, 10))
-
-
 @pytest.mark.parametrize(
     ("boundaries", "rates", "message"),
     [

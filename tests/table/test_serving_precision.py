@@ -332,35 +332,19 @@ def test_shards_need_the_step_of_a_lookup_that_trains_one_bit() -> None:
     ("make", "message"),
     [
         (lambda: FixedPoint(0.0), "FixedPoint: range must be from"),
-        (lambda: FixedPoint(math.inf), "FixedPoint: range must be from"),
-        (lambda: FixedPoint("1"), "FixedPoint: range must be from"),  # type: ignore[arg-type]
         (lambda: FixedPoint(1e-40), "FixedPoint: range must be from"),
         (lambda: OneBit(-1.0), "OneBit: amplitude must be a positive"),
-        (lambda: OneBit(1e-60), "OneBit: amplitude must be a positive"),
         (lambda: OneBit(1.0, init_scale=math.nan), "OneBit: init_scale must be a positive"),
         (lambda: OneBit(1e30, max_scale=1e30), "amplitude \\* max_scale"),
         (lambda: OneBit(1.0, step_size=0), "OneBit: step_size must be a positive integer"),
-        (lambda: OneBit(1.0, step_size=2.0), "OneBit: step_size must be a positive integer"),  # type: ignore[arg-type]
         (lambda: one_segment("int8"), "serving must be FixedPoint"),
         (lambda: one_segment("bfloat16"), "serving must be FixedPoint"),
-        (lambda: one_segment(FixedPoint), "serving must be FixedPoint"),  # type: ignore[arg-type]
         (lambda: TableConfig("t", segments=[Segment(2, optimizer=SGD(1.0))], serving="float16"), "not both"),
     ],
 )
 def test_wrong_settings_are_refused(make: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()  # type: ignore[operator]
-
-
-def test_wrong_arguments_of_lookups_are_refused() -> None:
-    table = Table(one_segment(OneBit(1.0)))
-    for bad in (-1, 0.5, "0", True and 2**63):
-        with pytest.raises(InputError, match="step must be an integer >= 0"):
-            table.lookup(ints(1), step=bad)  # type: ignore[arg-type]
-        with pytest.raises(InputError, match="step must be an integer >= 0"):
-            table.read(table.find(ints(1)), ints(1), step=bad)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="stored"):
-        table.lookup(ints(1), stored="yes")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [None, 3, 9000])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -19,17 +18,9 @@ from megalith import (
     RowWiseAdagrad,
     Segment,
     TableConfig,
-    Uniform,
     Zeros,
 )
 from megalith.errors import InputError
-
-
-def test_a_segment_defaults_to_small_uniform_weights_in_float32() -> None:
-    segment = Segment(4, optimizer=SGD())
-
-    assert segment.initializer == Uniform(-0.05, 0.05)
-    assert segment.precision == "float32"
 
 
 @pytest.mark.parametrize(
@@ -62,38 +53,6 @@ def test_dim_and_optimizer_are_short_for_one_segment() -> None:
 
     assert short == long
     assert hash(short) == hash(long)
-
-
-def test_configs_differ_by_name_and_by_every_setting() -> None:
-    fields: dict[str, Any] = {"name": "t", "dim": 4, "optimizer": SGD()}
-    config = TableConfig(**fields)
-
-    for other in (
-        {"name": "u"},
-        {"dim": 5},
-        {"optimizer": SGD(0.5)},
-        {"initializer": Zeros()},
-        {"missing": "zeros"},
-        {"trainable": False},
-        {"dist_type": "continuous"},
-    ):
-        assert config != TableConfig(**{**fields, **other})
-
-
-def test_segments_may_be_any_iterable() -> None:
-    config = TableConfig("t", segments=(Segment(dim, optimizer=SGD()) for dim in (1, 2)))
-
-    assert [segment.dim for segment in config.segments] == [1, 2]
-    assert config.dim == 3
-
-
-def test_a_config_cannot_be_changed() -> None:
-    config = TableConfig("t", dim=4, optimizer=SGD())
-
-    with pytest.raises(FrozenInstanceError):
-        config.name = "u"  # type: ignore[misc]
-    with pytest.raises(FrozenInstanceError):
-        config.segments[0].dim = 5  # type: ignore[misc]
 
 
 def test_a_stored_row_is_all_weights_then_each_segments_state() -> None:

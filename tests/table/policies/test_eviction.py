@@ -259,27 +259,6 @@ def test_places_are_reused_after_new_rows_end_a_compaction(engine: str) -> None:
     assert table.memory().slack <= (5 * len(table) if engine == "cuda" else slack // 4)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: TTL(0),
-        lambda: TTL(float("inf")),
-        lambda: TTL(5, per_slot={40_000: 1}),
-        lambda: TTL(5, per_slot=[1]),  # type: ignore[arg-type]
-        lambda: MinNorm(-1),
-        lambda: Capacity(),
-        lambda: Capacity(0),
-        lambda: Capacity(5, score="fifo"),
-        lambda: TableConfig("t", dim=1, optimizer=SGD(), eviction=[TTL(1), TTL(2)]),
-        lambda: TableConfig("t", dim=1, optimizer=SGD(), eviction="ttl"),  # type: ignore[arg-type]
-        lambda: table_with("reference", TTL(1)).evict_part(5, rows=0),
-    ],
-)
-def test_wrong_settings_raise(wrong: object) -> None:
-    with pytest.raises(InputError):
-        wrong()  # type: ignore[operator]
-
-
 def test_a_mass_expiry_does_not_stop_later_passes(engine: str) -> None:
     # Few rows are left in many places: parts of a pass must not be counted by rows alone.
     table = table_with(engine, TTL(10))
