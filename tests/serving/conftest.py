@@ -14,7 +14,7 @@ from tests.serving.exports import export_version
 def _without_trials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """test_bad_versions.py shows what a trial does; elsewhere each would cost the start of a process."""
     if request.path.name != "test_bad_versions.py":
-        monkeypatch.setattr(repository, "run_canary", lambda directory, stopping: None)
+        monkeypatch.setattr(repository, "run_canary", lambda *_, **options: None)
 
 
 @pytest.fixture(scope="session")

@@ -209,11 +209,12 @@ def _print_addresses(server: Any) -> None:
     serving = server.models if group else [(m.name, m.newest.number) for m in server.models if m.available]
     for name, number in serving:
         screen.print(f"{name} version {number}", markup=False, soft_wrap=True)
+    metrics = server.metrics_addresses if group else [server.metrics_address]
     own = [(f"process {k}", address) for k, address in enumerate(server.process_addresses)] if group else []
     for protocol, address in (
         ("gRPC", server.address),
         ("REST", server.http_address),
-        ("metrics", server.metrics_address),
+        *(("metrics", address) for address in metrics),
         *own,
     ):
         if address is not None:

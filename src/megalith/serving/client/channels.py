@@ -78,7 +78,7 @@ class Call:
     def result(self) -> Message:
         """Wait for the response until the call's deadline; raise RemoteError."""
         with _failures(self.address):
-            return self._future.result()
+            return self._future.result()  # no limit: the call has one
 
     def cancel(self) -> None:
         """Cancel the call; `result` then raises RemoteError with the code CANCELLED."""

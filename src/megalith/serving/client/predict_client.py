@@ -137,7 +137,7 @@ class PredictClient:
         ]
         attempt = Attempt(routes)
         run([attempt], seconds)
-        return read_outputs(attempt.result(), outputs, self._asked[0][0].service)
+        return read_outputs(attempt.result(), outputs, self._asked[0][0].service)  # no limit: it is done
 
     def close(self) -> None:
         """Close the client and cancel calls in progress; further calls do nothing."""
@@ -342,7 +342,7 @@ class ClientCache:
                 opening = self._opening(discovery) if isinstance(discovery, str) else None
                 client = _in_thread(
                     lambda: PredictClient(
-                        discovery if opening is None else opening.result(),
+                        discovery if opening is None else opening.result(),  # no limit: `client` has one
                         model_name,
                         task,
                         old_model_name=old_model_name,
@@ -361,7 +361,7 @@ class ClientCache:
                 f"{label} did not answer within {seconds:g} seconds; the next call may succeed"
             )
         try:
-            return client.result()
+            return client.result()  # no limit: it is done
         except BaseException:
             with self._lock:
                 if self._clients.get(key) is client:
@@ -386,7 +386,7 @@ class ClientCache:
             opening = self._opening(url)
         if not wait([opening], OPEN_SECONDS).done:
             raise DiscoveryError(f"{url} did not answer within {OPEN_SECONDS:g} seconds")
-        return opening.result()
+        return opening.result()  # no limit: it is done
 
     def reset(self, discovery: Discovery | str | None = None) -> None:
         """Close everything that was opened, and set the discovery of calls that name none.
@@ -456,6 +456,6 @@ def _when_ready(future: Future[Made], call: Callable[[Made], object]) -> None:
 
     def done(future: Future[Made]) -> None:
         if future.exception() is None:
-            call(future.result())
+            call(future.result())  # no limit: it is done
 
     future.add_done_callback(done)

@@ -53,7 +53,7 @@ def run_canary(directory: Path, stopping: threading.Event, *, compiled: bool = F
                 )
     finally:  # also if a signal ends the server
         child.kill()
-        child.wait()
+        child.wait()  # no limit: it is killed
     if status < 0:
         name = signal.Signals(-status).name
         raise ExportError(f"{directory}: opening it and computing its examples ends a process with {name}")

@@ -339,7 +339,7 @@ class ServedModel:
                     found = self._newest
             if found is None:
                 raise self._not_found(number)
-            if found.acquire():
+            if found.acquire():  # no limit: it does not wait
                 break
         try:
             yield found

@@ -63,7 +63,8 @@ class ServerConfig:
     http_port: int | None = None
     """Port of REST; 0 picks a free port. Default: no REST."""
     metrics_port: int | None = None
-    """Port of Prometheus metrics; 0 picks a free port. Default: no metrics."""
+    """Port of Prometheus metrics; 0 picks a free port. Several processes take this one and the next ones.
+    Default: no metrics."""
     processes: int = 1
     """Number of processes that share the ports, each with a part of the cores."""
     process_port: int = 0
@@ -147,11 +148,21 @@ class ServerConfig:
                 checks.text(value, name)
             elif each.type == "Path | None" and value is not None:
                 checks.path(value, name)
-        for name in ("port", "http_port", "metrics_port"):
+        for name in ("port", "http_port", "metrics_port", "process_port"):
             _check_integer(self, name, 0, _MAX_PORT)
-        counts = ("max_concurrent", "keep_versions", "max_request_bytes", "max_predict_bytes", "fold_rows")
+        counts = (
+            "processes",
+            "max_concurrent",
+            "keep_versions",
+            "max_request_bytes",
+            "max_predict_bytes",
+            "fold_rows",
+        )
         for name in counts:
             _check_integer(self, name, 1)
+        for name in ("metrics_port", "process_port"):
+            if (getattr(self, name) or 0) + self.processes - 1 > _MAX_PORT:
+                raise InputError(f"{name} must leave ports for {self.processes} processes below {_MAX_PORT}")
         _check_integer(self, "replica_id", -1)
         checks.instance(self.security, Security, "security")
         checks.instance(self.batching, Batching, "batching")

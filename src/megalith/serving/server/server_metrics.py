@@ -1,8 +1,7 @@
 """Metrics of the server in Prometheus's format, on a separate HTTP port.
 
 Counts and latencies are recorded when requests end. Queues, hit rates, staleness and versions are read from
-the models when the metrics are requested. Only known names of models and signatures become labels. With
-several server processes, the parent returns the metrics of each with the label `process`.
+the models when the metrics are requested. Only known names of models and signatures become labels.
 """
 
 from __future__ import annotations

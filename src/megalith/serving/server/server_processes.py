@@ -2,20 +2,18 @@
 
 A Python process computes on little more than one core. The kernel divides connections among processes that
 listen on one port (SO_REUSEPORT). Mapped rows are in memory once for all of them. The parent process serves
-nothing but the metrics; `run_child` is the program of a child process:
+nothing: it starts the others, starts one that exited again, and stops them.
 
-    parent                                           child
+    parent                                           child (`run_child`)
     binds the ports, without listening         ->
     writes the directory and the options       ->    opens the models, listens
-                                               <-    `ready` with its address and models, or `error`
-    restarts a child that exited; restarts
-    back off exponentially
-    `metrics`, when they are requested         ->    the text of its metrics
+                                               <-    `ready` with its models, or `error`
+    waits; restarts back off exponentially
     SIGTERM, or its own exit (end of the pipe) ->    NOT_SERVING, lame duck, drain, exit
 
 A child that takes pushes, or registers with a discovery, also has a port of its own: a push through the
 shared port would reach one process only, so that port takes none. The bound sockets keep the numbers of all
-ports while a child restarts.
+ports while a child restarts. The metrics of each child are on a port of its own.
 """
 
 from __future__ import annotations
@@ -30,44 +28,39 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from megalith.errors import InputError, MegalithError, RemoteError, UsageError
 from megalith.ops import checks
 from megalith.serving.server.model_server import ModelServer, bracketed
 from megalith.serving.server.server_config import ServerConfig
-from megalith.serving.server.server_metrics import MetricsServer, prometheus
 
 logger = logging.getLogger(__name__)
 
-CHILD = "megalith.serving.server.server_processes"
 START_SECONDS = 600.0
 """Seconds in which a process must have opened its models."""
 MARGIN_SECONDS = 10.0
 """Seconds beyond the lame-duck period and the drain after which a process is killed."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
-"""Seconds before a process that ended is started again; the wait doubles while it keeps ending."""
-METRICS_SECONDS = 5.0
-"""Seconds to wait for a process that another question is asked of, or that starts."""
-HANG_SECONDS = 60.0
-"""Seconds after which a process that does not answer is killed; its late reply would be taken for another."""
+"""Seconds before a process that ended is started again; doubled each time unless it has run for longer."""
 
 
 @dataclass(frozen=True)
 class ChildTask:
     """What a child process gets from its parent, over a pipe."""
 
+    number: int
     directory: Path
     config: ServerConfig
     shared_port: int | None
     """Port of gRPC without writes, if the config's port is the child's own."""
     cores: tuple[int, ...]
     """The cores that it runs on; empty: any."""
-    number: int
 
 
 class ServerProcesses:
@@ -86,8 +79,6 @@ class ServerProcesses:
             raise InputError("this system cannot share a port: start one process on each of several ports")
         self._sockets: list[socket.socket] = []
         self._children: list[_Child] = []
-        self._stopping = threading.Event()
-        self._metrics_server: Any = None
         self._port = self._http_port = 0
         self._state = "new"
 
@@ -96,56 +87,42 @@ class ServerProcesses:
         if self._state != "new":
             raise UsageError("a group can be started only once; create another one")
         self._state = "started"
+        config = self._config
         try:
-            self._start()
+            self._port = self._reserve(config.port)
+            if config.http_port is not None:
+                self._http_port = self._reserve(config.http_port)
+            cores = divide_cores(config.processes) if config.pin_processes else [()] * config.processes
+            self._children = [_Child(self._task(number, own)) for number, own in enumerate(cores)]
+            for child in self._children:
+                child.thread.start()
+            for child in self._children:
+                child.ready.result(START_SECONDS + MARGIN_SECONDS)
         except BaseException:
             self.stop()
             raise
         return self
 
-    def _start(self) -> None:
-        config = self._config
-        self._port = self._reserve(config.host, config.port)
-        if config.http_port is not None:
-            self._http_port = self._reserve(config.host, config.http_port)
-        cores = divide_cores(config.processes) if config.pin_processes else [()] * config.processes
-        for number in range(config.processes):
-            self._children.append(_Child(self._task(number, cores[number]), self._stopping))
-        for child in self._children:
-            child.begin()
-        for child in self._children:
-            child.wait_ready()
-        for child in self._children:
-            child.watch()
-        if config.metrics_port is not None:
-            self._metrics_server = MetricsServer(
-                GroupMetrics(self._children), config.security, config.metrics_host, config.metrics_port
-            )
-            self._metrics_server.start()
-
     def _task(self, number: int, cores: tuple[int, ...]) -> ChildTask:
         config = self._config
         alone = config.allow_writes or config.discovery is not None
-        port = self._port
+        port, advertise = self._port, config.advertise
         if alone:
-            first = config.process_port
-            port = self._reserve(config.host, first + number if first else 0)
-        advertise = config.advertise
-        if alone and advertise is not None:
-            advertise = f"{advertise.rpartition(':')[0]}:{port}"
+            port = self._reserve(config.process_port + number if config.process_port else 0)
+            advertise = advertise and f"{advertise.rpartition(':')[0]}:{port}"
         own = replace(
             config,
             processes=1,
             port=port,
-            http_port=None if config.http_port is None else self._http_port,
-            metrics_port=None,
+            http_port=self._http_port or None,
+            metrics_port=config.metrics_port + number if config.metrics_port else config.metrics_port,
             advertise=advertise,
         )
-        return ChildTask(self._directory, own, self._port if alone else None, cores, number)
+        return ChildTask(number, self._directory, own, self._port if alone else None, cores)
 
-    def _reserve(self, host: str, port: int) -> int:
+    def _reserve(self, port: int) -> int:
         """Bind a port that the children share with this process, which never listens."""
-        host = host.strip("[]")
+        host = self._config.host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         if port:  # a server of someone else must not share it
             with socket.socket(family) as probe:
@@ -169,10 +146,9 @@ class ServerProcesses:
         return self._address(self._http_port) if self._http_port else None
 
     @property
-    def metrics_address(self) -> str | None:
-        """host:port of the metrics of all processes; None without them."""
-        server = self._metrics_server
-        return None if server is None else f"{bracketed(self._config.metrics_host)}:{server.port}"
+    def metrics_addresses(self) -> list[str]:
+        """host:port of the metrics of each process; empty without them."""
+        return [child.metrics for child in self._children if child.metrics]
 
     @property
     def process_addresses(self) -> list[str]:
@@ -182,7 +158,7 @@ class ServerProcesses:
 
     @property
     def models(self) -> list[tuple[str, int]]:
-        return [(name, number) for name, number in self._children[0].models]
+        return [(name, number) for name, number in self._children[0].ready.result(0)]
 
     def _address(self, port: int) -> str:
         return f"{bracketed(self._config.host)}:{port}"
@@ -196,14 +172,11 @@ class ServerProcesses:
         if self._state == "stopped":
             return
         self._state = "stopped"
-        self._stopping.set()
         for child in self._children:
             child.terminate()
         end = time.monotonic() + self._config.lame_duck_seconds + self._config.drain_seconds + MARGIN_SECONDS
         for child in self._children:
             child.end(max(0.0, end - time.monotonic()))
-        if self._metrics_server is not None:
-            self._metrics_server.stop(1.0)
         for each in self._sockets:
             each.close()
 
@@ -215,114 +188,81 @@ class ServerProcesses:
 
 
 class _Child:
-    """One process, which is started again when it ends by itself."""
+    """One process, and the thread that starts it and waits for its end."""
 
-    def __init__(self, task: ChildTask, stopping: threading.Event) -> None:
+    def __init__(self, task: ChildTask) -> None:
         self.task = task
-        self.number = task.number
-        self.restarts = 0
-        self.up = False
-        self.models: list[list[Any]] = []
-        self._stopping = stopping
+        self.ready: Future[list[list[Any]]] = Future()
+        """The models of the first process, or why it could not start."""
+        self.metrics: str | None = None
+        self.thread = threading.Thread(target=self._run, name=f"megalith-process-{task.number}", daemon=True)
+        self._stopping = threading.Event()
         self._changing = threading.Lock()
-        self._asking = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._watcher = threading.Thread(
-            target=self._watch, name=f"megalith-process-{task.number}", daemon=True
-        )
 
     @property
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
 
-    def begin(self) -> None:
+    def _run(self) -> None:
+        wait = FIRST_WAIT
+        while True:
+            began = time.monotonic()
+            try:
+                models = self._start()
+                if not self.ready.done():
+                    self.ready.set_result(models)
+                assert self._process is not None
+                status = self._process.wait()  # no limit: it serves until then
+                problem = f"ended with status {status}"
+            except Exception as error:
+                if not self.ready.done():
+                    self.ready.set_exception(error)
+                    return
+                problem = str(error)
+            if self._stopping.is_set():
+                return
+            wait = FIRST_WAIT if time.monotonic() - began > LONGEST_WAIT else wait
+            logger.error("server process %d: %s; it is started again", self.task.number, problem)
+            if self._stopping.wait(wait):
+                return
+            wait = min(2 * wait, LONGEST_WAIT)
+
+    def _start(self) -> list[list[Any]]:
+        """Start the process, and wait until it serves; return its models."""
         path = os.pathsep.join(each for each in sys.path if each)
         environment = {**os.environ, "PYTHONPATH": path}
         threads = self.task.config.batching.threads
         if threads is not None:
             environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        command = [sys.executable, "-P", "-m", CHILD]  # -P: no modules of the working directory
+        command = [sys.executable, "-P", "-m", __name__]  # -P: no modules of the working directory
         with self._changing:
             if self._stopping.is_set():
-                return
+                raise RemoteError("the group stops", code="CANCELLED")
             process = self._process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
         assert process.stdin is not None
-        data = pickle.dumps(self.task)  # read by a process that this one starts, over its pipe
-        with suppress(BrokenPipeError):  # `wait_ready` reports why it ended
-            process.stdin.write(len(data).to_bytes(8, "big") + data)
-            process.stdin.flush()
-
-    def wait_ready(self) -> None:
-        """Wait until the process serves; raise RemoteError if it cannot."""
-        process = self._process
-        assert process is not None
         assert process.stdout is not None
         timer = threading.Timer(START_SECONDS, process.kill)
         timer.start()
         try:
+            with suppress(BrokenPipeError):  # the reply below says why it ended
+                pickle.dump(self.task, process.stdin)  # read by the process that was started above
+                process.stdin.flush()
             line = process.stdout.readline()
         finally:
             timer.cancel()
         found: dict[str, Any] = json.loads(line) if line else {"error": "it ended; see its messages above"}
         if "error" in found:
-            raise RemoteError(f"server process {self.number}: {found['error']}", code="UNAVAILABLE")
-        self.models = found["ready"]
-        self.up = True
-
-    def watch(self) -> None:
-        self._watcher.start()
-
-    def _watch(self) -> None:
-        wait = FIRST_WAIT
-        while not self._stopping.is_set():
-            assert self._process is not None
-            began = time.monotonic()
-            status = self._process.wait()
-            self.up = False
-            if self._stopping.is_set():
-                return
-            if time.monotonic() - began > LONGEST_WAIT:
-                wait = FIRST_WAIT
-            logger.error("server process %d ended with status %d; it is started again", self.number, status)
-            if self._stopping.wait(wait):
-                return
-            wait = min(2 * wait, LONGEST_WAIT)
-            self.restarts += 1
-            try:
-                with self._asking:
-                    self.begin()
-                    if not self._stopping.is_set():
-                        self.wait_ready()
-            except (RemoteError, OSError, ValueError) as error:  # ValueError: it ended within a line
-                logger.error("%s", error)
-
-    def metrics(self) -> str | None:
-        """Return the text of its metrics; None if it does not answer."""
-        if not self.up or not self._asking.acquire(timeout=METRICS_SECONDS):
-            return None
-        try:
-            process = self._process
-            assert process is not None
-            assert process.stdin is not None
-            assert process.stdout is not None
-            timer = threading.Timer(HANG_SECONDS, process.kill)
-            timer.start()
-            try:
-                process.stdin.write(b"metrics\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
-            finally:
-                timer.cancel()
-            return str(json.loads(line)["metrics"]) if line else None
-        except (OSError, ValueError):
-            return None
-        finally:
-            self._asking.release()
+            raise RemoteError(f"server process {self.task.number}: {found['error']}", code="UNAVAILABLE")
+        self.metrics = found["metrics"]
+        models: list[list[Any]] = found["ready"]
+        return models
 
     def terminate(self) -> None:
         """Ask the process to stop."""
+        self._stopping.set()
         with self._changing:
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
@@ -335,56 +275,18 @@ class _Child:
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
-            logger.error("server process %d did not stop and is killed", self.number)
+            logger.error("server process %d did not stop and is killed", self.task.number)
             process.kill()
-            process.wait()
-        if self._watcher.ident is not None:
-            self._watcher.join(MARGIN_SECONDS)
-            if self._watcher.is_alive():
-                logger.error(
-                    "server process %d: its watcher has not ended %g s after it", self.number, MARGIN_SECONDS
-                )
+            process.wait()  # no limit: it is killed
+        self.thread.join(MARGIN_SECONDS)
+        if self.thread.is_alive():
+            logger.error(
+                "server process %d ended, but the thread that waits for it has not", self.task.number
+            )
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with suppress(OSError):
                     pipe.close()
-
-
-class GroupMetrics:
-    """The metrics of all processes."""
-
-    def __init__(self, processes: Sequence[_Child]) -> None:
-        self._processes = processes
-
-    def text(self) -> bytes:
-        registry = prometheus().CollectorRegistry()
-        registry.register(self)
-        data: bytes = prometheus().generate_latest(registry)
-        return data
-
-    def describe(self) -> list[Any]:
-        """Return no names, which are known only when the processes answer."""
-        return []
-
-    def collect(self) -> Iterator[Any]:
-        core, parser = prometheus("prometheus_client.core"), prometheus("prometheus_client.parser")
-        up = core.GaugeMetricFamily("megalith_process_up", "Whether a process serves.", labels=["process"])
-        restarts = core.CounterMetricFamily(
-            "megalith_process_restarts", "How often a process was started again.", labels=["process"]
-        )
-        families: dict[str, Any] = {}
-        for process in self._processes:
-            label = str(process.number)
-            text = process.metrics()
-            up.add_metric([label], float(text is not None))
-            restarts.add_metric([label], float(process.restarts))
-            for family in parser.text_string_to_metric_families(text or ""):
-                known = families.setdefault(
-                    family.name, core.Metric(family.name, family.documentation, family.type)
-                )
-                for sample in family.samples:
-                    known.samples.append(sample._replace(labels={**sample.labels, "process": label}))
-        yield from (up, restarts, *families.values())
 
 
 def divide_cores(processes: int, cores: Sequence[int] | None = None) -> list[tuple[int, ...]]:
@@ -396,51 +298,14 @@ def divide_cores(processes: int, cores: Sequence[int] | None = None) -> list[tup
 
 def run_child() -> int:
     """Serve what the parent asks for."""
+    import torch
+
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print must not reach the parent's pipe
-    source = os.fdopen(os.dup(0), "rb", buffering=0)  # no buffer: a thread reads it until the process ends
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and stops its children
-    task: ChildTask = pickle.loads(
-        _read_exactly(source, int.from_bytes(_read_exactly(source, 8), "big"))
-    )  # of the parent
-    _prepare_child(task)
-
-    def reply(**content: Any) -> None:
-        replies.write(json.dumps(content) + "\n")
-        replies.flush()
-
-    server = ModelServer(task.directory, task.config, reuse_port=True, shared_port=task.shared_port)
-    try:
-        server.start()
-    except (MegalithError, OSError) as error:
-        reply(error=str(error))
-        return 1
-    try:
-        reply(
-            ready=[(model.name, model.newest.number) for model in server.models if model.newest is not None]
-        )
-        threading.Thread(target=_answer_parent, args=(source, reply, server, stop), daemon=True).start()
-        stop.wait()
-    finally:
-        server.stop()
-    return 0
-
-
-def _read_exactly(source: IO[bytes], size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = source.read(size - len(data))
-        if not more:
-            sys.exit("the parent ended")
-        data += more
-    return data
-
-
-def _prepare_child(task: ChildTask) -> None:
-    import torch
-
+    task: ChildTask = pickle.load(sys.stdin.buffer)  # of the parent
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s %(levelname)s process {task.number}: %(message)s"
     )
@@ -450,13 +315,28 @@ def _prepare_child(task: ChildTask) -> None:
     if task.config.batching.threads is not None:
         torch.set_num_threads(task.config.batching.threads)
 
+    def reply(**content: Any) -> None:
+        replies.write(json.dumps(content) + "\n")
+        replies.flush()
 
-def _answer_parent(source: IO[bytes], reply: Any, server: ModelServer, stop: threading.Event) -> None:
-    """Answer the parent; its end is the end of its pipe."""
-    while received := source.read(4096):
-        for _ in range(received.count(b"metrics\n")):  # the parent waits for each reply
-            reply(metrics=server.metrics.text().decode())
-    stop.set()
+    def watch_parent() -> None:
+        os.read(0, 1)  # the parent writes no more: its end ends the pipe
+        stop.set()
+
+    server = ModelServer(task.directory, task.config, reuse_port=True, shared_port=task.shared_port)
+    try:
+        server.start()
+    except (MegalithError, OSError) as error:
+        reply(error=str(error))
+        return 1
+    try:
+        threading.Thread(target=watch_parent, daemon=True).start()
+        models = [(model.name, model.newest.number) for model in server.models if model.newest is not None]
+        reply(ready=models, metrics=server.metrics_address)
+        stop.wait()  # no limit: until a signal
+    finally:
+        server.stop()
+    return 0
 
 
 if __name__ == "__main__":

@@ -289,7 +289,7 @@ class Sender:
         failures = 0
         while True:
             try:
-                return call.result()
+                return call.result()  # no limit: the call has one
             except RemoteError as error:
                 early = not failures and message.header.sequence <= self._reordered_until
                 refused = not self._options.monolith and error.code in _REFUSALS
@@ -361,7 +361,7 @@ class Sender:
         """Queue messages of the next ids."""
         with self._publisher.lock:
             if wait:
-                self._publisher.lock.wait_for(self._has_work)
+                self._publisher.lock.wait_for(self._has_work)  # no limit: the next piece of work
             if self._closed.is_set() or self._backlog is None or not self._backlog.is_pending:
                 return
             ids, interval = self._backlog.take(MAX_CONTENT_BYTES, self._row_bytes)
