@@ -268,7 +268,7 @@ def fused_gather_embeddings_by_input_gradient(
     grads: Sequence[Tensor],
     embedding_offsets: Sequence[Tensor],
     embedding_dims: Sequence[int],
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
 ) -> Tensor:
     """Sum gradient rows into a flat buffer: the gradient of `fused_gather_embeddings_by_input`.
 
