@@ -34,7 +34,7 @@ def config_options(
     metavars: Mapping[str, str] | None = None,
     only_given: bool = False,
 ) -> Callable[[Command], Command]:
-    """Replaces a parameter of a command with one option for each field of a config dataclass."""
+    """Replace a parameter of a command with one option for each field of a config dataclass."""
     # The command receives, as `parameter`, a dict of field name -> value for `config(**values)`. The options
     # take the place of the parameter in the order of the help. The command is called with keyword arguments.
     flags, metavars = flags or {}, metavars or {}

@@ -31,7 +31,7 @@ error_console = Console(stderr=True)
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Prints an expected error (MegalithError or OSError) to stderr and exits with code 1."""
+    """Print an expected error (MegalithError or OSError) to stderr and exit with code 1."""
     # Warnings for the user are printed as a line too, without the place in the sources.
     try:
         with warnings.catch_warnings():
@@ -75,7 +75,7 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar on stderr after two seconds if it is a terminal."""
+    """Show a progress bar on stderr after two seconds if it is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     screen = console(stderr=True)
     bar = Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
@@ -161,7 +161,7 @@ def print_line(text: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    """Prints JSON to stdout. NaN and infinity become null."""
+    """Print JSON to stdout. NaN and infinity become null."""
     typer.echo(json.dumps(_finite(data), indent=1, allow_nan=False))
 
 

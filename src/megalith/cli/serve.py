@@ -142,7 +142,7 @@ class _StopEvent(threading.Event):
         self.interrupts = False
 
     def interrupt(self, work: Callable[[], object]) -> bool:
-        """Runs long work that a signal interrupts; returns whether no signal arrived."""
+        """Run long work that a signal interrupts; return whether no signal arrived."""
         try:
             self.interrupts = True
             if not self.is_set():
@@ -156,7 +156,7 @@ class _StopEvent(threading.Event):
 
 @contextmanager
 def _stop_on_signal() -> Iterator[_StopEvent]:
-    """Gives an event that SIGTERM and SIGINT set; a second signal has its usual effect."""
+    """Give an event that SIGTERM and SIGINT set; a second signal has its usual effect."""
     stop = _StopEvent()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 

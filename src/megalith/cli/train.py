@@ -47,7 +47,7 @@ from megalith.training.publishing import Pushed
 
 @contextmanager
 def launched(run: Path, timeout: float) -> Iterator[RankSetup]:
-    """Creates the process group of the launcher's ranks. Without a launcher there is one rank."""
+    """Create the process group of the launcher's ranks. Without a launcher there is one rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no launcher", LaunchWarning)
         setup = configure(run, merge_checkpoints=True, device="cpu")
@@ -244,7 +244,7 @@ def _resume(run: Path, config: Path | None, flags: dict[str, Any]) -> Run:
 
 
 def _train(run: Run, out: Console) -> bool:
-    """Trains, and returns whether the run was stopped."""
+    """Train, and return whether the run was stopped."""
     if run.finished:
         out.print(
             f"nothing was left to do: the run ended at step {run.step:,}; raise --epochs or --max-steps to "
@@ -319,7 +319,7 @@ def _stop_without_saving(run: Run, out: Console) -> NoReturn:
 
 @contextmanager
 def _stop_on_signal(run: Run) -> Iterator[None]:
-    """Stops the run after the current batch on Ctrl-C and SIGTERM, and at once on a second signal."""
+    """Stop the run after the current batch on Ctrl-C and SIGTERM, and at once on a second signal."""
     # With several ranks a second signal has no effect: no rank may stop alone, and launchers repeat signals.
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -36,7 +36,7 @@ _HINT_ROWS, _HINT_SHARE, _HINT_LENGTH = 200, 0.1, 10_000
 
 
 def arrow(module: str = "pyarrow") -> Any:
-    """Imports pyarrow or one of its modules."""
+    """Import pyarrow or one of its modules."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -169,7 +169,7 @@ class Samples:
 
     @classmethod
     def concat(cls, parts: Sequence[Samples]) -> Samples:
-        """Concatenates the rows of several Samples.
+        """Concatenate the rows of several Samples.
 
         Args:
             parts: At least one; all with the same columns.

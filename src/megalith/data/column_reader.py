@@ -76,7 +76,7 @@ class ColumnReader(Reader):
 
     @abstractmethod
     def _open(self) -> None:
-        """Checks the files, or the first one, so that a wrong schema raises at construction."""
+        """Check the files, or the first one, so that a wrong schema raises at construction."""
 
     @classmethod
     def from_config(
@@ -148,7 +148,7 @@ class ColumnReader(Reader):
         return {**self._files_at(split).at(index), "split": split}
 
     def _check_part(self, position: Position) -> None:
-        """Raises InputError if the parts up to a position have changed."""
+        """Raise InputError if the parts up to a position have changed."""
         split = position.get("split")
         if not isinstance(split, bool):
             raise InputError("reader: the position was saved by an earlier version; start over")
@@ -159,7 +159,7 @@ class ColumnReader(Reader):
         """The rows of this shard from `position`."""
 
     def fit(self, rows: int | None = None) -> Schema:
-        """Computes the missing means and standard deviations of dense columns.
+        """Compute the missing means and standard deviations of dense columns.
 
         It reads only these columns, one chunk at a time, and leaves out bad values. The reader itself does
         not change: `reader.with_schema(reader.fit())` uses the result.
@@ -207,7 +207,7 @@ class ColumnReader(Reader):
             yield RowBlock(samples, partial(_position_after, chunk, kept), kept)
 
     def _hint(self, chunk: ColumnChunk) -> None:
-        """Warns once about texts that look like lists of ids: each would silently become one id."""
+        """Warn once about texts that look like lists of ids: each would silently become one id."""
         self._hinted = True
         for feature in self.schema.feature_columns.values():
             if feature.hash is not False:  # such text is a bad row otherwise

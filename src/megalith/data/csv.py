@@ -246,7 +246,7 @@ class CsvReader(ColumnReader):
         return self._line_by_line(path, names, data, numbers)
 
     def _all_lines(self, path: Path, names: list[str], data: bytes) -> Any:
-        """Parses lines with Arrow. With bad lines it may raise or return another number of rows."""
+        """Parse lines with Arrow. With bad lines it may raise or return another number of rows."""
         pa, csv = arrow(), arrow("pyarrow.csv")
         wanted = self.schema.columns
         table = csv.read_csv(
@@ -269,7 +269,7 @@ class CsvReader(ColumnReader):
     def _line_by_line(
         self, path: Path, names: list[str], data: bytes, numbers: NDArray[np.int64]
     ) -> tuple[Any, NDArray[np.int64]]:
-        """Parses lines one by one: slower, but finds the bad ones."""
+        """Parse lines one by one: this is slower, but finds the bad ones."""
         pa, wanted = arrow(), self.schema.columns
         places = [names.index(name) for name in wanted]
         rows: list[list[bytes | None]] = []

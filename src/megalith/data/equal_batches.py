@@ -287,7 +287,7 @@ def _own_group(parent: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
 
 
 def _each(loader: Iterable[Batch]) -> Iterator[Batch]:
-    """Yields from the loader; it is opened with the first batch, where errors are reported to other ranks."""
+    """Yield from the loader; it is opened with the first batch, where errors are reported to other ranks."""
     yield from loader
 
 

@@ -21,7 +21,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def list_files(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
-    """Lists the files that paths, directories and patterns name, in the given order."""
+    """List the files that paths, directories and patterns name, in the given order."""
     # The files of a directory and the matches of a pattern are sorted by name. Files of a directory whose
     # names start with . or _ are left out.
     files: list[Path] = []
@@ -108,7 +108,7 @@ class FilePositions:
         }
 
     def check(self, position: Position) -> None:
-        """Checks that the parts up to a position are those that it was taken from."""
+        """Check that the parts up to a position are those that it was taken from."""
         index = position_integer(position, self.key, max(len(self._parts) - 1, 0))
         if (index, position.get("name"), position.get("before")) == (0, "", 0):
             return  # it was taken when there was no part

@@ -81,7 +81,7 @@ def fetch_movielens(
     notify: Callable[[str], None] | None = None,
     timeout: float = 60.0,
 ) -> Path:
-    """Downloads MovieLens-1M unless the cache holds an undamaged copy."""
+    """Download MovieLens-1M unless the cache holds an undamaged copy."""
     directory = cache / "ml-1m"
     if _is_undamaged(directory):
         return directory
@@ -195,7 +195,7 @@ class MovieLens:
     """Number of movies with a rating."""
 
     def split(self, train: float = 0.8, valid: float = 0.1) -> Splits:
-        """Splits the samples by time. Samples of the same second stay together.
+        """Split the samples by time. Samples of the same second stay together.
 
         Args:
             train: Fraction of the samples for training.
@@ -226,7 +226,7 @@ class MovieLens:
 
 
 def load_movielens(cache_dir: str | os.PathLike[str] | None = None, *, history: int = 0) -> MovieLens:
-    """Loads MovieLens-1M, and downloads it on first use.
+    """Load MovieLens-1M, and download it on first use.
 
     Args:
         cache_dir: Directory of the download. None: the cache directory of the user.
@@ -243,7 +243,7 @@ def load_movielens(cache_dir: str | os.PathLike[str] | None = None, *, history: 
 
 
 def read_movielens(directory: str | os.PathLike[str], *, history: int = 0) -> MovieLens:
-    """Reads MovieLens from a directory in either layout.
+    """Read MovieLens from a directory in either layout.
 
     Args:
         directory: The directory.

@@ -90,7 +90,7 @@ class Reader(IterableDataset[Batch], ABC):
 
     @abstractmethod
     def _check(self, position: Position) -> None:
-        """Raises InputError if `position` is not a valid position of this reader."""
+        """Raise InputError if `position` is not a valid position of this reader."""
 
     def _row_blocks(self, position: Position) -> Iterator[RowBlock]:
         """The rows of this shard from `position`. A subclass implements this or overrides __iter__."""
@@ -115,7 +115,7 @@ class Reader(IterableDataset[Batch], ABC):
     def from_config(
         cls, path: str, schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
     ) -> Self:
-        """Opens files as a config describes them.
+        """Open files as a config describes them.
 
         Args:
             path: File, directory or pattern.
@@ -139,7 +139,7 @@ class Reader(IterableDataset[Batch], ABC):
         return self._with_shard(self._start() if self._at is None else self._at)
 
     def seek(self, position: Position) -> None:
-        """Moves to a position.
+        """Move to a position.
 
         Args:
             position: A `position` of this reader or of one of its batches.
@@ -227,7 +227,7 @@ class Reader(IterableDataset[Batch], ABC):
         return {**position, "shard": [self.rank, self.world_size]}
 
     def _bad(self, reason: str, message: str, count: int = 1, rows: NDArray[np.int64] | None = None) -> None:
-        """Raises InputError about bad rows, or counts them if they are skipped."""
+        """Raise InputError about bad rows, or count them if they are skipped."""
         # rows: their numbers in the next block, int64 [count]; None: they are before that block.
         if self.on_error == "raise":
             remedy = 'fix it, or pass on_error="skip" (command line: --on-error skip) to skip such rows'
@@ -237,11 +237,11 @@ class Reader(IterableDataset[Batch], ABC):
         self._unpassed.append(_BadRows(reason, count, rows))
 
     def _end_block(self, entries: int | None = None) -> None:
-        """Notes that bad rows counted so far, or the first entries of them, are before the next block."""
+        """Note that bad rows counted so far, or the first entries of them, are before the next block."""
         self._unpassed[:entries] = [each._replace(rows=None) for each in self._unpassed[:entries]]
 
     def _pass(self, number: int | None, entries: int) -> None:
-        """Counts bad rows before a row of the block in `skipped_before`; they are among the first entries."""
+        """Count bad rows before a row of the block in `skipped_before`; they are among the first entries."""
         left = []
         for each in self._unpassed[:entries]:
             after = each.rows

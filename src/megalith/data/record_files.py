@@ -60,7 +60,7 @@ class RecordFile:
         self.max_bytes = max_bytes
 
     def read(self, *, offset: int = 0, number: int = 0) -> Iterator[FramedRecord]:
-        """Yields the records from record `number`, which begins at byte `offset`."""
+        """Yield the records from record `number`, which begins at byte `offset`."""
         try:
             with open_bytes(self.path) as file:
                 file.seek(offset)

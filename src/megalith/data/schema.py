@@ -183,7 +183,7 @@ class Schema:
     # ---- normalisation
 
     def normalise(self, raw: NDArray[np.float64]) -> Tensor:
-        """Normalises dense values.
+        """Normalise dense values.
 
         Args:
             raw: float64 [n, k]; NaN is a missing value.
@@ -287,7 +287,7 @@ class Schema:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Schema:
-        """Creates a schema from the form that `to_dict` returns.
+        """Create a schema from the form that `to_dict` returns.
 
         Args:
             data: That form; columns may also be plain names, and features a list of columns.
@@ -333,7 +333,7 @@ class _Moments:
         return math.sqrt(self.squares / self.count) if low < high else 0.0
 
     def add(self, values: NDArray[np.float64]) -> None:
-        """Adds values, float64 [n]; NaN is left out. The update of Chan, Golub and LeVeque is stable."""
+        """Add values, float64 [n]; NaN is left out. The update of Chan, Golub and LeVeque is stable."""
         values = values[~np.isnan(values)]
         if not len(values):
             return

@@ -200,7 +200,7 @@ class SyntheticReader(Reader):
             yield self.batch(index)
 
     def batch(self, index: int) -> SyntheticBatch:
-        """Generates one batch.
+        """Generate one batch.
 
         Args:
             index: Index of the batch in the stream of all ranks.
@@ -275,7 +275,7 @@ class SyntheticReader(Reader):
 
 
 def _zipf(uniform: Tensor, num_ids: int, exponent: float) -> Tensor:
-    """Maps uniform numbers to ranks 0 .. num_ids - 1 by the inverse of the continuous form of Zipf's law."""
+    """Map uniform numbers to ranks 0 .. num_ids - 1 by the inverse of the continuous form of Zipf's law."""
     if abs(exponent - 1) < 1e-6:
         rank = (num_ids + 1) ** uniform
     else:

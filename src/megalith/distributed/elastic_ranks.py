@@ -371,7 +371,7 @@ class ElasticRanks(Ranks):
             self._store.set(f"left/{self.rank}", "1")
 
     def _who_is_here(self, what: str, wait: float) -> tuple[int, ...]:
-        """Signs, and returns the list that the first to sign made of those who did."""
+        """Sign, and return the list that the first to sign made of those who did."""
         room = PrefixStore(f"generation-{self._generation}", self._store)
         try:
             first = room.add("first", 1) == 1

@@ -135,7 +135,7 @@ class EmbeddingConfig:
         self.segment()
 
     def _warn_of_misspelt_tables(self) -> None:
-        """Warns if a feature is given a table that no other feature has, with almost the name of one."""
+        """Warn if a feature is given a table that no other feature has, with almost the name of one."""
         used = Counter(self.table(name) for name in self.combiners)
         for feature, table in self.tables.items():
             others = [name for name in used if name != table and not _same_but_digits(name, table)]

@@ -92,7 +92,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compiles the dense part in place.
+        """Compile the dense part in place.
 
         Args:
             args: As for torch.compile.
@@ -101,7 +101,7 @@ class Model(nn.Module):
         self.score = torch.compile(self.score, *args, **options)  # type: ignore[method-assign]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, also those that `embeddings.step` would apply.
+        """Drop all gradients, also those that `embeddings.step` would apply.
 
         Args:
             set_to_none: As for `torch.nn.Module.zero_grad`.

@@ -211,7 +211,7 @@ class _Frame:
 
 
 def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis, *, diagonal: bool = False) -> str:
-    """Draws lines. Points beyond 1e100, and points of 0 or less on a log axis, are left out."""
+    """Draw lines. Points beyond 1e100, and points of 0 or less on a log axis, are left out."""
     drawn = [_clean(s, i, x, y) for i, s in enumerate(series)]
     drawn = [s for s in drawn if s.points]
     if not drawn:
@@ -330,7 +330,7 @@ def as_file(chart: str) -> str:
 
 
 def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Reduces points to means of neighbours, so that pages of long runs stay small."""
+    """Reduce points to means of neighbours, so that pages of long runs stay small."""
     if len(points) <= most:
         return list(points)
     edges = [len(points) * i // most for i in range(most + 1)]

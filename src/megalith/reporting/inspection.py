@@ -163,7 +163,7 @@ def _memory_parts(entry: TableEntry) -> dict[str, int]:
 
 
 def summarize(manifest: Manifest) -> list[TableSummary]:
-    """Summarizes each table of a checkpoint, including its deltas, in the order of the manifest."""
+    """Summarize each table of a checkpoint, including its deltas, in the order of the manifest."""
     tables = manifest.tables()
     return [
         _summary(path, name, tables[full_name(path, name)], manifest.latest.collections[path].global_step)
@@ -288,7 +288,7 @@ def find_row(
 
 
 def read_ids(root: Path, entries: Sequence[TableEntry]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yields the ids of a table file by file, int64 [n], and their numbers of updates if they are counted."""
+    """Yield the ids of a table file by file, int64 [n], and their numbers of updates if they are counted."""
     # yields: ids int64 [n], and their numbers of updates int64 [n] or None.
     for chunk in _read(root, entries):
         if chunk.ids.numel():
@@ -299,7 +299,7 @@ def read_ids(root: Path, entries: Sequence[TableEntry]) -> Iterator[tuple[Tensor
 
 
 def _read(root: Path, entries: Sequence[TableEntry]) -> Iterator[Chunk]:
-    """Yields every row once. Raises CheckpointError if a file does not match the manifest."""
+    """Yield every row once. Raise CheckpointError if a file does not match the manifest."""
     store = open_store(root)
     for entry in entries:
         for piece in (*entry.pieces, *entry.removed):

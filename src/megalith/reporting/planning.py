@@ -60,7 +60,7 @@ def read_sample(
     table: str | None = None,
     hash: bool | None = None,
 ) -> Sample:
-    """Reads about `size` ids of a source."""
+    """Read about `size` ids of a source."""
     # Ids of a checkpoint or of Parquet files are drawn from all of it; of other sources, the first are read.
     if (source / NAME).exists():
         return _from_checkpoint(source, size, table)
@@ -290,7 +290,7 @@ def forecast(
     block_size: int | None = None,
     batch_size: int | None = None,
 ) -> Forecast:
-    """Computes the load of each rank in each routing mode for a sample of ids."""
+    """Compute the load of each rank in each routing mode for a sample of ids."""
     # ids: int64 [n], in the order of the data; counts: number of occurrences of each id, int64 [n].
     if ranks > MAX_RANKS:
         raise InputError(f"plan: ranks must be 1 to {MAX_RANKS}, got {ranks}")

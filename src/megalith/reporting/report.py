@@ -179,7 +179,7 @@ _COUNTERS = ("created", "evicted", "removed", "refused", "pending")
 
 
 def write_report(run_dir: Path, out: Path | None = None, *, comparison: Path | None = None) -> Path:
-    """Writes the report of a run. The file is replaced as a whole."""
+    """Write the report of a run. The file is replaced as a whole."""
     if not any((run_dir / name).exists() for name in RUN_FILES):
         raise InputError(
             f"{run_dir} is not the directory of a run: it has none of {', '.join(RUN_FILES)}; give the "

@@ -82,7 +82,7 @@ class RunBatches:
         self._watched = 0
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Yields the steps from the position to the end of the epoch. All ranks yield equally many."""
+        """Yield the steps from the position to the end of the epoch. All ranks yield equally many."""
         for step in self._steps():
             if self._watched < WATCHED_BATCHES:
                 self._watched += 1
@@ -202,7 +202,7 @@ class _RankShards:
         return sum((Counter(reader.skipped) for reader in self._readers.values()), Counter())
 
     def end(self) -> Counter[str]:
-        """Ends the epoch, and returns the skipped rows of the shards."""
+        """End the epoch, and return the skipped rows of the shards."""
         counted = self.skipped()
         self._readers, self._at, self.begun = {}, {}, False
         return counted
@@ -270,7 +270,7 @@ def _put(
     item: Batch | BaseException | None,
     left: threading.Event,
 ) -> bool:
-    """Passes an item on; returns False if the caller has left."""
+    """Pass an item on; return False if the caller has left."""
     while not left.is_set():
         try:
             waiting.put(item, timeout=_SECONDS)

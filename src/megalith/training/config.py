@@ -43,7 +43,7 @@ from megalith.training.table_settings import (
 def check_options(
     where: str, options: Mapping[str, Any], target: Callable[..., Any], *, passed: Collection[str] = ()
 ) -> None:
-    """Checks that options are arguments of a class, and that no required argument is missing."""
+    """Check that options are arguments of a class, and that no required argument is missing."""
     parameters = {
         name: each for name, each in inspect.signature(target).parameters.items() if name not in passed
     }
@@ -308,7 +308,7 @@ class RunConfig:
         self._check_gpu_settings()
 
     def _check_gpu_settings(self) -> None:
-        """Checks the settings that only tables on a GPU have."""
+        """Check the settings that only tables on a GPU have."""
         train = self.train
         given = [("train", train.device_bytes, train.deterministic)]
         given += [
@@ -335,7 +335,7 @@ class RunConfig:
                 )
 
     def _check_ranks(self) -> None:
-        """Checks the keys of multi-rank runs, on one rank too: the run may be resumed on several ranks."""
+        """Check the keys of multi-rank runs, on one rank too: the run may be resumed on several ranks."""
         train = self.train
         check_one_of(train.dist_type, MODES, "train.dist_type")
         if (train.dist_type == "continuous") != (train.block_size is not None):
@@ -432,7 +432,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RunConfig:
-        """Creates a config from the output of `to_dict` or the content of a TOML file.
+        """Create a config from the output of `to_dict` or the content of a TOML file.
 
         Args:
             data: Section -> keys. Keys that are missing have their default.
@@ -455,7 +455,7 @@ class RunConfig:
 
     @classmethod
     def from_toml(cls, path: Path) -> RunConfig:
-        """Reads a TOML file.
+        """Read a TOML file.
 
         Args:
             path: The file.

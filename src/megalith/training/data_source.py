@@ -38,7 +38,7 @@ class DataSource:
 
 
 def open_source(config: RunConfig) -> DataSource:
-    """Opens the training and test data of a config.
+    """Open the training and test data of a config.
 
     Args:
         config: The config of the run.
@@ -55,7 +55,7 @@ def open_source(config: RunConfig) -> DataSource:
 
 
 def open_test(config: RunConfig) -> Reader | None:
-    """Opens the test data of a trained run. Its training files may be gone."""
+    """Open the test data of a trained run. Its training files may be gone."""
     data = config.data
     if data.kind in _DATASETS:
         return open_source(config).test
@@ -63,7 +63,7 @@ def open_test(config: RunConfig) -> Reader | None:
 
 
 def open_reader(config: DataConfig, path: Path, *, labelled: bool = True) -> Reader:
-    """Opens other files with the reader and schema of a config.
+    """Open other files with the reader and schema of a config.
 
     Args:
         config: The data config of a trained run.

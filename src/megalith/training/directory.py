@@ -120,7 +120,7 @@ class RunCheckpoints:
         return cls(run / KEPT_CHECKPOINTS, keep_last=config.keep_last or 1, keep_every=config.keep_every)
 
     def add(self, checkpoint: Path, step: int) -> None:
-        """Keeps a checkpoint, then deletes the checkpoints that the rules do not keep."""
+        """Keep a checkpoint, then delete the checkpoints that the rules do not keep."""
         manifest = read_manifest(checkpoint)
         target = LocalStore(Path(self._rotation.path(step)))
         for file in manifest.all_files():

@@ -61,7 +61,7 @@ def evaluate(
     ranks: Ranks | None = None,
     shards: bool = False,
 ) -> Evaluation:
-    """Evaluates a model on all samples of a reader. The tables are not changed.
+    """Evaluate a model on all samples of a reader. The tables are not changed.
 
     Args:
         model: The model.
@@ -153,7 +153,7 @@ SUFFIXES = (".csv", ".parquet")
 def predict_file(
     model: Model, reader: Reader, out: Path, on_batch: Callable[[int], None] | None = None
 ) -> int:
-    """Predicts the rows of a reader and writes their probabilities in the same order."""
+    """Predict the rows of a reader and write their probabilities in the same order."""
     check_output(out)
     scores = torch.cat([torch.empty(0, device="cpu"), *_scores(model, reader, on_batch)])
     temporary = out.with_name(out.name + ".tmp")

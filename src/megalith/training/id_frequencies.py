@@ -52,7 +52,7 @@ class IdFrequencies:
     # ---- with a checkpoint
 
     def save(self, folder: Path, step: int) -> None:
-        """Saves the counts. They become the only ones with `keep_only`."""
+        """Save the counts. They become the only ones with `keep_only`."""
         tensors = {"samples": torch.tensor(self.samples, device="cpu")}
         for name, counts in self._counts.items():
             counts.compact()
@@ -83,7 +83,7 @@ class IdFrequencies:
 
 
 def keep_only(folder: Path, step: int) -> None:
-    """Deletes the counts of other checkpoints than the newest."""
+    """Delete the counts of other checkpoints than the newest."""
     for path in folder.glob("step-*.safetensors"):
         if path != _file(folder, step):
             path.unlink(missing_ok=True)

@@ -86,7 +86,7 @@ class MetricsLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a log. An incomplete last line is left out."""
+    """Read the lines of a log. An incomplete last line is left out."""
     if not path.exists():
         return []
     records = []
@@ -110,7 +110,7 @@ class ScalarWriter:
         self._writer = SummaryWriter(str(directory), purge_step=first_step or None)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Adds the numbers of a record of metrics.jsonl at its step."""
+        """Add the numbers of a record of metrics.jsonl at its step."""
         if self._writer is None:
             return
         rows = {f"rows/{table}": n for table, n in record["rows"].items()}
@@ -136,7 +136,7 @@ class ScalarWriter:
         self.add({**scalars, **rows, **counters, **parts, **tiers}, record["step"])
 
     def add(self, scalars: Mapping[str, float | None], step: int) -> None:
-        """Adds numbers by name. None is left out."""
+        """Add numbers by name. None is left out."""
         if self._writer is None:
             return
         for name, value in scalars.items():

@@ -76,7 +76,7 @@ def transport_of(train: TrainConfig) -> str:
 
 
 def use_device(train: TrainConfig) -> None:
-    """Checks that a run can start on its device; ranks of one machine share its GPUs evenly."""
+    """Check that a run can start on its device; ranks of one machine share its GPUs evenly."""
     if train.servers and world_size() > 1:
         raise UsageError(
             f"--servers is for one process, which starts servers and workers itself, but a launcher has "
@@ -123,7 +123,7 @@ def threads_of(config: RunConfig, features: Sequence[str], ranks: int = 1) -> in
 
 @contextmanager
 def using_threads(number: int) -> Iterator[None]:
-    """Sets the number of threads of torch, and restores it at the end."""
+    """Set the number of threads of torch, and restore it at the end."""
     before = torch.get_num_threads()
     if number != before:
         torch.set_num_threads(number)
@@ -220,13 +220,13 @@ def config_of(manifest: checkpoint.Manifest, where: Path) -> RunConfig:
 
 
 def load_dense(model: Model, root: Path, manifest: checkpoint.Manifest) -> None:
-    """Loads the dense weights of a checkpoint into a model. Its tables stay empty."""
+    """Load the dense weights of a checkpoint into a model. Its tables stay empty."""
     store, entry = open_store(root), manifest.latest.dense
     match_dense(model, {} if entry is None else read_tensors(store, entry)).copy()
 
 
 def load_trained(path: str | Path) -> tuple[Model, RunConfig]:
-    """Loads a trained model in eval mode.
+    """Load a trained model in eval mode.
 
     Args:
         path: Directory of a run, or one of its checkpoints.

@@ -97,7 +97,7 @@ class Publishing:
         next_session: Callable[[], int] | None,
         servers: RunServers | None = None,
     ) -> Publishing:
-        """Creates the publisher on every rank, or raises on every rank. A collective call."""
+        """Create the publisher on every rank, or raise on every rank. A collective call."""
         number = None if next_session is None else next_session()
         session = ranks.broadcast((uuid.uuid4().hex, number))
 
@@ -137,7 +137,7 @@ class Publishing:
         self._repeated(lambda: self._publisher.checkpoint_taken(id), base=id)
 
     def finish(self) -> Pushed:
-        """Pushes everything and waits up to FINISH_SECONDS for the servers. A collective call."""
+        """Push everything and wait up to FINISH_SECONDS for the servers. A collective call."""
         deadline = clock.monotonic() + FINISH_SECONDS
         while True:
             done = self._repeated(lambda: self._flush(deadline))
@@ -173,7 +173,7 @@ class Publishing:
 
 
 def check_publishing(config: RunConfig) -> None:
-    """Checks the discovery of a config before the run writes anything."""
+    """Check the discovery of a config before the run writes anything."""
     if config.train.publish:
         from megalith.serving.discovery import open_discovery
 

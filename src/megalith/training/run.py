@@ -151,7 +151,7 @@ class Run:
 
     @classmethod
     def resume(cls, directory: str | Path, changes: Mapping[str, Any] | None = None) -> Run:
-        """Continues a run from its checkpoint, on any number of ranks.
+        """Continue a run from its checkpoint, on any number of ranks.
 
         Args:
             directory: Directory of the run.
@@ -196,7 +196,7 @@ class Run:
             raise
 
     def close(self) -> None:
-        """Ends the workers and parameter servers of a run that has some. It can still be evaluated before."""
+        """End the workers and parameter servers of a run that has some. It can still be evaluated before."""
         if self._servers is not None:
             self._servers.close()
 
@@ -289,7 +289,7 @@ class Run:
         return PartBatches(self.model, self.optimizer, micro)
 
     def set_workers(self, count: int) -> None:
-        """Sets the number of workers of a run on parameter servers; they join and leave while it trains.
+        """Set the number of workers of a run on parameter servers; they join and leave while it trains.
 
         Args:
             count: The number of workers.
@@ -306,7 +306,7 @@ class Run:
     # ---- training
 
     def train(self, watcher: Watcher | None = None) -> None:
-        """Trains until the last epoch ends, max_steps is reached or `stop` is called, then saves.
+        """Train until the last epoch ends, max_steps is reached or `stop` is called, then save.
 
         Args:
             watcher: Receives the events of the run.
@@ -380,7 +380,7 @@ class Run:
             scalars.close()
 
     def _check_not_empty(self) -> None:
-        """Raises InputError after an epoch without a row. All ranks have the same number of samples."""
+        """Raise InputError after an epoch without a row. All ranks have the same number of samples."""
         if self.samples:
             return
         first = self.source.train.first_skipped
@@ -414,7 +414,7 @@ class Run:
         )
 
     def stop(self) -> None:
-        """Ends training after the current batch, or with several ranks after the next one on all ranks."""
+        """End training after the current batch, or with several ranks after the next one on all ranks."""
         self.stop_requested = True
 
     @property
@@ -496,7 +496,7 @@ class Run:
     # ---- saving, evaluating
 
     def save(self, watcher: Watcher | None = None, *, wait: bool = True) -> None:
-        """Writes the checkpoint of the run, after an earlier save is complete.
+        """Write the checkpoint of the run, after an earlier save is complete.
 
         Args:
             watcher: Receives the events of the save.
@@ -551,7 +551,7 @@ class Run:
             self._finish_save()
 
     def _fetch_dense(self) -> None:
-        """Copies the dense weights of parameter servers into the model."""
+        """Copy the dense weights of parameter servers into the model."""
         if self._servers is not None:
             self.model.embeddings.global_step = self.step
             self._servers.fetch(self.optimizer, self.step)
@@ -586,7 +586,7 @@ class Run:
         }
 
     def evaluate(self, on_batch: Any = None) -> Evaluation | None:
-        """Evaluates on the test data, if there is any, and writes evaluation.json with the step.
+        """Evaluate on the test data, if there is any, and write evaluation.json with the step.
 
         Args:
             on_batch: Called after each batch with the number of samples so far.

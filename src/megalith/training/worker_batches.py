@@ -179,7 +179,7 @@ class WorkerBatches(ABC):
     # ---- what a run uses
 
     def __iter__(self) -> Iterator[DoneStep]:
-        """Yields the steps from the position to the end of the epoch."""
+        """Yield the steps from the position to the end of the epoch."""
         if not self.pool.workers:
             self.pool.connect(wait=True)
         self._shares.begin(self._epoch(), self.wanted)
