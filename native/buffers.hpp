@@ -1,6 +1,6 @@
 // Memory for messages that is used again: the first write of a new page costs more than to fill it.
 //
-// A pool hands out buffers and gets them back when nobody uses them any more, in any order and from any thread; a buffer
+// A pool hands out buffers and gets them back when they are no longer used, in any order and from any thread; a buffer
 // may live longer than the pool. A few free buffers are kept, the others are returned to the operating system.
 #pragma once
 

@@ -160,7 +160,7 @@ def test_asynchronous_workers_that_join_and_leave_and_killed_processes(
     """Kills happen while workers compute: two steps of each are in progress."""
 
     def save() -> None:
-        with pytest.raises(UsageError, match="in the midst of steps"):
+        with pytest.raises(UsageError, match="are mid-step"):
             run.save()
 
     events: dict[int, Callable[[], object]] = {

@@ -64,7 +64,7 @@ class ElasticRanks(Ranks):
         rank: The rank of this process; it never changes.
         world_size: The number of ranks at the start.
         timeout: Seconds that an exchange may wait for others, in addition to the work before it.
-        least: With fewer ranks left, nobody continues.
+        least: With fewer ranks left, the work ends.
         has_ended: Returns whether a rank is known to have ended; without it the others wait for the timeout.
 
     Attributes:

@@ -274,7 +274,7 @@ def _within(seconds: float, work: Callable[[], object]) -> bool:
 
 
 def _spread(count: int, gpus: float) -> tuple[Any, list[Any]]:
-    """Reserve places for servers, on different nodes as far as there are enough: Ray's placement group, and a
+    """Reserve places for servers, on different nodes if possible: Ray's placement group, and a
     scheduling strategy per server.
     """
     # Ray's strategies without a reservation ("SPREAD", the affinity to a node) put two servers on one of two

@@ -508,7 +508,7 @@ class Run:
         checks.flag(wait, "run: wait")
         if isinstance(self.batches, WorkerBatches) and self.batches.steps_in_progress:
             raise UsageError(
-                "run: asynchronous workers are in the midst of steps, so a save would not be of one moment: "
+                "run: asynchronous workers are mid-step, so a save would not be of one moment: "
                 "use train.save_every or train.save_interval, which wait for them"
             )
         watcher = _watcher(watcher)

@@ -478,7 +478,7 @@ class _Walk:
         return first.nonzero()[:, 0]
 
     def _whole_row(self, use: str, rule: int) -> None:
-        """Do something with the sums of whole rows that is no optimizer step."""
+        """Do something with the sums of whole rows that is not an optimizer step."""
         what = {**self.group.layout.whole_row_constants(rule), "MEASURED": False, "COUNTED": False}
         self._launch((use,), what, (0.0,) * NUM_SETTINGS)
 
