@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 import signal
@@ -16,10 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 import torch
-from rich.console import Console
 from typer.main import get_command
 
-from megalith.cli import output
 from megalith.cli.main import app
 from megalith.data import SyntheticReader
 from megalith.models import DeepFM
@@ -205,19 +202,6 @@ def test_resume_continues_and_flags_that_would_change_the_model_are_refused(
 
     for flags in (("--dim", 8), ("--lr", 0.1)):
         assert "resumed" in error("train", "--run", run, "--resume", *flags)
-
-
-def test_a_bar_shows_while_saving_if_that_takes_long(
-    tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    screen = Console(file=io.StringIO(), force_terminal=True, width=200)
-    monkeypatch.setattr("megalith.cli.output.console", lambda: screen)
-    flags = ("--config", config, "--max-steps", 1)
-    megalith("train", "--run", tmp_path / "a", *flags)
-    assert not re.search(r" saving .* rows", screen.file.getvalue())  # type: ignore[attr-defined]
-    monkeypatch.setattr(output, "PATIENCE", -1.0)
-    megalith("train", "--run", tmp_path / "b", *flags)
-    assert re.search(r" saving .* rows", screen.file.getvalue())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

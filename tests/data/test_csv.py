@@ -220,14 +220,6 @@ def test_a_cut_off_gz_file(tmp_path: Path) -> None:
     assert reader.skipped == {"unreadable file": 1}
 
 
-def test_arguments_out_of_range(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", numbered(2))
-    wrong = {"delimiter": "::", "quote": "\n", "block_bytes": 0, "columns": ["y", "c", "c"], "on_error": "x"}
-    for name, value in wrong.items():
-        with pytest.raises(InputError, match=name):
-            CsvReader(path, SCHEMA, batch_size=2, **{name: value})  # type: ignore[arg-type]
-
-
 def test_a_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalith.data.csv.MAX_LINE_BYTES", 1000)
     path = write(tmp_path / "a.csv", "y,c,d\n" + "x" * 5000)

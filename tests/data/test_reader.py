@@ -78,15 +78,6 @@ def test_a_loop_that_was_left_is_continued_by_the_next() -> None:
     assert labels_of(reader) == list(range(10))
 
 
-def test_the_position_after_the_last_batch_is_the_end_of_the_epoch() -> None:
-    reader = MemoryReader(samples(10), batch_size=4)
-    last = list(reader)[-1]
-    resumed = MemoryReader(samples(10), batch_size=4)
-    resumed.seek(last.position)
-    assert list(resumed) == []
-    assert labels_of(resumed) == list(range(10))
-
-
 @pytest.mark.parametrize(
     ("position", "message"),
     [
@@ -104,15 +95,6 @@ def test_invalid_positions(position: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         reader.seek(position)  # type: ignore[arg-type]
     assert labels_of(reader) == list(range(10))
-
-
-def test_arguments_out_of_range() -> None:
-    with pytest.raises(InputError, match="batch_size must be an integer of at least 1, got 0"):
-        MemoryReader(samples(1), batch_size=0)
-    with pytest.raises(InputError, match=r"rank must be 0 to 1, got 2"):
-        MemoryReader(samples(1), batch_size=1).shard(2, 2)
-    with pytest.raises(InputError, match="'f' has 2 rows, but there are 3 labels"):
-        Samples({"f": Ragged.from_lists([[1], [2]])}, torch.zeros(3))
 
 
 def test_a_data_loader_with_one_worker_gives_the_same_batches() -> None:

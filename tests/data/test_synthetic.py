@@ -131,9 +131,3 @@ def test_an_ids_weight_does_not_depend_on_its_batch() -> None:
 def test_what_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         SyntheticReader(batch_size=4, **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("options", [{"num_ids": 0}, {"fresh": 2.0}, {"max_length": 0}, {"exponent": -1.0}])
-def test_features_that_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(InputError, match="feature 'f'"):
-        SyntheticFeature(name="f", **options)  # type: ignore[arg-type]

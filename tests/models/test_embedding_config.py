@@ -147,13 +147,6 @@ def test_shards_must_have_the_models_rows() -> None:
         DCNv2(EmbeddingConfig(["a"], dim=3, shards=shards, seed=1))
 
 
-def test_the_seed_is_that_of_the_initial_rows() -> None:
-    ids = {"a": torch.tensor([1, 2, 3])}
-    one, same, other = (DeepFM(EmbeddingConfig(["a"], seed=seed)).embeddings(ids) for seed in (1, 1, 2))
-    assert torch.equal(one["factors"], same["factors"])
-    assert not torch.equal(one["factors"], other["factors"])
-
-
 @pytest.mark.parametrize(
     ("features", "options", "message"),
     [

@@ -62,14 +62,6 @@ def test_features_come_in_any_order_and_form(name: str) -> None:
 
 
 @every_model
-def test_a_missing_feature_is_named(name: str) -> None:
-    features = dict(synthetic_reader(4).batch(0).features)
-    for missing in ("item", "tags"):
-        with pytest.raises(UnknownNameError, match=f"feature '{missing}' is not in the batch"):
-            make(name)({k: v for k, v in features.items() if k != missing})
-
-
-@every_model
 def test_dense_values_must_fit(name: str) -> None:
     batch = synthetic_reader(4, num_dense=3).batch(0)
     assert make(name)(batch.features, dense=batch.dense).shape == (4,)  # a model without leaves them alone

@@ -101,19 +101,6 @@ def test_rows_found_before_a_removal_are_found_again(engine: str, with_epoch: bo
     assert table.lookup(ints(1, 2, 3, 9)).tolist() == [[-1.0], [-1.0], [2.0], [9.0]]
 
 
-@pytest.mark.parametrize("with_epoch", [True, False])
-def test_an_update_finds_ids_that_appeared_since(engine: str, with_epoch: bool) -> None:
-    table = sgd_table(engine, 1)
-    epoch = table.epoch
-    rows = table.find(ints(1))
-    table.assign(ints(1), torch.tensor([[5.0]]))
-
-    table.update(rows, ints(1), torch.ones(1, 1), step=0, epoch=epoch if with_epoch else None)
-
-    assert len(table) == 1
-    assert table.lookup(ints(1)).item() == 4.0
-
-
 @pytest.mark.parametrize("row", [-2, -(2**31), 1, 2**31 - 1])
 def test_row_numbers_that_never_existed_do_no_harm(engine: str, row: int) -> None:
     table = sgd_table(engine, 1)
@@ -354,26 +341,6 @@ def test_strided_tensors_are_legal(engine: str) -> None:
         assert_same_bits(table.read(rows, x), table.lookup(x))
 
     assert_same_tables(whole(strided), whole(packed))
-
-
-@pytest.mark.parametrize("field", ["offsets", "weights", "divisor"])
-def test_a_poolings_tensors_may_be_strided(engine: str, field: str) -> None:
-    table = sgd_table(engine, 1)
-    table.assign(ints(1, 2, 3), torch.tensor([[1.0], [2.0], [4.0]]))
-    fields = {
-        "offsets": ints(0, 1, 3),
-        "weights": torch.tensor([1.0, 2.0, 3.0]),
-        "divisor": torch.tensor([1.0, 2.0]),
-    }
-    fields[field] = torch.stack([fields[field], fields[field]], dim=1)[:, 0]
-    pooling = summed("t", fields.pop("offsets"), 1, **fields)
-    ids = ints(1, 2, 3)
-
-    (out,) = table.read(table.find(ids), ids, pooling)
-    table.update(None, ids, [torch.ones(2, 1)], pooling, step=0)
-
-    assert out.tolist() == [[1.0], [8.0]]
-    assert table.lookup(ids).tolist() == [[0.0], [1.0], [2.5]]
 
 
 def test_tensors_with_a_gradient_history_leave_none_in_the_table(engine: str) -> None:

@@ -47,14 +47,6 @@ def test_a_dim_is_a_positive_whole_number_and_a_name_is_a_text() -> None:
             TableConfig(name, dim=4, optimizer=SGD())  # type: ignore[arg-type]
 
 
-def test_dim_and_optimizer_are_short_for_one_segment() -> None:
-    short = TableConfig("t", dim=4, optimizer=Adam(), initializer=Normal())
-    long = TableConfig("t", segments=[Segment(4, optimizer=Adam(), initializer=Normal())])
-
-    assert short == long
-    assert hash(short) == hash(long)
-
-
 def test_a_stored_row_is_all_weights_then_each_segments_state() -> None:
     config = TableConfig(
         "t",

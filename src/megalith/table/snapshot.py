@@ -23,16 +23,10 @@ STEP_ROWS = 4096
 class Snapshot:
     """The result of `Table.snapshot`.
 
-    Args:
-        engine: The engine, in which the snapshot has begun.
-        start: What the engine returned.
-
-    Attributes:
-        rows: Number of rows in the snapshot.
-        live: Number of rows in the table when the snapshot started.
-        removed: Ids removed since the consumer's last drain, int64.
-        pending: Ids without a row that `MinCount` counted when the snapshot started, and their counts.
-        waited: Seconds that writers waited for the reader; known after `close`.
+    `rows` and `live` are the numbers of rows in the snapshot and in the table when it started; `removed`
+    holds the ids removed since the consumer's last drain, int64; `pending` the ids without a row that
+    `MinCount` counted, and their counts; `waited` the seconds that writers waited for the reader, known after
+    `close`.
     """
 
     def __init__(self, engine: Engine, start: SnapshotStart) -> None:
@@ -43,16 +37,10 @@ class Snapshot:
         self._lock = threading.Lock()  # after `close` nothing is read from the table's next snapshot
 
     def read(self, chunk: Chunk) -> int:
-        """Read the next rows into a chunk.
+        """Read the next rows into a chunk from its start; return their number, less than its size only at the
+        end.
 
-        Args:
-            chunk: From `Table.new_chunk`; filled from its start.
-
-        Returns:
-            Number of rows read, less than the size of the chunk only at the end; 0 after it.
-
-        Raises:
-            UsageError: The snapshot was closed.
+        The chunk is from `Table.new_chunk`. UsageError: the snapshot was closed.
         """
         size, filled = chunk.ids.numel(), 0
         while filled < size:
@@ -72,14 +60,7 @@ class Snapshot:
         return self._engine.snapshot_pressure()
 
     def chunks(self, chunk_size: int) -> Iterator[Chunk]:
-        """Yield the remaining rows in chunks, each with its own memory.
-
-        Args:
-            chunk_size: Largest number of rows of a chunk.
-
-        Yields:
-            Chunks of at least one row.
-        """
+        """Yield the remaining rows in chunks of at least one row, each with its own memory."""
         while True:
             chunk = self._engine.new_chunk(min(chunk_size, max(1, self.rows)))
             count = self.read(chunk)
@@ -90,9 +71,8 @@ class Snapshot:
     def close(self, *, give_back: bool = False) -> None:
         """End the snapshot. A second call has no effect.
 
-        Args:
-            give_back: Marks the drained rows of the consumer as touched again, for instance after a failed
-                save.
+        With `give_back` the drained rows of the consumer are marked as touched again, for instance after a
+        failed save.
         """
         with self._lock:
             if self._open:
