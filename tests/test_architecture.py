@@ -204,7 +204,8 @@ WAITING_CALLS = {
     *("subprocess.call", "subprocess.check_call", "subprocess.check_output", "subprocess.run"),
 }
 """Functions that wait for ever without the argument `timeout`."""
-OPEN = ("serving", "checkpoint", "shards", "ps", "gather")
+LIMITED = {"shards/sync.py": "results of the thread of an Exchange: each of its collectives has a limit"}
+"""Modules that need no limits of their own, and why."""
 
 
 def waits_for_ever(call: ast.Call) -> bool:
@@ -221,10 +222,12 @@ def test_every_wait_has_a_limit() -> None:
     """A wait that needs none says why, in the same line: `# no limit: the next piece of work`."""
     found = []
     for path in modules():
+        if str(path.relative_to(SOURCES)) in LIMITED:
+            continue
         lines = path.read_text().splitlines()
         for call in ast.walk(tree(path)):
             if isinstance(call, ast.Call) and waits_for_ever(call):
                 text = " ".join(lines[call.lineno - 1 : call.end_lineno])
-                if "# no limit: " not in text and package_of(name_of(path)) not in OPEN:
+                if "# no limit: " not in text:
                     found.append(f"{path.relative_to(SOURCES)}:{call.lineno} {ast.unparse(call)[:80]}")
     assert not found, "pass a limit, and name in the error what did not happen in time"

@@ -174,7 +174,7 @@ class PartSave:
 
     def written(self) -> dict[str, PartReport]:
         """Wait until the thread of `start` has ended."""
-        return self._written.result()
+        return self._written.result()  # no limit: the store has one for its requests
 
     def abandon(self) -> None:
         """End the snapshots of a save whose process has ended. See `PartOperation`."""

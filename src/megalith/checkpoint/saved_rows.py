@@ -226,7 +226,7 @@ class PieceWriter:
         """Wait until all files are written and would survive a power failure; raise the error of a write."""
         for write in self._writes:
             if write is not None:
-                write.result()
+                write.result()  # no limit: the store has one for its requests
         self._store.flush(self._names)
         self._names = []
 
@@ -251,7 +251,7 @@ class PieceWriter:
         write = self._writes[self._next]
         if write is not None:
             self._writes[self._next] = None
-            write.result()
+            write.result()  # no limit: the same
         row_bytes = (32 if config.counted else 16) + 4 * config.row_floats
         size = max(1, min(rows, PIECE_BYTES // row_bytes))
         if self._buffers[self._next].numel() < size * row_bytes:

@@ -616,4 +616,4 @@ class SaveHandle:
         wait([self._manifest], None if timeout is None else float(timeout))
         if not self._manifest.done():
             raise TimeoutError(f"the save has not ended within {timeout} s")
-        return self._manifest.result()
+        return self._manifest.result()  # no limit: it is done

@@ -196,7 +196,7 @@ class _GatherWindow:
         finally:
             if self.upload is not None:
                 with suppress(ArtifactError):
-                    self.upload.result()
+                    self.upload.result()  # no limit: its requests have a deadline
             if self.saved is not None:
                 self.saved.close()
             if self.gatherer is not None:

@@ -542,7 +542,7 @@ class ServerShards(ServerRows):
 
     def join(self) -> None:
         """Join the workers again, after `leave`; `seen_step` becomes the highest step of the servers."""
-        self.seen_step = self.links.join()
+        self.seen_step = self.links.join()  # no limit: calls of servers have one
 
     @property
     def written(self) -> list[int]:

@@ -139,7 +139,7 @@ class UpdateLog:
         try:
             self.flush()
             if self._flush is not None:
-                self._flush.result()
+                self._flush.result()  # no limit: a flush of this process to its disk
         finally:
             if self._thread is not None:
                 self._thread.shutdown()

@@ -42,7 +42,7 @@ class _QueuedRequest(Generic[Work, Result]):
         self.deadline = self.since + timeout
         self.alive = alive
         self.wake = threading.Lock()
-        self.wake.acquire()
+        self.wake.acquire()  # no limit: it is free
         self.result: Result | None = None
         self.error: Exception | None = None
 
@@ -180,7 +180,7 @@ class Batcher(Generic[Work, Result]):
                 while not self._queue or self._busy >= self._settings.workers:
                     if self._closed and not self._queue:
                         return []
-                    self._changed.wait()
+                    self._changed.wait()  # no limit: the next batch
                 if self._settings.max_wait and self._combines:
                     self._wait_for_more()
                 elif self._combines and max(self._last_size, len(self._queue)) > 1:
@@ -216,7 +216,7 @@ class Batcher(Generic[Work, Result]):
             try:
                 time.sleep(SETTLE_SECONDS)
             finally:
-                self._changed.acquire()
+                self._changed.acquire()  # no limit: held for one call
             if time.monotonic() > end:
                 return
 

@@ -198,7 +198,7 @@ class _HandlerThread:
     def __init__(self, call: _Call) -> None:
         self.call: _Call | None = call
         self.wake = threading.Lock()
-        self.wake.acquire()
+        self.wake.acquire()  # no limit: it is free
 
 
 class HandlerThreads(ThreadPoolExecutor):
@@ -272,7 +272,7 @@ class HandlerThreads(ThreadPoolExecutor):
                 if self._ended:
                     return
                 self._idle.append(own)
-            own.wake.acquire()
+            own.wake.acquire()  # no limit: the next call
 
 
 def _answer(future: Future[Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
