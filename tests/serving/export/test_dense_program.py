@@ -109,7 +109,7 @@ def test_wrong_weights_change_nothing(
 ) -> None:
     before = run(program)
     with pytest.raises(InputError, match=message):
-        program.set(constant(3.0) | weights)
+        program.check(constant(3.0) | weights)
     assert torch.equal(run(program), before)
 
 
@@ -186,7 +186,7 @@ def test_a_weight_with_several_names_is_one_weight(tmp_path: Path, name: str) ->
         assert run(program).tolist() == [8 * value]
         assert program.weights["deep.weight"].tolist() == [[value, value]]
     with pytest.raises(InputError, match="'scale' is unknown"):
-        program.set({"scale": torch.ones(2)})
+        program.check({"scale": torch.ones(2)})
 
 
 def test_the_statistics_of_batch_norm_are_weights(tmp_path: Path) -> None:

@@ -46,12 +46,9 @@ class DenseProgram:
         self._same = self._copies[0].same
         self._exported = {name: weight.detach().clone() for name, weight in self._copies[0].weights.items()}
         self._now = dict(self._exported)
-        self._compiled: Runner | None = None
-
-    @property
-    def names(self) -> dict[str, tuple[int, ...]]:
+        self.names = {name: tuple(weight.shape) for name, weight in self._exported.items()}
         """Name -> shape of each weight; a weight with several names has its first."""
-        return {name: tuple(weight.shape) for name, weight in self._exported.items()}
+        self._compiled: Runner | None = None
 
     @property
     def front(self) -> ProgramCopy:
@@ -94,9 +91,8 @@ class DenseProgram:
                 raise InputError(f"dense weight {name!r} holds NaN or Inf")
 
     def set(self, weights: Mapping[str, Tensor]) -> ProgramCopy:
-        """Replace weights in one step."""
+        """Replace weights, which passed `check`, in one step."""
         # The previous front copy keeps its weights until the next call.
-        self.check(weights)
         with self._writing:
             self._now.update({self._same[name]: weight.detach().clone() for name, weight in weights.items()})
             back = self._copies[1 - self._front]

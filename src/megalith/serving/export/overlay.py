@@ -108,9 +108,12 @@ class Overlay:
 
     def apply(self, rows: RowsByTable, removed: Mapping[str, Tensor] = _NOTHING) -> None:
         """Write rows, then remove ids; the caller has validated both."""
-        # rows: table -> (ids int64 [n], rows float32 [n, dim]); removed: table -> ids int64 [n].
-        for name, (ids, values) in rows.items():
-            stored = values if name not in self._codes else _columns(self._codes[name].encode(values))
+        # rows: table -> (ids int64 [n], rows float32 [n, dim] or codes uint8 [n, bytes]); removed: table ->
+        # ids int64 [n].
+        for name, (ids, stored) in rows.items():
+            if name in self._codes:
+                codes = stored if stored.dtype == torch.uint8 else self._codes[name].encode(stored)
+                stored = _columns(codes)
             # The engine itself: rows were validated when they arrived.
             engine: Any = self._layers[name][0].engine_impl
             engine.assign_filled(

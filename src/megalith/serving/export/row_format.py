@@ -206,6 +206,11 @@ class RowFormat:
         pieces = stored.split([part.bytes for part in self.parts], dim=1)
         return torch.cat([part.decode(each) for part, each in zip(self.parts, pieces, strict=True)], dim=1)
 
+    def are_finite(self, stored: Tensor) -> bool:
+        """Return whether rows of bytes hold finite numbers; codes always do."""
+        # stored: uint8 [n, width].
+        return all(part.is_code for part in self.parts) or bool(self.decode(stored).isfinite().all())
+
     def to_data(self) -> list[list[Any]]:
         """Return the parts as data for JSON."""
         return [[part.kind, part.dim, part.step] for part in self.parts]

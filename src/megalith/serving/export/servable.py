@@ -68,13 +68,16 @@ def open_rows(
 
 
 def check_ids(signature: Signature, table: str, ids: Tensor) -> None:
-    """Check ids of a table."""
+    """Check the form of ids of a table."""
     # ids: int64 [n].
     if not isinstance(table, str) or table not in signature.tables:
         known = ", ".join(map(repr, signature.tables))
         raise UnknownNameError(f"unknown table {table!r} (known: {known})")
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
         raise InputError(f"table {table!r}: ids must be int64 [n] on the CPU, got {_describe(ids)}")
+
+
+def check_owner(signature: Signature, table: str, ids: Tensor) -> None:
     shard = signature.shard
     if shard is None:
         return
@@ -88,7 +91,7 @@ def check_ids(signature: Signature, table: str, ids: Tensor) -> None:
 
 
 def check_rows(signature: Signature, rows: RowsByTable, removed: Mapping[str, Tensor]) -> None:
-    """Check rows to write and ids to remove."""
+    """Check the form of rows to write and of ids to remove."""
     # rows: table -> (ids int64 [n], rows float32 [n, dim]); removed: table -> ids int64 [n].
     mapping(rows, "rows", '{"user": (ids, rows)}')
     mapping(removed, "removed", '{"user": ids}')
@@ -105,8 +108,6 @@ def check_rows(signature: Signature, rows: RowsByTable, removed: Mapping[str, Te
             raise InputError(
                 f"table {table!r}: rows must be float32 {shape} on the CPU, got {_describe(values)}"
             )
-        if not all_finite(values):
-            raise InputError(f"table {table!r}: rows hold NaN or Inf")
     for table, ids in removed.items():
         check_ids(signature, table, ids)
 
@@ -424,6 +425,7 @@ class Servable:
         if isinstance(ids, Tensor) and ids.dtype == torch.int32:
             ids = ids.to(torch.int64)
         check_ids(self.signature, table, ids)
+        check_owner(self.signature, table, ids)
         ids = ids.contiguous()
         out = torch.empty(ids.numel(), self.signature.tables[table].dim, device="cpu")
         self._read(self.overlay, frozen, {table: ids}, out)
@@ -514,6 +516,20 @@ class Servable:
         """
         check_rows(self.signature, rows, removed)
         mapping(dense, "dense", '{"weight": tensor}')
+        self.check_values(rows, removed, dense)
+
+    def check_values(self, rows: RowsByTable, removed: Tensors, dense: Tensors) -> None:
+        """Check the values of tensors whose form is checked; rows may be codes. Raise InputError."""
+        for table, (ids, values) in rows.items():
+            check_owner(self.signature, table, ids)
+            if values.dtype == torch.uint8:
+                finite = self.signature.codes[table].are_finite(values)
+            else:
+                finite = all_finite(values)
+            if not finite:
+                raise InputError(f"table {table!r}: rows hold NaN or Inf")
+        for table, ids in removed.items():
+            check_owner(self.signature, table, ids)
         if dense:
             if self._program is None:
                 raise InputError(f"{self.signature.name} has no dense weights")
@@ -531,13 +547,7 @@ class Servable:
         self.write(rows, removed, dense)
 
     def write(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
-        """Write arguments that passed `check`, without checking them again; see `apply`.
-
-        Args:
-            rows: Table -> (ids int64 [n], rows float32 [n, dim]).
-            removed: Table -> ids int64 [n].
-            dense: Name -> dense weight.
-        """
+        """Write arguments that passed `check`; see `apply`."""
         self.overlay.apply(rows, removed)
         if self._folder is not None:
             self._folder.consider(self.overlay)

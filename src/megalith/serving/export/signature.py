@@ -240,7 +240,7 @@ class Signature:
         """Whether requests may be computed together: no row depends on others, and no feature is shared."""
         return not self.joint_rows and not any(feature.shared for feature in self.features)
 
-    @property
+    @cached_property
     def dims(self) -> dict[str, int]:
         """Table -> width of its rows."""
         return {name: table.dim for name, table in self.tables.items()}

@@ -151,7 +151,7 @@ class Publisher:
         # A unique name: two publishers of one model must not drain each other's ids.
         self._consumer = f"{CONSUMER}{self.session} {index}"
         self._seconds = interval
-        self._options = SenderOptions(
+        self.options = SenderOptions(
             session=self.session,
             number=number,
             index=index,
@@ -161,7 +161,6 @@ class Publisher:
             timeout=timeout,
             max_backlog=max_backlog,
             credentials=credentials,
-            on_layout=self._find_parts,
         )
         self._senders: dict[tuple[str, str], Sender] = {}
         self._listed: dict[str, set[tuple[str, str]]] = {}  # The targets of each service that discovery lists
@@ -361,7 +360,7 @@ class Publisher:
     # ---- targets
 
     def _find_targets(self) -> None:
-        if self._options.monolith or not isinstance(self._targets, Discovery):
+        if self.options.monolith or not isinstance(self._targets, Discovery):
             self._ask_for_targets()
             return
         # A standalone model, or the entry of a model in parts; both are called by the model's name.
@@ -371,7 +370,7 @@ class Publisher:
     def _ask_for_targets(self) -> None:
         """Get the servers of all parts, or of this rank's part while their number is not known."""
         # For Monolith, where a rank is a part, and for backends without watches.
-        numbers = range(self._num_parts) if self._num_parts else (self._options.index,)
+        numbers = range(self._num_parts) if self._num_parts else (self.options.index,)
         for number in numbers:
             try:
                 with self._asking:
@@ -404,7 +403,7 @@ class Publisher:
         if closed:  # without the lock: discovery holds its own lock when it calls back
             watch.cancel()
 
-    def _find_parts(self, layout: ModelLayout) -> None:
+    def find_parts(self, layout: ModelLayout) -> None:
         """Find the parts that hold the rows of a model, once the layout of the first target is known."""
         if not isinstance(self._targets, Discovery):
             with self.lock:
@@ -429,7 +428,7 @@ class Publisher:
             listed = set().union(*self._listed.values())
             for key in sorted(listed - set(self._senders)):
                 sequence = self._sequences.setdefault(key, SequenceCounter())
-                sender = Sender(*key, self, self._options, sequence)
+                sender = Sender(*key, self, sequence)
                 self._senders[key] = sender
                 sender.start()
             for key, sender in self._senders.items():

@@ -87,8 +87,27 @@ class DenseAssembly:
         self._weights: dict[str, Tensor] = {}
         self._filled: dict[str, int] = {}
 
-    def check(self, parts: Mapping[str, DensePart], known: Mapping[str, Tensor]) -> None:
-        """Raise unless parts follow those before them; change nothing."""
+    def add(
+        self, parts: Mapping[str, DensePart], known: Mapping[str, Tensor], *, is_last: bool
+    ) -> dict[str, Tensor]:
+        """Add parts; return the weights that are complete with them. Change nothing if a part is wrong."""
+        self._check(parts, known)
+        if is_last:
+            self.check_last(parts, known)
+        complete = {}
+        for name, part in parts.items():
+            like, end = known[name], part.begin + part.values.numel()
+            if part.begin == 0:
+                self._weights[name] = torch.empty(like.numel(), dtype=like.dtype, device="cpu")
+            self._weights[name][part.begin : end] = part.values
+            self._filled[name] = end
+            if end == like.numel():
+                complete[name] = self._weights.pop(name).view(like.shape)
+                del self._filled[name]
+        return complete
+
+    def _check(self, parts: Mapping[str, DensePart], known: Mapping[str, Tensor]) -> None:
+        """Raise unless parts follow those before them."""
         for name, part in parts.items():
             like, count = known[name], part.values.numel()
             if part.values.dtype != like.dtype:
@@ -104,20 +123,6 @@ class DenseAssembly:
                 )
             if count > like.numel() - part.begin:
                 raise InputError(f"dense weight {name!r}: its parts have more than {like.numel()} elements")
-
-    def add(self, parts: Mapping[str, DensePart], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Add parts that passed `check`."""
-        complete = {}
-        for name, part in parts.items():
-            like, end = known[name], part.begin + part.values.numel()
-            if part.begin == 0:
-                self._weights[name] = torch.empty(like.numel(), dtype=like.dtype, device="cpu")
-            self._weights[name][part.begin : end] = part.values
-            self._filled[name] = end
-            if end == like.numel():
-                complete[name] = self._weights.pop(name).view(like.shape)
-                del self._filled[name]
-        return complete
 
     def check_last(self, parts: Mapping[str, DensePart], known: Mapping[str, Tensor]) -> None:
         """Raise unless all weights are complete with the parts of a message; change nothing."""
@@ -171,8 +176,8 @@ _NO_CODES: Formats = MappingProxyType({})
 class PushMessage:
     """The content of a message."""
 
-    # The ids, int64 [n], and rows, float32 [n, dim], by table; with `encoded`, uint8 [n, bytes] of tables
-    # with codes. Rows of a message to send may be deferred.
+    # The ids, int64 [n], and rows, float32 [n, dim], by table; of tables with codes uint8 [n, bytes], except
+    # from Monolith's clients. Rows of a message to send may be deferred.
     rows: Mapping[str, tuple[Tensor, Any]] = field(default_factory=dict)
     # The ids that no longer have a row, int64 [n], by table
     removed: Mapping[str, Tensor] = field(default_factory=dict)
@@ -372,7 +377,8 @@ def read_push(
     read = _read_raw if is_raw(signature) else _read_named
     rows, removed = read(left, dims, codes)
     for table in rows.keys() & codes.keys():
-        _remove_zeros(table, rows, removed, codes[table])
+        if rows[table][1].dtype != torch.uint8:
+            _remove_zeros(table, rows, removed, codes[table])
     weights = {}
     for name, shape in dense.items():
         weight = left.pop(f"{DENSE}{name}", None)
@@ -427,8 +433,7 @@ def _read_named(left: dict[str, Tensor | Strings], dims: Mapping[str, int], code
         name, value, code = f"{table}_id", f"{table}_value", f"{table}_code"
         if table in codes and code in left:
             ids = _ids(left, name)
-            stored = _typed(left, code, torch.uint8, (ids.numel(), codes[table].row_bytes))
-            rows[table] = (ids, codes[table].decode(stored))
+            rows[table] = (ids, _typed(left, code, torch.uint8, (ids.numel(), codes[table].row_bytes)))
         elif name in left or value in left:
             ids = _ids(left, name)
             rows[table] = (ids, _typed(left, value, torch.float32, (ids.numel(), dim)))
@@ -454,8 +459,7 @@ def _read_raw(left: dict[str, Tensor | Strings], dims: Mapping[str, int], codes:
         stored = _typed(left, "flat_code", torch.uint8, (sum(sizes),)).split(sizes)
         for table, each in zip(coded, stored, strict=True):
             if parts[table].numel():
-                values = codes[table].decode(each.view(parts[table].numel(), -1))
-                rows[table] = (parts[table], values)
+                rows[table] = (parts[table], each.view(parts[table].numel(), -1))
     if "removed" not in left and "removed_split" not in left:
         return rows, {}
     gone = split_by_table(left, "removed", "removed_split", len(tables))

@@ -27,8 +27,8 @@ Invariants:
 With Monolith's protocol there is no handshake: messages have no header, one is in flight at a time, all ids
 in the journal are sent first, and a removed id is sent as a row of zeros, which is how an absent id reads.
 
-The publisher owns the state that it shares with its senders (`PublisherState`) and changes it with `lock`
-held; a sender reads it, and fills in the report of its own target.
+The publisher owns the state that it shares with its senders (source, journal, interval, dense weights) and
+changes it with `lock` held; a sender reads it, and fills in the report of its own target.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -53,8 +53,8 @@ from megalith.serving.export.row_format import RowFormat
 from megalith.serving.proto.message_types import Message
 from megalith.serving.proto.tf_tensors import from_tensor_protos
 from megalith.serving.sync import protocol as headers
-from megalith.serving.sync.changed_ids import Backlog, Interval, Journal
-from megalith.serving.sync.parameter_source import ParameterSource, scan_ids
+from megalith.serving.sync.changed_ids import Backlog, Interval
+from megalith.serving.sync.parameter_source import scan_ids
 from megalith.serving.sync.protocol import (
     MAX_ANSWER_BYTES,
     MessageHeader,
@@ -75,6 +75,9 @@ from megalith.serving.sync.push_messages import (
     row_bytes,
 )
 from megalith.serving.wire_names import SYNC_BEGIN, SYNC_END, SYNC_POSITION, SYNC_RELOAD
+
+if TYPE_CHECKING:
+    from megalith.serving.sync.publisher import Publisher
 
 
 @dataclass
@@ -98,20 +101,6 @@ class TargetReport:
         return None if self.complete is None else max(0.0, clock.time() - self.complete)
 
 
-class PublisherState(Protocol):
-    """The state of a publisher that its senders share; guarded by `lock`."""
-
-    lock: threading.Condition
-    source: ParameterSource
-    journal: Journal
-    interval: Interval  # The last interval that has ended
-    dense: Mapping[str, Tensor]
-    dense_number: int  # The number of the interval in which the dense weights changed last
-
-    def compact_journal(self) -> None:
-        """Compact the journal if it is due; called when an interval is complete at a target."""
-
-
 @dataclass(frozen=True)
 class SenderOptions:
     """The options that all senders of a publisher share."""
@@ -125,7 +114,6 @@ class SenderOptions:
     timeout: float
     max_backlog: int
     credentials: Credentials | None
-    on_layout: Callable[[ModelLayout], None]  # Called with the layout of each target at its handshake
 
 
 logger = logging.getLogger(__name__)
@@ -167,15 +155,14 @@ class Sender:
         self,
         address: str,
         model: str,
-        publisher: PublisherState,
-        options: SenderOptions,
+        publisher: Publisher,
         sequence: SequenceCounter,
     ) -> None:
         self.report = TargetReport(address, model, sequence=sequence.last)
         self.acknowledged = -1  # The number of the last interval that is complete at the target
         self.absent = False  # Whether the server answered that it does not serve this model
         self._publisher = publisher
-        self._options = options
+        self._options = options = publisher.options
         self._sequence = sequence
         self._backlog: Backlog | None = None
         self._replacing = False
@@ -456,7 +443,7 @@ class Sender:
             return
         position = self._ask_position(SYNC_POSITION, 0)
         self._set_layout(position.layout)
-        self._options.on_layout(position.layout)
+        self._publisher.find_parts(position.layout)
         if position.session == self._options.session:
             self._sequence.skip(position.sequence)
         if position.base and not self._knows(position.base):

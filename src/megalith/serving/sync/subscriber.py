@@ -302,7 +302,7 @@ class Subscriber:
         spec = self.servable.signature
         dims = {} if spec.part == "entry" else spec.dims
         push = read_push(signature, inputs, dims, self.servable.dense_names, spec.codes)
-        self.servable.check(push.rows, push.removed, push.dense)
+        self.servable.check_values(push.rows, push.removed, push.dense)
         outputs: Outputs = {**result_of(push, signature)}
         if header is None:
             if push.parts:
@@ -323,8 +323,9 @@ class Subscriber:
         whole = self._assembled(push, header)
         dense = {**self._waiting.pop(header.index, {}), **push.dense, **whole}
         now = {} if header.complete is None or self._stage is not None else dense
-        overlay = self.servable.overlay if self._stage is None else self._stage
-        overlay.reserve(push.expected)
+        if push.expected:
+            overlay = self.servable.overlay if self._stage is None else self._stage
+            overlay.reserve(push.expected)
         if self._stage is not None:
             self._stage.apply(push.rows, push.removed)
         elif push.num_ids or now:
@@ -341,12 +342,10 @@ class Subscriber:
 
     def _assembled(self, push: PushMessage, header: MessageHeader) -> dict[str, Tensor]:
         """Add the parts of a message to those before; return the weights that are complete with them."""
+        if not push.parts and header.index not in self._assemblies:
+            return {}
         assembly = self._assemblies.setdefault(header.index, DenseAssembly())
-        known = self.servable.dense_weights
-        assembly.check(push.parts, known)
-        if header.complete is not None:
-            assembly.check_last(push.parts, known)
-        return assembly.add(push.parts, known)
+        return assembly.add(push.parts, self.servable.dense_weights, is_last=header.complete is not None)
 
     def _base_output(self) -> Outputs:
         """Return the base for an answer; "" while pushed rows are not visible yet."""
