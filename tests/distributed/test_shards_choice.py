@@ -43,22 +43,6 @@ def train(model: Model) -> dict[str, Any]:
     return {"undecided": undecided, "rows": rows.tolist(), "head": model.head.weight.tolist()}
 
 
-def accumulate(model: Model) -> str:
-    """Accumulates dense gradients with no_sync; the error, which all ranks raise."""
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
-
-    def steps() -> None:
-        for _ in range(2):
-            with wrapped.no_sync():
-                wrapped(torch.arange(4)).square().sum().backward()
-            wrapped(torch.arange(4)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return error_of(steps)
-
-
 def after_init(use: str, made: EmbeddingCollection, path: Path) -> str:
     """The shards that a first use after init_process_group chooses."""
     USES[use](made, path)
@@ -86,7 +70,6 @@ def on_a_rank(path: Path) -> dict[str, Any]:
         "given": error_of(given, BATCH),
         "ddp": train(model),
         "built after": train(Model()),
-        "accumulated": accumulate(Model()),
         "at construction": type(new()._shards).__name__,
     }
 
@@ -132,8 +115,3 @@ def test_ddp_trains_a_model_built_before_the_group_like_one_built_after(ranks: l
         assert rank["ddp"].pop("undecided")
         assert not rank["built after"].pop("undecided")
         assert rank["ddp"] == rank["built after"] == ranks[0]["ddp"]
-
-
-def test_gradient_accumulation_raises_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert "a second backward before the step of the dense optimizer" in rank["accumulated"]

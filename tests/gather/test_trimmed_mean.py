@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalith.ops.trimmed_mean import trimmed_mean
+from megalith.gather.reduce import trimmed_mean
 
 SIZE = 6
 senders = st.lists(st.dictionaries(st.integers(0, SIZE - 1), st.integers(-8, 8), max_size=SIZE), max_size=7)
