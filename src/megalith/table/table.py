@@ -386,7 +386,24 @@ class Table:
             InputError: An argument is wrong, or the rows of the tables differ. Nothing was written.
             TableFullError: The rows do not fit in the capacity; some may have been written.
         """
-        return merge_tables(self, other, on_conflict)
+        _check_merge(self, other, on_conflict)
+        own_ids, own_times = _times(self) if on_conflict == "newer" else (None, None)
+        added = replaced = kept = 0
+        for chunk in other.scan(MERGE_ROWS):
+            exists = self.engine_impl.has_rows(self.checks.ids(chunk.ids)).to(chunk.ids.device)
+            if on_conflict == "ours":
+                taken = ~exists
+            elif own_ids is None or own_times is None or own_ids.numel() == 0:
+                taken = torch.ones_like(exists)
+            else:
+                at = torch.searchsorted(own_ids, chunk.ids).clamp(max=own_ids.numel() - 1)
+                taken = ~exists | (chunk.time > own_times[at])
+            added += int((~exists).sum())
+            replaced += int((taken & exists).sum())
+            kept += int((~taken).sum())
+            self.restore(chunk.select(taken))
+        self.restore_pending(*other.pending())
+        return MergeCounts(added, replaced, kept)
 
     def filter(self, predicate: Predicate, *, chunk_size: int = DEFAULT_CHUNK) -> Tensor:
         """Remove the rows that a predicate does not keep, as `remove` does.
@@ -403,10 +420,22 @@ class Table:
         Raises:
             InputError: The predicate does not return bool [n], or `chunk_size` is wrong.
         """
-        unwanted = unwanted_ids(self, predicate, chunk_size)
-        if unwanted.numel():
-            self._eviction.remove(unwanted)
-        return unwanted
+        if not callable(predicate) or isinstance(predicate, type):
+            raise InputError(f"table {self.name!r}: filter takes a function of a Chunk, got {predicate!r}")
+        unwanted = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        for chunk in self.scan(chunk_size):
+            keep = predicate(chunk)
+            if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.shape != chunk.ids.shape:
+                got = f"{keep.dtype} {list(keep.shape)}" if isinstance(keep, Tensor) else repr(keep)
+                raise InputError(
+                    f"table {self.name!r}: filter: the predicate must return a bool tensor "
+                    f"[{chunk.ids.numel()}] of rows to keep, got {got}"
+                )
+            unwanted.append(chunk.ids[~keep])
+        removed = torch.cat(unwanted)
+        if removed.numel():
+            self._eviction.remove(removed)
+        return removed
 
     def reseed(self, seed: int) -> None:
         """Change the seed of initial rows and of the draws of `Probability`.
@@ -484,7 +513,7 @@ class Table:
             touched_only: Whether the snapshot holds only the touched rows of `consumer`.
             pending: Whether it also holds, as `Snapshot.pending`, the ids that `MinCount` counts.
             buffer_bytes: Limit for copies of rows that change before they are read. When it is reached,
-                writers wait.
+                writers wait, and raise UsageError if nothing is read for ten minutes.
 
         Returns:
             The snapshot; the caller must close it.
@@ -656,28 +685,6 @@ class MergeCounts(NamedTuple):
     kept: int
 
 
-def merge_tables(table: Table, other: Table, on_conflict: str) -> MergeCounts:
-    """Copy the rows of another table into a table; see `Table.merge`."""
-    _check_merge(table, other, on_conflict)
-    own_ids, own_times = _times(table) if on_conflict == "newer" else (None, None)
-    added = replaced = kept = 0
-    for chunk in other.scan(MERGE_ROWS):
-        exists = table.engine_impl.has_rows(table.checks.ids(chunk.ids)).to(chunk.ids.device)
-        if on_conflict == "ours":
-            taken = ~exists
-        elif own_ids is None or own_times is None or own_ids.numel() == 0:
-            taken = torch.ones_like(exists)
-        else:
-            at = torch.searchsorted(own_ids, chunk.ids).clamp(max=own_ids.numel() - 1)
-            taken = ~exists | (chunk.time > own_times[at])
-        added += int((~exists).sum())
-        replaced += int((taken & exists).sum())
-        kept += int((~taken).sum())
-        table.restore(chunk.select(taken))
-    table.restore_pending(*other.pending())
-    return MergeCounts(added, replaced, kept)
-
-
 def _check_merge(table: Table, other: Any, on_conflict: Any) -> None:
     where = f"table {table.name!r}: merge"
     if not isinstance(other, type(table)) or other is table:
@@ -710,21 +717,3 @@ def _times(table: Table) -> tuple[Tensor, Tensor]:
             times.append(chunk.time)
     order = torch.argsort(torch.cat(ids))
     return torch.cat(ids)[order], torch.cat(times)[order]
-
-
-def unwanted_ids(table: Table, predicate: Predicate, chunk_size: int) -> Tensor:
-    """Find the ids whose rows a predicate does not keep; see `Table.filter`."""
-    # predicate: takes a chunk and returns which rows stay, bool [n].
-    if not callable(predicate) or isinstance(predicate, type):
-        raise InputError(f"table {table.name!r}: filter takes a function of a Chunk, got {predicate!r}")
-    unwanted = [torch.empty(0, dtype=torch.int64, device="cpu")]
-    for chunk in table.scan(chunk_size):
-        keep = predicate(chunk)
-        if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.shape != chunk.ids.shape:
-            got = f"{keep.dtype} {list(keep.shape)}" if isinstance(keep, Tensor) else repr(keep)
-            raise InputError(
-                f"table {table.name!r}: filter: the predicate must return a bool tensor "
-                f"[{chunk.ids.numel()}] of rows to keep, got {got}"
-            )
-        unwanted.append(chunk.ids[~keep])
-    return torch.cat(unwanted)

@@ -189,7 +189,8 @@ class TrainConfig:
     comm_metrics: str | None = None
     """Measure the exchange between ranks: * for all tables, or table names separated by commas."""
     timeout: float = 600.0
-    """Seconds that ranks, or workers and parameter servers, wait for each other."""
+    """Seconds that ranks, or workers and parameter servers, wait for each other; a run on a GPU waits as long
+    for a batch."""
     servers: int = 0
     """Number of parameter servers, processes of Ray that hold the tables. 0: the training process holds them,
     or its ranks."""
