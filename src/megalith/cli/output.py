@@ -62,6 +62,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 """The option of commands that can print JSON."""
 PATIENCE = 2.0
 """Seconds before a progress bar appears."""
+_START_SECONDS = 2.0
+"""Seconds that the end of a command waits for a bar that is just being drawn."""
 
 _PIPED_WIDTH = 110
 _BAR_WIDTH = 36
@@ -95,7 +97,7 @@ def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
         yield advance
     finally:
         alarm.cancel()
-        alarm.join(PATIENCE)
+        alarm.join(_START_SECONDS)
         # A terminal that is paused (Ctrl-S) blocks the thread that starts the bar: then nothing has started.
         if not alarm.is_alive() and bar.live.is_started:
             bar.stop()
