@@ -56,11 +56,10 @@ def test_a_read_that_does_not_end_is_an_error_and_does_not_hold_up_the_loop(
     go_on = threading.Event()
 
     def stuck() -> Iterator[Batch]:
-        yield from SyntheticReader(batch_size=4, num_batches=1)
         go_on.wait(60)
+        yield from SyntheticReader(batch_size=4, num_batches=1)
 
     batches = read_ahead(stuck(), timeout=0.1)
-    next(batches)
     with pytest.raises(TimeoutError, match=r"generator: no batch was read within 0\.1 s: check the storage"):
         next(batches)
     assert "its thread still reads a batch" in caplog.text
