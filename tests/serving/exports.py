@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,8 @@ from megalith.models import EmbeddingConfig, Model, build_model
 from megalith.serving.client.channels import Connection
 from megalith.serving.discovery import Discovery
 from megalith.serving.export.exporter import export_model
+from megalith.serving.proto.infer_tensors import datatype_of
+from megalith.serving.proto.limits import bytes_of_tensor
 from megalith.serving.proto.message_types import (
     DataType,
     GetModelMetadataRequest,
@@ -28,6 +31,7 @@ from megalith.serving.proto.message_types import (
     GetModelStatusRequest,
     GetModelStatusResponse,
     Message,
+    ModelInferRequest,
     PredictRequest,
 )
 from megalith.serving.proto.tf_tensors import (
@@ -104,6 +108,21 @@ def request_of(
     for name, value in inputs.items():
         is_tensor = isinstance(value, Tensor)
         request.inputs[name].CopyFrom(to_tensor_proto(value) if is_tensor else strings_to_tensor_proto(value))
+    return request
+
+
+def to_infer_request(
+    inputs: Mapping[str, Any], *, model_name: str, model_version: str = "", id: str = ""
+) -> Any:
+    """A ModelInferRequest with raw contents, of tensors and arrays of bytes."""
+    request = ModelInferRequest(model_name=model_name, model_version=model_version, id=id)
+    for name, value in inputs.items():
+        request.inputs.add(name=name, datatype=datatype_of(value, name), shape=value.shape)
+        if isinstance(value, Tensor):
+            raw = bytes_of_tensor(value, name)
+        else:
+            raw = b"".join(struct.pack("<I", len(each)) + each for each in value.flat)
+        request.raw_input_contents.append(raw)
     return request
 
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from megalith.checkpoint.manifest import Routing
 from megalith.serving.export.signature import ExportedTable, FeatureSpec, Signature
-from megalith.serving.proto.infer_tensors import to_infer_request
 from megalith.serving.proto.message_types import DataType
 from megalith.serving.proto.tf_tensors import to_tensor_proto
 from megalith.serving.server.inputs import InputReader
-from tests.serving.exports import request_of
+from tests.serving.exports import request_of, to_infer_request
 
 NAMES = ("user", "tags")
 Inputs = Mapping[str, Tensor]

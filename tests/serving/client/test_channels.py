@@ -103,14 +103,6 @@ def test_a_failure_is_a_remote_error() -> None:
         assert isinstance(raised.value, ConnectionError)
 
 
-def test_a_server_that_is_not_there_is_unavailable() -> None:
-    with plain_server(empty) as server:
-        server.stop()
-        with pytest.raises(RemoteError) as raised:
-            ask(server.address)
-    assert raised.value.code == "UNAVAILABLE"
-
-
 def test_bytes_are_sent_unchanged_with_metadata() -> None:
     request = PredictRequest()
     request.model_spec.name = "movies"
@@ -163,19 +155,7 @@ def test_a_closed_connection_fails_its_calls() -> None:
         assert raised.value.code == "CANCELLED"
 
 
-def test_what_is_no_address_is_not_called() -> None:
-    with pytest.raises(InputError, match="is not an address"):
-        Connection("unix:/tmp/x")
-
-
 # ---- connections by address
-
-
-def test_one_connection_for_an_address() -> None:
-    with Channels() as channels:
-        first = channels.get("127.0.0.1:1")
-        assert channels.get("127.0.0.1:1") is first
-        assert channels.get("127.0.0.1:2") is not first
 
 
 def test_channels_close_together() -> None:

@@ -16,7 +16,7 @@ import torch
 from megalith.compat.monolith import feature_configs
 from megalith.serving import wire_names
 from megalith.serving.proto import message_types
-from megalith.serving.proto.infer_tensors import from_infer_request, to_infer_request
+from megalith.serving.proto.infer_tensors import from_infer_request
 from megalith.serving.proto.message_types import (
     POOL,
     ClientConfig,
@@ -26,6 +26,7 @@ from megalith.serving.proto.message_types import (
     SignatureDefMap,
 )
 from megalith.serving.proto.tf_tensors import tensor_info
+from tests.serving.exports import to_infer_request
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).parents[1].joinpath("clients.json").read_text())
 TENSORFLOW_ONLY = {"resource_handle_val", "variant_val", "composite_tensor"}

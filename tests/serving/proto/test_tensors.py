@@ -18,7 +18,6 @@ from megalith.serving.proto.infer_tensors import (
     datatype_of,
     from_infer_request,
     from_values,
-    to_infer_request,
 )
 from megalith.serving.proto.limits import BITS
 from megalith.serving.proto.message_types import (
@@ -37,6 +36,7 @@ from megalith.serving.proto.tf_tensors import (
     tensor_info,
     to_tensor_proto,
 )
+from tests.serving.exports import to_infer_request
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).parents[1].joinpath("clients.json").read_text())
 LIMIT = 1 << 12

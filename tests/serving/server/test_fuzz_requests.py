@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalith.errors import RemoteError
-from megalith.serving.proto.infer_tensors import to_infer_request
 from megalith.serving.proto.message_types import PredictRequest
 from megalith.serving.server import open_inference
 from megalith.serving.server.model_server import ModelServer
@@ -30,6 +29,7 @@ from tests.serving.exports import (
     logits,
     request_of,
     serving,
+    to_infer_request,
 )
 from tests.serving.score_requests import INFER_CHANGES, damaged, damaged_messages, typed_infer_request
 from tests.serving.server.test_rest import Rest, inputs

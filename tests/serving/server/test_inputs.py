@@ -19,12 +19,12 @@ from megalith import Ragged
 from megalith.checkpoint.manifest import Routing
 from megalith.errors import InputError
 from megalith.serving.export.signature import ExportedTable, FeatureSpec
-from megalith.serving.proto.infer_tensors import DATATYPES, to_infer_request
+from megalith.serving.proto.infer_tensors import DATATYPES
 from megalith.serving.proto.message_bytes import ScoreMessage, read_infer_message, read_predict_message
 from megalith.serving.proto.message_types import ModelInferRequest, PredictRequest
 from megalith.serving.proto.tf_tensors import Strings
 from megalith.serving.server.inputs import InputReader, Rows
-from tests.serving.exports import request_of
+from tests.serving.exports import request_of, to_infer_request
 from tests.serving.score_requests import (
     CONTENTS,
     INFER_CHANGES,

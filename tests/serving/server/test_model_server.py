@@ -23,7 +23,7 @@ from megalith import Ragged, hash_strings
 from megalith.errors import InputError, RemoteError, UsageError
 from megalith.models import Model
 from megalith.serving.proto import message_types as messages
-from megalith.serving.proto.infer_tensors import from_infer_request, to_infer_request
+from megalith.serving.proto.infer_tensors import from_infer_request
 from megalith.serving.server.grpc_calls import remaining
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
@@ -42,6 +42,7 @@ from tests.serving.exports import (
     request_of,
     rows,
     serving,
+    to_infer_request,
 )
 
 RAW = "raw_lookup"

@@ -306,19 +306,6 @@ def test_whatever_happens_both_servers_end_with_the_trainers_rows(
 # ---- targets that hang, lag and move
 
 
-def test_a_target_that_was_down_catches_up(online: Online) -> None:
-    replica = online.replica()
-    replica.server.stop()
-    publisher = online.publisher([replica])
-    online.trainer.step(2)
-    assert not publisher.flush(0.2)
-    assert [report.address for report in publisher.lagging()] == [replica.address]
-
-    replica.restart()
-
-    online.assert_arrives(publisher, replica)
-
-
 def test_a_target_that_hangs_delays_no_other(online: Online) -> None:
     replicas = [online.replica(), online.replica()]
     gate = online.hold(replicas[0])
@@ -369,16 +356,6 @@ def test_a_backlog_that_overflows_starts_over(online: Online) -> None:
 
     online.assert_arrives(publisher, replica)
     assert replica.subscriber.counters.begun > 1
-
-
-def test_a_server_of_an_unknown_base_is_replaced(online: Online) -> None:
-    replica = online.replica()
-    publisher = online.publisher([replica], base="of another run")
-    assert publisher.flush(LIMIT)
-    assert replica.subscriber.counters.replacements == 1
-    online.trainer.step(3)
-
-    online.assert_arrives(publisher, replica)
 
 
 def test_a_save_that_the_journal_has_dropped_needs_all_rows(online: Online) -> None:

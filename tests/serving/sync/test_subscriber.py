@@ -23,16 +23,6 @@ from tests.serving.sync_support import LIMIT, SESSION, Trainer, assert_equal, ex
 # ---- order
 
 
-def test_messages_are_applied_in_their_order_and_each_once(served: Servable, subscriber: Subscriber) -> None:
-    outputs = push(subscriber, user(1, 2, value=1.0), 2)
-    assert outputs["user_result"].tolist() == [2]
-    push(subscriber, user(1, value=2.0), 3)
-    push(subscriber, user(1, 2, value=1.0), 2)  # again: an acknowledgement was lost
-
-    assert (first(served, 1), first(served, 2)) == (2.0, 1.0)
-    assert subscriber.counters.duplicates == 1
-
-
 @pytest.mark.parametrize(
     ("sequence", "options"),
     [(4, {}), (3, {}), (2, {"session": OTHER}), (2, {"index": 1, "count": 2}), (0, {})],
@@ -94,17 +84,6 @@ def test_a_monolith_client_has_no_sequence(served: Servable) -> None:
     )
 
     assert (first(served, 1), first(served, 7)) == (3.0, 4.0)
-
-
-def test_removed_ids_have_no_row(
-    exported: tuple[Model, Path], served: Servable, subscriber: Subscriber
-) -> None:
-    id = next(iter(exported[0].embeddings.shards.scan("user"))).ids[:1]
-    assert served.lookup("user", id).abs().sum() > 0
-
-    push(subscriber, {"user:removed": id}, 2)
-
-    assert served.lookup("user", id).abs().sum() == 0
 
 
 def test_dense_weights_of_several_messages_change_together(served: Servable, subscriber: Subscriber) -> None:

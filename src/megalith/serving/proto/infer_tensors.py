@@ -1,14 +1,13 @@
-"""Convert tensors to requests of the Open Inference Protocol and back.
+"""Read the tensors of requests of the Open Inference Protocol, from raw or typed contents.
 
-Tensors are written as raw contents and read from raw or typed contents. Requests are untrusted until
-validated.
+Requests are untrusted until validated.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,10 @@ from megalith.serving.proto.limits import (
     BITS,
     MAX_BYTES,
     POINTER_BYTES,
-    bytes_of_tensor,
     checked_shape,
     tensor_of_bytes,
 )
-from megalith.serving.proto.message_types import Message, ModelInferRequest
+from megalith.serving.proto.message_types import Message
 from megalith.serving.proto.tf_tensors import Strings
 
 BYTES = "BYTES"
@@ -115,17 +113,6 @@ def from_values(
     return _tensor(list(values), dtype, name).reshape(sizes)
 
 
-def to_infer_request(
-    inputs: Mapping[str, Tensor | Strings], *, model_name: str, model_version: str = "", id: str = ""
-) -> Message:
-    """Create a ModelInferRequest with raw contents."""
-    request = ModelInferRequest(model_name=model_name, model_version=model_version, id=id)
-    for name, value in inputs.items():
-        request.inputs.add(name=name, datatype=datatype_of(value, name), shape=value.shape)
-        request.raw_input_contents.append(_raw(value, name))
-    return request
-
-
 def datatype_of(value: Tensor | Strings | torch.dtype, name: str = "tensor") -> str:
     if isinstance(value, np.ndarray):
         return BYTES
@@ -192,15 +179,6 @@ def _cut(data: bytes, count: int, name: str) -> Strings:
     if at != len(data):
         raise InputError(f"{name}: {len(data) - at} bytes follow the {count} elements of BYTES")
     return out
-
-
-def _raw(value: Tensor | Strings, name: str) -> bytes:
-    if isinstance(value, Tensor):
-        return bytes_of_tensor(value, name)
-    parts: list[bytes] = []
-    for item in _strings(value.reshape(-1).tolist(), name):
-        parts += (struct.pack("<I", len(item)), item)
-    return b"".join(parts)
 
 
 def _dtype(datatype: str, name: str) -> torch.dtype:

@@ -21,7 +21,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megalith.errors import InputError
 from megalith.ops.bucketing import dedup
 
 MIN_COMPACTION = 4096  # The number of ids below which compaction is not worth its cost
@@ -127,8 +126,6 @@ class Journal:
     """The ids changed in each epoch. Not safe to share between threads."""
 
     def __init__(self, max_ids: int = 20_000_000) -> None:
-        if max_ids < 1:
-            raise InputError(f"journal: max_ids must be at least 1, got max_ids={max_ids}")
         self._max_ids = max_ids
         self._epochs: list[_Epoch] = []
 
@@ -211,8 +208,6 @@ class Backlog:
     """
 
     def __init__(self, max_rows: int, *, keep: Keep | None = None) -> None:
-        if max_rows < 1:
-            raise InputError(f"backlog: max_rows must be at least 1, got {max_rows}")
         self._max_rows = max_rows
         self._keep = keep
         self._now, self._later = IdSets(), IdSets()

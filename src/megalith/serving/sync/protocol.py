@@ -215,24 +215,14 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a subscriber.
-
-    Args:
-        session: The session it follows; "" for none.
-        base: The id of the save below the pushed rows; "" while all rows are being replaced.
-        sequence: The last sequence number of the asking publisher.
-        step: The training step of the served export.
-        layout: What is served.
-        rows_id: Identifies the set of pushed rows: it is new whenever they were dropped. A client without a
-            session learns from it that what it pushed is gone.
-    """
+    """The position of a subscriber; the table of the module describes its fields."""
 
     session: str
     base: str
     sequence: int
     step: int
     layout: ModelLayout
-    rows_id: str = ""
+    rows_id: str = ""  # A client without a session learns from it that what it pushed is gone
 
     def outputs(self) -> dict[str, Tensor | Strings]:
         """Return the outputs of a control signature."""
@@ -247,17 +237,7 @@ class Position:
 
     @classmethod
     def read(cls, outputs: Mapping[str, Tensor | Strings]) -> Position:
-        """Read the outputs of a control signature.
-
-        Args:
-            outputs: The outputs by name.
-
-        Returns:
-            The position.
-
-        Raises:
-            InputError: An output is missing or malformed; the message names it.
-        """
+        """Read the outputs of a control signature."""
         sequence = _read_int(outputs, "sequence")
         if not 0 <= sequence <= MAX_SEQUENCE:
             raise InputError(f"'sequence' must be 0 to {MAX_SEQUENCE}, got {sequence}")
