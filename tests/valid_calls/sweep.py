@@ -129,6 +129,8 @@ _REASONS: Mapping[str, Iterable[str]] = {
     "needs an accelerator": _methods("Batch Ragged", "pin_memory"),
     "checks nothing, on purpose: for columns that were validated before": ["Ragged.trusted"],
     "checks nothing, on purpose: for arguments that passed Servable.check": ["Servable.write"],
+    "for the subscriber, whose message has checked the form of the tensors": ["Servable.check_values"],
+    "for the sender, with the layout that a server reports": ["Publisher.find_parts"],
     "the dense part, for torch.compile and torch.export; `forward` validates its input": _methods(
         "Model DeepFM DLRM DCNv2 DIN", "score"
     ),

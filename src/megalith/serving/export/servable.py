@@ -697,7 +697,16 @@ class Servable:
         self.check_values(rows, removed, dense)
 
     def check_values(self, rows: RowsByTable, removed: Tensors, dense: Tensors) -> None:
-        """Check the values of tensors whose form is checked; rows may be codes. Raise InputError."""
+        """Check the values of tensors whose form is checked.
+
+        Args:
+            rows: Table -> (ids, rows or their codes).
+            removed: Table -> ids.
+            dense: Name -> dense weight.
+
+        Raises:
+            InputError: A tensor holds NaN or Inf, or is of another part.
+        """
         for table, (ids, values) in rows.items():
             check_owner(self.signature, table, ids)
             if values.dtype == torch.uint8:
