@@ -734,7 +734,13 @@ class Servable:
         self.write(rows, removed, dense)
 
     def write(self, rows: RowsByTable, removed: Tensors = _NOTHING, dense: Tensors = _NOTHING) -> None:
-        """Write arguments that passed `check`; see `apply`."""
+        """Write arguments that passed `check` or `check_values`.
+
+        Args:
+            rows: Table -> (ids, rows or their codes).
+            removed: Table -> ids.
+            dense: Name -> dense weight.
+        """
         self.overlay.apply(rows, removed)
         if self._folder is not None:
             self._folder.consider(self.overlay)

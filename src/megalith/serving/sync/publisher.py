@@ -404,7 +404,11 @@ class Publisher:
             watch.cancel()
 
     def find_parts(self, layout: ModelLayout) -> None:
-        """Find the parts that hold the rows of a model, once the layout of the first target is known."""
+        """Find the parts that hold the rows of a model, once the layout of the first target is known.
+
+        Args:
+            layout: The layout that a server has reported.
+        """
         if not isinstance(self._targets, Discovery):
             with self.lock:
                 known = layout.sub_graph_num == self._num_parts
