@@ -243,9 +243,7 @@ class LocalLookup(Lookup):
     def gather(self, table: str) -> Tensor:
         # Reads the rows as they are now.
         self.check_table(table)
-        if table not in self.found:
-            self.found |= self.engines.find({table: self.ids[table]})
-        return self.engines.read(table, self.ids[table], self.found[table], step=self.step)
+        return self.engines.gather(table, self.ids, self.found, step=self.step)
 
     def pool(self, pooling: Pooling) -> list[Tensor]:
         # Each engine validates the pooling's bags of its table.

@@ -1,4 +1,4 @@
-"""The search for low scores on the device chooses the rows of the reference engine's search."""
+"""The kernels that make room in a full table remove the rows that the reference engine removes."""
 
 from __future__ import annotations
 
@@ -6,74 +6,54 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
+from megalith import SGD, Capacity, Table, TableConfig
 from megalith.table.engines import reference_policies
-from megalith.table.engines.cuda import cuda_policies
-from megalith.table.engines.cuda.cuda_policies import DeviceVictimSearch, ordered
-from megalith.table.engines.reference_policies import VictimSearch
+from tests.table.engines.cuda_configs import ON_GPU
+
+SCORES = ("lru", "lfu", "step")
 
 
-class Rows:
-    """A table of scores, of which both searches remove rows."""
-
-    def __init__(self, size: int, chance: random.Random) -> None:
-        few = chance.choice([3, 50, 2**64])  # many equal scores, or none
-        self.scores = [chance.randrange(few) for _ in range(size)]
-        self.live = [chance.random() < 0.9 for _ in range(size)]
-
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        live = torch.tensor([self.live[row] for row in rows.tolist()], dtype=torch.bool)
-        signed = [score - 2**64 if score >= 2**63 else score for score in self.scores]
-        scores = torch.tensor([signed[row] for row in rows.tolist()], dtype=torch.int64)
-        return live, ordered(scores)
-
-
-def run(seed: int, calls: int) -> int:
-    """Compare the searches of some calls; return the number of removed rows."""
+def run(seed: int, score: str, calls: int) -> int:
+    """Compare two tables after each of some writes; return the number of removed rows."""
     chance = random.Random(seed)
-    table = Rows(chance.choice([5, 40, 300]), chance)
-    searches = VictimSearch(), DeviceVictimSearch()
+    limit = chance.choice([5, 40, 300])
+    few = chance.choice([3, 50, 2**31])  # many equal times, or few
+    config = TableConfig("t", dim=1, optimizer=SGD(1.0), eviction=Capacity(rows=limit, score=score))
+    tables = [Table(config, engine=name) for name in ("cuda", "reference")]
+    for table in tables:
+        table.track("publisher")
     removed = 0
-    for _ in range(calls):
-        live = [row for row, used in enumerate(table.live) if used]
-        kept = chance.sample(live, chance.randrange(len(live) // 2 + 1)) if live else []
-        need = chance.randrange(len(live) - len(kept) + 1)
-        need = min(need, chance.choice([1, 5, 300]))
-        if not need:
-            continue
-        expected = searches[0].choose(need, table.live, table.scores, set(kept), len(live))
-        chosen = torch.tensor(kept, dtype=torch.int64)
-        got = searches[1].choose(need, len(table.live), table.read, chosen, len(live))
-        assert got.tolist() == expected
-        removed += need
-        for row in expected:  # new rows take some of the places, other rows are written
-            table.live[row] = chance.random() < 0.7
-            table.scores[row] = chance.randrange(2**64)
+    for step in range(calls):
+        n = min(limit, chance.choice([1, 5, 300]))
+        ids = torch.tensor([chance.randrange(3 * limit) for _ in range(chance.randrange(1, n + 1))])
+        time = chance.randrange(few)
+        for table in tables:
+            if step % 5 == 4:
+                table.assign(ids, torch.ones(ids.numel(), 1), time=time)
+            else:
+                table.apply_gradients(ids, torch.ones(ids.numel(), 1), step=step % 9, time=time)
+        gone, expected = (table.drain_evicted().tolist() for table in tables)
+        assert gone == expected
+        removed += len(gone)
+        if step % 3 == 0:
+            touched, wanted = ([sorted(x.tolist()) for x in t.drain_touched("publisher")] for t in tables)
+            assert touched == wanted
+    assert len(tables[0]) == len(tables[1]) <= limit
+    assert tables[0].stats().counters == tables[1].stats().counters
     return removed
 
 
-@pytest.mark.parametrize("sample", [4, 2048])
-def test_the_rows_of_the_reference(sample: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (reference_policies, cuda_policies):
-        monkeypatch.setattr(module, "SAMPLE", sample)  # a small one often ends the walk
-        monkeypatch.setattr(module, "WALK", 2 if sample == 4 else 64)
-    assert sum(run(seed, 12) for seed in range(30)) > 1000
+@pytest.mark.parametrize("score", SCORES if ON_GPU else SCORES[:2])
+def test_the_rows_of_the_reference(score: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_policies, "SAMPLE", 64)
+    assert sum(run(seed, score, 12 if ON_GPU else 6) for seed in range(20 if ON_GPU else 2)) > 5
 
 
-def test_a_call_reads_a_part_of_a_large_table() -> None:
-    size, read = 10_000_000, []
-
-    def scored(rows: Tensor) -> tuple[Tensor, Tensor]:
-        read.append(rows.numel())
-        return torch.ones(rows.numel(), dtype=torch.bool), ordered(rows.long() % 1000)
-
-    search = DeviceVictimSearch()
-    for _ in range(5):
-        victims = search.choose(100, size, scored, torch.arange(50), size)
-        assert victims.unique().numel() == 100
-        assert int(victims.min()) >= 50
-        assert int((victims % 1000).max()) <= 300
-    assert sum(read) < 50_000
+@pytest.mark.parametrize("score", SCORES if ON_GPU else SCORES[:1])
+def test_a_small_sample_often_ends_the_walk(score: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_policies, "SAMPLE", 4)
+    monkeypatch.setattr(reference_policies, "WALK", 2)
+    assert sum(run(seed, score, 12 if ON_GPU else 6) for seed in range(20 if ON_GPU else 2)) > 5

@@ -420,6 +420,11 @@ class Engine(ABC):
     def __len__(self) -> int:
         """Number of rows."""
 
+    @property
+    def most_rows(self) -> int:
+        """A number of rows that the table does not exceed; an engine knows it without waiting."""
+        return len(self)
+
     @abstractmethod
     def shape(self) -> tuple[int, int, int, bool]:
         """Return rows, rows that fit before the index grows, epoch, and whether the index is growing.

@@ -27,10 +27,12 @@ class Found(dict[str, FoundRows]):
     """The rows that a lookup found, by table.
 
     `joint` is what a group found for several tables together, for its own later calls. A table without an
-    entry may be covered by it; asked for alone, it is searched again.
+    entry may be covered by it; asked for alone, it is searched again. `ahead` holds rows by table that
+    `gather` has read for later calls.
     """
 
     joint: Any = None
+    ahead: dict[str, Tensor] | None = None
 
 
 class EngineGroup:
@@ -59,6 +61,19 @@ class EngineGroup:
         """Read what lookups of one table's ids return, in `out` if it is given."""
         with span("megalith.rows"):
             return self._engines[table].lookup(ids, found, out, step=step)
+
+    def gather(
+        self,
+        table: str,
+        ids: Mapping[str, Tensor],
+        found: Found,
+        *,
+        step: int | None = None,
+    ) -> Tensor:
+        """Find and read what lookups of one table return now; `ids` are those of all tables."""
+        if table not in found:
+            found |= self.find({table: ids[table]})
+        return self.read(table, ids[table], found[table], step=step)
 
     def read_blocks(
         self,

@@ -27,7 +27,7 @@ class IdLog:
     """The most recent ids of a kind of event, until the user fetches them."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self._ids: list[int] = []
         self.lost = 0
 
@@ -37,9 +37,13 @@ class IdLog:
     def add(self, ids: list[int]) -> None:
         """Append ids."""
         self._ids += ids
-        excess = max(0, len(self._ids) - self._most)
+        excess = max(0, len(self._ids) - self.most)
         del self._ids[:excess]
         self.lost += excess
+
+    def lost_with(self, more: int) -> int:
+        """Return how many ids would be lost after more were added."""
+        return self.lost + max(0, len(self._ids) + more - self.most)
 
     def take(self) -> Tensor:
         """Return the ids, int64, from the oldest on, and empty the log."""

@@ -106,10 +106,12 @@ def check_capacity(
 ) -> None:
     """Raise if the rows of an update cannot fit. An update of several tables asks all of them first."""
     capacity, limit = engine.config.capacity, engine.row_limit
-    if capacity is None or limit is None or len(engine) + ids.numel() <= limit:
+    if capacity is None or limit is None or engine.most_rows + ids.numel() <= limit:
         return
     if capacity.score is not None and ids.numel() <= limit:
         return  # other rows can make room
+    if len(engine) + ids.numel() <= limit:
+        return
     distinct, seen = distinct_ids(ids, pooling, engine.name, occurrences)
     new = ~engine.has_rows(distinct)
     needed = int((new & engine.admitted(distinct, seen, step.step)).sum())

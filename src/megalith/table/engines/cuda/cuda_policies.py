@@ -1,27 +1,23 @@
 """The policies of the cuda engine: which new ids get a row, and which rows are removed for them.
 
-Decisions are those of the other engines. Ids without a row are counted on the host, by the classes of
-reference_policies.py; rows that are removed for new ones are found on the device. An update of a table
-with an admission policy or a `Capacity` waits for the device.
-
-`DeviceVictimSearch` finds rows with low named scores. It chooses the rows that
-`reference_policies.VictimSearch` chooses, which defines the result (and native/table_evict.hpp the
-method): a walk over the table takes rows below a threshold, which comes from a sample of all rows. Here
-many rows of the walk are visited in one call of the device. A call reads the headers of some rows for
-each row that goes, however large the table is.
+Decisions are those of the other engines. A `Capacity` with a named score is kept by kernels (see
+victim_kernels.py): the host does not learn how many rows an update removes, and takes their ids from a ring
+on the device when somebody asks for them or the ring may be full. Ids without a row are counted on the host,
+by the classes of reference_policies.py, so an update of a table with an admission policy waits for the
+device; so does one of a full table whose score is a function, or that has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalith.errors import TableFullError
-from megalith.table.engines.cuda.device_functions import LIVE
-from megalith.table.engines.reference_policies import LOW_PART, SAMPLE, WALK, AdmissionState, IdLog
+from megalith.table.engines.cuda.device_functions import CREATED, EVICTED
+from megalith.table.engines.cuda.streams import retire
+from megalith.table.engines.reference_policies import AdmissionState, IdLog
 from megalith.table.engines.shard_capacity import make_room
 from megalith.table.table_data import RowCounters
 
@@ -42,15 +38,17 @@ class CudaPolicies:
     def __init__(self, engine: CudaEngine) -> None:
         self._engine = engine
         config = engine.config
-        self.active = config.admission is not None or config.capacity is not None
+        self._by_host = config.capacity is not None and not engine.table.row_limit
+        # Whether updates ask the host, which waits for the device.
+        self.active = config.admission is not None or self._by_host
         limits = engine.limits
         self.admission = AdmissionState(
             config.admission, engine.table.key, limits.counted_ids, limits.log_ids
         )
         self.evicted_log = IdLog(limits.log_ids)
         self.removed = 0
-        self.evicted = 0
-        self._search = DeviceVictimSearch()
+        self._evicted = 0  # by the host
+        self._collected = 0  # of the ids that kernels removed
 
     def set_key(self, key: int) -> None:
         self.admission.set_key(key)
@@ -58,7 +56,6 @@ class CudaPolicies:
     def forget(self) -> None:
         """Drop the counts of ids without a row, after `clear`."""
         self.admission.counts.clear()
-        self._search = DeviceVictimSearch()
 
     def count(self, ids: list[int], counts: list[int]) -> None:
         for id, number in zip(ids, counts, strict=True):
@@ -108,155 +105,89 @@ class CudaPolicies:
         return plan.wanted
 
     def make_place(self, new: int, call: Tensor) -> bool:
-        """Remove rows so that new ids fit; none that belongs to the call."""
+        """Remove rows so that new ids fit, none that belongs to the call; kernels do so for named scores."""
         # call: int64 [n], all ids of the call.
         engine = self._engine
         capacity, limit = engine.config.capacity, engine.row_limit
-        if capacity is None or limit is None or not new:
+        if capacity is None or limit is None or not new or engine.most_rows + new <= limit:
             return False
         epoch = engine.epoch
         need = len(engine) + new - limit
         if need > 0 and callable(capacity.score):
             make_room(engine, call.cpu(), new)
             need = len(engine) + new - limit
-        if need <= 0:
-            return engine.epoch != epoch
-        found = engine.group.find(call, [call.numel()]).rows
-        kept = torch.unique(found[found >= 0]).long()
-        if capacity.score is None or callable(capacity.score) or len(engine) - kept.numel() < need:
+        kept = 0
+        if need > 0 and not self._by_host:
+            found = engine.group.find(call, [call.numel()]).rows
+            kept = torch.unique(found[found >= 0]).numel()
+        if need > 0 and (self._by_host or len(engine) - kept < need):
             raise TableFullError(
                 f"table {engine.name!r} holds {len(engine)} rows and needs {new} more, but its Capacity is "
                 f"{limit} rows"
             )
-        score = capacity.score
+        return engine.epoch != epoch
 
-        def scored(rows: Tensor) -> tuple[Tensor, Tensor]:
-            _, times, flags, counts, steps = engine.table.headers(rows)
-            scores = {"lru": times, "lfu": (counts << 32) | times, "step": steps}[score]
-            return (flags & LIVE.value) != 0, ordered(scores)
+    # ---- the ids that kernels removed
 
-        used = engine.table.read_counters()[0]
-        victims = self._search.choose(need, used, scored, kept, len(engine))
-        engine.evict_ids(engine.table.headers(victims)[0].contiguous())
-        return True
+    def expect_evictions(self, n: int) -> None:
+        """Prepare for launches that may remove up to n rows; after room was made for as many."""
+        engine, table = self._engine, self._engine.table
+        if not table.row_limit or table.most_rows <= table.row_limit:
+            return
+        engine.advance_epoch()
+        room, ring = self.admission.refused.most, table.evicted_log
+        if table.most_evicted - self._collected <= ring.numel():
+            return
+        if engine.consumers or ring.numel() < room:  # otherwise only the latest ids are needed
+            self.collect()
+        most = max(n, 8 * n if engine.consumers else 0, min(room, 4 * ring.numel()))
+        if ring.numel() < most:
+            self.collect()
+            retire(ring)
+            table.evicted_log = torch.empty(most, dtype=torch.int64, device=engine.device)
+            table.changed()
 
-    def counters(self, created: int) -> RowCounters:
+    def collect(self) -> None:
+        """Take the ids that kernels removed. Waits for the device."""
+        engine, table = self._engine, self._engine.table
+        if not table.row_limit:
+            return
+        total, ring = table.read_counters()[EVICTED.value], table.evicted_log
+        count = min(total - self._collected, ring.numel())
+        if count:
+            places = torch.arange(total - count, total, device=engine.device) % ring.numel()
+            ids = ring[places].cpu()
+            self.evicted_log.lost += total - self._collected - count
+            self.evicted_log.add(ids.tolist())
+            engine.note_removed(ids)
+        self._collected = total
+
+    def evict(self, ids: Tensor) -> None:
+        """Log ids that the host removed, int64 [n] on the CPU."""
+        self.collect()
+        self._evicted += ids.numel()
+        self.evicted_log.add(ids.tolist())
+
+    def counters(self, values: list[int]) -> RowCounters:
+        # values: the counters of the table.
         state = self.admission
+        unread = values[EVICTED.value] - self._collected
         return RowCounters(
-            created=created,
+            created=values[CREATED.value],
             removed=self.removed,
-            evicted=self.evicted,
+            evicted=self._evicted + values[EVICTED.value],
             refused=state.refusals,
             pending=len(state.counts),
             pending_dropped=state.dropped,
-            log_lost=self.evicted_log.lost + state.refused.lost,
+            log_lost=state.refused.lost + self.evicted_log.lost_with(unread),
         )
 
     def memory(self) -> int:
         """Return the bytes of counts, logs and candidates, with 100 bytes for a counted id."""
-        search = self._engine.score_search
+        search, table = self._engine.score_search, self._engine.table
         logs = 8 * (len(self.evicted_log) + len(self.admission.refused))
+        logs += 8 * table.evicted_log.numel() if table.row_limit else 0
         return 100 * len(self.admission.counts) + logs + (0 if search is None else search.bytes)
-
-
-Scored = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Reads rows, int32 [n]: whether each is in use, bool [n], and its score, int64 [n], by `ordered`."""
-
-_HIGHEST = 2**63 - 1
-_AHEAD = 2 * LOW_PART  # Rows of the walk that are looked at for each row that is needed
-
-
-def ordered(scores: Tensor) -> Tensor:
-    """Map unsigned scores to signed numbers of the same order."""
-    # scores: int64 [n], the bits of unsigned numbers; returns: int64 [n].
-    return scores ^ -(2**63)
-
-
-class DeviceVictimSearch:
-    """The search of one table; it continues where the last call ended."""
-
-    def __init__(self) -> None:
-        self._cursor = 0
-        self._left = 0
-        self._found = 1
-        self._threshold = _HIGHEST
-
-    def choose(self, need: int, high: int, scored: Scored, kept: Tensor, size: int) -> Tensor:
-        # kept: int64 [k], distinct rows that must stay; returns: int32 [need], in the order of their removal.
-        call = _Call(high, scored, kept, max(size - kept.numel(), 1))
-        victims: list[Tensor] = []
-        count, places = 0, WALK * need + SAMPLE
-        while count < need:
-            if self._left == 0:
-                self._estimate(call, need - count)
-            if places <= 0:
-                while count < need and (low := self._lowest_of_sample(call, need - count)).numel():
-                    call.taken[low.long()] = True
-                    victims.append(low)
-                    count += low.numel()
-                if count == need:
-                    break
-            if self._cursor >= high:
-                self._cursor = 0
-            wanted = need - count
-            rows = min(self._left, high - self._cursor, max(1, places), _AHEAD * wanted + SAMPLE)
-            hits = call.walk(self._cursor, rows, self._threshold)[:wanted]
-            if hits.numel() == wanted:
-                rows = int(hits[-1]) + 1 - self._cursor
-            call.taken[hits.long()] = True
-            victims.append(hits)
-            count += hits.numel()
-            self._found += hits.numel()
-            self._cursor += rows
-            self._left -= rows
-            places -= rows
-        return torch.cat(victims)
-
-    def _estimate(self, call: _Call, need: int) -> None:
-        take_any = self._found == 0
-        self._left, self._found = call.high, 0
-        rows, scores, low = call.sample(self._cursor, need)
-        usable = 1 <= low <= rows.numel() and not take_any
-        self._threshold = int(scores[low - 1]) if usable else _HIGHEST
-
-    def _lowest_of_sample(self, call: _Call, need: int) -> Tensor:
-        rows, scores, low = call.sample(self._cursor, need)
-        low = min(low, rows.numel())
-        self._left, self._found, self._threshold = call.high, 1, _HIGHEST
-        if low < 1:
-            return rows[:0]
-        self._threshold = int(scores[low - 1])
-        self._cursor = int(rows[0]) + 1
-        return rows[: min(low, need)]
-
-
-class _Call:
-    """One call: how to read rows, and which must stay or were chosen."""
-
-    def __init__(self, high: int, scored: Scored, kept: Tensor, candidates: int) -> None:
-        self.high = high
-        self.taken = torch.zeros(high, dtype=torch.bool, device=kept.device)
-        self.taken[kept] = True
-        self._scored = scored
-        self._candidates = candidates
-
-    def walk(self, start: int, count: int, threshold: int) -> Tensor:
-        """Return the rows among the next ones that may go and have no score above the threshold."""
-        rows = torch.arange(start, start + count, dtype=torch.int32, device=self.taken.device)
-        live, scores = self._scored(rows)
-        return rows[live & (scores <= threshold) & ~self.taken[start : start + count]]
-
-    def sample(self, start: int, need: int) -> tuple[Tensor, Tensor, int]:
-        """Return rows from all over the table by ascending score, their scores, and how many are low."""
-        count = min(self.high, SAMPLE)
-        steps = torch.arange(count, device=self.taken.device) * self.high // count
-        rows = (steps + start) % self.high
-        live, scores = self._scored(rows.to(torch.int32))
-        usable = live & ~self.taken[rows]
-        scores, order = scores[usable].sort(stable=True)
-        found = rows[usable][order].to(torch.int32)
-        n = found.numel()
-        return found, scores, max(n // LOW_PART, -(-need * n // self._candidates))
 
 
 def first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,14 +25,21 @@ STATE_VALUES = tl.constexpr(8)
 TRACKED = tl.constexpr(9)
 READS_INITIAL = tl.constexpr(10)  # whether an id without a row reads as its initial row, 0 or 1
 COUNTS_UPDATES = tl.constexpr(11)  # whether the updates of rows are counted, 0 or 1
+# Its capacity; see victim_kernels.py.
+ROW_LIMIT = tl.constexpr(12)  # rows that it may have; 0 if kernels need not make room
+SCORE = tl.constexpr(13)  # 0 lru, 1 lfu, 2 step
+STAMPS = tl.constexpr(14)  # int8 per row: the number of the last call with evictions that must keep the row
+SEARCH = tl.constexpr(15)  # int64 [4], the position of the search for low scores
+EVICTED_LOG = tl.constexpr(16)  # int64, a ring of the ids that kernels removed
+EVICTED_ROOM = tl.constexpr(17)  # number of ids of the ring
 # The layout of its rows; see row_layout.py.
-ROW_SHIFT = tl.constexpr(12)
-ROW_STRIDE = tl.constexpr(13)
-ROW_HEADER = tl.constexpr(14)
-ROW_DIM = tl.constexpr(15)
-ROW_STATE_OFFSET = tl.constexpr(16)
-ROW_STATES = tl.constexpr(17)
-SEGMENTS = tl.constexpr(18)
+ROW_SHIFT = tl.constexpr(18)
+ROW_STRIDE = tl.constexpr(19)
+ROW_HEADER = tl.constexpr(20)
+ROW_DIM = tl.constexpr(21)
+ROW_STATE_OFFSET = tl.constexpr(22)
+ROW_STATES = tl.constexpr(23)
+SEGMENTS = tl.constexpr(24)
 SEGMENT_FIELDS = tl.constexpr(8)
 # Fields of a segment: the initializer (kind, a, b), columns (first, end, number), offset and state.
 SEGMENT_START = tl.constexpr(3)
@@ -45,6 +52,26 @@ RUN_FIELDS = tl.constexpr(3)
 RUN_START = tl.constexpr(0)
 RUN_WIDTH = tl.constexpr(1)
 RUN_OFFSET = tl.constexpr(2)
+
+# Counters of a table, int64 each.
+USED = tl.constexpr(0)
+NUM_FREE = tl.constexpr(1)
+CREATED = tl.constexpr(2)
+SKIPPED = tl.constexpr(3)
+REMOVED_SLOTS = tl.constexpr(4)  # slots of removed ids in the index
+EVICTED = tl.constexpr(5)  # ids that kernels removed to make room
+CALLS = tl.constexpr(6)  # calls that made room
+PROTECTED = tl.constexpr(7)  # rows that the latest of these calls keeps, if they were counted
+NUM_COUNTERS = tl.constexpr(8)
+
+# What a call changes in a table, int64 each: new rows, and what there was before it.
+NEW_ROWS = tl.constexpr(0)
+FREE_ROWS = tl.constexpr(1)  # free rows, with those that the call frees
+USED_ROWS = tl.constexpr(2)
+VICTIMS = tl.constexpr(3)  # rows that the call removes
+EVICTED_BEFORE = tl.constexpr(4)
+SLOTS_BEFORE = tl.constexpr(5)  # REMOVED_SLOTS
+CALL_COUNTERS = tl.constexpr(6)
 
 SPAN_FIELDS = tl.constexpr(3)
 """Fields of a table's span: first position, end, and first float of its rows in a matrix of the rows of all

@@ -3,6 +3,9 @@
 The host does not know how many rows a launch created: the count is on the device, and reading it would
 wait for all launches. It keeps an upper bound instead: after `ensure_room(n)` the bound grows by n. When
 the bound exceeds what is allocated, the host reads the counters, and allocates only if they require it.
+
+Kernels keep a table within a `Capacity` with a named score (`row_limit`). They write the ids that they remove
+to a ring, from which `CudaPolicies` takes them.
 """
 
 from __future__ import annotations
@@ -14,8 +17,18 @@ from torch import Tensor
 
 from megalith.errors import TableFullError
 from megalith.table.config import TableConfig
-from megalith.table.engines.cuda import index_kernels, row_kernels
-from megalith.table.engines.cuda.device_functions import EMPTY, LIVE, RUN_FIELDS, SEGMENT_FIELDS, SEGMENTS
+from megalith.table.engines.cuda import device_functions, index_kernels, row_kernels
+from megalith.table.engines.cuda.device_functions import (
+    EMPTY,
+    EVICTED,
+    LIVE,
+    NUM_FREE,
+    REMOVED_SLOTS,
+    RUN_FIELDS,
+    SEGMENT_FIELDS,
+    SEGMENTS,
+    USED,
+)
 from megalith.table.engines.cuda.row_layout import RowLayout
 from megalith.table.engines.cuda.streams import retire
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC
@@ -28,7 +41,11 @@ AHEAD_BYTES = 2 << 30
 BLOCK = 1024 if INTERPRETED else 256
 WARPS = 4
 FLAGS = 12
-NUM_COUNTERS = 4
+NUM_COUNTERS: int = device_functions.NUM_COUNTERS.value
+SCORES = ("lru", "lfu", "step")
+FIRST_SEARCH = (0, 0, 1, 2**63 - 1)
+"""The state of a search for low scores that has not begun; see victim_kernels.py."""
+FIRST_LOG = 1 << 16  # Ids of the ring of removed ids at first
 HOST_BLOCK = 256 << 20  # Bytes of pinned memory that are allocated at once, at most
 
 
@@ -53,6 +70,7 @@ class DeviceTable:
         key: int,
         device: torch.device,
         device_bytes: int | None = None,
+        row_limit: int | None = None,
     ) -> None:
         limit = MAX_ROWS if device_bytes is None else max(1, device_bytes // (layout.stride << layout.shift))
         self._device_chunks = limit
@@ -64,16 +82,24 @@ class DeviceTable:
         self.tracked = 0
         self.version = 0
         self.requested = 0  # sum of the rows that calls asked room for
+        self.row_limit = 0  # rows that kernels keep; 0: they remove none
+        self._score = 0
+        capacity = config.capacity
+        if capacity is not None and isinstance(capacity.score, str) and row_limit is not None:
+            self.row_limit, self._score = row_limit, SCORES.index(capacity.score)
         initial = [c.initial for c in config.state_columns for _ in range(c.end - c.start)]
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
         self._chunks: list[Tensor] = []
-        self.entries = self.chunk_table = self.free = self.counters
+        self.entries = self.chunk_table = self.free = self.stamps = self.search = self.counters
+        self.evicted_log = torch.empty(
+            FIRST_LOG if self.row_limit else 1, dtype=torch.int64, device=device
+        )  # of `CudaPolicies`
         self.state_values = torch.tensor(initial or [0.0], dtype=torch.float32, device=device)
         self.empty()
 
     def empty(self) -> None:
         if self._chunks:
-            retire(self.entries, self.chunk_table, self.free, *self._chunks)
+            retire(self.entries, self.chunk_table, self.free, self.stamps, self.search, *self._chunks)
         if self.row_capacity > self.device_rows and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # host memory may be used again at once
         self._spare = []
@@ -81,10 +107,12 @@ class DeviceTable:
         self.entries = self._new_entries(self.slots)
         self._chunks = []
         self.chunk_table = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.counters[:2] = 0
+        self.counters[: NUM_FREE.value + 1] = 0
+        self.counters[REMOVED_SLOTS.value] = 0
         self.free = torch.empty(1, dtype=torch.int32, device=self.device)
-        self._removed_slots = 0
-        self.know(0, 0, self.requested)
+        self.stamps = torch.zeros(1, dtype=torch.int8, device=self.device)
+        self.search = torch.tensor(FIRST_SEARCH, dtype=torch.int64, device=self.device)
+        self.read_counters()
         self.changed()
 
     # ---- sizes
@@ -104,20 +132,39 @@ class DeviceTable:
         return self.slots * 5 // 8
 
     def read_counters(self) -> list[int]:
-        """Wait for the device and return used row numbers, free rows, rows created and rows skipped."""
+        """Wait for the device and return the counters; see device_functions.py."""
         values: list[int] = self.counters.tolist()
-        self.know(values[0], values[1], self.requested)
+        rows, free = values[USED.value], values[NUM_FREE.value]
+        self.know(rows, free, values[REMOVED_SLOTS.value], values[EVICTED.value], self.requested)
         return values
 
-    def know(self, used: int, free: int, requested: int) -> None:
-        """Take numbers of rows that the device had when `requested` rows had been asked for."""
+    def read_size(self) -> tuple[int, int]:
+        """Wait for the device and return used row numbers and free rows."""
+        values = self.read_counters()
+        return values[USED.value], values[NUM_FREE.value]
+
+    def know(self, used: int, free: int, removed_slots: int, evicted: int, requested: int) -> None:
+        """Take numbers that the device had when `requested` rows had been asked for."""
         self._live, self.known_at = used - free, requested
+        self._removed_slots, self._evicted = removed_slots, evicted
         self._count_room()
 
     def _count_room(self) -> None:
         """Find how many more rows calls may ask for. New rows take the places of removed ones first."""
-        most = min(self.row_capacity, self.slot_limit - self._removed_slots)
-        self.room = most - self._live - (self.requested - self.known_at)
+        most = self.slot_limit - self._removed_slots
+        if not self.row_limit or self.row_capacity < self.row_limit:
+            most = min(most, self.row_capacity)
+        self.room = most - self.most_rows
+
+    @property
+    def most_rows(self) -> int:
+        """The largest number of rows that there may be, apart from a capacity."""
+        return self._live + self.requested - self.known_at
+
+    @property
+    def most_evicted(self) -> int:
+        """The largest number of rows that kernels may have removed."""
+        return self._evicted + self.requested - self.known_at
 
     def changed(self) -> None:
         self.version += 1
@@ -132,15 +179,17 @@ class DeviceTable:
 
     def grow(self, n: int) -> None:
         """Wait for the device and allocate memory for n new rows, if the table is really full."""
-        used, free, *_ = self.read_counters()
+        used, free = self.read_size()
         if used - free + n > MAX_ROWS:
             raise TableFullError(f"table {self.config.name!r}: more than {MAX_ROWS} rows")
         # Reports of the device come some calls later: room for several calls avoids waiting for it.
-        ahead = n * max(1, min(CALLS_AHEAD, AHEAD_BYTES // (n * self.layout.stride)))
+        most = max(AHEAD_BYTES // self.layout.stride, self.row_capacity // 8)
+        ahead = n * max(1, min(CALLS_AHEAD, most // n))
         if used - free + self._removed_slots + ahead > self.slot_limit:
             self._rehash(used - free + ahead)
-        if used + max(0, ahead - free) > self.row_capacity:
-            self._add_chunks(used + max(0, ahead - free), used + max(0, n - free))
+        most = self.row_limit or MAX_ROWS
+        if min(most, used + max(0, ahead - free)) > self.row_capacity:
+            self._add_chunks(min(most, used + max(0, ahead - free)), min(most, used + max(0, n - free)))
 
     def reserve(self, n: int) -> None:
         self.read_counters()
@@ -173,7 +222,7 @@ class DeviceTable:
     def _replace_index(self, entries: Tensor, slots: int) -> None:
         retire(self.entries)
         self.entries, self.slots = entries, slots
-        self._removed_slots = 0
+        self.counters[REMOVED_SLOTS.value] = 0
         self.changed()
         self.read_counters()
 
@@ -199,10 +248,10 @@ class DeviceTable:
             self.entries, self.slots - 1, ids, n, BLOCK=BLOCK, num_warps=WARPS
         )
         self.write_header(FLAGS, rows, torch.zeros_like(rows))
-        free = self.read_counters()[1]
+        free = self.read_size()[1]
         self.free[free : free + n] = rows
-        self.counters[1] += n
-        self._removed_slots += n
+        self.counters[NUM_FREE.value] += n
+        self.counters[REMOVED_SLOTS.value] += n
         self.read_counters()
 
     # ---- rows
@@ -242,8 +291,9 @@ class DeviceTable:
         free = torch.empty(max(1, rows), dtype=torch.int32, device=self.device)
         kept = min(free.numel(), self.free.numel())
         free[:kept] = self.free[:kept]
-        retire(self.chunk_table, self.free, *self._chunks[len(chunks) :])
-        self._chunks, self.chunk_table, self.free = chunks, table, free
+        stamps = torch.zeros(rows if self.row_limit else 1, dtype=torch.int8, device=self.device)
+        retire(self.chunk_table, self.free, self.stamps, *self._chunks[len(chunks) :])
+        self._chunks, self.chunk_table, self.free, self.stamps = chunks, table, free, stamps
         self.changed()
         self._count_room()
 
@@ -252,8 +302,8 @@ class DeviceTable:
         kept = -(-used >> self.layout.shift)
         self._set_chunks(self._chunks[:kept])
         self.free[: free.numel()] = free
-        self.counters[0] = used
-        self.counters[1] = free.numel()
+        self.counters[USED.value] = used
+        self.counters[NUM_FREE.value] = free.numel()
         self.read_counters()
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
@@ -311,7 +361,7 @@ class DeviceTable:
 
     def live_rows(self, start: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
         # returns: their numbers, int32 [n], and their headers, int64 [5, n].
-        end = self.read_counters()[0] if end is None else end
+        end = self.read_size()[0] if end is None else end
         rows = torch.arange(start, max(start, end), dtype=torch.int32, device=self.device)
         headers = self.headers(rows)
         live = (headers[2] & LIVE.value) != 0
@@ -381,6 +431,12 @@ class DeviceTable:
             self.tracked,
             int(layout.initial),
             int(layout.counted),
+            self.row_limit,
+            self._score,
+            self.stamps.data_ptr(),
+            self.search.data_ptr(),
+            self.evicted_log.data_ptr(),
+            self.evicted_log.numel(),
             layout.shift,
             layout.stride,
             layout.header,

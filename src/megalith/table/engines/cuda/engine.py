@@ -26,6 +26,7 @@ from megalith.ops.pooling import Pooling
 from megalith.table.config import PRECISIONS, TableConfig
 from megalith.table.engines.contract import Engine
 from megalith.table.engines.cuda.cuda_policies import CudaPolicies, first_occurrences, last_occurrences
+from megalith.table.engines.cuda.device_functions import SKIPPED
 from megalith.table.engines.cuda.device_table import COUNT, FLAGS, STEP, TIME, DeviceTable, write_chunk
 from megalith.table.engines.cuda.graphs import FoundTogether
 from megalith.table.engines.cuda.host_tier import HostTier
@@ -95,7 +96,7 @@ class CudaEngine(Engine):
         self.layout = RowLayout.of(config, chunk_bytes)
         self.order = StreamOrder(self.device)
         with self.order:  # calls on other streams wait until the memory is filled
-            self.table = DeviceTable(config, self.layout, self._key, self.device, budget)
+            self.table = DeviceTable(config, self.layout, self._key, self.device, budget, self.row_limit)
             self.tier = None if budget is None else HostTier(self.table)
         self.group = LaunchGroup([self.table])
         self._epoch = 0
@@ -176,7 +177,7 @@ class CudaEngine(Engine):
 
     def live_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows in use in blocks, in order: their numbers, int32 [n], and headers, int64 [5, n]."""
-        used = self.table.read_counters()[0]
+        used = self.table.read_size()[0]
         for start in range(0, used, LIVE_ROWS):
             yield self.table.live_rows(start, min(used, start + LIVE_ROWS))
 
@@ -232,7 +233,7 @@ class CudaEngine(Engine):
         self, start: int, limit: int, *, rows: bool, watch: int | None, stop: int | None
     ) -> tuple[Chunk, int]:
         """Read the next rows into a chunk on the device."""
-        used = self.table.read_counters()[0]
+        used = self.table.read_size()[0]
         last = used if stop is None else min(used, stop)
         found, headers = [], []
         count, at = 0, start
@@ -276,7 +277,7 @@ class CudaEngine(Engine):
             if self.open_snapshot is not None:
                 raise InputError(f"table {self.name!r} already has an open snapshot: close it first")
             none = torch.empty(0, dtype=torch.int64, device="cpu")
-            total, used = len(self), self.table.read_counters()[0]
+            total, used = len(self), self.table.read_size()[0]
             blocks = (
                 rows[(headers[2] & self._bit(consumer)) != 0] if touched_only else rows
                 for rows, headers in self.live_blocks()
@@ -330,16 +331,29 @@ class CudaEngine(Engine):
         # ids: int64 [n] on the device; fresh: int8 [n] of zeros; returns: int32 [n].
         sizes = [ids.numel()]
         found = self.group.find(ids, sizes)
-        if self.policies.active and ids.numel():
+        beyond = self.row_limit is not None and self.most_rows + ids.numel() > self.row_limit
+        if ids.numel() and (self.policies.active or beyond):
             missing = first_occurrences(ids[found.rows < 0])[0]
             if self.policies.make_place(missing.numel(), ids):
                 found = self.group.find(ids, sizes)
             self.policies.created(missing)
         self.save_rows(found.rows)
-        slots = self.group.create(ids, found, sizes, fresh=fresh)
+        slots = self.create(ids, found, fresh=fresh)
         self.group.finish(slots, found, self.group.spans(sizes), keys=False)
         self.wrote()
         return found.rows
+
+    def create(
+        self, ids: Tensor, found: RowSearch, wanted: Tensor | None = None, fresh: Tensor | None = None
+    ) -> Tensor:
+        """Create the rows of ids that have none; see `LaunchGroup.launch_create`."""
+        sizes = [ids.numel()]
+        self.group.make_room(sizes)
+        self.policies.expect_evictions(sizes[0])
+        save = None if self.open_snapshot is None else self.save_rows
+        slots = self.group.launch_create(ids, found, self.group.spans(sizes), wanted, fresh, save)
+        self.group.report()
+        return slots
 
     def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
         self.wait_for_reader()
@@ -388,10 +402,26 @@ class CudaEngine(Engine):
         ids, own = distinct[exists].contiguous(), rows[exists].contiguous()
         self.save_rows(own)
         self.table.remove(ids, own)
-        for removed in self._removed.values():
-            removed.append(ids.cpu())
+        self.note_removed(ids)
         self.order.writes += 1
         return ids
+
+    def note_removed(self, ids: Tensor) -> None:
+        """Note that rows were removed, for the consumers of touched rows."""
+        # ids: int64 [n].
+        if self._removed:
+            ids = ids.cpu()
+            for removed in self._removed.values():
+                removed.append(ids)
+
+    @property
+    def consumers(self) -> bool:
+        """Whether somebody needs all ids that are removed."""
+        return bool(self._removed)
+
+    def advance_epoch(self) -> None:
+        """Note that row numbers may become invalid."""
+        self._epoch += 1
 
     def restore(self, chunk: Chunk) -> None:
         # The host fills a block of rows while the one before travels.
@@ -431,9 +461,10 @@ class CudaEngine(Engine):
             if self.open_snapshot is not None:
                 self.open_snapshot.save_all()
             if self._removed:
-                ids = torch.cat([headers[0] for _, headers in self.live_blocks()] or [self._none]).cpu()
-                for removed in self._removed.values():
-                    removed.append(ids)
+                self.note_removed(
+                    torch.cat([headers[0] for _, headers in self.live_blocks()] or [self._none])
+                )
+                self.policies.collect()
             self.policies.removed += len(self)
             self.policies.forget()
             self.table.empty()
@@ -484,15 +515,14 @@ class CudaEngine(Engine):
         """Remove rows, log their ids and count them as evicted."""
         # ids: int64 [n], distinct.
         gone = self._remove(ids).cpu()
-        self.policies.evicted += gone.numel()
-        self.policies.evicted_log.add(gone.tolist())
+        self.policies.evict(gone)
         self._epoch += bool(gone.numel())
         return gone
 
     def compact(self, limit: int) -> bool:
         # Moves all rows in one call.
         with self.order:
-            used = self.table.read_counters()[0]
+            used = self.table.read_size()[0]
             if self.open_snapshot is not None or not is_sparse(len(self), used):
                 return True
             rows, headers = self.table.live_rows()
@@ -514,6 +544,7 @@ class CudaEngine(Engine):
 
     def drain_evicted(self) -> Tensor:
         with self.order:
+            self.policies.collect()
             return self.policies.evicted_log.take()
 
     def drain_refused(self) -> Tensor:
@@ -535,19 +566,21 @@ class CudaEngine(Engine):
 
     def counters(self) -> RowCounters:
         with self.order:
-            _, _, created, skipped = self.table.read_counters()
+            values = self.table.read_counters()
+            skipped = values[SKIPPED.value]
             if skipped:
-                self.table.counters[3] = 0
+                self.table.counters[SKIPPED.value] = 0
                 raise InputError(
                     f"table {self.name!r}: {skipped} rows got gradients with NaN or Inf since the last call; "
                     "these rows were not changed"
                 )
-            return self.policies.counters(created)
+            return self.policies.counters(values)
 
     # ---- touched rows
 
     def track(self, consumer: int) -> None:
         with self.order:
+            self.policies.collect()
             self._removed[consumer] = []
             self._forget(consumer)
             self.table.tracked |= self._bit(consumer)
@@ -573,6 +606,7 @@ class CudaEngine(Engine):
         # It reads the flags of all rows, at the speed of the device's memory.
         with self.order:
             updated = self._forget(consumer).cpu()
+            self.policies.collect()
             removed = torch.unique(torch.cat([self._none.cpu(), *self._removed[consumer]]))
             self._removed[consumer] = []
             absent = self.group.find(removed.to(self.device), [removed.numel()]).rows.cpu() < 0
@@ -596,10 +630,15 @@ class CudaEngine(Engine):
         with self.order:
             length, writes = self._length
             if writes != self.order.writes:
-                used, free, *_ = self.table.read_counters()
+                used, free = self.table.read_size()
                 length = used - free
                 self._length = length, self.order.writes
             return length
+
+    @property
+    def most_rows(self) -> int:
+        most = self.table.most_rows
+        return min(most, self.table.row_limit) if self.table.row_limit else most
 
     def shape(self) -> tuple[int, int, int, bool]:
         with self.order:
@@ -607,7 +646,7 @@ class CudaEngine(Engine):
 
     def host_tier(self) -> HostTierUse | None:
         with self.order:
-            return None if self.tier is None else self.tier.use(self.table.read_counters()[0])
+            return None if self.tier is None else self.tier.use(self.table.read_size()[0])
 
     def memory(self) -> MemoryUse:
         with self.order:
@@ -617,7 +656,8 @@ class CudaEngine(Engine):
             side = (
                 used * self.layout.stride - weights - states + (0 if self.tier is None else self.tier.bytes)
             )
-            slack = (table.row_capacity - used) * self.layout.stride + 4 * table.free.numel()
+            slack = (table.row_capacity - used) * self.layout.stride
+            slack += 4 * table.free.numel() + table.stamps.numel()
             index = 8 * table.entries.numel()
             return MemoryUse(index, weights, states, side, self.policies.memory(), slack)
 

@@ -6,6 +6,7 @@ found for all tables stays together (`FoundTogether`), so that `pool` and `updat
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from functools import partial
 
@@ -13,15 +14,16 @@ import torch
 from torch import Tensor
 
 from megalith.library import span
-from megalith.ops.pooling import Pooling
+from megalith.ops.pooling import Bags, OutputSlice, Pooling
 from megalith.table.engines.contract import Engine
 from megalith.table.engines.cuda.engine import CudaEngine, found_by
-from megalith.table.engines.cuda.graphs import FoundTogether, Room, SearchSlot, SearchSlots
+from megalith.table.engines.cuda.graphs import RECENT, FoundTogether, SearchSlot, SearchSlots
 from megalith.table.engines.cuda.launch_group import JoinedRows, LaunchGroup
 from megalith.table.engines.cuda.pooling_plans import (
     PlannedPooling,
     PoolingPlan,
     PoolingPlans,
+    Room,
     TableKind,
     are_aligned,
 )
@@ -31,6 +33,8 @@ from megalith.table.engines.cuda.updates import GradientSource, SharedLaunches
 from megalith.table.engines.group import EngineGroup, Found
 from megalith.table.engines.shard_capacity import check_capacity
 from megalith.table.table_data import FoundRows, Update
+
+MAX_POOLINGS = 16
 
 
 class CudaEngineGroup(EngineGroup):
@@ -59,6 +63,9 @@ class CudaEngineGroup(EngineGroup):
         self._by_group = {shared.group: shared for shared in self._shared}
         self._plans = PoolingPlans([TableKind(shared.group, shared.names) for shared in self._shared])
         self._slots = SearchSlots()
+        # Of `gather`
+        self._poolings: dict[tuple[tuple[str, int], ...], Pooling] = {}
+        self._recent: deque[tuple[tuple[str, int], ...]] = deque(maxlen=RECENT)
 
     def find(self, ids: Mapping[str, Tensor]) -> Found:
         ids = self._moved(ids)
@@ -92,6 +99,50 @@ class CudaEngineGroup(EngineGroup):
         """Return what a search found for several tables together, if no table was written since."""
         joint: FoundTogether | None = getattr(found, "joint", None)
         return joint if joint is not None and not joint.used and joint.writes == self._order.writes else None
+
+    def gather(
+        self,
+        table: str,
+        ids: Mapping[str, Tensor],
+        found: Found,
+        *,
+        step: int | None = None,
+    ) -> Tensor:
+        # The rows of all tables are read together, as a pooling with one occurrence for each output row: its
+        # launches are recorded. Rows of other tables wait in `found` until they are asked for.
+        ahead = found.ahead
+        if ahead is None or table not in ahead or self._current(found) is None:
+            # A lookup that began to read one table after another continues so.
+            pooling = None if found and found.joint is None else self._rows_as_pooling(ids)
+            if pooling is None:
+                return super().gather(table, ids, found, step=step)
+            ahead = found.ahead = dict(zip(pooling.bags, self.pool(ids, found, pooling), strict=True))
+        return ahead.pop(table)
+
+    def _rows_as_pooling(self, ids: Mapping[str, Tensor]) -> Pooling | None:
+        """Return the pooling whose outputs are the rows of ids, if their numbers repeat."""
+        key = tuple([(name, own.numel()) for name, own in ids.items()])
+        pooling = self._poolings.get(key)
+        if pooling is None:
+            again = key in self._recent
+            self._recent.append(key)
+            if not again or self._views or not all(n for _, n in key):
+                return None
+            if len(self._poolings) >= MAX_POOLINGS:
+                self._poolings.pop(next(iter(self._poolings)))
+            shapes = tuple((n, self[name].dim) for name, n in key)
+            bags = {
+                name: (
+                    Bags(
+                        torch.arange(n + 1, dtype=torch.int64, device=self._device),
+                        (OutputSlice(number, 0, 0, self[name].dim),),
+                        first=0,
+                    ),
+                )
+                for number, (name, n) in enumerate(key)
+            }
+            pooling = self._poolings[key] = Pooling(shapes, bags)
+        return pooling
 
     def read_blocks(
         self,
@@ -183,7 +234,7 @@ class CudaEngineGroup(EngineGroup):
         slot = kept or SearchSlot(plan, [Room.of(sizes, padded=False) for sizes in planned.kind_sizes])
         addresses = [output.data_ptr() for output in outputs]
         aligned = are_aligned(addresses)
-        rows = slot.fill(planned, columns, planned.fields(addresses))
+        rows = slot.fill(planned, columns, addresses)
         if any(engine.fetches for engine in self._tiered):
             _find(plan, rows)
             for group, own in zip(plan.groups, rows, strict=True):

@@ -19,15 +19,13 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.table.engines.cuda.launch_group import IntArray, JoinedRows, LaunchGroup, Spans
-from megalith.table.engines.cuda.pooling_plans import PlannedPooling, PoolingPlan
+from megalith.table.engines.cuda.launch_group import JoinedRows, LaunchGroup, Spans
+from megalith.table.engines.cuda.pooling_plans import PlannedPooling, PoolingPlan, Room
 from megalith.table.engines.cuda.streams import retire
 
 SEEN_BEFORE = 2
@@ -99,33 +97,13 @@ def record(launch: Callable[[], None]) -> Graph:
     return graph
 
 
-@dataclass(frozen=True)
-class Room:
-    """Numbers of positions for which a slot has memory."""
-
-    n: int  # Of all tables of a kind
-    most: int  # Of one table
-
-    @classmethod
-    def of(cls, sizes: Sequence[int], *, padded: bool) -> Room:
-        """Return the room for ids of given numbers."""
-        n, most = sum(sizes), max(sizes)
-        return cls(_padded(n), _padded(most)) if padded else cls(n, most)
-
-
-def _padded(n: int) -> int:
-    """Return a number of few digits: at most a sixteenth more than n."""
-    step = max(16, 1 << max(0, n.bit_length() - 5))
-    return -(-n // step) * step
-
-
 class SearchSlot:
     """Memory for one lookup of a plan at a time, and the launches that were recorded on it."""
 
     def __init__(self, plan: PoolingPlan, rooms: Sequence[Room]) -> None:
         self._groups = plan.groups
         self._device = plan.groups[0].device
-        self._values: IntArray | None = None  # what is in `fields`
+        self._filled: tuple[PlannedPooling, list[int]] | None = None  # what `fields` describes
         self._generation = -1
         self._graphs: dict[Hashable, Graph | None] = {}  # None: launched once
         self._user: weakref.ref[FoundTogether] | None = None
@@ -144,15 +122,21 @@ class SearchSlot:
         user = None if self._user is None else self._user()
         return user is None or user.used
 
-    def fill(self, planned: PlannedPooling, columns: Sequence[Tensor], fields: IntArray) -> list[JoinedRows]:
+    def fill(
+        self, planned: PlannedPooling, columns: Sequence[Tensor], addresses: list[int]
+    ) -> list[JoinedRows]:
         """Copy the ids and the descriptors of a lookup; return the rows of each kind, not yet found."""
-        if self._values is None or not np.array_equal(fields, self._values):
-            self._groups[0].write(self.fields, fields)
-            self._values = fields
+        # addresses: those of the outputs.
+        if self._filled is None or self._filled[0] is not planned or self._filled[1] != addresses:
+            self._groups[0].write(self.fields, planned.fields(addresses))
+            self._filled = planned, addresses
         rows = []
         for own, sizes, memory in zip(planned.plan.members, planned.kind_sizes, self._memory, strict=True):
             joined = JoinedRows(*memory, sizes)
-            torch.cat([columns[name] for name in own.names], out=joined.ids[: sum(sizes)])
+            if len(own.names) == 1:
+                joined.ids[: sum(sizes)].copy_(columns[own.names[0]])
+            else:
+                torch.cat([columns[name] for name in own.names], out=joined.ids[: sum(sizes)])
             rows.append(joined)
         return rows
 
@@ -194,8 +178,7 @@ class SearchSlots:
 
     def find(self, planned: PlannedPooling) -> SearchSlot | None:
         """Return a free slot for lookups of a pooling."""
-        rooms = [Room.of(sizes, padded=True) for sizes in planned.kind_sizes]
-        key = planned.plan, *rooms
+        key, rooms = planned.slot_key, planned.rooms
         slots = self._slots.pop(key, None)
         if slots is None:
             self._recent.append(key)

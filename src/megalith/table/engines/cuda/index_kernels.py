@@ -10,6 +10,7 @@ numbers must be:
                    PENDING - the position of its first occurrence (an atomic maximum, so any order will do)
     count_new      number of first occurrences per block
     number_new     prefix sum of these counts, one program per table; updates the table's counters
+    (victim_kernels)  rows are removed, if the table has a capacity and the new ones do not fit
     create_rows    the first occurrences get row numbers in input order: free rows first, then unused ones
     (row_kernels)  initial weights and states of the new rows
     finish_keys    all occurrences read their row number
@@ -22,10 +23,16 @@ first position and its end.
 
 from megalith.table.engines.cuda.device_functions import (
     BASE,
+    CALL_COUNTERS,
+    CALLS,
     COUNTERS,
+    CREATED,
     EMPTY,
     ENTRIES,
+    EVICTED,
+    EVICTED_BEFORE,
     FREE,
+    FREE_ROWS,
     HEADER_COUNT,
     HEADER_FLAGS,
     HEADER_ID,
@@ -34,9 +41,18 @@ from megalith.table.engines.cuda.device_functions import (
     LIMIT,
     LIVE,
     MASK,
+    NEW_ROWS,
+    NUM_FREE,
+    PROTECTED,
     REMOVED,
+    REMOVED_SLOTS,
     ROW_HEADER,
+    ROW_LIMIT,
+    SLOTS_BEFORE,
     SPAN_FIELDS,
+    USED,
+    USED_ROWS,
+    VICTIMS,
     field,
     first_slot,
     layout_number,
@@ -47,12 +63,6 @@ from megalith.table.engines.cuda.triton_runtime import launched, tl, triton
 
 PENDING = tl.constexpr(1 << 62)
 MAX_ROW = tl.constexpr(1 << 40)
-
-# Counters of a table.
-USED = tl.constexpr(0)
-NUM_FREE = tl.constexpr(1)
-CREATED = tl.constexpr(2)
-SKIPPED = tl.constexpr(3)
 
 
 @triton.jit
@@ -122,57 +132,66 @@ def claim_slots(
     ids,
     rows,
     missing,
+    absent,
     wanted,
     slots,
     FIELDS: tl.constexpr,
     ALL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find or claim the slots of missing ids. If no id of a table is missing, its slots are not written."""
-    table, at, inside = positions(spans, BLOCK)
-    if tl.load(missing + table) > 0:
-        row = tl.load(rows + at, mask=inside, other=0)
-        lacks = inside & (row < 0)
+    """Find or claim the slots of missing ids, whose positions are listed; others have no slot.
+
+    A few programs walk over the list.
+    """
+    table = tl.program_id(1)
+    count = tl.load(missing + table)
+    begin = tl.load(spans + SPAN_FIELDS * table)
+    entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
+    mask = field(tables, table, FIELDS, MASK)
+    block = tl.program_id(0).to(tl.int64) * BLOCK
+    while block < count:
+        listed = block + tl.arange(0, BLOCK)
+        inside = listed < count
+        at = tl.load(absent + begin + listed, mask=inside, other=0).to(tl.int64)
+        lacks = inside
         if not ALL:
             lacks = lacks & (tl.load(wanted + at, mask=inside, other=0) != 0)
+        id = tl.load(ids + at, mask=inside, other=0)
+        own = (id == EMPTY) | (id == REMOVED)
+        slot = first_slot(id, mask)
         claimed = tl.full((BLOCK,), -1, tl.int64)
-        if tl.max(lacks.to(tl.int32), 0) > 0:
-            entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
-            mask = field(tables, table, FIELDS, MASK)
-            id = tl.load(ids + at, mask=inside, other=0)
-            own = (id == EMPTY) | (id == REMOVED)
-            slot = first_slot(id, mask)
-            active = lacks
-            while tl.max(active.to(tl.int32), 0) > 0:
-                # To the id or an empty slot with plain loads: atomic operations are slow.
-                key = tl.load(entries + 2 * slot, mask=active, other=EMPTY)
-                passing = active & (key != EMPTY) & (key != id) & (own == 0)
-                while tl.max(passing.to(tl.int32), 0) > 0:
-                    slot = tl.where(passing, (slot + 1) & mask, slot)
-                    key = tl.where(passing, tl.load(entries + 2 * slot, mask=passing, other=EMPTY), key)
-                    passing = passing & (key != EMPTY) & (key != id)
-                try_claim = active & (key == EMPTY) & (own == 0)
-                # atomic_cas has no mask: a lane that must not write replaces REMOVED by REMOVED.
-                expected = tl.where(try_claim, EMPTY, REMOVED)
-                old = tl.atomic_cas(entries + 2 * slot, expected, tl.where(try_claim, id, REMOVED))
-                key = tl.where(try_claim, old, key)
-                hit = active & ((key == id) | own | (try_claim & (old == EMPTY)))
-                claimed = tl.where(hit, slot, claimed)
-                active = active & (hit == 0)
-                slot = tl.where(active, (slot + 1) & mask, slot)
-            value = tl.load(entries + 2 * slot + 1, mask=lacks, other=0)
-            exists = lacks & (value >= 0) & (value < MAX_ROW)
-            tl.store(rows + at, value.to(tl.int32), mask=exists)
-            pending = lacks & (exists == 0)
-            tl.atomic_max(entries + 2 * slot + 1, PENDING - at, mask=pending)
-            claimed = tl.where(pending, claimed, -1)
-        tl.store(slots + at, claimed, mask=inside)
+        active = lacks
+        while tl.max(active.to(tl.int32), 0) > 0:
+            # To the id or an empty slot with plain loads: atomic operations are slow.
+            key = tl.load(entries + 2 * slot, mask=active, other=EMPTY)
+            passing = active & (key != EMPTY) & (key != id) & (own == 0)
+            while tl.max(passing.to(tl.int32), 0) > 0:
+                slot = tl.where(passing, (slot + 1) & mask, slot)
+                key = tl.where(passing, tl.load(entries + 2 * slot, mask=passing, other=EMPTY), key)
+                passing = passing & (key != EMPTY) & (key != id)
+            try_claim = active & (key == EMPTY) & (own == 0)
+            # atomic_cas has no mask: a lane that must not write replaces REMOVED by REMOVED.
+            expected = tl.where(try_claim, EMPTY, REMOVED)
+            old = tl.atomic_cas(entries + 2 * slot, expected, tl.where(try_claim, id, REMOVED))
+            key = tl.where(try_claim, old, key)
+            hit = active & ((key == id) | own | (try_claim & (old == EMPTY)))
+            claimed = tl.where(hit, slot, claimed)
+            active = active & (hit == 0)
+            slot = tl.where(active, (slot + 1) & mask, slot)
+        value = tl.load(entries + 2 * slot + 1, mask=lacks, other=0)
+        exists = lacks & (value >= 0) & (value < MAX_ROW)
+        tl.store(rows + at, value.to(tl.int32), mask=exists)
+        pending = lacks & (exists == 0)
+        tl.atomic_max(entries + 2 * slot + 1, PENDING - at, mask=pending)
+        tl.store(slots + at, tl.where(pending, claimed, -1), mask=inside)
+        block += tl.num_programs(0) * BLOCK
 
 
 @triton.jit
-def is_first(entries, slots, at, inside):
+def is_first(entries, rows, slots, at, inside):
     """The slots of positions, and which positions are the first occurrence of a new id."""
-    slot = tl.load(slots + at, mask=inside, other=-1)
+    lacks = inside & (tl.load(rows + at, mask=inside, other=0) < 0)
+    slot = tl.load(slots + at, mask=lacks, other=-1)
     pending = slot >= 0
     value = tl.load(entries + 2 * tl.where(pending, slot, 0) + 1, mask=pending, other=0)
     return slot, pending & (value == PENDING - at)
@@ -180,13 +199,13 @@ def is_first(entries, slots, at, inside):
 
 @launched
 @triton.jit
-def count_new(tables, spans, slots, missing, counts, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+def count_new(tables, spans, rows, slots, missing, counts, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     table, at, inside = positions(spans, BLOCK)
     start = tl.load(spans + SPAN_FIELDS * table)
     some = start + tl.program_id(0).to(tl.int64) * BLOCK < tl.load(spans + SPAN_FIELDS * table + 1)
     if some & (tl.load(missing + table) > 0):
         entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
-        _, first = is_first(entries, slots, at, inside)
+        _, first = is_first(entries, rows, slots, at, inside)
         block = first_block(spans, table, BLOCK) + tl.program_id(0)
         tl.store(counts + block, tl.sum(first.to(tl.int32), 0))
 
@@ -202,8 +221,12 @@ def number_new(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
+    EVICTS: tl.constexpr,
 ):
-    """Replace the counts of a table by their exclusive prefix sum; take rows from its counters."""
+    """Replace the counts of a table by their exclusive prefix sum; take rows from its counters.
+
+    A table beyond its capacity gets back as many rows as the following launches remove.
+    """
     table = tl.program_id(0)
     size = tl.load(spans + SPAN_FIELDS * table + 1) - tl.load(spans + SPAN_FIELDS * table)
     first = first_block(spans, table, BLOCK)
@@ -222,9 +245,26 @@ def number_new(
     counters = pointer_field(tables, table, FIELDS, COUNTERS, tl.int64)
     used = tl.load(counters + USED)
     free = tl.load(counters + NUM_FREE)
-    tl.store(created + 3 * table, total.to(tl.int64))
-    tl.store(created + 3 * table + 1, free)
-    tl.store(created + 3 * table + 2, used)
+    evicted = tl.load(counters + EVICTED)
+    removed = tl.load(counters + REMOVED_SLOTS)
+    victims = tl.zeros((), tl.int64)
+    if EVICTS:
+        limit = field(tables, table, FIELDS, ROW_LIMIT)
+        if (limit > 0) & (total > 0):
+            victims = tl.maximum(used - free + total - limit, 0)
+            if victims > 0:
+                free += victims
+                tl.store(counters + EVICTED, evicted + victims)
+                tl.store(counters + REMOVED_SLOTS, removed + victims)
+                tl.store(counters + CALLS, tl.load(counters + CALLS) + 1)
+                tl.store(counters + PROTECTED, victims * 0)
+    own = created + CALL_COUNTERS * table
+    tl.store(own + NEW_ROWS, total.to(tl.int64))
+    tl.store(own + FREE_ROWS, free)
+    tl.store(own + USED_ROWS, used)
+    tl.store(own + VICTIMS, victims)
+    tl.store(own + EVICTED_BEFORE, evicted)
+    tl.store(own + SLOTS_BEFORE, removed)
     reused = tl.minimum(total.to(tl.int64), free)
     tl.store(counters + NUM_FREE, free - reused)
     tl.store(counters + USED, used + total - reused)
@@ -237,6 +277,7 @@ def create_rows(
     tables,
     spans,
     ids,
+    rows,
     slots,
     counts,
     created,
@@ -251,13 +292,13 @@ def create_rows(
 ):
     """Give new ids their rows; `new_rows` receives a table's new rows from its first position on."""
     table, at, inside = positions(spans, BLOCK)
-    if tl.load(created + 3 * table) > 0:
+    if tl.load(created + CALL_COUNTERS * table + NEW_ROWS) > 0:
         entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
-        slot, first = is_first(entries, slots, at, inside)
+        slot, first = is_first(entries, rows, slots, at, inside)
         if tl.max(first.to(tl.int32), 0) > 0:
             free_rows = pointer_field(tables, table, FIELDS, FREE, tl.int32)
-            free = tl.load(created + 3 * table + 1)
-            used = tl.load(created + 3 * table + 2)
+            free = tl.load(created + CALL_COUNTERS * table + FREE_ROWS)
+            used = tl.load(created + CALL_COUNTERS * table + USED_ROWS)
             block = first_block(spans, table, BLOCK) + tl.program_id(0)
             rank = tl.load(counts + block) + tl.cumsum(first.to(tl.int32), 0) - 1
             rank = rank.to(tl.int64)
@@ -299,7 +340,7 @@ def finish_keys(
     table, at, inside = positions(spans, BLOCK)
     row = tl.load(rows + at, mask=inside, other=0).to(tl.int64)
     if tl.load(missing + table) > 0:
-        slot = tl.load(slots + at, mask=inside, other=-1)
+        slot = tl.load(slots + at, mask=inside & (row < 0), other=-1)
         pending = slot >= 0
         if tl.max(pending.to(tl.int32), 0) > 0:
             entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)

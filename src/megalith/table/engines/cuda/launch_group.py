@@ -11,7 +11,7 @@ A group also holds integers on their way to the device, and memory that calls us
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.table.engines.cuda import index_kernels, row_kernels
+from megalith.table.engines import reference_policies
+from megalith.table.engines.cuda import device_functions, index_kernels, row_kernels, victim_kernels
 from megalith.table.engines.cuda.device_table import BLOCK, CALLS_AHEAD, WARPS, DeviceTable
 from megalith.table.engines.cuda.row_layout import SharedLayout
 from megalith.table.engines.cuda.streams import retire
@@ -84,6 +85,10 @@ SCAN = 1024
 MAX_CACHED = 64
 MAX_PROGRAMS = 1 if INTERPRETED else 2112
 """Programs of a launch that does not know its size."""
+WINDOW_BLOCK = 1024
+"""Rows of a search for low scores that one program visits at a time."""
+FEW_PROGRAMS = 528
+CALL_COUNTERS: int = device_functions.CALL_COUNTERS.value
 COUNTERS_AHEAD = 64
 REPORTED_AHEAD = max(1, CALLS_AHEAD // 2)
 """Calls for which the room of a table suffices when the host asks for its number of rows."""
@@ -127,7 +132,7 @@ class CounterReport(NamedTuple):
     """Numbers of rows on their way to the host."""
 
     event: torch.cuda.Event  # Recorded after the copy
-    numbers: Tensor  # int64 [3 * tables]: new rows, and free rows and used row numbers before
+    numbers: Tensor  # int64 [tables * CALL_COUNTERS]
     requested: list[int]  # Sum of the rows that each table had room for, including this call
 
 
@@ -148,6 +153,7 @@ class LaunchGroup(LaunchMemory):
         self._reports: deque[CounterReport] = deque()
         self._counters: list[Tensor] = []
         self._dims = np.array(self.layout.dims, dtype=np.int64)
+        self.evicts = any(table.row_limit for table in tables)
         self._reporting = False  # whether the host should learn the numbers of rows soon
         # Programs for each table of a launch that does not know its size.
         self.few_programs = MAX_PROGRAMS // len(self.tables) + 1
@@ -276,21 +282,6 @@ class LaunchGroup(LaunchMemory):
         self.bound["find_and_read",] = row_kernels.find_and_read.bind(**where, **common)
         self.bound["read_missing", number] = row_kernels.read_missing.bind(FIELDS=self.fields, **common)
 
-    def create(
-        self,
-        ids: Tensor,
-        found: RowSearch,
-        sizes: Sequence[int],
-        wanted: Tensor | None = None,
-        fresh: Tensor | None = None,
-    ) -> Tensor:
-        """Create the rows of ids that have none, in the order of their first occurrences."""
-        # ids: int64 [n]; wanted: int8 [n], not 0 for ids that may get a row; fresh: int8 [n] of zeros.
-        self.make_room(sizes)
-        slots = self.launch_create(ids, found, self.spans(sizes), wanted, fresh)
-        self.report()
-        return slots
-
     def make_room(self, sizes: Sequence[int]) -> None:
         """Make sure that new rows fit."""
         self._read_reports()
@@ -311,8 +302,11 @@ class LaunchGroup(LaunchMemory):
         spans: Spans,
         wanted: Tensor | None,
         fresh: Tensor | None,
+        save: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Create rows after `make_room`; see `create`."""
+        """Create the rows of ids without one, in the order of their first occurrences, after `make_room`."""
+        # ids: int64 [n]; wanted: int8 [n], not 0 for ids that may get a row; fresh: int8 [n] of zeros; save:
+        # is called with the rows that make room, int32 [n], -1 after them, before they are removed.
         n = ids.numel()
         slots = self.scratch("slots", n, torch.int64)
         if not n:
@@ -320,14 +314,18 @@ class LaunchGroup(LaunchMemory):
         claim, count, number, create = self._creating(wanted is None, fresh is not None)
         tables, fields, grid = self.descriptors(), spans.fields, spans.grid(BLOCK)
         counts = self.scratch("counts", spans.num_blocks(BLOCK), torch.int32)
-        created = self.scratch("created", 3 * len(self.tables), torch.int64)
+        created = self.scratch("created", CALL_COUNTERS * len(self.tables), torch.int64)
         new_rows = self.scratch("new", n, torch.int32)
         rows, missing = found.rows, found.missing
-        claim(grid, tables, fields, ids, rows, missing, rows if wanted is None else wanted, slots)
-        count(grid, tables, fields, slots, missing, counts)
+        chosen = rows if wanted is None else wanted
+        few = min(self.few_programs, grid[0]), grid[1]
+        claim(few, tables, fields, ids, rows, missing, found.absent, chosen, slots)
+        count(grid, tables, fields, rows, slots, missing, counts)
         number((len(self.tables),), tables, fields, missing, counts, created)
+        if self.evicts:
+            self._launch_eviction(rows, spans, created, save)
         marked = rows if fresh is None else fresh
-        create(grid, tables, fields, ids, slots, counts, created, new_rows, marked)
+        create(grid, tables, fields, ids, rows, slots, counts, created, new_rows, marked)
         self._initialize(new_rows, created, fields, n)
         return slots
 
@@ -340,12 +338,64 @@ class LaunchGroup(LaunchMemory):
             )
         if ("create", marked) not in self.bound:
             self.bound["count",] = index_kernels.count_new.bind(**common, num_warps=WARPS)
-            self.bound["number",] = index_kernels.number_new.bind(SCAN=SCAN, **common)
+            self.bound["number",] = index_kernels.number_new.bind(SCAN=SCAN, EVICTS=self.evicts, **common)
             self.bound["create", marked] = index_kernels.create_rows.bind(
                 HEADER=self.layout.header, MARK=marked, BLOCK=BLOCK, num_warps=WARPS, **self.kinds
             )
         first, last = self.bound["claim", everyone], self.bound["create", marked]
         return first, self.bound["count",], self.bound["number",], last
+
+    def _launch_eviction(
+        self, rows: Tensor, spans: Spans, created: Tensor, save: Callable[[Tensor], None] | None
+    ) -> None:
+        """Remove rows of tables beyond their capacity; see victim_kernels.py."""
+        if ("protect",) not in self.bound:
+            self._bind_eviction()
+        tables, fields, count = self.descriptors(), spans.fields, len(self.tables)
+        sample, window = reference_policies.SAMPLE, 2 * reference_policies.LOW_PART
+        room = window * spans.n + sample * count
+        windows = self.scratch("windows", victim_kernels.WINDOW_FIELDS.value * count, torch.int64)
+        marks = self.scratch("low rows", room, torch.int8)
+        counts = self.scratch("low counts", room // WINDOW_BLOCK + count + 1, torch.int32)
+        sampled = self.scratch("sampled scores", padded(sample) * count, torch.int64)
+        victims = self.scratch("victims", spans.n, torch.int32)
+        if save is not None:
+            victims.fill_(-1)
+        one, bound = (count,), self.bound
+        all_rows = min(self.few_programs, FEW_PROGRAMS), count
+        few = min(self.few_programs, -(-(window * spans.most + sample) // WINDOW_BLOCK)), count
+        protecting = min(all_rows[0], spans.grid(BLOCK)[0]), count
+        bound["protect",](protecting, tables, fields, rows, created)
+        bound["count protected", True](all_rows, tables, fields, created, windows, counts)
+        bound["begin search",](one, tables, created, windows)
+        bound["find low",](few, tables, fields, created, windows, marks, counts)
+        bound["take low",](few, tables, fields, created, windows, marks, counts, victims)
+        bound["count protected", False](all_rows, tables, fields, created, windows, counts)
+        bound["finish search",](one, tables, fields, created, windows, counts, sampled, victims)
+        if save is not None:
+            save(victims[: spans.n])
+        few = min(self.few_programs, -(-spans.most // BLOCK)), count
+        bound["remove victims",](few, tables, fields, created, victims)
+
+    def _bind_eviction(self) -> None:
+        policies, bound = reference_policies, self.bound
+        kinds = {**self.kinds, "HEADER": self.layout.header}
+        walk = {"SAMPLE": policies.SAMPLE, "LOW_PART": policies.LOW_PART, "BLOCK": WINDOW_BLOCK}
+        sample = {**walk, "PADDED": padded(policies.SAMPLE), "WALK": policies.WALK}
+        fields = {"FIELDS": self.fields}
+        bound["protect",] = victim_kernels.protect_rows.bind(**fields, BLOCK=BLOCK, num_warps=WARPS)
+        for first in (True, False):
+            bound["count protected", first] = victim_kernels.count_protected.bind(
+                FIRST=first, **fields, **walk, SCAN=256, num_warps=WARPS
+            )
+        del sample["BLOCK"]
+        bound["begin search",] = victim_kernels.begin_search.bind(**kinds, **sample, num_warps=8)
+        bound["find low",] = victim_kernels.find_low.bind(**kinds, **walk, num_warps=WARPS)
+        bound["take low",] = victim_kernels.take_low.bind(**fields, **walk, SCAN=256, num_warps=WARPS)
+        bound["finish search",] = victim_kernels.finish_search.bind(
+            **kinds, **sample, BLOCK=WINDOW_BLOCK, SCAN=SCAN, num_warps=8
+        )
+        bound["remove victims",] = victim_kernels.remove_victims.bind(**kinds, BLOCK=BLOCK, num_warps=WARPS)
 
     def report(self) -> None:
         """Send the numbers of rows to the host after `launch_create`, if later calls will need them soon."""
@@ -364,12 +414,12 @@ class LaunchGroup(LaunchMemory):
         while self._reports and self._reports[0].event.query():
             report = self._reports.popleft()
         if report is not None:
-            numbers = report.numbers.view(-1, 3).tolist()
-            for table, (new, free, used), requested in zip(
-                self.tables, numbers, report.requested, strict=True
-            ):
+            numbers = report.numbers.view(-1, CALL_COUNTERS).tolist()
+            for table, own, requested in zip(self.tables, numbers, report.requested, strict=True):
+                new, free, used, victims, evicted, slots = own
                 if requested > table.known_at:
-                    table.know(used + max(0, new - free), max(0, free - new), requested)
+                    used, free = used + max(0, new - free), max(0, free - new)
+                    table.know(used, free, slots + victims, evicted + victims, requested)
 
     def _initialize(self, rows: Tensor, counts: Tensor, spans: Tensor, n: int) -> None:
         layout = self.layout
@@ -396,7 +446,7 @@ class LaunchGroup(LaunchMemory):
         """Reset rows of the only table of the group to their initial weights and states."""
         # rows: int32 [n], distinct.
         if rows.numel():
-            counts = self.upload([rows.numel(), 0, 0])
+            counts = self.upload([rows.numel()] + [0] * (CALL_COUNTERS - 1))
             self._initialize(rows, counts, self.spans([rows.numel()]).fields, rows.numel())
 
     def finish(
@@ -408,7 +458,7 @@ class LaunchGroup(LaunchMemory):
         *,
         keys: bool,
     ) -> Tensor:
-        """Complete the rows after `create`."""
+        """Complete the rows after `launch_create`."""
         # returns: int32 or int64 [n]: a key per occurrence, equal for equal rows and ascending by table.
         tables, rows = self.descriptors(), found.rows
         # Positions after those of all tables get the largest key, so that sorting leaves them there.

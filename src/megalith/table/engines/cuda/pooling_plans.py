@@ -371,6 +371,26 @@ def _bind(group: LaunchGroup, key: tuple[object, ...], cut: Cut, *, aligned: boo
         group.bound[(*key, "missing")] = missing
 
 
+@dataclass(frozen=True)
+class Room:
+    """Numbers of positions for which a slot has memory."""
+
+    n: int  # Of all tables of a kind
+    most: int  # Of one table
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], *, padded: bool) -> Room:
+        """Return the room for ids of given numbers."""
+        n, most = sum(sizes), max(sizes)
+        return cls(_padded(n), _padded(most)) if padded else cls(n, most)
+
+
+def _padded(n: int) -> int:
+    """Return a number of few digits: at most a sixteenth more than n."""
+    step = max(16, 1 << max(0, n.bit_length() - 5))
+    return -(-n // step) * step
+
+
 class PlannedPooling:
     """A plan with the tensors of one pooling, for ids of given numbers."""
 
@@ -402,6 +422,8 @@ class PlannedPooling:
             own_spans = group.span_fields(of_kind)
             firsts[own.names] = own_spans[own.tables, 0]
             spans[-1][: own_spans.size] = own_spans.reshape(-1)
+        self.rooms = [Room.of(own, padded=True) for own in self.kind_sizes]
+        self.slot_key = plan, *self.rooms  # Lookups with an equal key share memory
         self._placed = np.stack((firsts, counts), axis=1)
         self._fields = np.concatenate((self._filled(plan.forward), *spans))
         self._gradient_fields: dict[int, IntArray] = {}

@@ -7,11 +7,13 @@ header (id, time, flags, count, step). Chunks never move.
 # mypy: ignore-errors
 
 from megalith.table.engines.cuda.device_functions import (
+    CALL_COUNTERS,
     HEADER_COUNT,
     HEADER_FLAGS,
     HEADER_ID,
     HEADER_STEP,
     HEADER_TIME,
+    NEW_ROWS,
     READS_INITIAL,
     ROW_HEADER,
     ROW_STATE_OFFSET,
@@ -254,10 +256,10 @@ def initialize_rows(
 ):  # fmt: skip
     """Set rows to their initial weights (one run of columns) and, with the first run, states.
 
-    The number of rows of a table is counts[3 * table]; a few programs walk over all of them.
+    The number of rows of a table is its NEW_ROWS in `counts`; a few programs walk over all of them.
     """
     table = tl.program_id(1)
-    n = tl.load(counts + 3 * table)
+    n = tl.load(counts + CALL_COUNTERS * table + NEW_ROWS)
     begin = tl.load(spans + SPAN_FIELDS * table)
     chunks, shift, stride = row_places(tables, table, FIELDS, SHIFT, STRIDE)
     header = layout_number(tables, table, FIELDS, ROW_HEADER, HEADER)

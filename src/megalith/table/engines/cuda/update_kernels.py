@@ -43,6 +43,7 @@ from megalith.table.engines.cuda.device_functions import (
     SEGMENT_START,
     SEGMENT_STATE,
     SEGMENT_WIDTH,
+    SKIPPED,
     SPAN_FIELDS,
     TRACKED,
     aligned_pointer,
@@ -59,7 +60,7 @@ from megalith.table.engines.cuda.device_functions import (
     table_row_address,
     weight_pointer,
 )
-from megalith.table.engines.cuda.index_kernels import SKIPPED, first_block, positions
+from megalith.table.engines.cuda.index_kernels import first_block, positions
 from megalith.table.engines.cuda.step_rules import optimizer_step
 from megalith.table.engines.cuda.triton_runtime import launched, tl, triton
 

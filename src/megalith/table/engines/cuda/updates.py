@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megalith.table.engines.cuda import update_kernels
+from megalith.table.engines.cuda.device_functions import SKIPPED
 from megalith.table.engines.cuda.device_table import (
     BLOCK,
     COUNT,
@@ -150,7 +151,6 @@ class SharedLaunches:
         """Return the number of ids of each table."""
         return [ids[name].numel() if name in ids else 0 for name in self.names]
 
-    @torch.no_grad()
     def stage_update(
         self,
         update: Update,
@@ -208,9 +208,11 @@ class SharedLaunches:
         group, order = self.group, self.engines[0].order
         fields = self._call_fields(update, source)
         calls = group.write(group.scratch("calls", fields.size, torch.int64)[: fields.size], fields)
-        if self._active:
-            slot = None  # admission needs the ids of this call
+        saves = order.num_snapshots > 0 and group.evicts
+        if self._active or saves:
+            slot = None  # the host needs the ids of this call
         if slot is not None and rows is not None:
+            self._expect_evictions(sizes)
             launch = partial(self._launch, rows, source, calls)
         else:
             places = source.places(calls[self._numbers.size :], sum(sizes))
@@ -220,13 +222,13 @@ class SharedLaunches:
                 rows = None  # policies may have removed rows
             if self._active or any(map(_was_counted, group.tables, sizes)):
                 group.make_room(sizes)
+            self._expect_evictions(sizes)
             if rows is None:
                 rows = self.find(ids, sizes, looked_up)
-            launch = partial(self._make_steps, rows, places, wanted, calls, aligned=source.aligned)
+            save = partial(self._save_rows, sizes=sizes) if saves else None
+            launch = partial(self._make_steps, rows, places, wanted, calls, save, aligned=source.aligned)
         if order.num_snapshots:
-            own_rows = rows.search.rows[: sum(sizes)].split(sizes)
-            for engine, own in zip(self.engines, own_rows, strict=True):
-                engine.save_rows(own)
+            self._save_rows(rows.search.rows, sizes)
         if slot is None:
             launch()
         else:
@@ -239,7 +241,18 @@ class SharedLaunches:
 
     def _launch(self, rows: JoinedRows, source: GradientSource, calls: Tensor) -> None:
         places = source.places(calls[self._numbers.size :], rows.spans.n)
-        self._make_steps(rows, places, places.wanted, calls, aligned=source.aligned)
+        self._make_steps(rows, places, places.wanted, calls, None, aligned=source.aligned)
+
+    def _expect_evictions(self, sizes: Sequence[int]) -> None:
+        if self.group.evicts:
+            for engine, size in zip(self.engines, sizes, strict=True):
+                if size:
+                    engine.policies.expect_evictions(size)
+
+    def _save_rows(self, rows: Tensor, sizes: Sequence[int]) -> None:
+        """Save rows of all tables for open snapshots, int32 [n or more]."""
+        for engine, own in zip(self.engines, rows[: sum(sizes)].split(list(sizes)), strict=True):
+            engine.save_rows(own)
 
     def _make_steps(
         self,
@@ -247,11 +260,12 @@ class SharedLaunches:
         places: GradientPlaces,
         wanted: Tensor | None,
         calls: Tensor,
+        save: Callable[[Tensor], None] | None,
         *,
         aligned: bool,
     ) -> None:
         group, spans = self.group, rows.spans
-        slots = group.launch_create(rows.ids, rows.search, spans, wanted, None)
+        slots = group.launch_create(rows.ids, rows.search, spans, wanted, None, save)
         keys = group.finish(slots, rows.search, spans, wanted, keys=True)
         step_rows(group, keys, spans, places, calls, aligned=aligned)
 
@@ -304,6 +318,7 @@ def _was_counted(table: DeviceTable, size: int) -> bool:
     return size > 0 and table.known_at == table.requested
 
 
+@torch.no_grad()
 def _stage_in_torch(
     engine: CudaEngine,
     ids: Tensor,
@@ -342,12 +357,12 @@ def _stage_in_torch(
         chunk.rows.copy_(round_step(config, table.key, own, chunk.rows, step.step))
 
     def write() -> None:
-        table.counters[3] += skipped
+        table.counters[SKIPPED.value] += skipped
         if plan is not None:
             engine.policies.apply(plan, ids)
         found = group.find(ids, sizes)
         engine.save_rows(found.rows)
-        slots = group.create(ids, found, sizes, wanted)
+        slots = engine.create(ids, found, wanted)
         group.finish(slots, found, group.spans(sizes), wanted, keys=False)
         if own.numel():
             rows = group.find(own, [own.numel()]).rows
