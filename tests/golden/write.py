@@ -266,7 +266,6 @@ def train(model: Trained, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 PROGRESS = {"step": 3, "position": {"file": "part-0", "row": 7}, "names": ["ä", None, True, 0.5]}
-DELTA_STEPS = {"base": 1, "first": 2, "second": 3}
 
 
 def write_training(root: Path) -> None:

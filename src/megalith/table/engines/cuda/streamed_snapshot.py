@@ -84,9 +84,9 @@ class StreamedSnapshot:
             return
         began = time.perf_counter()
         with self._changed:
-            while (saved := self._saved_rows) >= self._room and self._open:
+            while self._saved_rows >= self._room and self._open:
                 # The limit is for a reader that has stopped; a slow one may take longer for all rows.
-                if not self._changed.wait_for(lambda: self._saved_rows < saved or not self._open, seconds):
+                if not self._changed.wait(seconds):
                     raise UsageError(
                         f"table {table!r}: no row of its open snapshot was read for {seconds:.0f} s, and "
                         "there is no memory for more copies of changed rows: read the snapshot or close it"
