@@ -29,8 +29,15 @@ from torch import Tensor
 
 from megalith import Adagrad
 from megalith.models import EmbeddingConfig, Model, build_model
-from megalith.serving.proto.infer_tensors import to_infer_request
-from megalith.serving.proto.message_types import DataType, ModelInferResponse, PredictRequest, PredictResponse
+from megalith.serving.proto.infer_tensors import datatype_of
+from megalith.serving.proto.limits import bytes_of_tensor
+from megalith.serving.proto.message_types import (
+    DataType,
+    ModelInferRequest,
+    ModelInferResponse,
+    PredictRequest,
+    PredictResponse,
+)
 from megalith.serving.proto.tf_tensors import from_tensor_proto, from_tensor_protos, to_tensor_proto
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import Batching, ServerConfig
@@ -95,8 +102,12 @@ def requests_of(batch: int, count: int, rows: int) -> list[bytes]:
 
 def infer_request_of(data: bytes) -> bytes:
     """Returns the ModelInferRequest with the inputs of a PredictRequest."""
-    inputs = from_tensor_protos(PredictRequest.FromString(data).inputs)
-    made: bytes = to_infer_request(inputs, model_name=NAME).SerializeToString()
+    request = ModelInferRequest(model_name=NAME)
+    for name, tensor in from_tensor_protos(PredictRequest.FromString(data).inputs).items():
+        assert isinstance(tensor, Tensor)
+        request.inputs.add(name=name, datatype=datatype_of(tensor), shape=tensor.shape)
+        request.raw_input_contents.append(bytes_of_tensor(tensor, name))
+    made: bytes = request.SerializeToString()
     return made
 
 
