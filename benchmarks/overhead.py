@@ -10,7 +10,13 @@ twice as slow: read it as shares. With --profile, the functions that take most t
 
 With --paths, the functions and calls of other paths too, in all threads of the process that is named: a step
 of the same model on rank 0 of 2 (SyncShards) and on a worker with 2 servers (ServerShards), a Predict request
-(client and model server), a push of changed rows (publisher and model server), and a save.
+(client and model server), a push of changed rows (publisher and model server), and a save of a collection.
+
+A hop is a place in our sources that calls a function of ours, as a reader counts who follows a batch, a
+request or the rows of a save through the code from the public call to its end: each place counts once,
+however many tables, ranks or blocks pass it, and a function that two places call counts twice, so a repeated
+check shows. Properties, comprehensions, profiler spans and `native_module` are not hops. --hops PATH lists
+those of one path in order ("sync", "save", ...).
 """
 
 from __future__ import annotations
@@ -24,10 +30,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,6 +72,14 @@ def make_batch(shape: str, size: int, generator: torch.Generator, device: str) -
     }
 
 
+class Passed(NamedTuple):
+    """What a path passes: functions of ours, their calls, and its hops as text, in order."""
+
+    functions: int
+    calls: int
+    hops: list[str]
+
+
 class CallCount:
     """Counts the functions of ours that all threads enter, and their calls; comprehensions are not counted.
 
@@ -73,17 +88,32 @@ class CallCount:
 
     def __init__(self) -> None:
         self._found: Counter[tuple[str, str]] = Counter()
+        self._hops: dict[tuple[str, int, str], bool] = {}
         self._counting = False
         threading.setprofile(self._note)
 
     def _note(self, frame: Any, event: str, argument: object) -> None:
         code = frame.f_code
-        if self._counting and event == "call" and PACKAGE in code.co_filename and code.co_name[0] != "<":
-            self._found[code.co_filename, code.co_qualname] += 1
+        if not (
+            self._counting and event == "call" and PACKAGE in code.co_filename and code.co_name[0] != "<"
+        ):
+            return
+        self._found[code.co_filename, code.co_qualname] += 1
+        caller = frame.f_back
+        while caller is not None and caller.f_code.co_name[0] == "<":
+            caller = caller.f_back
+        place = ("", 0) if caller is None else (caller.f_code.co_filename, caller.f_lineno)
+        if (*place, code.co_qualname) not in self._hops:
+            owner, _, name = code.co_qualname.rpartition(".")
+            attribute = getattr(frame.f_globals.get(owner), "__dict__", {}).get(name)
+            self._hops[(*place, code.co_qualname)] = not (
+                isinstance(attribute, property | cached_property) or name in ("span", "native_module")
+            )
 
-    def of(self, work: Callable[[], object]) -> tuple[int, int]:
-        """Return how many functions of ours a call enters, and how often."""
+    def of(self, work: Callable[[], object]) -> Passed:
+        """Return what a call passes."""
         self._found.clear()
+        self._hops.clear()
         self._counting = True
         sys.setprofile(self._note)
         try:
@@ -91,7 +121,10 @@ class CallCount:
         finally:
             sys.setprofile(None)
             self._counting = False
-        return len(self._found), sum(self._found.values())
+        hops = [
+            f"{Path(path).name}:{line} {name}" for (path, line, name), counts in self._hops.items() if counts
+        ]
+        return Passed(len(self._found), sum(self._found.values()), hops)
 
 
 def package_of(path: str) -> str:
@@ -148,7 +181,7 @@ def measure(shape: str, size: int, dim: int, device: str, show: int) -> dict[str
         alone.append(time.perf_counter() - start)
     # On a GPU, backward runs in a thread of its own: forced into this one, so that it is counted.
     with torch.autograd.set_multithreading_enabled(False):
-        functions, calls = CallCount().of(step)
+        functions, calls, hops = CallCount().of(step)
         spent, stats = profile(step, rounds)
     if show:
         stats.sort_stats("tottime").print_stats(show)
@@ -157,6 +190,7 @@ def measure(shape: str, size: int, dim: int, device: str, show: int) -> dict[str
         "host_ms": statistics.median(alone) * 1e3,
         "functions": functions,
         "calls": calls,
+        "hops": len(hops),
         "profiled_us": spent,
     }
 
@@ -164,7 +198,7 @@ def measure(shape: str, size: int, dim: int, device: str, show: int) -> dict[str
 # ---- other paths
 
 
-def warm_count(count: CallCount, work: Callable[[], object]) -> tuple[int, int]:
+def warm_count(count: CallCount, work: Callable[[], object]) -> Passed:
     for _ in range(4):
         work()
     return count.of(work)
@@ -195,15 +229,15 @@ def rank_step(rank: int, folder: str, found: Any) -> None:
     dist.destroy_process_group()
 
 
-def sync_step(folder: Path) -> tuple[int, int]:
+def sync_step(folder: Path) -> Passed:
     context = torch.multiprocessing.get_context("spawn")
     found = context.SimpleQueue()
     torch.multiprocessing.start_processes(rank_step, (str(folder), found), nprocs=2, start_method="spawn")
-    result: tuple[int, int] = found.get()
+    result: Passed = found.get()
     return result
 
 
-def server_step() -> tuple[int, int]:
+def server_step() -> Passed:
     count = CallCount()
     with ServerShards(configs(), num_servers=2) as shards:
         step = training_step(shards)
@@ -215,7 +249,7 @@ def server_step() -> tuple[int, int]:
         return warm_count(count, whole)
 
 
-def served_paths(folder: Path) -> dict[str, tuple[int, int]]:
+def served_paths(folder: Path) -> dict[str, Passed]:
     """A request, a push and a save; grpc's threads and those of the publisher are counted too."""
     from serving_roles import SYNC_NAME, SYNC_TABLE, sync_model
 
@@ -240,11 +274,11 @@ def served_paths(folder: Path) -> dict[str, tuple[int, int]]:
                 out.flush(60.0)
 
             pushed = warm_count(count, push)
-    saved = warm_count(count, lambda: checkpoint.save(model, folder / "checkpoint"))
+    saved = warm_count(count, lambda: checkpoint.save(model.embeddings, folder / "checkpoint"))
     return {"Predict, client and server": predict, "push, publisher and server": pushed, "save": saved}
 
 
-def other_paths() -> dict[str, tuple[int, int]]:
+def other_paths() -> dict[str, Passed]:
     with TemporaryDirectory() as folder:
         served = served_paths(Path(folder))
         return {"sync, rank 0 of 2": sync_step(Path(folder)), "2 servers, worker": server_step(), **served}
@@ -261,6 +295,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profile", type=int, default=0, help="print this number of functions")
     parser.add_argument("--paths", action="store_true", help="count the calls of other paths too")
+    parser.add_argument("--hops", help="with --paths, list the hops of the paths with this beginning")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -286,15 +321,21 @@ def main(arguments: list[str]) -> None:
     )
     paths = other_paths() if options.paths else {}
     if paths:
-        rows = [[name, str(functions), str(calls)] for name, (functions, calls) in paths.items()]
-        print_table("Other paths", ["path", "functions", "calls"], rows)
+        rows = [[name, str(own.functions), str(own.calls), str(len(own.hops))] for name, own in paths.items()]
+        print_table("Other paths", ["path", "functions", "calls", "hops"], rows)
+        for name, own in paths.items():
+            if options.hops and name.startswith(options.hops):
+                print(name, *own.hops, sep="\n  ")
     content = {
         "benchmark": "overhead",
         "command": command_line(arguments),
         "machine": machine(),
         "versions": versions(("megalith", "torch", "triton")),
         "results": results,
-        "paths": {name: {"functions": f, "calls": c} for name, (f, c) in paths.items()},
+        "paths": {
+            name: {"functions": own.functions, "calls": own.calls, "hops": len(own.hops)}
+            for name, own in paths.items()
+        },
     }
     write_result(options.output or result_path(f"overhead_{options.device}"), content)
 

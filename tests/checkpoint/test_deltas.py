@@ -267,10 +267,12 @@ def test_a_checkpoint_replaced_during_a_load_is_loaded_again(how: str, while_it:
 
 def test_a_checkpoint_that_is_replaced_again_and_again_raises() -> None:
     store, trainer = saved_at(1)
+    one_at_a_time = threading.Lock()  # files are read in several threads
 
     class Restless(MemoryStore):
         def size(self, name: str) -> int:
-            checkpoint.save(trainer, store)
+            with one_at_a_time:
+                checkpoint.save(trainer, store)
             return super().size(name)
 
     model = Model()
@@ -290,7 +292,7 @@ def test_one_save_at_a_time_and_no_load_during_it() -> None:
         with pytest.raises(UsageError, match=r"in progress: call wait\(\) on its handle"):
             call(model, good)
     assert not handle.done()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=f"save {handle.id} to slow has not ended within 0.01 s"):
         handle.wait(0.01)
     train(model, 2)
     go.set()

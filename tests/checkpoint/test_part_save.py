@@ -31,7 +31,7 @@ from megalith.checkpoint.parts import (
     load_on_server,
     write_on_server,
 )
-from megalith.errors import RankTimeoutError, UsageError
+from megalith.errors import CheckpointError, RankTimeoutError, UsageError
 from megalith.ps.messages import ServerWrite, SpaceSpec
 from megalith.ps.table_space import TableSpace
 from megalith.shards.preparer import make_routers
@@ -97,7 +97,7 @@ def test_a_push_between_freezing_and_writing_is_applied(tmp_path: Path) -> None:
     async def calls() -> Any:
         await freeze(made, store)
         await made.write(1, "b", 1, push(ROWS))
-        report = await run(made, write_on_server, "x", background=True)
+        report = await run(made, write_on_server, "x", 60.0, background=True)
         await run(made, close_on_server, "x", False)
         return report
 
@@ -115,11 +115,26 @@ def test_a_save_that_cannot_write_does_not_hold_up_pushes(
         await freeze(made, store)
         await made.write(1, "b", 1, push(ROWS))
         with pytest.raises(Broken):
-            await run(made, write_on_server, "x", background=True)
+            await run(made, write_on_server, "x", 60.0, background=True)
         await run(made, close_on_server, "x", True)
         await freeze(made, store)  # the snapshots have ended
 
     finish(lambda: [asyncio.run(calls())])
+
+
+def test_a_server_whose_store_hangs_names_what_it_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, store, go = space(), open_store(tmp_path), threading.Event()
+    monkeypatch.setattr(type(store), "write", lambda *_, **options: go.wait(60))
+
+    async def calls() -> None:
+        await freeze(made, store)
+        with pytest.raises(CheckpointError, match=r"server 0 has written \d+ rows to .*, and none in 0.01 s"):
+            await run(made, write_on_server, "x", 0.01, background=True)
+        await run(made, close_on_server, "x", True)
+
+    finish(lambda: [asyncio.run(calls()), go.set()])
 
 
 @pytest.mark.parametrize("how", ["leave", "join"])
@@ -135,7 +150,7 @@ def test_a_save_ends_with_its_worker(tmp_path: Path, how: str) -> None:
         made.join(0, "a" if how == "leave" else "another process")
         assert not made.part.kept
         with pytest.raises(UsageError):
-            await run(made, write_on_server, "x", background=True)
+            await run(made, write_on_server, "x", 60.0, background=True)
         made.part.shards.local["t"].snapshot().close()
 
     asyncio.run(calls())

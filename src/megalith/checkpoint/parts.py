@@ -18,9 +18,10 @@ import os
 import threading
 import time as clock
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -64,26 +65,27 @@ class SavedTable(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PartReport:
-    """What one part of a save has written of a table."""
+    """What one part of a save has written of a table: the writer of pieces adds its files here."""
 
-    pieces: list[Piece]
-    removed: list[Piece]
-    pending: list[Piece]
+    pieces: list[Piece] = field(default_factory=list)
+    removed: list[Piece] = field(default_factory=list)
+    pending: list[Piece] = field(default_factory=list)
     live: int
     seed: int
 
+    @property
+    def rows(self) -> int:
+        """Number of rows written."""
+        return sum(piece.rows for piece in self.pieces)
 
-@dataclass
-class _FrozenTable:
-    """A table of this process: its snapshot, its files so far."""
+
+class _FrozenTable(NamedTuple):
+    """A table of this process with its snapshot."""
 
     saved: SavedTable
     table: Table
     snapshot: Snapshot
-    pieces: list[Piece] = field(default_factory=list)
-    removed: list[Piece] = field(default_factory=list)
-    pending: list[Piece] = field(default_factory=list)
-    files: int = 0
+    report: PartReport
 
 
 class PartSave:
@@ -95,6 +97,8 @@ class PartSave:
         self._shard, self._delta = shard, delta
         self._tables: list[_FrozenTable] = []
         self._written: Future[dict[str, PartReport]] = Future()
+        self._rows = 0  # read from the snapshots so far
+        self._where = ""
         self.waited = 0.0
         sizes = [max(1, table.memory().rows) for _, table in tables]
         try:
@@ -105,7 +109,8 @@ class PartSave:
                     pending=True,
                     buffer_bytes=max(1 << 20, BUFFER_BYTES * size // sum(sizes)),
                 )
-                self._tables.append(_FrozenTable(saved, table, snapshot))
+                report = PartReport(live=snapshot.live, seed=table.seed)
+                self._tables.append(_FrozenTable(saved, table, snapshot, report))
         except BaseException:
             self.close(give_back=True)
             raise
@@ -114,54 +119,38 @@ class PartSave:
         self, store: Store, precision: str, on_rows: Callable[[int], None] | None = None
     ) -> dict[str, PartReport]:
         shard = self._shard
-        done = 0
-        writer = PieceWriter(store, shard, precision)
-        try:
-            open_tables = list(self._tables)
-            while open_tables:
+        with PieceWriter(store, shard, precision) as writer:
+            unread = [(frozen, count()) for frozen in self._tables]  # with the numbers of its files
+            while unread:
                 # Tables first whose buffers of changed rows are filling up: training would have to wait.
-                frozen = max(open_tables, key=lambda f: f.snapshot.pressure > 0.5)
-                name = f"{frozen.saved.folder}/{shard}-{frozen.files:05}.safetensors"
-                count = writer.write(frozen.snapshot, frozen.table.config, name, frozen.pieces)
-                if not count:
-                    open_tables.remove(frozen)
+                frozen, numbers = entry = max(unread, key=lambda each: each[0].snapshot.pressure > 0.5)
+                name = f"{frozen.saved.folder}/{shard}-{next(numbers):05}.safetensors"
+                rows = writer.write(frozen.snapshot, frozen.table.config, name, frozen.report.pieces)
+                if not rows:
+                    unread.remove(entry)
                     continue
-                frozen.files += 1
-                done += count
+                self._rows += rows
                 if on_rows is not None:
-                    on_rows(done)
-            writer.flush()
-        finally:
-            writer.close()
-        for frozen in self._tables:
-            frozen.pieces.sort(key=lambda piece: piece.file.path)
-            assert sum(piece.rows for piece in frozen.pieces) == frozen.snapshot.rows, frozen.saved.name
-            folder = frozen.saved.folder
-            ids = frozen.snapshot.removed
+                    on_rows(self._rows)
+        for saved, _, snapshot, report in self._tables:
+            report.pieces.sort(key=lambda piece: piece.file.path)
+            assert report.rows == snapshot.rows, saved.name
+            ids = snapshot.removed
             if self._delta and ids.numel():
-                file = write_tensors(store, f"{folder}/{shard}-removed.safetensors", {"ids": ids})
-                frozen.removed.append(Piece(file, shard, ids.numel()))
-            ids, counts = frozen.snapshot.pending
+                file = write_tensors(store, f"{saved.folder}/{shard}-removed.safetensors", {"ids": ids})
+                report.removed.append(Piece(file, shard, ids.numel()))
+            ids, counts = snapshot.pending
             if ids.numel():
-                name = f"{folder}/{shard}-pending.safetensors"
-                frozen.pending.append(write_pending(store, name, ids, counts, shard))
-        return {
-            frozen.saved.full_name: PartReport(
-                pieces=frozen.pieces,
-                removed=frozen.removed,
-                pending=frozen.pending,
-                live=frozen.snapshot.live,
-                seed=frozen.table.seed,
-            )
-            for frozen in self._tables
-        }
+                name = f"{saved.folder}/{shard}-pending.safetensors"
+                report.pending.append(write_pending(store, name, ids, counts, shard))
+        return {frozen.saved.full_name: frozen.report for frozen in self._tables}
 
     def start(self, store: Store, precision: str) -> None:
         """Write all rows in a thread. If that fails, the snapshots end: training must not wait for them."""
-        thread = threading.Thread(
+        self._where = store.where
+        threading.Thread(
             target=self._write_all, args=(store, precision), name="megalith save", daemon=True
-        )
-        thread.start()
+        ).start()
 
     def _write_all(self, store: Store, precision: str) -> None:
         try:
@@ -172,9 +161,17 @@ class PartSave:
         else:
             self._written.set_result(report)
 
-    def written(self) -> dict[str, PartReport]:
-        """Wait until the thread of `start` has ended."""
-        return self._written.result()  # no limit: the store has one for its requests
+    def written(self, timeout: float) -> dict[str, PartReport]:
+        """Wait until the thread of `start` has ended, as long as it writes rows within each `timeout`."""
+        rows = -1
+        while not self._written.done() and rows != self._rows:
+            rows = self._rows
+            wait([self._written], timeout)
+        if not self._written.done():
+            raise CheckpointError(
+                f"server {self._shard} has written {rows} rows to {self._where}, and none in {timeout:g} s"
+            )
+        return self._written.result(0)
 
     def abandon(self) -> None:
         """End the snapshots of a save whose process has ended. See `PartOperation`."""
@@ -213,12 +210,12 @@ def freeze_on_server(
     part.kept[_key(id)] = frozen
 
 
-def write_on_server(part: ShardsPart, id: str) -> dict[str, PartReport]:
+def write_on_server(part: ShardsPart, id: str, timeout: float) -> dict[str, PartReport]:
     """Wait until the frozen tables of a server are written."""
     saved = part.kept.get(_key(id))
     if not isinstance(saved, PartSave):
         raise UsageError(f"server {part.index} does not have save {id}: this worker has left in the meantime")
-    return saved.written()
+    return saved.written(timeout)
 
 
 def close_on_server(part: ShardsPart, id: str, give_back: bool) -> float:

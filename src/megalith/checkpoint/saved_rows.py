@@ -1,8 +1,8 @@
 """The rows of a checkpoint: writing and reading files of rows, and the latest version of each row.
 
 `PieceWriter` writes the rows of snapshots, filling one buffer while others are being written. Its files are
-not flushed one by one: the system writes them to the disk in the background, and `flush` waits for all of
-them. Nothing may refer to a file before that.
+not flushed one by one: the system writes them to the disk in the background, and the end of the writer waits
+for all of them. Nothing may refer to a file before that.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ BUFFERS = 3
 class PieceWriter:
     """Writes rows of snapshots as files of a store; its memory is BUFFERS buffers of PIECE_BYTES.
 
-    Files are written by other threads: the error of a write is raised by a later call or by `flush`.
+    Files are written by other threads: the error of a write is raised by a later call or at the end.
     """
 
     def __init__(self, store: Store, shard: int, precision: str) -> None:
@@ -214,28 +214,24 @@ class PieceWriter:
         chunk = self._empty_chunk(config, snapshot.rows)
         count = snapshot.read(chunk)
         if count:
-            rows = chunk.part(0, count)
-            self._writes[self._next] = self._threads.submit(
-                self._put, rows, name, self._dtype(config), pieces
-            )
+            dtype = DTYPES[config.precision if self._precision == "float32" else self._precision]
+            rows = chunk if count == chunk.ids.numel() else chunk.part(0, count)
+            self._writes[self._next] = self._threads.submit(self._put, rows, name, dtype, pieces)
             self._names.append(name)
             self._next = (self._next + 1) % BUFFERS
         return count
 
-    def flush(self) -> None:
-        """Wait until all files are written and would survive a power failure; raise the error of a write."""
-        for write in self._writes:
-            if write is not None:
-                write.result()  # no limit: the store has one for its requests
-        self._store.flush(self._names)
-        self._names = []
+    def __enter__(self) -> PieceWriter:
+        return self
 
-    def close(self) -> None:
-        """End the threads, after the writes in progress."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the threads; wait until all files are written and would survive a power failure."""
         self._threads.shutdown()
-
-    def _dtype(self, config: TableConfig) -> torch.dtype:
-        return DTYPES[config.precision if self._precision == "float32" else self._precision]
+        if kind is None:
+            for write in self._writes:
+                if write is not None:
+                    write.result()  # no limit: the store has one
+            self._store.flush(self._names)
 
     def _put(self, chunk: Chunk, name: str, dtype: torch.dtype, pieces: list[Piece]) -> None:
         if self._failed:  # an unreachable store would make us wait again for every file
@@ -251,7 +247,7 @@ class PieceWriter:
         write = self._writes[self._next]
         if write is not None:
             self._writes[self._next] = None
-            write.result()  # no limit: the same
+            write.result()  # no limit: the store has one
         row_bytes = (32 if config.counted else 16) + 4 * config.row_floats
         size = max(1, min(rows, PIECE_BYTES // row_bytes))
         if self._buffers[self._next].numel() < size * row_bytes:

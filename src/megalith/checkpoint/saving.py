@@ -42,7 +42,6 @@ from megalith.checkpoint.manifest import (
     CollectionEntry,
     Delta,
     Manifest,
-    Piece,
     TableEntry,
     commit,
     describe,
@@ -118,8 +117,8 @@ class SaveOptions:
     delta: bool  # Whether only rows changed since the last save are written
     on_complete: Callable[[], object] | None = None
 
-    def check(self) -> None:
-        """Raise InputError if an option has the wrong type or value."""
+    def open(self, path: str | PathLike[str] | Store) -> Store:
+        """Open the store at a path; raise InputError if an option has the wrong type or value."""
         if self.optimizer is not None and not hasattr(self.optimizer, "state_dict"):
             raise InputError(f"optimizer must be a torch optimizer, got {type(self.optimizer).__name__}")
         if self.progress is not None and not isinstance(self.progress, dict):
@@ -130,6 +129,7 @@ class SaveOptions:
         checks.callback(self.on_rows, "on_rows")
         checks.callback(self.on_complete, "on_complete")
         checks.seconds(self.timeout, "timeout")
+        return open_store(path)
 
 
 class SaveJob:
@@ -140,7 +140,7 @@ class SaveJob:
         self._options = options
         self._collections = collections_of(model)
         self._ranks = ranks_of(model)
-        self.store: Store = self._ranks.agree(lambda: self._open(path), error=CheckpointError)
+        self.store: Store = self._ranks.agree(lambda: options.open(path), error=CheckpointError)
         check_equal_options(
             self._ranks,
             "a save",
@@ -152,7 +152,9 @@ class SaveJob:
             },
         )
         self._steps = {path: c.global_step for path, c in self._collections.items()}
-        self._tables: list[SavedTable] = []
+        self._tables: list[tuple[SavedTable, Shards]] = []
+        # The shards whose rows are in other processes, with their tables
+        self._remote: dict[Shards, list[SavedTable]] = {}
         self._part: PartSave | None = None
         self._reports: _Reports = []
         weights, state = self._ranks.agree(lambda: self._check(model), error=CheckpointError)
@@ -168,16 +170,12 @@ class SaveJob:
             self._ranks.agree(self._freeze, error=CheckpointError)
         except BaseException:
             self._end(give_back=True)
-            if self._on_servers() and self._ranks.size == 1:
+            if self._remote and self._ranks.size == 1:
                 with suppress(Exception):
                     self.store.remove(self._folder)  # servers have begun to write
             raise
 
     # ---- freezing
-
-    def _open(self, path: str | PathLike[str] | Store) -> Store:
-        self._options.check()
-        return open_store(path)
 
     def _check(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Check the model; return its dense weights and the tensors of the optimizer's state."""
@@ -211,16 +209,17 @@ class SaveJob:
             if options.track:
                 collection.shards.track(CONSUMER)
             collection.checkpoint_state.save_in_progress = self
+        here = []
         for path, name, shards in tables_of(self._collections):
             numbers = f"{list(self._collections).index(path)}-{list(shards.configs).index(name)}"
-            self._tables.append(SavedTable(path, name, f"{self._folder}/tables/{numbers}"))
-        here = [
-            (saved, self._shards(saved).local[saved.name])
-            for saved in self._tables
-            if self._shards(saved).holds_rows
-        ]
+            saved = SavedTable(path, name, f"{self._folder}/tables/{numbers}")
+            self._tables.append((saved, shards))
+            if shards.holds_rows:
+                here.append((saved, shards.local[name]))
+            else:
+                self._remote.setdefault(shards, []).append(saved)
         self._part = PartSave(here, self._ranks.rank, track=options.track, delta=options.delta)
-        for shards, tables in self._on_servers():
+        for shards, tables in self._remote.items():
             place = place_of(shards, self.store, [(saved.collection, saved.name) for saved in tables])
             shards.each_part(
                 freeze_on_server,
@@ -232,18 +231,6 @@ class SaveJob:
                 self.store,
                 options.precision,
             )
-
-    def _shards(self, saved: SavedTable) -> Shards:
-        return self._collections[saved.collection].shards
-
-    def _on_servers(self) -> list[tuple[Shards, list[SavedTable]]]:
-        """Return the shards whose rows are in other processes, with their tables."""
-        found: dict[int, tuple[Shards, list[SavedTable]]] = {}
-        for saved in self._tables:
-            shards = self._shards(saved)
-            if not shards.holds_rows:
-                found.setdefault(id(shards), (shards, []))[1].append(saved)
-        return list(found.values())
 
     # ---- writing
 
@@ -269,7 +256,7 @@ class SaveJob:
             if self._part is not None:
                 self._part.close(give_back=give_back)
                 self.waited = self._part.waited
-            for shards, _ in self._on_servers():
+            for shards in self._remote:
                 try:
                     self.waited += sum(shards.each_part(close_on_server, self.id, give_back))
                 except Exception as error:  # for instance, it has ended, and with it what it kept of the save
@@ -285,10 +272,10 @@ class SaveJob:
         options = self._options
         try:
             reports = [self._part.write(self.store, options.precision, options.on_rows)]
-            for shards, _ in self._on_servers():
-                reports += shards.each_part(write_on_server, self.id, background=True)
+            for shards in self._remote:
+                reports += shards.each_part(write_on_server, self.id, options.timeout, background=True)
                 if options.on_rows is not None:
-                    options.on_rows(sum(piece.rows for report in reports for piece in _pieces_of(report)))
+                    options.on_rows(sum(part.rows for report in reports for part in report.values()))
         except FileNotFoundError:
             raise self._overtaken() from None
         return reports
@@ -313,21 +300,17 @@ class SaveJob:
             manifest = replace(base, deltas=[*base.deltas, Delta(**common, previous=base.tip)])
         else:
             manifest = Manifest(**common, megalith=megalith_version())
-        self._check_files(reports)
+        try:
+            for report in reports:  # one file per rank shows whether another save has deleted the folder
+                for piece in [piece for part in report.values() for piece in part.pieces][:1]:
+                    self.store.size(piece.file.path)
+        except FileNotFoundError:
+            raise self._overtaken() from None
         commit(self.store, manifest)
         if self._ranks.size > 1:
             with suppress(OSError):  # the reports are no longer needed
                 self.store.remove(f"{self._folder}/ranks")
         return manifest
-
-    def _check_files(self, reports: _Reports) -> None:
-        """Raise CheckpointError if another save has deleted the data folder; one file per rank shows it."""
-        for report in reports:
-            try:
-                for piece in _pieces_of(report)[:1]:
-                    self.store.size(piece.file.path)
-            except FileNotFoundError:
-                raise self._overtaken() from None
 
     def _overtaken(self) -> CheckpointError:
         return CheckpointError(
@@ -340,14 +323,14 @@ class SaveJob:
 
     def _entries(self, reports: _Reports) -> dict[str, CollectionEntry]:
         entries = {path: CollectionEntry(step, {}) for path, step in self._steps.items()}
-        for saved in self._tables:
-            collection = self._collections[saved.collection]
-            config = collection.configs[saved.name]
-            parts = [report[saved.full_name] for report in reports if saved.full_name in report]
+        for saved, shards in self._tables:
+            config, name = shards.configs[saved.name], saved.full_name
+            kept = self._collections[saved.collection].checkpoint_state.routing
+            parts = [report[name] for report in reports if name in report]
             entries[saved.collection].tables[saved.name] = TableEntry(
                 segments=describe(config),
                 seed=parts[0].seed,
-                routing=routing_of(collection.shards, saved.name, collection.checkpoint_state.routing),
+                routing=routing_of(shards, saved.name, kept),
                 pieces=[piece for part in parts for piece in part.pieces],
                 live=sum(part.live for part in parts),
                 removed=[piece for part in parts for piece in part.removed],
@@ -418,10 +401,6 @@ class SaveJob:
         self.store.write(name, [json.dumps(data).encode()])
 
 
-def _pieces_of(report: dict[str, PartReport]) -> list[Piece]:
-    return [piece for part in report.values() for piece in part.pieces]
-
-
 def _read_json(store: Store, name: str) -> Any:
     """Return the content of a JSON file that another rank of this save wrote; None if it does not exist."""
     try:
@@ -431,6 +410,7 @@ def _read_json(store: Store, name: str) -> Any:
 
 
 TIMEOUT = 1800.0
+LONGEST_SAVE = 24 * 3600.0
 
 
 def save(
@@ -459,7 +439,7 @@ def save(
         deltas: Whether tables track changes from now on, for `save_delta` to this path. False leaves an
             earlier chain as it is.
         on_rows: Called with the number of rows written so far.
-        timeout: Seconds to wait for other ranks.
+        timeout: Seconds to wait for other ranks, or for a server to write further rows.
 
     Returns:
         The manifest of the checkpoint.
@@ -497,7 +477,7 @@ def save_delta(
         progress: JSON data of the caller, see `save`.
         precision: The precision of the stored weights, see `save`.
         on_rows: Called with the number of rows written so far.
-        timeout: Seconds to wait for other ranks.
+        timeout: Seconds to wait for other ranks, or for a server to write further rows.
 
     Returns:
         The manifest of the checkpoint with the new delta.
@@ -536,7 +516,7 @@ def async_save(
         precision: The precision of the stored weights, see `save`.
         deltas: Whether tables track changes from now on, see `save`.
         on_rows: Called with the number of rows written so far.
-        timeout: Seconds to wait for other ranks.
+        timeout: Seconds to wait for other ranks, or for a server to write further rows.
         on_complete: Called when the checkpoint is complete. Like `on_rows`, it runs in the other thread.
 
     Returns:
@@ -602,18 +582,22 @@ class SaveHandle:
         """Wait for the end of the save.
 
         Args:
-            timeout: Seconds to wait; None waits until the save has ended.
+            timeout: Seconds to wait; None: a day. The save itself ends, with an error, when another rank or a
+                server makes no progress for the `timeout` of `async_save`.
 
         Returns:
             The manifest of the complete checkpoint.
 
         Raises:
-            TimeoutError: The save has not ended in time; it continues.
+            TimeoutError: The save has not ended in time; it continues. The message names it.
             Exception: The error of the save, if it failed.
         """
         if timeout is not None and not checks.number(timeout, "wait: timeout") >= 0:
             raise InputError(f"wait: timeout must be a number of seconds of 0 or more, got {timeout}")
-        wait([self._manifest], None if timeout is None else float(timeout))
+        seconds = LONGEST_SAVE if timeout is None else float(timeout)
+        wait([self._manifest], seconds)
         if not self._manifest.done():
-            raise TimeoutError(f"the save has not ended within {timeout} s")
-        return self._manifest.result()  # no limit: it is done
+            raise TimeoutError(
+                f"save {self.id} to {self._job.store.where} has not ended within {seconds:g} s; it continues"
+            )
+        return self._manifest.result(0)

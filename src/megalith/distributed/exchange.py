@@ -113,28 +113,27 @@ class Exchange(Ranks):
 
     # ---- the thread
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run a function in the thread, after everything submitted before."""
+    def submit(self, work: Callable[[], T], *lent: Tensor | None) -> Future[T]:
+        """Run a function in the thread, after everything submitted before.
+
+        `lent` are the tensors of the current CUDA stream that it reads.
+        """
         future: Future[T] = Future()
         ready = None
         if self.device.type == "cuda":
+            self._hold(lent, to_thread=True)
             ready = torch.cuda.current_stream(self.device).record_event()
         self._tasks.put((lambda: self._attempt(work, ready), future))
         return future
 
-    def lend(self, *tensors: Tensor | None) -> None:
-        """Note that work submitted next reads tensors of the current CUDA stream."""
-        self._hold(tensors, to_thread=True)
-
     def take(self, tensor: Tensor) -> Tensor:
         """Let the current CUDA stream wait for a result of the thread."""
-        self._hold([tensor], to_thread=False)
+        if self.device.type == "cuda":
+            self._hold([tensor], to_thread=False)
         return tensor
 
     def _hold(self, tensors: Sequence[Tensor | None], *, to_thread: bool) -> None:
         """Order memory between the current stream and the default one, that of the thread, if they differ."""
-        if self.device.type != "cuda":
-            return
         current, own = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
         if current == own:
             return
@@ -144,10 +143,10 @@ class Exchange(Ranks):
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(own if to_thread else current)
 
-    def run(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T], *lent: Tensor | None) -> T:
         if threading.current_thread() is self._thread:
             return work()
-        return self.submit(work).result()  # no limit: each collective of the thread has one
+        return self.submit(work, *lent).result()  # no limit: each collective of the thread has one
 
     def settle(self) -> None:
         """Wait until everything submitted before has ended, with or without an error."""
@@ -176,9 +175,9 @@ class Exchange(Ranks):
     def all_to_all(self, data: Tensor, send: Sequence[int], receive: Sequence[int], what: str) -> Tensor:
         # data: uint8 [sum(send)], on the CPU or on `device`; returns: uint8 [sum(receive)], on the device of
         # `data`.
-        return self.run(lambda: self._send_parts(data, list(send), list(receive), what))
-
-    def _send_parts(self, data: Tensor, send: list[int], receive: list[int], what: str) -> Tensor:
+        if threading.current_thread() is not self._thread:
+            return self.run(lambda: self.all_to_all(data, send, receive, what))
+        send, receive = list(send), list(receive)
         self.calls += 1
         direct = self._nccl is not None and data.is_cuda
         if self.size == 1 and not direct:

@@ -102,9 +102,23 @@ def dedup(
     sizes = [] if widths is None else checks.sizes(widths, "widths", 0)
     if widths is not None and len(sizes) != lists.shape[0] - 1:
         raise InputError(f"widths has {len(sizes)} sizes for {lists.shape[0] - 1} lists")
-    unique, first, counts, index, offsets = _dedup(ids, lists, owners, rule, shards, distinct, sizes, name)
-    counts = counts.view(shards, lists.shape[0] - 1)
-    return Deduped(unique, first, counts, index, None if widths is None else offsets)
+    found = find_distinct(ids, lists, owners, rule, shards, distinct, sizes, name)
+    return found if widths is not None else found._replace(offsets=None)
+
+
+def find_distinct(
+    ids: Tensor,
+    splits: Tensor,
+    owners: Tensor | None,
+    rule: Rule,
+    shards: int,
+    distinct: bool,
+    widths: list[int],
+    name: str = "owners",
+) -> Deduped:
+    """Do what `dedup` does with checked arguments; `rule` is that of a router."""
+    unique, first, counts, index, offsets = _dedup(ids, splits, owners, rule, shards, distinct, widths, name)
+    return Deduped(unique, first, counts.view(shards, splits.shape[0] - 1), index, offsets)
 
 
 def bucketize(ragged: Ragged, router: Router, weights: Tensor | None = None) -> Bucketized:

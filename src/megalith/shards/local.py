@@ -277,13 +277,6 @@ class OwnerRows:
     def __init__(self, shards: LocalShards) -> None:
         self._engines = shards.engines
         self._names = list(shards.local)
-        self._dims = [table.dim for table in shards.local.values()]
-        self._widths = torch.tensor(self._dims, dtype=torch.int64, device="cpu")
-
-    def floats(self, counts: Tensor) -> Tensor:
-        """Return the size of rows."""
-        # returns: the number of floats of their rows, int64 [sources].
-        return counts @ self._widths
 
     def read(
         self, ids: Mapping[str, Tensor], counts: Tensor, flat: Tensor, step: int | None

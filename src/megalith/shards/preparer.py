@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megalith.errors import InputError, UnknownNameError
-from megalith.ops import Deduped, dedup, scatter_pieces
+from megalith.ops import Deduped, scatter_pieces
+from megalith.ops.bucketing import find_distinct
 from megalith.routing import MODES, Router
 from megalith.shards.contract import Ids, Rows, missing_status
 from megalith.shards.lookup import PreparedIds
@@ -112,14 +113,13 @@ class RoutingPreparer(LocalPreparer):
         self._routes = tuple(routers.values())
         self._dims = [config.dim for config in configs.values()]
         self._num_shards = next((router.num_shards for router in routers.values()), 1)
-        self._one = next(iter(routers.values())) if len(set(routers.values())) == 1 else None
+        rules = {router.rule for router in routers.values()} or {Router("roundrobin", 1).rule}
+        # The rule of all tables; empty if they differ: then owners are computed by table.
+        self._rule = list(rules.pop()) if len(rules) == 1 else []
 
     def __call__(self, ids: Ids, *, missing_ok: bool = False, distinct: bool = True) -> RoutedIds:
         # Distinct=False keeps repeated ids, in their order.
-        return self.route(self.checked(ids, missing_ok), distinct=distinct)
-
-    def trusted(self, ids: Mapping[str, Tensor]) -> RoutedIds:
-        return self.route(ids)
+        return self.trusted(self.checked(ids, missing_ok), distinct=distinct)
 
     def routed(self, ids: Ids | PreparedIds, *, missing_ok: bool = False) -> RoutedIds:
         """Return the ids of a lookup with their routes."""
@@ -134,15 +134,13 @@ class RoutingPreparer(LocalPreparer):
         for name in rows:
             check_table_name(name, self._checks)
         checked = {name: self._checks[name].ids_and_rows(pair) for name, pair in rows.items()}
-        routed = self.route({name: ids for name, (ids, _) in checked.items()}, distinct=False)
+        routed = self.trusted({name: ids for name, (ids, _) in checked.items()}, distinct=False)
         size = int((routed.deduped.counts @ torch.tensor(self._dims, dtype=torch.int64, device="cpu")).sum())
         pieces = [values for _, values in checked.values()]
         return routed, scatter_pieces(pieces, [routed.offsets(name) for name in checked], size)
 
-    def route(self, checked: Mapping[str, Tensor], *, distinct: bool = True) -> RoutedIds:
-        """Sort ids by owner."""
-        # checked: int64 [n] per table, validated.
-        columns = [checked.get(name, _NONE) for name in self._checks]
+    def trusted(self, ids: Mapping[str, Tensor], *, distinct: bool = True) -> RoutedIds:
+        columns = [ids.get(name, _NONE) for name in self._checks]
         splits = torch.tensor([0, *(column.numel() for column in columns)], device="cpu").cumsum(0)
         begin = dict(zip(self._checks, splits.tolist(), strict=False))
         if not all(column.is_cpu for column in columns):
@@ -150,20 +148,13 @@ class RoutingPreparer(LocalPreparer):
             splits = splits.to(self.device)
         flat = torch.cat(columns) if columns else _NONE
         owners = None
-        if self._one is None and columns:
+        if not self._rule and columns:
             routed = zip(self._routers.values(), columns, strict=True)
             owners = torch.cat([router.owner(column) for router, column in routed])
-        found = dedup(
-            flat,
-            splits,
-            self._one if owners is None else None,
-            owners=owners,
-            num_shards=self._num_shards,
-            distinct=distinct,
-            widths=self._dims,
-        )
-        found = found._replace(counts=found.counts.cpu())  # sizes of messages
-        ordered = {name: checked[name] for name in begin if name in checked}
+        found = find_distinct(flat, splits, owners, self._rule, self._num_shards, distinct, self._dims)
+        if not found.counts.is_cpu:
+            found = found._replace(counts=found.counts.cpu())  # sizes of messages
+        ordered = {name: ids[name] for name in begin if name in ids}
         return RoutedIds(ordered, found, begin, flat.numel(), self._routes)
 
 

@@ -47,7 +47,7 @@ from torch import Tensor
 from megalith.distributed.exchange import Exchange
 from megalith.errors import InputError, RankFailedError, UsageError
 from megalith.library import native_module
-from megalith.shards.contract import Recorder
+from megalith.shards.contract import EXCHANGES, Recorder
 from megalith.shards.gradients import Gradients
 from megalith.shards.local import LocalShards, OwnerRows
 from megalith.shards.lookup import LookupSeries
@@ -110,14 +110,16 @@ class GradientMessage:
         """Return the size of the message for each rank."""
         values = self._wire.sizes(counts, self._dims)
         ids = counts.sum(1).tolist()
-        extra = [_pad(4 * n) if self._with_counts else 0 for n in ids]
-        bits = [_pad(-(-n // 8)) for n in ids]
-        return [_HEAD_BYTES + b + _pad(v) + e for b, v, e in zip(bits, values, extra, strict=True)]
+        extra = [-(-n // 2) * 8 if self._with_counts else 0 for n in ids]
+        bits = [-(-n // 64) * 8 for n in ids]
+        return [_HEAD_BYTES + b + -(-v // 8) * 8 + e for b, v, e in zip(bits, values, extra, strict=True)]
 
-    def encode(self, head: Tensor, gradients: Gradients | None, counts: Tensor, sizes: list[int]) -> Tensor:
+    def encode(
+        self, words: list[int], gradients: Gradients | None, counts: Tensor, sizes: list[int]
+    ) -> Tensor:
         """Encode one message per rank, of the gradients of all tables."""
-        # returns: uint8 [sum of sizes].
-        head = head.to(self._device)
+        # words: the header; returns: uint8 [sum of sizes].
+        head = torch.tensor(words, device=self._device)
         if gradients is None:
             heads = [torch.nn.functional.pad(head, (0, size // 8 - _HEAD_WORDS)) for size in sizes]
             return torch.cat(heads).view(torch.uint8)
@@ -132,12 +134,12 @@ class GradientMessage:
             seen = gradients.counts.split_with_sizes(ids)
         pieces: list[Tensor] = []
         for n, mask, part, count in zip(ids, masks, parts, seen, strict=True):
-            filler = torch.zeros(_pad(part.numel()) - part.numel(), dtype=torch.uint8, device=self._device)
+            filler = torch.zeros(-part.numel() % 8, dtype=torch.uint8, device=self._device)
             pieces += [head.view(torch.uint8), _bits(n, mask, self._device), part, filler]
             if self._with_counts:
                 ones = torch.ones(n, dtype=torch.int32, device=self._device)
-                words = ones if count is None else count.to(torch.int32)
-                pieces.append(torch.nn.functional.pad(words, (0, n % 2)).view(torch.uint8))
+                own = ones if count is None else count.to(torch.int32)
+                pieces.append(torch.nn.functional.pad(own, (0, n % 2)).view(torch.uint8))
         return torch.cat(pieces, out=self._new_buffer(sum(sizes)))
 
     def decode(
@@ -148,7 +150,7 @@ class GradientMessage:
         ids = counts.sum(1).tolist()
         totals = counts.sum(0).tolist()
         begins = begins_of(sizes)
-        values_at = [at + _HEAD_BYTES + _pad(-(-n // 8)) for at, n in zip(begins, ids, strict=True)]
+        values_at = [at + _HEAD_BYTES + -(-n // 64) * 8 for at, n in zip(begins, ids, strict=True)]
         joined = self._new_buffer(sum(map(mul, totals, self._row_bytes.tolist())))
         join_blocks(data, values_at, counts, self._row_bytes, joined)
         # The wires of gradients encode each number by itself, so they can be decoded in another order.
@@ -163,7 +165,7 @@ class GradientMessage:
         seen: Sequence[Tensor | None] = [None] * len(self._dims)
         if self._with_counts:
             values_of = self._wire.sizes(counts, self._dims)
-            at = [begin + _pad(size) for begin, size in zip(values_at, values_of, strict=True)]
+            at = [begin + -(-size // 8) * 8 for begin, size in zip(values_at, values_of, strict=True)]
             words = self._by_table(data, at, counts, 4)
             seen = [own.view(torch.int32).to(torch.int64) for own in words]
         return [Gradients(*own) for own in zip(ids_of, values, seen, masks, strict=True)]
@@ -175,24 +177,13 @@ class GradientMessage:
         return out.split_with_sizes([n * width for n in counts.sum(0).tolist()])
 
 
-def push_head(number: int, flags: int, update: Update | None) -> Tensor:
-    """Make a header."""
-    # returns: int64 [6].
+def push_head(number: int, flags: int, update: Update | None) -> list[int]:
+    """Return the words of a header."""
     if update is None:
-        return torch.tensor([number, flags, 0, NO_TIME, 0, 0], device="cpu")
+        return [number, flags, 0, NO_TIME, 0, 0]
+    seconds = NO_TIME if update.time is None else int(update.time)
     bits = struct.unpack("=2q", struct.pack("=2d", update.scale, update.clip_norm))
-    return torch.tensor([number, flags, update.step, seconds_word(update.time), *bits], device="cpu")
-
-
-def read_head(part: Tensor) -> list[int]:
-    """Return the header of a message."""
-    words: list[int] = part[:_HEAD_BYTES].view(torch.int64).tolist()
-    return words
-
-
-def seconds_word(time: float | None) -> int:
-    """Return a time as a number of a header."""
-    return NO_TIME if time is None else int(time)
+    return [number, flags, update.step, seconds, *bits]
 
 
 def latest_time(times: Sequence[int]) -> int | None:
@@ -201,14 +192,10 @@ def latest_time(times: Sequence[int]) -> int | None:
     return None if latest == NO_TIME else latest
 
 
-def _pad(size: int) -> int:
-    return -(-size // 8) * 8
-
-
 def _bits(n: int, mask: Tensor | None, device: torch.device) -> Tensor:
     """Return one bit per id, padded to 8 bytes: those in the mask, or all."""
     if mask is None:
-        return torch.full((_pad(-(-n // 8)),), 255, dtype=torch.uint8, device=device)
+        return torch.full((-(-n // 64) * 8,), 255, dtype=torch.uint8, device=device)
     padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -n % 64)).view(-1, 8)
     return (padded << torch.arange(8, dtype=torch.uint8, device=device)).sum(1).to(torch.uint8)
 
@@ -232,7 +219,7 @@ class RequestedIds:
     out_of_data: list[int]  # The ranks that have no more data
     time: int | None  # The latest time of all ranks, for what is written; None if no rank passes one
     ids: dict[str, Tensor]  # int64 [n] per table, the ids of all ranks concatenated in rank order
-    series: LookupSeries
+    series: LookupSeries | None
     # Row numbers and epoch per table, after rows were read
     found: dict[str, FoundRows] = field(default_factory=dict)
 
@@ -254,6 +241,7 @@ class RankMessages:
             self._grads_wire, self._dims, with_counts=counting, new_buffer=exchange.new_buffer
         )
         self._id_bytes = torch.full_like(self._widths, 8)
+        self._named = ", ".join(self._names[:8]) + (", ..." if len(self._names) > 8 else "")  # for errors
         self._calls = 0
         self._recorder: Recorder | None = None
 
@@ -270,11 +258,25 @@ class RankMessages:
         if self._recorder is recorder:
             self._recorder = None
 
-    def floats(self, counts: Tensor) -> Tensor:
-        """Return the size of rows."""
-        # counts: numbers of ids, int64 [ranks, tables]; returns: the number of floats of their rows, int64
-        # [ranks].
-        return self._rows.floats(counts)
+    def _send(
+        self,
+        data: Tensor,
+        send: list[int],
+        receive: list[int],
+        call: str,
+        exchange: str,
+        number: int = 0,
+        detail: str = "",
+    ) -> Tensor:
+        """Send a part of a tensor to each rank; return the parts received as bytes. Sizes are in bytes."""
+        what = (
+            f"SyncShards.{call} (call {number or self._calls}), exchange of {exchange}{detail} "
+            f"(tables {self._named})"
+        )
+        got = self._exchange.all_to_all(data.contiguous().view(-1).view(torch.uint8), send, receive, what)
+        if self._recorder is not None and exchange in EXCHANGES:
+            self._recorder.waited(exchange, self._exchange.waited)
+        return got
 
     # ---- sizes and ids
 
@@ -290,11 +292,13 @@ class RankMessages:
         leave: bool = False,
     ) -> RequestedIds:
         """Exchange sizes, then ids."""
-        series = LookupSeries() if series is None else series
-        series.check_lookup()
         flags = (_FAILED if error is not None else 0) | (_OUT_OF_DATA if out_of_data else 0)
+        flags |= _LEFT if leave else 0
+        if series is None:
+            return self._request(call, routed, error, flags, time, None)
+        series.check_lookup()
         try:
-            return self._request(call, routed, error, flags | (_LEFT if leave else 0), time, series)
+            return self._request(call, routed, error, flags, time, series)
         except Exception as raised:
             series.fail_lookups(raised)
             raise
@@ -306,33 +310,32 @@ class RankMessages:
         error: Exception | None,
         flags: int,
         time: float | None,
-        series: LookupSeries,
+        series: LookupSeries | None,
     ) -> RequestedIds:
         size, tables = self._exchange.size, len(self._names)
         self._calls += 1
-        words = torch.tensor(
-            [CALLS.index(call), self._calls, flags, seconds_word(time)], device="cpu"
-        ).expand(size, _HEAD)
+        seconds = NO_TIME if time is None else int(time)
+        words = torch.tensor([CALLS.index(call), self._calls, flags, seconds], device="cpu")
         sent = (
             torch.zeros(size, tables, dtype=torch.int64, device="cpu")
             if routed is None
             else routed.deduped.counts
         )
-        head = torch.cat([words, sent], 1)
-        width = head.shape[1] * 8
-        what = self._what(call, "sizes")
-        got = self._exchange.all_to_all(_bytes(head), [width] * size, [width] * size, what)
-        heads = got.view(torch.int64).view(size, -1)
-        self._report_wait("sizes")
+        head = torch.cat([words.expand(size, _HEAD), sent], 1)
+        width = [head.shape[1] * 8] * size
+        heads = self._send(head, width, width, call, "sizes").view(torch.int64).view(size, -1)
         kinds, numbers, all_flags, times = heads[:, :_HEAD].t().tolist()
         self._check_heads(kinds, numbers, all_flags, call, error, series)
         if error is not None:
             raise error
         assert routed is not None
         counts = heads[:, _HEAD:].contiguous()
-        ids = self._send(routed.deduped.ids, routed.deduped.counts, counts, self._what(call, "ids"))
-        self._report_wait("ids")
-        by_table = dict(zip(self._names, self._by_table(ids, counts), strict=True))
+        sizes = (sent.sum(1) * 8).tolist(), (counts.sum(1) * 8).tolist()
+        ids = self._send(routed.deduped.ids, *sizes, call, "ids").view(torch.int64)
+        if size > 1:  # from the order of the ranks to that of the tables
+            data, ids = ids.view(torch.uint8), torch.empty_like(ids)
+            join_blocks(data, begins_of(sizes[1]), counts, self._id_bytes, ids.view(torch.uint8))
+        by_table = dict(zip(self._names, ids.split_with_sizes(counts.sum(0).tolist()), strict=True))
         if self._recorder is not None:
             occurrences = {name: own.numel() for name, own in routed.ids.items()}
             self._recorder.requested(call, occurrences, routed.deduped.counts, counts)
@@ -347,7 +350,7 @@ class RankMessages:
         flags: list[int],
         call: str,
         error: Exception | None,
-        series: LookupSeries,
+        series: LookupSeries | None,
     ) -> None:
         if any(flag & _FAILED for flag in flags):
             self._fail(flags, call, error, series)
@@ -359,46 +362,32 @@ class RankMessages:
                     f"{other} (call {number}): all ranks must make the same calls in the same order"
                 )
 
-    def _fail(self, flags: Sequence[int], call: str, error: Exception | None, series: LookupSeries) -> None:
+    def _fail(
+        self, flags: Sequence[int], call: str, error: Exception | None, series: LookupSeries | None
+    ) -> None:
         """Exchange the errors; raise RankFailedError on the ranks that have none."""
         errors = self._exchange.gather(None if error is None else f"{type(error).__name__}: {error}")
         first = next(rank for rank, flag in enumerate(flags) if flag & _FAILED)
         failed = RankFailedError(f"{call}: rank {first} failed, so nothing was done: {errors[first]}")
-        if any(flag & _LEFT for flag in flags):
+        if series is not None and any(flag & _LEFT for flag in flags):
             series.leave(error or failed)
         if error is None:  # otherwise the caller raises it
             raise failed
-
-    def _by_table(self, ids: Tensor, counts: Tensor) -> Sequence[Tensor]:
-        """Return the ids of each table, in the order of the ranks."""
-        if counts.shape[0] > 1:
-            data, ids = ids.view(torch.uint8), torch.empty_like(ids)
-            begins = begins_of([8 * n for n in counts.sum(1).tolist()])
-            join_blocks(data, begins, counts, self._id_bytes, ids.view(torch.uint8))
-        return ids.split_with_sizes(counts.sum(0).tolist())
-
-    def _send(self, ids: Tensor, out: Tensor, into: Tensor, what: str) -> Tensor:
-        sizes = [n * 8 for n in out.sum(1).tolist()], [n * 8 for n in into.sum(1).tolist()]
-        return self._exchange.all_to_all(_bytes(ids), *sizes, what).view(torch.int64)
 
     # ---- rows
 
     def send_rows(self, requested: RequestedIds, routed: RoutedIds, step: int | None = None) -> Tensor:
         """Read the rows that all ranks request from this one, and exchange them."""
         # returns: the rows of the ids of `routed`, in their order, float32 [size].
-        requested.series.check()
+        if requested.series is not None:
+            requested.series.check()
         counts, dims = requested.counts, self._dims
-        flat = self._exchange.new_buffer(4 * int(self.floats(counts).sum())).view(torch.float32)
+        flat = self._exchange.new_buffer(4 * int((counts @ self._widths).sum())).view(torch.float32)
         requested.found = self._rows.read(requested.ids, counts, flat, step)
         mine = routed.deduped.counts
         wire = self._rows_wire
-        data = self._exchange.all_to_all(
-            wire.encode(flat, counts, dims),
-            wire.sizes(counts, dims),
-            wire.sizes(mine, dims),
-            self._what("lookup", "rows", requested.number),
-        )
-        self._report_wait("rows")
+        sizes = wire.sizes(counts, dims), wire.sizes(mine, dims)
+        data = self._send(wire.encode(flat, counts, dims), *sizes, "lookup", "rows", requested.number)
         if self._recorder is not None:
             missing = {name: int((found.rows < 0).sum()) for name, found in requested.found.items()}
             self._recorder.read(missing)
@@ -419,7 +408,8 @@ class RankMessages:
 
         A rank that fails sends an error instead.
         """
-        requested.series.check()
+        if requested.series is not None:
+            requested.series.check()
         mine, theirs = routed.deduped.counts, requested.counts
         sizes = self._gradients.sizes(mine), self._gradients.sizes(theirs)
         flags = (_FAILED if error is not None else 0) | (_LEFT if leave else 0)
@@ -427,11 +417,9 @@ class RankMessages:
         head = push_head(requested.number, flags, update)
         data = self._gradients.encode(head, gradients, mine, sizes[0])
         step = "" if update is None else f" of step {update.step}"
-        what = self._what("apply_gradients", f"gradients{step}", requested.number)
-        got = self._exchange.all_to_all(data, *sizes, what)
-        self._report_wait("gradients")
-        heads = [read_head(got[begin:]) for begin in begins_of(sizes[1])]
-        time = self._check_push(heads, head.tolist(), error, requested.series)
+        got = self._send(data, *sizes, "apply_gradients", "gradients", requested.number, step)
+        heads = [got[at : at + _HEAD_BYTES].view(torch.int64).tolist() for at in begins_of(sizes[1])]
+        time = self._check_push(heads, head, error, requested.series)
         if update is None:
             return
         if self._recorder is not None:
@@ -450,7 +438,7 @@ class RankMessages:
             self._recorder.created(name, self._engines[name].counters().created - rows)
 
     def _check_push(
-        self, heads: list[list[int]], mine: list[int], error: Exception | None, series: LookupSeries
+        self, heads: list[list[int]], mine: list[int], error: Exception | None, series: LookupSeries | None
     ) -> float | None:
         """Return the latest time; raise if another rank fails the update or passes other numbers."""
         flags = [head[1] for head in heads]
@@ -470,11 +458,9 @@ class RankMessages:
         """Exchange ids and rows of assign or assign_add, and write them in the order of the ranks."""
         call = "assign_add" if add else "assign"
         requested = self.request(call, routed, time=time)
-        out, into = self.floats(routed.deduped.counts), self.floats(requested.counts)
+        out, into = routed.deduped.counts @ self._widths, requested.counts @ self._widths
         sizes = (out * 4).tolist(), (into * 4).tolist()
-        sent = _bytes(flat.to(self._exchange.device))
-        values = self._exchange.all_to_all(sent, *sizes, self._what(call, "rows")).view(torch.float32)
-        self._report_wait("rows")
+        values = self._send(flat.to(self._exchange.device), *sizes, call, "rows").view(torch.float32)
         if self._recorder is not None:
             row_bytes = [4 * dim for dim in self._dims]
             self._recorder.sent("rows", routed.deduped.counts, requested.counts, row_bytes)
@@ -496,27 +482,12 @@ class RankMessages:
                 for block, part in zip(blocks[t], found.split([b.numel() for b in blocks[t]]), strict=True):
                     block.copy_(part)
         out, into = requested.counts.sum(1) * 4, routed.deduped.counts.sum(1) * 4
-        what = self._what("reinitialize", "statuses")
-        return self._exchange.all_to_all(_bytes(status), out.tolist(), into.tolist(), what).view(torch.int32)
+        return self._send(status, out.tolist(), into.tolist(), "reinitialize", "statuses").view(torch.int32)
 
     def remove(self, routed: RoutedIds) -> dict[str, int]:
         """Remove ids from their owners."""
         requested = self.request("remove", routed)
         return {name: self._tables[name].remove(ids) for name, ids in requested.ids.items() if ids.numel()}
-
-    # ---- helpers
-
-    def _what(self, call: str, exchange: str, number: int | None = None) -> str:
-        names = ", ".join(self._names[:8]) + (", ..." if len(self._names) > 8 else "")
-        return f"SyncShards.{call} (call {number or self._calls}), exchange of {exchange} (tables {names})"
-
-    def _report_wait(self, exchange: str) -> None:
-        if self._recorder is not None:
-            self._recorder.waited(exchange, self._exchange.waited)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _join(blocks: list[Tensor]) -> Tensor:

@@ -86,10 +86,8 @@ class RoutedLookup(Lookup):
         if self._joint is None or self._joint[0] is not pooling:
             # Collections keep the pooling of batches with equal shapes; then only places of rows differ.
             known = self.shards.last_joint
-            if known is not None and known[0] is pooling and known[1].fits(self.routed):
-                joint = known[1].at(self.routed)
-            else:
-                joint = JointPooling(pooling, self.routed, self._dims)
+            joint = known[1].at(self.routed) if known is not None and known[0] is pooling else None
+            joint = joint or JointPooling(pooling, self.routed, self._dims)
             self._joint = self.shards.last_joint = (pooling, joint)
         return self._joint[1]
 
@@ -162,21 +160,25 @@ class JointPooling:
             begin += self._sizes[name]
         self._whole = covered(self._bags, pooling.outputs)
 
-    def fits(self, routed: RoutedIds) -> bool:
-        """Return whether other ids have the same tables and sizes, so that `at` may be called."""
+    def at(self, routed: RoutedIds) -> JointPooling | None:
+        """Return the same pooling for other ids with the same tables and sizes; None if these differ."""
         same = routed.begin == self._begin and routed.total == self._total
-        return same and routed.ids.keys() == self._names and routed.deduped.inverse.device == self._device
-
-    def at(self, routed: RoutedIds) -> JointPooling:
-        """Return the same pooling for other ids that fit. Only the places of their rows differ."""
-        other = copy(self)
+        if not same or routed.ids.keys() != self._names or routed.deduped.inverse.device != self._device:
+            return None
+        other = copy(self)  # only the places of the rows differ
         other._index = self._index_of(routed)
         return other
 
     def _index_of(self, routed: RoutedIds) -> Tensor:
+        """Return the places of the rows of the occurrences, int64 [n]."""
         places = routed.deduped.offsets if self._stride == 1 else routed.deduped.inverse
         assert places is not None
-        return _index(places, self._slices)
+        slices = self._slices
+        if not slices:
+            return places[:0]
+        if all(a.stop == b.start for a, b in pairwise(slices)):
+            return places[slices[0].start : slices[-1].stop]
+        return torch.cat([places[where] for where in slices])
 
     def mask(self, routed: RoutedIds) -> Tensor | None:
         """Return which distinct ids are in some bag."""
@@ -213,15 +215,6 @@ class JointPooling:
         """Raise InputError for the table whose bags are wrong: the op, which found them, has no tables."""
         for name, dim in self._dims.items():
             self._pooling.check(name, self._sizes[name], dim)
-
-
-def _index(places: Tensor, slices: Sequence[slice]) -> Tensor:
-    """Return the places of these occurrences, int64 [n]."""
-    if not slices:
-        return places[:0]
-    if all(a.stop == b.start for a, b in pairwise(slices)):
-        return places[slices[0].start : slices[-1].stop]
-    return torch.cat([places[where] for where in slices])
 
 
 def used_mask(routed: RoutedIds, used: Sequence[tuple[int, int]]) -> Tensor | None:

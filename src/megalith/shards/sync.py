@@ -79,11 +79,10 @@ class SyncLookup(RoutedLookup):
         out_of_data: bool,
     ) -> None:
         super().__init__(shards, routed, step)
-        shards.exchange.lend(routed.deduped.ids)
         self.failed = False
         self._messages = messages
         self.requested: Future[RequestedIds] = shards.exchange.submit(
-            lambda: messages.request(call, routed, out_of_data=out_of_data, series=series)
+            lambda: messages.request(call, routed, out_of_data=out_of_data, series=series), routed.deduped.ids
         )
         self._rows: Future[Tensor] | None = None
 
@@ -99,7 +98,7 @@ class SyncLookup(RoutedLookup):
         if self._rows is None:
             requested, routed, messages, step = self.requested, self.routed, self._messages, self.step
             self._rows = self.shards.exchange.submit(
-                lambda: messages.send_rows(requested.result(), routed, step)
+                lambda: messages.send_rows(requested.result(0), routed, step)
             )
 
     @property
@@ -264,7 +263,7 @@ class SyncShards(Shards):
         if isinstance(lookup, SyncLookup):
             lookup.failed = True
             requested, routed, messages = lookup.requested, lookup.routed, self._messages
-            self.exchange.run(lambda: messages.push(requested.result(), routed, None, error, leave))
+            self.exchange.run(lambda: messages.push(requested.result(0), routed, None, error, leave))
         raise error
 
     def _look_up_to_update(self, ids: Ids, step: int) -> SyncLookup:
@@ -299,8 +298,12 @@ class SyncShards(Shards):
             lookup.use()
         except Exception as error:
             self._fail_update(lookup, error)
-        self.exchange.lend(summed.values, summed.mask, summed.counts)
-        sent = self.exchange.submit(lambda: self._messages.push(requested.result(), routed, (summed, update)))
+        sent = self.exchange.submit(
+            lambda: self._messages.push(requested.result(0), routed, (summed, update)),
+            summed.values,
+            summed.mask,
+            summed.counts,
+        )
         if wait and not self.push:
             return sent.result()
         self._pushed.append(sent)
@@ -330,8 +333,9 @@ class SyncShards(Shards):
             routed = routed.to(self.device)
         except Exception as error:
             self.fail(error, "assign_add" if add else "assign")
-        self.exchange.lend(routed.deduped.ids, flat)
-        self.exchange.run(lambda: self._messages.write(routed, flat, add=add, time=time))
+        self.exchange.run(
+            lambda: self._messages.write(routed, flat, add=add, time=time), routed.deduped.ids, flat
+        )
 
     def reinitialize(
         self, ids: Ids, *, time: float | None = None, missing_ok: bool = False
