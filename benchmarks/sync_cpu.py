@@ -48,6 +48,7 @@ from sync_variants import (
     DIM,
     TABLES,
     Batch,
+    DenseOnly,
     SlowWire,
     SparseBags,
     TorchRec,
@@ -72,11 +73,12 @@ PACKAGES = ("megalith", "torch", "torchrec", "fbgemm_gpu-cpu", "numpy")
 RANKS = 2
 LATENCY, BANDWIDTH = 1e-3, 2.5e9 / 8  # of the slow network: seconds, bytes per second
 SECONDS = 1800
-BARE, OURS, TORCHREC, SPARSE, ALONE = (
+BARE, OURS, TORCHREC, SPARSE, DENSE, ALONE = (
     "bare all_to_all_single",
     "megalith",
     "torchrec row-wise",
     "DDP, sparse EmbeddingBags",
+    "MLP only",
     "one process",
 )
 
@@ -263,6 +265,7 @@ def build(weights: Weights) -> dict[str, Any]:
     except ImportError as error:
         progress(f"{TORCHREC}: skipped, {error}")
     models[SPARSE] = SparseBags(weights)
+    models[DENSE] = DenseOnly()
     models[ALONE] = one_process(weights) if dist.get_rank() == 0 else None
     return models
 
@@ -290,6 +293,8 @@ def verify(models: Mapping[str, Any], own: Sequence[Batch], whole: Sequence[Batc
     """Checks that all variants have equal losses over some steps (mean over ranks)."""
     losses: dict[str, list[float]] = {}
     for name, model in models.items():
+        if name == DENSE:
+            continue
         found = torch.zeros(len(own))
         if model is not None:
             found += torch.tensor([model.step(batch) for batch in (whole if name == ALONE else own)])
@@ -414,6 +419,7 @@ def _peer_bars(times: Timings) -> list[Bar]:
     bars = [Bar(f"step vs {SPARSE}", times.ratio(SPARSE, OURS).median)]
     if TORCHREC in times.seconds:
         bars.append(Bar(f"step vs {TORCHREC}", times.ratio(TORCHREC, OURS).median, 1.5))
+        bars.append(Bar(f"{DENSE} vs {TORCHREC}, the limit", times.ratio(TORCHREC, DENSE).median))
         bars.append(Bar("the same, ours over gloo", times.ratio(TORCHREC, "megalith, gloo").median))
     return bars
 

@@ -139,6 +139,17 @@ class SlowWire:
         return received
 
 
+class DenseOnly(Model):
+    """Embeddings without cost, but with a gradient: what no variant can be faster than."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = DistributedDataParallel(self.mlp)  # type: ignore[assignment]
+
+    def embed(self, batch: Any) -> Tensor:
+        return torch.zeros(batch.dense.shape[0], FEATURES * DIM, requires_grad=True)
+
+
 # ---- peers
 
 
