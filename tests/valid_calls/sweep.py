@@ -138,7 +138,7 @@ _REASONS: Mapping[str, Iterable[str]] = {
 }
 CANNOT_BE_CALLED = {name: reason for reason, names in _REASONS.items() for name in names}
 """Public names that the sweep leaves out, and why."""
-ON_SERVERS = ("ServerShards", "ServerRows", "ServerLookup", "Servers")
+ON_SERVERS = ("ServerShards", "ServerLookup", "Servers")
 """Classes that need Ray; `tests/ps` sweeps them."""
 FORMULAS = {"correction", "expired", "state", "states", "step", "update"} | {
     *("code_bytes", "decode", "encode", "from_unit", "gradient", "native_view", "scale", "served", "slope"),

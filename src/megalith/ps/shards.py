@@ -135,278 +135,7 @@ logger = logging.getLogger(__name__)
 SCAN_SECONDS = 60.0  # How long a server keeps rows in their places for the next part of a scan
 
 
-class ServerRows(Shards):
-    """Everything concerns the rows of all servers."""
-
-    preparer: RoutingPreparer
-    routers: Mapping[str, Router]
-    links: LinkGroup
-
-    def router(self, table: str) -> Router:
-        self.check_name(table)
-        return self.routers[table]
-
-    @property
-    def holds_rows(self) -> bool:
-        # They are on the servers.
-        return False
-
-    def assign(self, rows: Rows, *, time: float | None = None) -> None:
-        self._write_rows("assign", rows, time)
-
-    def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
-        self._write_rows("assign_add", rows, time)
-
-    def _write_rows(self, kind: str, rows: Rows, time: float | None) -> None:
-        header = {"time": self._check_time(time)}
-        routed, flat = self.preparer.rows(rows)
-        dims = torch.tensor([config.dim for config in self.configs.values()], dtype=torch.int64, device="cpu")
-        pieces = flat.split_with_sizes((routed.deduped.counts @ dims).tolist())
-        self.links.write_ids(kind, header, routed, {"rows": pieces})
-
-    def _check_time(self, time: float | None) -> int | None:
-        return None if time is None else self.latest_time(time)
-
-    def reinitialize(
-        self, ids: Ids, *, time: float | None = None, missing_ok: bool = False
-    ) -> dict[str, Tensor]:
-        routed = self.preparer(ids, missing_ok=missing_ok, distinct=False)
-        found = self.links.write_ids("reinitialize", {"time": self._check_time(time)}, routed)
-        sizes = routed.deduped.counts.sum(1).tolist()
-        if any(part is None and size for part, size in zip(found, sizes, strict=True)):
-            raise UsageError("reinitialize: a server applied it, but its result was lost with the server")
-        parts = [tensor_of(part) for part in found if part is not None]
-        return routed.status(torch.cat([torch.empty(0, dtype=torch.int32, device="cpu"), *parts]), ids)
-
-    def remove(self, ids: Ids) -> dict[str, int]:
-        found = [part for part in self.links.write_ids("remove", {}, self.preparer(ids)) if part is not None]
-        return {name: sum(part.get(name, 0) for part in found) for name in ids}
-
-    def evict(self, now: float | None = None) -> dict[str, Tensor]:
-        # The ids are those of all servers.
-        return self._evicted(self.links.write_everywhere("evict", {"time": self.latest_time(now)}))
-
-    def evict_part(self, now: float, *, parts: int, start: float | None = None) -> dict[str, Tensor]:
-        # A call visits a part of the rows of every server.
-        check_start(start, "evict_part")
-        count = checks.integer(parts, "evict_part: parts")
-        header = {"time": self.latest_time(now), "parts": count, "start": start}
-        return self._evicted(self.links.write_everywhere("evict_part", header))
-
-    def _evicted(self, found: Sequence[Mapping[str, Array]]) -> dict[str, Tensor]:
-        return {name: torch.cat([tensor_of(part[name]) for part in found]) for name in self.configs}
-
-    def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
-        # For the rows of all servers, server by server.
-        #
-        # Servers keep rows in their places for `SCAN_SECONDS` after each chunk; a caller that takes longer
-        # for a chunk may miss rows that moved meanwhile.
-        self.check_name(table)
-        size = checks.integer(chunk_size, "scan: chunk_size")
-        self.flush()
-        return self._scan(table, size)
-
-    def _scan(self, table: str, size: int) -> Iterator[Chunk]:
-        scan = random.getrandbits(62)
-        for link in self.links:
-            at = 0
-            while at >= 0:
-                arrays, at = link.result(link.run(_scan_part, table, at, size, scan, background=False))
-                chunk = chunk_of(arrays)
-                try:
-                    if chunk.ids.numel():
-                        yield chunk
-                except GeneratorExit:
-                    if at >= 0:
-                        link.result(link.run(_end_scan, table, scan, background=False))
-                    raise
-
-    def restore(self, table: str, chunk: Chunk) -> None:
-        owner = self.router(table)
-        checked = self.checks[table].chunk(chunk)
-        owners = owner.owner(checked.ids)
-        calls = []
-        for server, link in enumerate(self.links):
-            own = checked.select(owners == server)
-            if own.ids.numel():
-                write = ServerWrite("restore", {"table": table}, chunk_arrays(own))
-                calls.append((link, link.write(write)))
-        self.links.results(calls)
-
-    def clear(self) -> None:
-        self.links.write_everywhere("clear", {"tables": list(self.configs)})
-
-    def reserve(self, rows: Mapping[str, int]) -> None:
-        # `rows` counts the rows of all servers, and each reserves its share.
-        self.each_part(_reserve_part, row_shares(self, rows, len(self.links)))
-
-    def each_part(
-        self, function: Callable[..., Result], *args: Any, background: bool = False
-    ) -> list[Result]:
-        # The function runs on every server, and is sent there.
-        check_function(function)
-        check_flag(background, "background")
-        return self.links.everywhere(lambda link: link.run(function, *args, background=background))
-
-    # ---- touched rows, stats
-
-    def track(self, consumer: str) -> None:
-        self.links.write_everywhere("track", {"consumer": checks.text(consumer, "track: consumer")})
-
-    def untrack(self, consumer: str) -> None:
-        self.links.write_everywhere("untrack", {"consumer": checks.text(consumer, "untrack: consumer")})
-
-    def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
-        # If a server fails, no id is lost: the next drain returns all.
-        parts = self.each_part(drain, checks.text(consumer, "drain_touched: consumer"))
-        try:
-            self.each_part(confirm, consumer)
-        except Exception as error:  # other servers have forgotten their ids, so they must be returned
-            logger.warning("drain_touched: the next call returns some ids again: %s", error)
-        found = {}
-        for name in self.configs:
-            updated, removed = (torch.cat([tensor_of(part[name][i]) for part in parts]) for i in (0, 1))
-            found[name] = updated, removed
-        return found
-
-    def mark_touched(self, consumer: str, ids: Ids) -> None:
-        name = checks.text(consumer, "mark_touched: consumer")
-        self.each_part(check_consumer, name)
-        self.links.write_ids("mark", {"consumer": name}, self.preparer(ids))
-
-    def stats(self) -> dict[str, TableStats]:
-        # Numbers are summed over the servers.
-        parts = self.links.ask(part_stats)
-        return {name: _joint_stats([part[name] for part in parts]) for name in self.configs}
-
-    def memory(self) -> dict[str, MemoryUse]:
-        # Bytes are summed over the servers.
-        parts = self.links.ask(_memory_of_part)
-        fields = MemoryUse.__dataclass_fields__
-        return {
-            name: MemoryUse(*(sum(getattr(part[name], field) for part in parts) for field in fields))
-            for name in self.configs
-        }
-
-
-# ---- what runs on servers
-
-
-def _scan_part(part: ShardsPart, table: str, at: int, size: int, scan: int) -> tuple[dict[str, Array], int]:
-    engine = part.shards.local[table].engine_impl
-    engine.keep_places(scan, SCAN_SECONDS)
-    chunk, following = engine.scan_part(at, size)
-    if following < 0:
-        _end_scan(part, table, scan)
-    return chunk_arrays(chunk), following
-
-
-def _end_scan(part: ShardsPart, table: str, scan: int) -> None:
-    part.shards.local[table].engine_impl.keep_places(scan, 0.0)
-
-
-def _reserve_part(part: ShardsPart, rows: Mapping[str, int]) -> None:
-    part.shards.reserve(rows)
-
-
-def _memory_of_part(part: ShardsPart) -> dict[str, MemoryUse]:
-    return part.shards.memory()
-
-
-def _joint_stats(parts: Sequence[TableStats]) -> TableStats:
-    first = parts[0]
-    return TableStats(
-        first.name,
-        first.engine,
-        sum(part.rows for part in parts),
-        sum(part.capacity for part in parts),
-        any(part.growing for part in parts),
-        max(part.epoch for part in parts),
-        tuple(dict.fromkeys(name for part in parts for name in part.consumers)),
-        RowCounters(*(sum(numbers) for numbers in zip(*(part.counters for part in parts), strict=True))),
-    )
-
-
-def check_empty(target: ServerRows) -> None:
-    found = target.links.everywhere(ServerLink.describe)
-    if any(sum(server["rows"].values()) or server["step"] >= 0 for server in found):
-        raise UsageError("resize: the new servers have tables under this name already: pass new servers")
-
-
-def move_tables(source: ServerRows, target: ServerRows) -> int:
-    """Copy tables to other servers. With a recovery they are in the logs of those servers, on the disk."""
-    numbers = source.links.everywhere(ServerLink.describe)
-    for name in source.configs:
-        for chunk in source.scan(name):
-            target.restore(name, chunk)
-        _move_counts(source, target, name)
-    for consumer in dict.fromkeys(name for server in numbers for name in server["consumers"]):
-        target.track(consumer)
-        for part in source.each_part(_touched_of_part, consumer):
-            target.mark_touched(consumer, {name: tensor_of(ids) for name, ids in part.items()})
-    pushes: dict[str, int] = {}
-    for server in numbers:
-        for worker, count in server["pushes"].items():
-            pushes[str(worker)] = max(count, pushes.get(str(worker), 0))
-    step = max(server["step"] for server in numbers)
-    adopted = {"pushes": pushes, "step": step, "complete": all(server["complete"] for server in numbers)}
-    first, *others = target.links
-    target.links.results([(link, link.write(ServerWrite("adopt", adopted))) for link in others])
-    adopted["counters"] = _moved_counters(source, target)
-    target.links.results([(first, first.write(ServerWrite("adopt", adopted)))])  # it ends the move
-    return int(step)
-
-
-def _moved_counters(source: ServerRows, target: ServerRows) -> dict[str, list[int]]:
-    """Return what server 0 counts, so that the counters of all servers together do not change."""
-    before, now, (first, *_) = source.stats(), target.stats(), target.each_part(_counters_of_part)
-    return {
-        name: [a - b + c for a, b, c in zip(stats.counters, now[name].counters, first[name], strict=True)]
-        for name, stats in before.items()
-    }
-
-
-def cancel_move(source: ServerRows) -> None:
-    """Record that tables are still on their servers, after a move that failed."""
-    first, *_ = source.links
-    adopted = {"pushes": {}, "step": -1, "complete": False}
-    source.links.results([(first, first.write(ServerWrite("adopt", adopted)))])
-
-
-def _move_counts(source: ServerRows, target: ServerRows, table: str) -> None:
-    """Copy how often an admission policy has seen ids without a row."""
-    parts = [part for part in source.each_part(_counts_of_part, table) if part is not None]
-    if not parts:
-        return
-    ids, counts = (torch.cat([tensor_of(part[i]) for part in parts]) for i in (0, 1))
-    owners = target.routers[table].owner(ids)
-    calls: list[Any] = []
-    for server, link in enumerate(target.links):
-        own = owners == server
-        arrays = {"ids": array_of(ids[own]), "counts": array_of(counts[own])}
-        calls.append((link, link.write(ServerWrite("restore_pending", {"table": table}, arrays))))
-    target.links.results(calls)
-
-
-# ---- what runs on servers
-
-
-def _counters_of_part(part: ShardsPart) -> dict[str, list[int]]:
-    return {name: list(stats.counters) for name, stats in part_stats(part).items()}
-
-
-def _counts_of_part(part: ShardsPart, table: str) -> tuple[Array, Array] | None:
-    if part.shards.configs[table].admission is None:
-        return None
-    ids, counts = part.shards.local[table].pending()
-    return array_of(ids), array_of(counts)
-
-
-def _touched_of_part(part: ShardsPart, consumer: str) -> dict[str, Array]:
-    return {name: array_of(ids) for name, ids in pending_ids(part, consumer).items()}
-
-
-class ServerShards(ServerRows):
+class ServerShards(Shards):
     """Tables by name, with their rows spread over server processes. See `Shards`.
 
     Rows are read and written from here; `local` is empty. `stats`, `memory`, `scan` and `drain_touched`
@@ -446,6 +175,8 @@ class ServerShards(ServerRows):
         InputError: A table or option is wrong, or differs from those that the servers have.
         MissingDependencyError: Ray is not installed.
     """
+
+    preparer: RoutingPreparer
 
     def __init__(
         self,
@@ -695,6 +426,154 @@ class ServerShards(ServerRows):
             except Exception as failed:
                 logger.warning("ServerShards: %s", failed)
 
+    # ---- rows
+
+    def router(self, table: str) -> Router:
+        self.check_name(table)
+        return self.routers[table]
+
+    @property
+    def holds_rows(self) -> bool:
+        # They are on the servers.
+        return False
+
+    def assign(self, rows: Rows, *, time: float | None = None) -> None:
+        self._write_rows("assign", rows, time)
+
+    def assign_add(self, rows: Rows, *, time: float | None = None) -> None:
+        self._write_rows("assign_add", rows, time)
+
+    def _write_rows(self, kind: str, rows: Rows, time: float | None) -> None:
+        header = {"time": self._check_time(time)}
+        routed, flat = self.preparer.rows(rows)
+        dims = torch.tensor([config.dim for config in self.configs.values()], dtype=torch.int64, device="cpu")
+        pieces = flat.split_with_sizes((routed.deduped.counts @ dims).tolist())
+        self.links.write_ids(kind, header, routed, {"rows": pieces})
+
+    def _check_time(self, time: float | None) -> int | None:
+        return None if time is None else self.latest_time(time)
+
+    def reinitialize(
+        self, ids: Ids, *, time: float | None = None, missing_ok: bool = False
+    ) -> dict[str, Tensor]:
+        routed = self.preparer(ids, missing_ok=missing_ok, distinct=False)
+        found = self.links.write_ids("reinitialize", {"time": self._check_time(time)}, routed)
+        sizes = routed.deduped.counts.sum(1).tolist()
+        if any(part is None and size for part, size in zip(found, sizes, strict=True)):
+            raise UsageError("reinitialize: a server applied it, but its result was lost with the server")
+        parts = [tensor_of(part) for part in found if part is not None]
+        return routed.status(torch.cat([torch.empty(0, dtype=torch.int32, device="cpu"), *parts]), ids)
+
+    def remove(self, ids: Ids) -> dict[str, int]:
+        found = [part for part in self.links.write_ids("remove", {}, self.preparer(ids)) if part is not None]
+        return {name: sum(part.get(name, 0) for part in found) for name in ids}
+
+    def evict(self, now: float | None = None) -> dict[str, Tensor]:
+        # The ids are those of all servers.
+        return self._evicted(self.links.write_everywhere("evict", {"time": self.latest_time(now)}))
+
+    def evict_part(self, now: float, *, parts: int, start: float | None = None) -> dict[str, Tensor]:
+        # A call visits a part of the rows of every server.
+        check_start(start, "evict_part")
+        count = checks.integer(parts, "evict_part: parts")
+        header = {"time": self.latest_time(now), "parts": count, "start": start}
+        return self._evicted(self.links.write_everywhere("evict_part", header))
+
+    def _evicted(self, found: Sequence[Mapping[str, Array]]) -> dict[str, Tensor]:
+        return {name: torch.cat([tensor_of(part[name]) for part in found]) for name in self.configs}
+
+    def scan(self, table: str, chunk_size: int = 65536) -> Iterator[Chunk]:
+        # For the rows of all servers, server by server.
+        #
+        # Servers keep rows in their places for `SCAN_SECONDS` after each chunk; a caller that takes longer
+        # for a chunk may miss rows that moved meanwhile.
+        self.check_name(table)
+        size = checks.integer(chunk_size, "scan: chunk_size")
+        self.flush()
+        return self._scan(table, size)
+
+    def _scan(self, table: str, size: int) -> Iterator[Chunk]:
+        scan = random.getrandbits(62)
+        for link in self.links:
+            at = 0
+            while at >= 0:
+                arrays, at = link.result(link.run(_scan_part, table, at, size, scan, background=False))
+                chunk = chunk_of(arrays)
+                try:
+                    if chunk.ids.numel():
+                        yield chunk
+                except GeneratorExit:
+                    if at >= 0:
+                        link.result(link.run(_end_scan, table, scan, background=False))
+                    raise
+
+    def restore(self, table: str, chunk: Chunk) -> None:
+        owner = self.router(table)
+        checked = self.checks[table].chunk(chunk)
+        owners = owner.owner(checked.ids)
+        calls = []
+        for server, link in enumerate(self.links):
+            own = checked.select(owners == server)
+            if own.ids.numel():
+                write = ServerWrite("restore", {"table": table}, chunk_arrays(own))
+                calls.append((link, link.write(write)))
+        self.links.results(calls)
+
+    def clear(self) -> None:
+        self.links.write_everywhere("clear", {"tables": list(self.configs)})
+
+    def reserve(self, rows: Mapping[str, int]) -> None:
+        # `rows` counts the rows of all servers, and each reserves its share.
+        self.each_part(_reserve_part, row_shares(self, rows, len(self.links)))
+
+    def each_part(
+        self, function: Callable[..., Result], *args: Any, background: bool = False
+    ) -> list[Result]:
+        # The function runs on every server, and is sent there.
+        check_function(function)
+        check_flag(background, "background")
+        return self.links.everywhere(lambda link: link.run(function, *args, background=background))
+
+    # ---- touched rows, stats
+
+    def track(self, consumer: str) -> None:
+        self.links.write_everywhere("track", {"consumer": checks.text(consumer, "track: consumer")})
+
+    def untrack(self, consumer: str) -> None:
+        self.links.write_everywhere("untrack", {"consumer": checks.text(consumer, "untrack: consumer")})
+
+    def drain_touched(self, consumer: str) -> dict[str, tuple[Tensor, Tensor]]:
+        # If a server fails, no id is lost: the next drain returns all.
+        parts = self.each_part(drain, checks.text(consumer, "drain_touched: consumer"))
+        try:
+            self.each_part(confirm, consumer)
+        except Exception as error:  # other servers have forgotten their ids, so they must be returned
+            logger.warning("drain_touched: the next call returns some ids again: %s", error)
+        found = {}
+        for name in self.configs:
+            updated, removed = (torch.cat([tensor_of(part[name][i]) for part in parts]) for i in (0, 1))
+            found[name] = updated, removed
+        return found
+
+    def mark_touched(self, consumer: str, ids: Ids) -> None:
+        name = checks.text(consumer, "mark_touched: consumer")
+        self.each_part(check_consumer, name)
+        self.links.write_ids("mark", {"consumer": name}, self.preparer(ids))
+
+    def stats(self) -> dict[str, TableStats]:
+        # Numbers are summed over the servers.
+        parts = self.links.ask(part_stats)
+        return {name: _joint_stats([part[name] for part in parts]) for name in self.configs}
+
+    def memory(self) -> dict[str, MemoryUse]:
+        # Bytes are summed over the servers.
+        parts = self.links.ask(_memory_of_part)
+        fields = MemoryUse.__dataclass_fields__
+        return {
+            name: MemoryUse(*(sum(getattr(part[name], field) for part in parts) for field in fields))
+            for name in self.configs
+        }
+
     # ---- a batch
 
     def _prepared(self, ids: Ids | PreparedIds, missing_ok: bool) -> RoutedIds:
@@ -803,3 +682,117 @@ def _check_written(written: Sequence[int] | None, count: int) -> list[int] | Non
     if not isinstance(written, list | tuple) or len(written) != count:
         raise InputError(f"ServerShards: written must be one number for each of {count} servers")
     return [checks.integer(number, "ServerShards: written", 0) for number in written]
+
+
+# ---- what runs on servers
+
+
+def _scan_part(part: ShardsPart, table: str, at: int, size: int, scan: int) -> tuple[dict[str, Array], int]:
+    engine = part.shards.local[table].engine_impl
+    engine.keep_places(scan, SCAN_SECONDS)
+    chunk, following = engine.scan_part(at, size)
+    if following < 0:
+        _end_scan(part, table, scan)
+    return chunk_arrays(chunk), following
+
+
+def _end_scan(part: ShardsPart, table: str, scan: int) -> None:
+    part.shards.local[table].engine_impl.keep_places(scan, 0.0)
+
+
+def _reserve_part(part: ShardsPart, rows: Mapping[str, int]) -> None:
+    part.shards.reserve(rows)
+
+
+def _memory_of_part(part: ShardsPart) -> dict[str, MemoryUse]:
+    return part.shards.memory()
+
+
+def _joint_stats(parts: Sequence[TableStats]) -> TableStats:
+    first = parts[0]
+    return TableStats(
+        first.name,
+        first.engine,
+        sum(part.rows for part in parts),
+        sum(part.capacity for part in parts),
+        any(part.growing for part in parts),
+        max(part.epoch for part in parts),
+        tuple(dict.fromkeys(name for part in parts for name in part.consumers)),
+        RowCounters(*(sum(numbers) for numbers in zip(*(part.counters for part in parts), strict=True))),
+    )
+
+
+def check_empty(target: ServerShards) -> None:
+    found = target.links.everywhere(ServerLink.describe)
+    if any(sum(server["rows"].values()) or server["step"] >= 0 for server in found):
+        raise UsageError("resize: the new servers have tables under this name already: pass new servers")
+
+
+def move_tables(source: ServerShards, target: ServerShards) -> int:
+    """Copy tables to other servers. With a recovery they are in the logs of those servers, on the disk."""
+    numbers = source.links.everywhere(ServerLink.describe)
+    for name in source.configs:
+        for chunk in source.scan(name):
+            target.restore(name, chunk)
+        _move_counts(source, target, name)
+    for consumer in dict.fromkeys(name for server in numbers for name in server["consumers"]):
+        target.track(consumer)
+        for part in source.each_part(_touched_of_part, consumer):
+            target.mark_touched(consumer, {name: tensor_of(ids) for name, ids in part.items()})
+    pushes: dict[str, int] = {}
+    for server in numbers:
+        for worker, count in server["pushes"].items():
+            pushes[str(worker)] = max(count, pushes.get(str(worker), 0))
+    step = max(server["step"] for server in numbers)
+    adopted = {"pushes": pushes, "step": step, "complete": all(server["complete"] for server in numbers)}
+    first, *others = target.links
+    target.links.results([(link, link.write(ServerWrite("adopt", adopted))) for link in others])
+    adopted["counters"] = _moved_counters(source, target)
+    target.links.results([(first, first.write(ServerWrite("adopt", adopted)))])  # it ends the move
+    return int(step)
+
+
+def _moved_counters(source: ServerShards, target: ServerShards) -> dict[str, list[int]]:
+    """Return what server 0 counts, so that the counters of all servers together do not change."""
+    before, now, (first, *_) = source.stats(), target.stats(), target.each_part(_counters_of_part)
+    return {
+        name: [a - b + c for a, b, c in zip(stats.counters, now[name].counters, first[name], strict=True)]
+        for name, stats in before.items()
+    }
+
+
+def cancel_move(source: ServerShards) -> None:
+    """Record that tables are still on their servers, after a move that failed."""
+    first, *_ = source.links
+    adopted = {"pushes": {}, "step": -1, "complete": False}
+    source.links.results([(first, first.write(ServerWrite("adopt", adopted)))])
+
+
+def _move_counts(source: ServerShards, target: ServerShards, table: str) -> None:
+    """Copy how often an admission policy has seen ids without a row."""
+    parts = [part for part in source.each_part(_counts_of_part, table) if part is not None]
+    if not parts:
+        return
+    ids, counts = (torch.cat([tensor_of(part[i]) for part in parts]) for i in (0, 1))
+    owners = target.routers[table].owner(ids)
+    calls: list[Any] = []
+    for server, link in enumerate(target.links):
+        own = owners == server
+        arrays = {"ids": array_of(ids[own]), "counts": array_of(counts[own])}
+        calls.append((link, link.write(ServerWrite("restore_pending", {"table": table}, arrays))))
+    target.links.results(calls)
+
+
+def _counters_of_part(part: ShardsPart) -> dict[str, list[int]]:
+    return {name: list(stats.counters) for name, stats in part_stats(part).items()}
+
+
+def _counts_of_part(part: ShardsPart, table: str) -> tuple[Array, Array] | None:
+    if part.shards.configs[table].admission is None:
+        return None
+    ids, counts = part.shards.local[table].pending()
+    return array_of(ids), array_of(counts)
+
+
+def _touched_of_part(part: ShardsPart, consumer: str) -> dict[str, Array]:
+    return {name: array_of(ids) for name, ids in pending_ids(part, consumer).items()}

@@ -50,7 +50,7 @@ class OwnedTables:
         corrected: Callable[[Mapping[str, Tensor], Sequence[Tensor]], None] | None = None,
     ) -> Array:
         # corrected: receives the ids by table and their rows, float32 [n, dim] each, and may change rows.
-        self._check_counts(ids, counts)
+        self._check_counts(counts)
         own = torch.tensor([counts], dtype=torch.int64, device="cpu")
         (size,) = self.rows_wire.sizes(own, self.dims)
         if out is not None and out.size != size:
@@ -89,7 +89,7 @@ class OwnedTables:
     def check_push(self, write: ServerWrite) -> None:
         """Check the sizes of the arrays of a push, before it is recorded."""
         counts = write.header["counts"]
-        self._check_counts(write.arrays["ids"], counts)
+        self._check_counts(counts)
         (size,) = self.wire.sizes(torch.tensor([counts], dtype=torch.int64, device="cpu"), self.dims)
         if write.arrays["grads"].size != size:
             raise InputError(
@@ -97,9 +97,10 @@ class OwnedTables:
                 "must have the same tables and wire"
             )
 
-    def _check_counts(self, ids: Array, counts: Sequence[int]) -> None:
-        if len(counts) != len(self.names) or sum(counts) != ids.size:
-            raise InputError(f"{ids.size} ids with counts {list(counts)} for {len(self.names)} tables")
+    def _check_counts(self, counts: Sequence[int]) -> None:
+        # That they are the numbers of the ids was checked when the request was decoded.
+        if len(counts) != len(self.names):
+            raise InputError(f"{sum(counts)} ids with counts {list(counts)} for {len(self.names)} tables")
 
     def by_table(self, flat: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
         # flat: [n], the values of all tables concatenated.
@@ -108,7 +109,7 @@ class OwnedTables:
 
 
 def apply_write(tables: OwnedTables, write: ServerWrite) -> Any:
-    return _KINDS[write.kind](tables, write.header, write.arrays)
+    return _KINDS[write.kind](tables, write)
 
 
 def apply_pushes(
@@ -158,70 +159,65 @@ def _sums(tables: OwnedTables, push: ServerWrite) -> dict[str, Gradients]:
 
 # ---- the kinds
 
-_Header = dict[str, Any]
-_Arrays = Mapping[str, Array]
+
+def _push(tables: OwnedTables, write: ServerWrite) -> None:
+    apply_pushes(tables, [write])  # a worker gets no result, and so not the rows before the step
 
 
-def _push(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
-    # A worker gets no result, and so not the rows of `apply_pushes`.
-    apply_pushes(tables, [ServerWrite("push", header, dict(arrays))])
+def _ids_of(tables: OwnedTables, write: ServerWrite) -> dict[str, Tensor]:
+    return tables.by_table(tensor_of(write.arrays["ids"]), write.header["counts"])
 
 
-def _ids_of(tables: OwnedTables, header: _Header, arrays: _Arrays) -> dict[str, Tensor]:
-    return tables.by_table(tensor_of(arrays["ids"]), header["counts"])
-
-
-def _write_rows(tables: OwnedTables, header: _Header, arrays: _Arrays, *, add: bool) -> None:
-    floats = list(map(mul, header["counts"], tables.dims))
-    rows = tables.by_table(tensor_of(arrays["rows"]), floats)
-    for name, ids in _ids_of(tables, header, arrays).items():
+def _write_rows(tables: OwnedTables, write: ServerWrite, *, add: bool) -> None:
+    floats = list(map(mul, write.header["counts"], tables.dims))
+    rows = tables.by_table(tensor_of(write.arrays["rows"]), floats)
+    for name, ids in _ids_of(tables, write).items():
         engine = tables.shards.engines[name]
-        engine.assign(ids, rows[name].view(-1, engine.dim), add=add, time=header["time"])
+        engine.assign(ids, rows[name].view(-1, engine.dim), add=add, time=write.header["time"])
 
 
-def _reinitialize(tables: OwnedTables, header: _Header, arrays: _Arrays) -> Array:
-    ids = _ids_of(tables, header, arrays)
-    found = [tables.shards.local[name].reinitialize(x, time=header["time"]) for name, x in ids.items()]
+def _reinitialize(tables: OwnedTables, write: ServerWrite) -> Array:
+    local, time = tables.shards.local, write.header["time"]
+    found = [local[name].reinitialize(ids, time=time) for name, ids in _ids_of(tables, write).items()]
     return array_of(torch.cat(found) if found else torch.empty(0, dtype=torch.int32, device="cpu"))
 
 
-def _evict(tables: OwnedTables, header: _Header, arrays: _Arrays) -> dict[str, Array]:
-    return {name: array_of(ids) for name, ids in tables.shards.evict(header["time"]).items()}
+def _evict(tables: OwnedTables, write: ServerWrite) -> dict[str, Array]:
+    return {name: array_of(ids) for name, ids in tables.shards.evict(write.header["time"]).items()}
 
 
-def _evict_part(tables: OwnedTables, header: _Header, arrays: _Arrays) -> dict[str, Array]:
-    found = tables.shards.evict_part(header["time"], parts=header["parts"], start=header["start"])
+def _evict_part(tables: OwnedTables, write: ServerWrite) -> dict[str, Array]:
+    time, parts, start = (write.header[name] for name in ("time", "parts", "start"))
+    found = tables.shards.evict_part(time, parts=parts, start=start)
     return {name: array_of(ids) for name, ids in found.items()}
 
 
-def _restore_pending(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
-    table = tables.shards.local[header["table"]]
-    table.restore_pending(tensor_of(arrays["ids"]), tensor_of(arrays["counts"]))
+def _restore_pending(tables: OwnedTables, write: ServerWrite) -> None:
+    ids, counts = (tensor_of(write.arrays[name]) for name in ("ids", "counts"))
+    tables.shards.local[write.header["table"]].restore_pending(ids, counts)
 
 
-def _clear(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
-    for name in header["tables"]:
+def _clear(tables: OwnedTables, write: ServerWrite) -> None:
+    for name in write.header["tables"]:
         tables.shards.local[name].clear()
 
 
-def _mark(tables: OwnedTables, header: _Header, arrays: _Arrays) -> None:
-    tables.shards.mark_touched(header["consumer"], _ids_of(tables, header, arrays))
-
-
-_KINDS: Mapping[str, Callable[[OwnedTables, _Header, _Arrays], Any]] = {
+_KINDS: Mapping[str, Callable[[OwnedTables, ServerWrite], Any]] = {
     "push": _push,
     "assign": partial(_write_rows, add=False),
     "assign_add": partial(_write_rows, add=True),
     "reinitialize": _reinitialize,
-    "remove": lambda tables, header, arrays: tables.shards.remove(_ids_of(tables, header, arrays)),
+    "remove": lambda tables, write: tables.shards.remove(_ids_of(tables, write)),
     "evict": _evict,
     "evict_part": _evict_part,
-    "restore": lambda tables, header, arrays: tables.shards.restore(header["table"], chunk_of(arrays)),
+    "restore": lambda tables, write: tables.shards.restore(write.header["table"], chunk_of(write.arrays)),
     "restore_pending": _restore_pending,
     "clear": _clear,
-    "track": lambda tables, header, arrays: tables.shards.track(header["consumer"]),
-    "untrack": lambda tables, header, arrays: tables.shards.untrack(header["consumer"]),
-    "mark": _mark,
+    "track": lambda tables, write: tables.shards.track(write.header["consumer"]),
+    "untrack": lambda tables, write: tables.shards.untrack(write.header["consumer"]),
+    "mark": lambda tables, write: tables.shards.mark_touched(
+        write.header["consumer"], _ids_of(tables, write)
+    ),
 }
 
 
