@@ -234,26 +234,10 @@ class _ShardWriter:
     def _write(self, shard: int, buffer: _ShardBuffer) -> None:
         if buffer.rows:
             name = f"{self._folder}/{shard}-{buffer.files:05}.safetensors"
-            chunk = _concatenate(buffer.chunks)
+            chunk = buffer.chunks[0] if len(buffer.chunks) == 1 else Chunk.concatenated(buffer.chunks)
             self._pieces.append(write_chunk(self._store, name, chunk, shard, self._dtype(chunk)))
             buffer.files += 1
             buffer.chunks, buffer.rows = [], 0
-
-
-def _concatenate(chunks: list[Chunk]) -> Chunk:
-    def cat(columns: list[Tensor]) -> Tensor:
-        return torch.cat(columns) if len(columns) > 1 else columns[0]
-
-    counts = [chunk.count for chunk in chunks if chunk.count is not None]
-    steps = [chunk.step for chunk in chunks if chunk.step is not None]
-    return Chunk(
-        cat([chunk.ids for chunk in chunks]),
-        cat([chunk.rows for chunk in chunks]),
-        {key: cat([chunk.state[key] for chunk in chunks]) for key in chunks[0].state},
-        cat([chunk.time for chunk in chunks]),
-        cat(counts) if len(counts) == len(chunks) else None,
-        cat(steps) if len(steps) == len(chunks) else None,
-    )
 
 
 def _copy(source: Store, target: Store, name: str, file: StoredFile | None) -> StoredFile | None:

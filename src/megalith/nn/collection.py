@@ -392,7 +392,7 @@ class EmbeddingCollection(nn.Module):
         lookup.backward = torch._C._current_graph_task_id()
         given = self._select_trained(lookup, grads)
         device = lookup.shards.device
-        if device.type == "cpu":
+        if device.type == "cpu" and given and given[0].is_cuda:
             given = to_host(given)
         lookup.grads = [g.to(device, torch.float32, copy=keep) for g in given]
         if keep:
@@ -521,7 +521,9 @@ class EmbeddingCollection(nn.Module):
         else:
             try:
                 first.check_unchanged()
-                grads = self._clipped(list(first.grads or ()), scale)
+                grads = list(first.grads or ())
+                if self.clip_value is not None:
+                    grads = self._clipped(grads, scale)
                 tables = first.trained.tables
                 seconds = None if time is None else check_time(time, "EmbeddingCollection")
                 if tables:

@@ -367,24 +367,15 @@ def _rows_of(table: Table) -> dict[str, Tensor]:
     chunks = list(table.scan())
     if not chunks:
         return _no_rows(table.config) | _pending(table)
-    state = {f"state/{key}": torch.cat([c.state[key] for c in chunks]) for key in chunks[0].state}
+    whole = Chunk.concatenated(chunks)
+    counted = {"count": whole.count, "step": whole.step}
     return {
-        "ids": torch.cat([c.ids for c in chunks]),
-        "rows": torch.cat([c.rows for c in chunks]),
-        **state,
-        "time": torch.cat([c.time for c in chunks]),
-        **_counts([c.count for c in chunks], [c.step for c in chunks]),
+        "ids": whole.ids,
+        "rows": whole.rows,
+        **{f"state/{key}": values for key, values in whole.state.items()},
+        "time": whole.time,
+        **{name: column for name, column in counted.items() if column is not None},
         **_pending(table),
-    }
-
-
-def _counts(counts: list[Tensor | None], steps: list[Tensor | None]) -> dict[str, Tensor]:
-    """Return the counts and steps of a counted table by name."""
-    columns = {"count": counts, "step": steps}
-    return {
-        name: torch.cat([c for c in column if c is not None])
-        for name, column in columns.items()
-        if None not in column
     }
 
 

@@ -227,7 +227,9 @@ def check_lookup_step(lookup: Lookup, stepwise: Collection[str]) -> None:
 class LookupSeries:
     """The state of one series. Pass the same object to each of its lookups, in the same order on all ranks.
 
-    The thread of the exchange changes it; other threads read it after they have waited for an exchange.
+    It belongs to a loop, not to the shards: lookups of a loop that has ended may still be in progress when
+    the next one begins. Lookups without a loop have none. The thread of the exchange changes it; other
+    threads read it after they have waited for an exchange.
     """
 
     def __init__(self) -> None:

@@ -418,7 +418,8 @@ class RankMessages:
         data = self._gradients.encode(head, gradients, mine, sizes[0])
         step = "" if update is None else f" of step {update.step}"
         got = self._send(data, *sizes, "apply_gradients", "gradients", requested.number, step)
-        heads = [got[at : at + _HEAD_BYTES].view(torch.int64).tolist() for at in begins_of(sizes[1])]
+        parts = got.split_with_sizes(sizes[1])
+        heads = [part[:_HEAD_BYTES].view(torch.int64).tolist() for part in parts]
         time = self._check_push(heads, head, error, requested.series)
         if update is None:
             return
@@ -426,8 +427,8 @@ class RankMessages:
             row_bytes = [self._grads_wire.row_bytes(dim) for dim in self._dims]
             self._recorder.sent("gradients", mine, theirs, row_bytes)
         ids = list(requested.ids.values())
-        parts = zip(self._names, self._gradients.decode(got, ids, theirs, sizes[1]), strict=True)
-        received = {name: part for name, part in parts if part.ids.numel()}
+        decoded = zip(self._names, self._gradients.decode(got, ids, theirs, sizes[1]), strict=True)
+        received = {name: own for name, own in decoded if own.ids.numel()}
         before = {}
         if self._recorder is not None:
             before = {name: self._engines[name].counters().created for name in received}

@@ -82,12 +82,13 @@ class RoutedLookup(Lookup):
         Raises:
             InputError: It is not a Pooling, or does not fit the ids of this lookup.
         """
-        check_pooling(pooling)
         if self._joint is None or self._joint[0] is not pooling:
             # Collections keep the pooling of batches with equal shapes; then only places of rows differ.
             known = self.shards.last_joint
             joint = known[1].at(self.routed) if known is not None and known[0] is pooling else None
-            joint = joint or JointPooling(pooling, self.routed, self._dims)
+            if joint is None:
+                check_pooling(pooling)
+                joint = JointPooling(pooling, self.routed, self._dims)
             self._joint = self.shards.last_joint = (pooling, joint)
         return self._joint[1]
 

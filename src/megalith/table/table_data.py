@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -76,6 +76,27 @@ class Chunk:
         if not good:
             raise InputError(f"Chunk: select takes positions, int64 [m] below {n}, or flags, bool [{n}]")
         return self._each(lambda column: column[which])
+
+    @staticmethod
+    def concatenated(chunks: Sequence[Chunk]) -> Chunk:
+        """Return the rows of several chunks of one table, one chunk after another.
+
+        Args:
+            chunks: At least one.
+
+        Returns:
+            A chunk with its own memory.
+        """
+        counts = [chunk.count for chunk in chunks if chunk.count is not None]
+        steps = [chunk.step for chunk in chunks if chunk.step is not None]
+        return Chunk(
+            torch.cat([chunk.ids for chunk in chunks]),
+            torch.cat([chunk.rows for chunk in chunks]),
+            {key: torch.cat([chunk.state[key] for chunk in chunks]) for key in chunks[0].state},
+            torch.cat([chunk.time for chunk in chunks]),
+            torch.cat(counts) if len(counts) == len(chunks) else None,
+            torch.cat(steps) if len(steps) == len(chunks) else None,
+        )
 
     def columns(self) -> list[Tensor]:
         """Return weights, then state: the floats of a stored row."""

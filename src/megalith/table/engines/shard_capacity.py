@@ -267,7 +267,7 @@ class _Pass:
                 chunks.append(self._next_block())
                 count += self._block
             rows -= count
-            chunk = _joined(chunks)
+            chunk = chunks[0] if len(chunks) == 1 else Chunk.concatenated(chunks)
             if chunk.ids.numel():
                 ids, scores = chunk.ids.cpu(), _checked_scores(self._engine.name, score, chunk)
                 other = ~_contains(kept, ids)
@@ -402,21 +402,6 @@ def _contains(ordered: Tensor, ids: Tensor) -> Tensor:
         return torch.zeros_like(ids, dtype=torch.bool)
     at = torch.searchsorted(ordered, ids).clamp(max=ordered.numel() - 1)
     return ordered[at] == ids
-
-
-def _joined(chunks: list[Chunk]) -> Chunk:
-    if len(chunks) == 1:
-        return chunks[0]
-    counts = [chunk.count for chunk in chunks if chunk.count is not None]
-    steps = [chunk.step for chunk in chunks if chunk.step is not None]
-    return Chunk(
-        torch.cat([chunk.ids for chunk in chunks]),
-        torch.cat([chunk.rows for chunk in chunks]),
-        {key: torch.cat([chunk.state[key] for chunk in chunks]) for key in chunks[0].state},
-        torch.cat([chunk.time for chunk in chunks]),
-        torch.cat(counts) if counts else None,
-        torch.cat(steps) if steps else None,
-    )
 
 
 def _checked_scores(table: str, score: Score, chunk: Chunk) -> Tensor:
