@@ -237,8 +237,3 @@ def groups() -> list[int]:
 
 def test_groups_agree_among_themselves() -> None:
     assert run_ranks(groups, world_size=4) == [[2, 3], [3, 3], [2, 3], [3, 3]]
-
-
-def test_a_timeout_must_leave_time() -> None:
-    with pytest.raises(InputError, match="timeout must be a number of seconds above 0"):
-        pad_to_equal_batches([], timeout=0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from megalith.distributed.launcher_environment import LAUNCHERS, LaunchWarning, configure, read_launch
 from megalith.errors import InputError
@@ -107,13 +105,10 @@ def test_launchers(case: Case) -> None:
         ({**TORCHRUN, "RANK": "8"}, ["RANK is 8", "WORLD_SIZE is 8"]),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, ["LOCAL_RANK is 2", "LOCAL_WORLD_SIZE is 2"]),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, ["LOCAL_WORLD_SIZE is 9", "WORLD_SIZE is 8"]),
-        ({**TORCHRUN, "WORLD_SIZE": "0"}, ["WORLD_SIZE is 0"]),
         ({**TORCHRUN, "RANK": "-1"}, ["RANK must be an integer", "'-1'"]),
         ({**OPENMPI, "OMPI_COMM_WORLD_SIZE": "six"}, ["OMPI_COMM_WORLD_SIZE must be", "'six'"]),
-        ({**OPENMPI, "OMPI_COMM_WORLD_SIZE": "9" * 30}, ["OMPI_COMM_WORLD_SIZE must be"]),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(y2)"}, ["SLURM_STEP_TASKS_PER_NODE must be", "'2(y2)'"]),
         ({**SLURM, "SLURM_NODEID": "3"}, ["SLURM_NODEID is 3", "describes 3 nodes"]),
-        ({**SLURM, "SLURM_NODEID": "first"}, ["SLURM_NODEID must be an integer"]),
         ({**SLURM, "SLURM_PROCID": "7"}, ["SLURM_PROCID is 7", "SLURM_STEP_NUM_TASKS is 7"]),
     ],
 )
@@ -228,24 +223,3 @@ def test_a_uuid_that_leads_elsewhere_is_refused() -> None:
     setup = configure("runs/demo", environ={**TORCHRUN, "TORCHELASTIC_RUN_ID": "../../etc"})
     assert (setup.run_dir.parts[:2], len(setup.run_dir.parts)) == (("runs", "demo"), 4)
     assert ".." not in setup.run_dir.parts
-
-
-def test_nothing_is_set_or_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    before, seed = dict(os.environ), torch.initial_seed()
-    setup = configure(tmp_path)
-    assert setup.rank == 3
-    assert dict(os.environ) == before
-    assert torch.initial_seed() == seed
-    assert not torch.distributed.is_initialized()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_model_of_many_ranks_needs_a_process_group() -> None:
-    model = nn.Linear(1, 1)
-    with pytest.raises(InputError, match="needs a process group"):
-        configure("runs/demo", environ=TORCHRUN, model=model)
-    configure("runs/demo", environ=TORCHRUN, model=model, broadcast=False)
-    with pytest.warns(LaunchWarning):
-        configure("runs/demo", environ={}, model=model)

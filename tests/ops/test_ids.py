@@ -115,17 +115,11 @@ def test_empty_input(hashing: Hash) -> None:
     ("strings", "message"),
     [
         ("user:42", r"is a single string; pass a list: \[string\]"),
-        (b"user:42", "is a single string"),
         (["a", None], r"strings\[1\] must be a str or bytes, got NoneType: None"),
-        (["a", "b", 3], r"strings\[2\] must be a str or bytes, got int: 3"),
-        ([b"a", 3.5], r"strings\[1\] must be a str or bytes, got float: 3.5"),
-        ([["a"]], r"strings\[0\] must be a str or bytes, got list"),
         (["a", "\ud800"], r"strings\[1\] cannot be encoded as UTF-8"),
         (np.array(["a", None], dtype=object), r"strings\[1\] must be a str or bytes, got NoneType"),
         (np.array([1, 2]), "must be an array of str or bytes, got int64"),
         ({"a": 1}, "must be a list, a tuple or a numpy array, got dict"),
-        (None, "got NoneType"),
-        ((x for x in "ab"), "got generator"),
     ],
 )
 def test_invalid_strings(strings: Any, message: str, hashing: Hash) -> None:
@@ -149,24 +143,15 @@ def test_strings_in_any_buffer(data: Any) -> None:
     assert torch.equal(hash_bytes(data, OFFSETS[:2], seed=9), hash_strings(["a"], seed=9))
 
 
-def test_an_empty_buffer_holds_empty_strings() -> None:
-    for nothing in (b"", np.zeros(0, np.uint8)):
-        assert unsigned(hash_bytes(nothing, torch.tensor([0, 0, 0]))) == [WORDS[""], WORDS[""]]
-
-
 @pytest.mark.parametrize(
     ("data", "offsets", "message"),
     [
         (DATA, torch.tensor([-1, 3]), "must ascend within 0 .. 10"),
-        (DATA, torch.tensor([0, 11]), "must ascend within 0 .. 10"),
-        (DATA, torch.tensor([0, 5, 4, 10]), "must ascend within"),
         (DATA, torch.tensor([0, 11, 10]), "must ascend within"),
         (DATA, torch.tensor([0, 2**62, -(2**62), 10]), "must ascend within"),
-        (DATA, torch.tensor([], dtype=torch.int64), r"must be \[n \+ 1\]"),
         (DATA, torch.tensor([[0, 1]]), r"must be \[n \+ 1\] on the CPU, got \[1, 2\]"),
         (DATA, torch.zeros(2, dtype=torch.int64, device="meta"), "on the CPU, got .* on meta"),
         (DATA, torch.tensor([0.0, 1.0]), "int64 or int32 tensor"),
-        (DATA, [0, 1], "int64 or int32 tensor"),
         ("text", torch.tensor([0, 1]), "data must be bytes or a contiguous buffer, got str"),
         (np.zeros((4, 4), np.uint8)[:, ::2], torch.tensor([0, 1]), "contiguous"),
     ],
@@ -234,18 +219,11 @@ def test_the_first_layout_becomes_the_second() -> None:
     [
         (-1, 0, "slot must be in 0 .. 32767, got -1"),
         (32768, 0, "slot must be in 0 .. 32767, got 32768"),
-        (32768, torch.tensor([0]), "got 32768"),
         (torch.tensor([0, 40000]), 0, "got 40000"),
-        (torch.tensor(-5), torch.tensor([1, 2]), "got -5"),
         (0.5, 0, "slot must be an int or an int64 or int32 tensor, got float"),
-        (True, 0, "slot must be an int"),
         (0, "a", "id must be an int or an int64 or int32 tensor, got str"),
-        (0, [1, 2], "got list"),
-        (0, np.array([1, 2]), "got ndarray"),
         (0, torch.tensor([0.5]), "id must be an int64 or int32 tensor, got torch.float32"),
-        (0, torch.tensor([True]), "id must be an int64 or int32 tensor, got torch.bool"),
         (0, 2**64, "id must fit in 64 bits"),
-        (0, -(2**63) - 1, "id must fit in 64 bits"),
         (torch.tensor([1, 2]), torch.tensor([1, 2, 3]), r"slot \[2\] and id \[3\] do not broadcast"),
         (
             torch.tensor([1]),

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -248,13 +247,6 @@ def test_a_removed_id_reads_as_missing_and_starts_again(engine: str) -> None:
     table.apply_gradients(ints(1), torch.zeros(1, 2), step=0)
     assert_same_bits(table.lookup(ints(1)), initial[:1])
     assert state_of(table, 1)["0/sum"] == [0.0, 0.0]
-
-
-def test_whole_numbers_of_any_kind_can_be_asked_for(engine: str) -> None:
-    table = sgd_table(engine)
-    table.assign(ints(5), torch.ones(1, 2))
-    assert all(id in table for id in (5, np.int64(5), torch.tensor(5)))
-    assert not any(id in table for id in ("5", 5.0, 2**64 + 5))
 
 
 # ---- looking at a table

@@ -212,14 +212,6 @@ def test_states_are_distinct_and_an_optimizer_has_an_update() -> None:
         Nothing(0.1)  # type: ignore[abstract]
 
 
-@pytest.mark.parametrize(
-    "fields", [("a/b", 1), ("", 1), (None, 1), ("v", 0), ("v", True), ("v", 1.0), ("v", 1, float("nan"))]
-)
-def test_a_state_has_a_name_a_size_and_a_finite_value(fields: tuple[Any, ...]) -> None:
-    with pytest.raises(InputError, match="State"):
-        State(*fields)
-
-
 # ---- with other calls
 
 
