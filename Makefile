@@ -145,7 +145,7 @@ $(VENV)/dev: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt pytest pytest-xdist pytest-timeout hypothesis safetensors ruff mypy \
 	  pyarrow tensorboard obstore \
 	  'moto[s3]' flask flask-cors protobuf kazoo ray \
-	  grpcio grpcio-health-checking grpcio-reflection prometheus-client
+	  grpcio grpcio-health-checking grpcio-reflection prometheus-client starlette uvicorn uvloop
 	$(BIN)/pip install -q --no-deps triton==3.6.0  # its interpreter runs the kernels of the cuda engine
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 	  || (apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core)

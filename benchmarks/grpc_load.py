@@ -1,4 +1,4 @@
-"""Closed-loop gRPC clients that cost little: HTTP/2 frames written by hand, one thread for all connections.
+"""Closed-loop clients of gRPC and REST that cost little: bytes written by hand, one thread for all of them.
 
 A client of grpcio takes as much of a core as the server that it measures. Here a request is one `send` of
 bytes that are made before; a response is read until the frame that ends its stream. Nothing of a response is
@@ -13,6 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -103,6 +104,39 @@ class _Connection:
         return done
 
 
+class _HttpConnection:
+    """One client of REST, with one connection that is kept."""
+
+    def __init__(self, host: str, port: int, requests: Sequence[bytes], at: int) -> None:
+        self.socket = socket.create_connection((host, port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._requests, self._at = requests, at
+        self._buffer = b""
+        self.sent_at = 0.0
+
+    def send(self) -> None:
+        self._at = (self._at + 1) % len(self._requests)
+        self._buffer = b""
+        self.sent_at = time.perf_counter()
+        self.socket.sendall(self._requests[self._at])
+
+    def receive(self) -> bool:
+        """Read what has arrived; return whether the response is complete."""
+        arrived = self.socket.recv(65536)
+        if not arrived:
+            raise ConnectionError("the server closed a connection")
+        self._buffer += arrived
+        head, end, body = self._buffer.partition(b"\r\n\r\n")
+        if not end:
+            return False
+        assert head.startswith(b"HTTP/1.1 200 "), "a request failed"
+        return len(body) == int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+
+
+def _http_request(path: str, body: bytes) -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: benchmark\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
 def load(
     address: str, method: str, messages: Sequence[bytes], clients: int, seconds: float
 ) -> dict[str, float]:
@@ -110,7 +144,7 @@ def load(
 
     Args:
         address: host:port.
-        method: Path of the method.
+        method: Path of the method of gRPC, or of REST, below /v2/.
         messages: Serialised requests, which the clients send in turn.
         clients: Number of connections.
         seconds: How long to measure, after three requests of each.
@@ -119,8 +153,14 @@ def load(
         Requests per second, p50_ms, p99_ms, and the cores that the clients used.
     """
     host, _, port = address.rpartition(":")
-    requests = [_request(method, message) for message in messages]
-    opened = [_Connection(host, int(port), requests, k * len(requests) // clients) for k in range(clients)]
+    opened: list[Any]
+    starts = [k * len(messages) // clients for k in range(clients)]
+    if method.startswith("/v2/"):
+        texts = [_http_request(method, message) for message in messages]
+        opened = [_HttpConnection(host, int(port), texts, at) for at in starts]
+    else:
+        requests = [_request(method, message) for message in messages]
+        opened = [_Connection(host, int(port), requests, at) for at in starts]
     by_file = {each.socket.fileno(): each for each in opened}
     poll = select.epoll()
     for file in by_file:

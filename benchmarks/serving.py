@@ -8,10 +8,11 @@ each. 1, 8 and 32 clients (grpc_load.py) query a DeepFM with 26 features, 13 den
 sends a request when it has the response to the last one. `ModelServer`, without and with pushed rows in every
 table, is compared with the same model in a plain gRPC handler, and with a handler written by hand that has
 all rows in one tensor; both with their best number of threads. Requests are those of TF Serving, and for
-the variants with "infer" those of Triton with raw contents. Servers are pinned to the first core, clients
-to the last one; two server processes have both. Variants take turns in every round; a ratio is the median of
-the paired ratios of the rounds. --before adds the server of another checkout, which has its own .venv. A full
-run saves results/serving-DATE.json.
+the variants with "infer" those of Triton with raw contents. Servers are pinned to the first core, clients to
+the last one; two server processes have both. Variants take turns in every round; a ratio is the median of the
+paired ratios of the rounds. --before adds the server of another checkout, which has its own .venv. A full run
+saves results/serving-DATE.json. `--only protocols --before CHECKOUT` compares only these two servers, with
+Predict, ModelInfer and the JSON of ModelInfer over REST.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from serving_roles import (
     NAME,
     PREDICT,
     PROBES,
+    REST,
     SYNC_NAME,
     SYNC_TABLE,
     WORKERS,
@@ -179,13 +181,40 @@ def _compare_scores(clients: Process, addresses: dict[str, str]) -> None:
     assert len(set(scores[PLAIN])) > 1, "all scores are alike"
 
 
-def _compare(clients: Process, addresses: dict[str, str], count: int, batch: int, sizes: Sizes) -> list[Load]:
+def measure_protocols(sizes: Sizes, folder: Path, before: Path) -> dict[str, list[Load]]:
+    """Measures the server of another checkout and ours with every protocol."""
+    found: dict[str, list[Load]] = {}
+    with processes(("clients", sizes.rows, sizes.requests)) as (clients,):
+        export_model(scoring_model(sizes.rows), folder, name=NAME, version=1)
+        roles = (("model_server", folder, "-"), (f"before:{before}:model_server", folder, "-"))
+        with processes(*roles) as servers:
+            ready = [server.wait() for server in servers]
+            clients.wait()
+            for method in (PREDICT, INFER, REST):
+                field = "http_address" if method == REST else "address"
+                addresses = {OURS: ready[0][field], BEFORE: ready[1][field]}
+                scores = [
+                    clients.ask(scores=address, method=method, count=32)["scores"]
+                    for address in addresses.values()
+                ]
+                assert np.allclose(*scores, rtol=1e-4, atol=1e-5), "the servers give different scores"
+                found[method] = []
+                for count in (1, 32):
+                    progress(f"{method}, {count} clients")
+                    found[method] += _compare(clients, addresses, count, 1, sizes, method)
+    return found
+
+
+def _compare(
+    clients: Process, addresses: dict[str, str], count: int, batch: int, sizes: Sizes, method: str = ""
+) -> list[Load]:
     names = list(addresses)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for r in range(sizes.rounds):
         for v in range(len(names)):
             name = names[(r + v) % len(names)]
-            found[name].append(_load(clients, addresses[name], _method(name), count, batch, sizes.seconds))
+            path = method or _method(name)
+            found[name].append(_load(clients, addresses[name], path, count, batch, sizes.seconds))
 
     def spread(field: str, name: str) -> Spread:
         pairs = zip(found[OURS], found[name], strict=True)
@@ -428,6 +457,26 @@ def requests(sizes: Sizes, folder: Path, before: Path | None) -> tuple[dict[str,
     return {"threads": threads, "requests": [asdict(load) for load in loads]}, bars
 
 
+def protocols(sizes: Sizes, folder: Path, before: Path | None) -> tuple[dict[str, Any], list[Bar]]:
+    assert before is not None, "give the other checkout: --before"
+    found = measure_protocols(sizes, folder, before)
+    bars = []
+    for method, loads in found.items():
+        name = method.rpartition("/")[2] + (" (REST)" if method == REST else "")
+        rows = [
+            (str(each.clients), each.variant, f"{each.per_second:.0f}", f"{each.p50_ms:.2f}")
+            + (f"{each.p99_ms:.2f}", "" if each.variant == OURS else str(each.ratio))
+            for each in loads
+        ]
+        print_table(name, ("clients", "variant", "requests/s", "p50 ms", "p99 ms", "ours / its"), rows)
+        for ours, its in zip(loads[::2], loads[1::2], strict=True):
+            least = 1.0 if method != REST else 0.99 if its.clients == 1 else 0.91
+            bars.append(Bar(f"{name}, {its.clients} clients: requests/s / before", its.ratio.median, least))
+            p99 = ours.p99_ms / its.p99_ms
+            bars.append(Bar(f"{name}, {its.clients} clients: p99 / before", p99, 1.0, at_most=True))
+    return {"protocols": {method: [asdict(each) for each in loads] for method, loads in found.items()}}, bars
+
+
 def parameter_sync(sizes: Sizes, folder: Path, before: Path | None) -> tuple[dict[str, Any], list[Bar]]:
     sync = measure_sync(sizes, folder)
     pushed = {"first push": sync.first, "one server": sync.one, "each of two": sync.two, "raw": sync.raw}
@@ -451,7 +500,7 @@ def staleness(sizes: Sizes, folder: Path, before: Path | None) -> tuple[dict[str
     return {"staleness": asdict(stale)}, bars
 
 
-SECTIONS = {"requests": requests, "sync": parameter_sync, "staleness": staleness}
+SECTIONS = {"requests": requests, "protocols": protocols, "sync": parameter_sync, "staleness": staleness}
 
 
 def main(arguments: list[str]) -> None:

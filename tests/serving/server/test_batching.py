@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 from megalith.errors import InputError, RemoteError
-from megalith.serving.server import model_server, served_model
+from megalith.serving.server import model_server, repository
 from megalith.serving.server.batching import Batcher
+from megalith.serving.server.http import event_loop
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.server_config import Batching, ServerConfig
@@ -45,27 +47,36 @@ class Gate:
 def busy(
     settings: Batching | None = None, **options: Any
 ) -> Iterator[tuple[Any, Gate, Callable[..., Future[int]]]]:
-    """A batcher that is computing 0 already, so that all else waits; `ask` submits from a thread."""
-    gate = Gate()
-    batcher: Batcher[int, int] = Batcher(gate, settings or Batching(), name="test", **options)
-    with ThreadPoolExecutor(16) as pool:
+    """A batcher that is computing 0 already, so that all else waits; `ask` submits on the event loop."""
+    gate, ended = Gate(), threading.Event()
+    batcher: Batcher[int, int] = Batcher(
+        gate, settings or Batching(), name="test", on_end=ended.set, **options
+    )
 
-        def ask(x: int, rows: int = 1, *, timeout: float = LIMIT, **more: Any) -> Future[int]:
-            waiting = batcher.queued_rows
-            asked = pool.submit(batcher.submit, x, rows, timeout=timeout, **more)
-            while batcher.queued_rows == waiting and not asked.done():
-                pass
-            return asked
+    def ask(x: int, rows: int = 1, *, timeout: float = LIMIT, **more: Any) -> Future[int]:
+        waiting = batcher.queued_rows
+        asked = submit(batcher, x, rows, timeout=timeout, **more)
+        while batcher.queued_rows == waiting and not asked.done():
+            pass
+        return asked
 
-        first = pool.submit(batcher.submit, 0, 1, timeout=LIMIT)
-        assert gate.entered.acquire(timeout=LIMIT)
-        try:
-            yield batcher, gate, ask
-        finally:
-            for _ in range(16):
-                gate.go.release()
-            assert first.result(LIMIT) == 0
-            assert batcher.close(LIMIT)
+    first = submit(batcher, 0)
+    assert gate.entered.acquire(timeout=LIMIT)
+    try:
+        yield batcher, gate, ask
+    finally:
+        for _ in range(16):
+            gate.go.release()
+        assert first.result(LIMIT) == 0
+        batcher.close()
+        assert ended.wait(LIMIT)
+
+
+def submit(
+    batcher: Batcher[int, int], x: int, rows: int = 1, *, timeout: float = LIMIT, **more: Any
+) -> Future[int]:
+    work = batcher.submit(x, rows, timeout=timeout, **more)
+    return asyncio.run_coroutine_threadsafe(work, event_loop())
 
 
 def test_what_waits_is_computed_together() -> None:
@@ -132,7 +143,7 @@ def test_an_empty_queue_refuses_what_no_queue_has_room_for(size: dict[str, int])
         busy(Batching(max_queue_rows=3, max_queue_bytes=100)) as (batcher, _, _),
         pytest.raises(InputError, match=r"the limits are 3 rows and 100 bytes"),
     ):
-        batcher.submit(1, **size, timeout=LIMIT)
+        submit(batcher, 1, **size).result(LIMIT)
 
 
 def test_a_batch_that_cannot_be_counted_fails_and_the_next_is_computed() -> None:
@@ -153,43 +164,46 @@ def test_a_batch_that_cannot_be_counted_fails_and_the_next_is_computed() -> None
         assert counted == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [({"timeout": 0.0}, Code.DEADLINE_EXCEEDED), ({"alive": lambda: False}, Code.CANCELLED)],
-    ids=["late", "cancelled"],
-)
-def test_a_request_that_nobody_waits_for_is_not_computed(options: dict[str, Any], code: Any) -> None:
+def test_a_request_that_nobody_waits_for_is_not_computed() -> None:
     with busy() as (_, gate, ask):
-        gone, good = ask(1, **options), ask(2)
-        gate.go.release(2)
+        late, cancelled, good = ask(1, timeout=0.0), ask(3), ask(2)
+        assert cancelled.cancel()
         with pytest.raises(RequestError) as raised:
-            gone.result(LIMIT)
-        assert raised.value.code == code
+            late.result(LIMIT)
+        assert raised.value.code == Code.DEADLINE_EXCEEDED
+        gate.go.release(2)
         assert good.result(LIMIT) == 20
         assert gate.batches == [[0], [2]]
+
+
+def test_a_timeout_of_the_computation_is_its_error() -> None:
+    def compute(batch: Sequence[int]) -> list[int | Exception]:
+        raise TimeoutError("of a part")
+
+    batcher: Batcher[int, int] = Batcher(compute, Batching(), name="test")
+    with pytest.raises(TimeoutError, match="of a part"):
+        submit(batcher, 1).result(LIMIT)
+    batcher.close()
 
 
 def test_waiting_for_a_fuller_batch_ends_when_it_is_full() -> None:
     gate = Gate()
     batcher: Batcher[int, int] = Batcher(gate, Batching(max_rows=2, max_wait=60), name="test")
-    with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(batcher.submit, x, 1, timeout=LIMIT) for x in (1, 2)]
-        gate.go.release()
-        assert [each.result(LIMIT) for each in asked] == [10, 20]
-    assert sorted(gate.batches[0]) == [1, 2]
-    assert batcher.close(LIMIT)
+    asked = [submit(batcher, x) for x in (1, 2)]
+    gate.go.release()
+    assert [each.result(LIMIT) for each in asked] == [10, 20]
+    assert gate.batches == [[1, 2]]
+    batcher.close()
 
 
 def test_closing_computes_what_is_queued_and_refuses_the_rest() -> None:
     with busy() as (batcher, gate, ask):
         asked = ask(1)
-        closing = threading.Thread(target=batcher.close, args=(LIMIT,))
-        closing.start()
+        batcher.close()
         gate.go.release(2)
         assert asked.result(LIMIT) == 10
-        closing.join(LIMIT)
         with pytest.raises(RequestError, match="shutting down"):
-            batcher.submit(2, 1, timeout=LIMIT)
+            submit(batcher, 2).result(LIMIT)
 
 
 # ---- the server
@@ -365,10 +379,14 @@ def test_stopping_does_not_wait_without_end_for_grpc(
 ) -> None:
     monkeypatch.setattr(model_server, "LAST_SECONDS", 0.02)
     monkeypatch.setattr(model_server, "CANCEL_SECONDS", 0.02)
+
+    async def never(seconds: float) -> None:
+        await asyncio.Event().wait()
+
     with held(tmp_path) as hold:
-        hold.server._servers.append(SimpleNamespace(stop=lambda seconds: threading.Event()))
+        hold.server._servers.append(SimpleNamespace(stop=never))
         hold.server.stop()
-    assert "gRPC has not ended 0.02 s after it was stopped" in caplog.text
+    assert "the stop of gRPC has not ended after 0.04 s; its calls end with this process" in caplog.text
 
 
 def test_stopping_has_a_deadline(tmp_path: Path) -> None:
@@ -386,9 +404,8 @@ def test_a_computation_that_never_ends_does_not_block_the_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The caller has given up, so that the version is unused and is closed while a thread computes it."""
-    monkeypatch.setattr(served_model, "CLOSE_SECONDS", 0.1)
-    batching = Batching(max_wait=0.001)  # requests are then computed by a thread, not by their callers
-    with held(tmp_path, drain_seconds=5.0, batching=batching) as hold:
+    monkeypatch.setattr(repository, "CLOSE_SECONDS", 0.1)
+    with held(tmp_path, drain_seconds=0.2) as hold:
         with grpc.insecure_channel(hold.server.address) as channel:
             late = channel.unary_unary(PREDICT).future(data(), timeout=1.0)
             assert hold.entered.wait(LIMIT)
@@ -397,4 +414,4 @@ def test_a_computation_that_never_ends_does_not_block_the_stop(
         stopping.start()
         stopping.join(LIMIT)
         assert not stopping.is_alive()
-        assert "movies version 1 is closed, but its computation has not ended after 0.1 s" in caplog.text
+        assert "movies version 1: its last requests have not ended in 0." in caplog.text

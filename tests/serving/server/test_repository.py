@@ -118,6 +118,7 @@ def test_a_version_in_use_is_closed_by_its_last_user(tmp_path: Path) -> None:
             assert list(model.versions) == [2]
             rows = used.servable.lookup("user", FEATURES["user"])
             assert rows.any()
+        used.join(20.0)
         with pytest.raises(UsageError, match="is closed"):
             used.servable.lookup("user", FEATURES["user"])
 

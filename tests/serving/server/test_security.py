@@ -8,6 +8,7 @@ import pickle
 import shutil
 import socket
 import ssl
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -26,11 +27,10 @@ from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery.contract import is_loopback
 from megalith.serving.server import dispatcher
 from megalith.serving.server import security as security_module
-from megalith.serving.server.dispatcher import MallocTrimmer
+from megalith.serving.server.dispatcher import WRITE_THREADS, MallocTrimmer
 from megalith.serving.server.grpc_calls import MAX_STREAMS
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Permission, Security, read_token
-from megalith.serving.server.served_model import MAX_WRITERS
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.certificates import Certificates, make_certificates
 from tests.serving.exports import (
@@ -112,8 +112,7 @@ def test_who_shows_none_is_refused_before_anything_is_read(guarded: ModelServer)
 def test_health_checks_have_a_deadline(
     guarded: ModelServer, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    assert guarded._guard is not None
-    monkeypatch.setattr(guarded._guard._deadlines, "seconds", 0.05)
+    monkeypatch.setattr(guarded._limits, "read_seconds", 0.05)
     with silent(guarded, f"/grpc.health.v1.Health/{method}", 200) as calls:
         codes = {call.code() for call in calls}
         assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
@@ -266,20 +265,27 @@ def test_a_write_shows_at_once(exported: Path) -> None:
             ask({"user_id": ids, "user_value": torch.full((1, 4), 2.0)}, signature="hashtable_assign")
 
 
-def test_writes_wait_for_one_another(exported: Path) -> None:
+def test_writes_wait_for_one_another_and_nothing_else_for_them(exported: Path) -> None:
     with serving(exported, allow_writes=True) as (server, ask):
-        (model,) = server.models
-        for _ in range(MAX_WRITERS):
-            assert model.writers.acquire(blocking=False)
-        with fails("DEADLINE_EXCEEDED"):
-            ask(PUSH, signature="hashtable_assign", timeout=0.2)
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(ask, PUSH, signature="hashtable_assign")
-            while not server._dispatcher._running:
-                pass
-            for _ in range(MAX_WRITERS):
-                model.writers.release()
-            assert waiting.result(20)["user_result"].tolist() == [1]
+        subscriber: Any = server.models[0].subscriber
+        handle, entered, go = subscriber.handle, threading.Semaphore(0), threading.Event()
+
+        def hold(*arguments: Any) -> Any:
+            entered.release()
+            assert go.wait(20)
+            return handle(*arguments)
+
+        subscriber.handle = hold
+        with ThreadPoolExecutor(WRITE_THREADS) as pool:
+            held = [pool.submit(ask, PUSH, signature="hashtable_assign") for _ in range(WRITE_THREADS)]
+            for _ in held:
+                assert entered.acquire(timeout=20)
+            with fails("DEADLINE_EXCEEDED"):
+                ask(PUSH, signature="hashtable_assign", timeout=0.2)
+            assert ask(INPUTS)["logits"].shape == (2,)
+            assert ask({"user": torch.tensor([1])}, signature="lookup")["user"].shape == (1, 5)
+            go.set()
+            assert [each.result(20)["user_result"].tolist() for each in held] == [[1]] * WRITE_THREADS
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])

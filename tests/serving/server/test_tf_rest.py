@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import gzip
-import io
 import json
 import math
 import random
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
-from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,12 @@ from megalith.errors import InputError
 from megalith.models import Model
 from megalith.serving.proto.message_types import PredictResponse, TensorProto
 from megalith.serving.proto.tf_tensors import fill_tensor_proto, from_tensor_proto
-from megalith.serving.server.http import MIN_GZIP_BYTES, read_body
+from megalith.serving.server.http import MIN_GZIP_BYTES, decompress_body
 from megalith.serving.server.inputs import InputReader
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.request_errors import RequestError
 from megalith.serving.server.server_config import ServerConfig
-from megalith.serving.server.tf_rest import TFPath, TFRequest
+from megalith.serving.server.tf_serving import TFBody
 from megalith.serving.server.versions import write_labels
 from tests.serving.exports import DENSE, FEATURES, INPUTS, export_version, logits, request_of
 from tests.serving.server.test_rest import Rest
@@ -175,7 +173,7 @@ def test_padding_makes_no_request_larger_than_the_largest_body(made: Made) -> No
     assert model.newest is not None
     reader = InputReader(model.newest.signature)  # with the default limit, 64 MiB
     body = {"instances": [{"tags": [1] * 3000}, *({"tags": [1]} for _ in range(1000))]}
-    request = TFRequest(TFPath.parse(["movies:predict"]), json.dumps(body).encode(), False)
+    request = TFBody(json.dumps(body).encode())
     with pytest.raises(InputError, match="row_splits"):
         request.read(reader)
 
@@ -187,7 +185,7 @@ def test_empty_lists_of_strings(made: Made) -> None:
     features = tuple(replace(feature, ids="xxhash64") for feature in signature.features)
     reader = InputReader(replace(signature, features=features))
     body = {"instances": [{"tags": [], "dense": [0, 1, 2]}, {"tags": [], "dense": [0, 1, 2]}]}
-    request = TFRequest(TFPath.parse(["movies:predict"]), json.dumps(body).encode(), False)
+    request = TFBody(json.dumps(body).encode())
     column = request.read(reader).columns[list(reader.names).index("tags")]
     assert column is not None
     assert (column.ids, column.lengths) == (b"", bytes(16))
@@ -285,23 +283,17 @@ def test_compressed_bodies_are_bounded(made: Made, body: bytes, encoding: str, s
     client.connection.close()
 
 
-def body_of(data: bytes, limit: int) -> bytes:
-    headers = Message()
-    headers["Content-Encoding"], headers["Content-Length"] = "gzip", str(len(data))
-    return read_body(headers, io.BytesIO(data).read, limit, accept_compressed=True)
-
-
 @pytest.mark.parametrize("size", [0, 1, 2**14, 2**18, 2**18 + 1, 10**6])
 def test_bodies_of_any_size_are_decompressed(size: int) -> None:
     for data in (b" " * size, random.Random(size).randbytes(size)):
         compressed = gzip.compress(data, mtime=0)
-        assert body_of(compressed, max(size, len(compressed))) == data
+        assert decompress_body(compressed, max(size, len(compressed))) == data
         for wrong in (compressed[:-1], compressed + b"x", compressed + bytes(40_000)):
             with pytest.raises(RequestError, match="not one complete gzip stream"):
-                body_of(wrong, 2 * 10**6)
+                decompress_body(wrong, 2 * 10**6)
         if size > len(compressed):
             with pytest.raises(RequestError, match="once decompressed"):
-                body_of(compressed, size - 1)
+                decompress_body(compressed, size - 1)
 
 
 def test_a_body_that_becomes_too_large_takes_no_memory() -> None:
@@ -309,7 +301,7 @@ def test_a_body_that_becomes_too_large_takes_no_memory() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(RequestError, match="once decompressed"):
-            body_of(bomb, 32 << 20)
+            decompress_body(bomb, 32 << 20)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()

@@ -19,12 +19,12 @@ renamed, so that tools may rotate it.
 
 from __future__ import annotations
 
+import contextvars
 import json
 import logging
 import logging.handlers
 import re
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,13 +40,14 @@ _TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?"
 )
 _MAX_TEXT = 200
+_FIELDS: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("fields", default=None)
+"""The line of the call that is being answered."""
 
 
 class AccessLog:
     """Writes the access log of a server; `close` it. Thread-safe."""
 
     def __init__(self, path: str) -> None:
-        self._own = threading.local()
         self._handler: logging.Handler
         if path == STDOUT:
             self._handler = logging.StreamHandler(sys.stdout)
@@ -65,12 +66,12 @@ class AccessLog:
     ) -> Iterator[dict[str, Any]]:
         """Log a call when it ends."""
         fields = _first_fields(protocol, method, peer, traceparent)
-        self._own.fields = fields
+        token = _FIELDS.set(fields)
         started = time.perf_counter()
         try:
             yield fields
         finally:
-            self._own.fields = None
+            _FIELDS.reset(token)
             self._write(fields, started)
 
     def refused(
@@ -86,8 +87,8 @@ class AccessLog:
         self._handler.handle(logging.makeLogRecord({"msg": json.dumps(line)}))
 
     def note(self, **fields: Any) -> None:
-        """Add fields to the line of the call that this thread answers."""
-        found = getattr(self._own, "fields", None)
+        """Add fields to the line of the call that is being answered."""
+        found = _FIELDS.get()
         if found is not None:
             found.update(fields)
 

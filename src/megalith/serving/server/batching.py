@@ -1,21 +1,24 @@
 """Batcher: computes concurrent requests together.
 
-Each caller waits for its own result. A worker takes the queued requests, computes them as one batch and wakes
-the callers. While requests come one at a time, a caller computes its request itself, which saves waking two
-threads; once several are waiting, batches of them are faster, and a worker takes them when no further one
-arrives. The queue is bounded by rows, and by the bytes that the computation gathers. A request whose caller
-no longer waits is not computed.
+Requests come from an event loop, and threads compute them. A thread takes the queued requests, computes them
+as one batch and passes the results to the loop in one call. The queue is bounded by rows, and by the bytes
+that the computation gathers. A request whose caller no longer waits is not computed.
 
-Invariant: at most `workers` batches are computed at a time, by workers and callers together.
+    event                              effect
+    the caller's deadline passes       DEADLINE_EXCEEDED; the request is skipped when its turn comes
+    the caller is cancelled            the request is skipped when its turn comes
+    `close`                            what is queued is computed; the thread that ends last calls `on_end`
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -25,26 +28,20 @@ from megalith.serving.server.server_config import Batching
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
-Alive = Callable[[], bool]
 
 SETTLE_SECONDS, MAX_SETTLE_SECONDS = 0.0002, 0.004
 """Seconds without a further request after which a busy server computes; and the longest wait for it."""
 
 
 class _QueuedRequest(Generic[Work, Result]):
-    __slots__ = ("alive", "cost", "deadline", "error", "result", "rows", "since", "wake", "work")
+    __slots__ = ("cost", "future", "rows", "since", "work")
 
-    def __init__(self, work: Work, rows: int, cost: int, timeout: float, alive: Alive | None) -> None:
+    def __init__(self, work: Work, rows: int, cost: int) -> None:
         self.work = work
         self.rows = rows
         self.cost = cost
         self.since = time.monotonic()
-        self.deadline = self.since + timeout
-        self.alive = alive
-        self.wake = threading.Lock()
-        self.wake.acquire()  # no limit: it is free
-        self.result: Result | None = None
-        self.error: Exception | None = None
+        self.future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
 
 class Batcher(Generic[Work, Result]):
@@ -58,33 +55,31 @@ class Batcher(Generic[Work, Result]):
         name: str,
         combines: bool = True,
         on_batch: Callable[[int], object] = lambda rows: None,
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self._compute = compute
         self._settings = settings
         self._combines = combines
         self._on_batch = on_batch
+        self._on_end = on_end
         self._queue: deque[_QueuedRequest[Work, Result]] = deque()
         self._changed = threading.Condition()
         self._rows = 0
         self._cost = 0
-        self._busy = 0
-        """Number of batches that are being computed."""
         self._last_size = 1
         """Number of requests of the last batch."""
-        self._own = threading.local()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"megalith-batch-{name}-{k}", daemon=True)
-            for k in range(settings.workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._running = settings.workers
+        """Number of threads that have not ended."""
+        for k in range(settings.workers):
+            # Daemons: a computation that never ends must not keep the process from exiting.
+            threading.Thread(target=self._work, name=f"megalith-batch-{name}-{k}", daemon=True).start()
 
     @property
     def queued_rows(self) -> int:
         return self._rows
 
-    def check(self, rows: int, cost: int = 0) -> None:
+    def check(self, rows: int, cost: int) -> None:
         """Raise InputError for a request that is larger than the empty queue."""
         settings = self._settings
         if rows > settings.max_queue_rows or cost > settings.max_queue_bytes:
@@ -93,11 +88,10 @@ class Batcher(Generic[Work, Result]):
                 f"{settings.max_queue_rows} rows and {settings.max_queue_bytes} bytes; send it in parts"
             )
 
-    def submit(
-        self, work: Work, rows: int, *, cost: int = 0, timeout: float, alive: Alive | None = None
-    ) -> Result:
+    async def submit(self, work: Work, rows: int = 1, *, cost: int = 0, timeout: float) -> Result:
+        """Wait for the result of a request."""
         self.check(rows, cost)
-        queued: _QueuedRequest[Work, Result] = _QueuedRequest(work, rows, cost, timeout, alive)
+        queued: _QueuedRequest[Work, Result] = _QueuedRequest(work, rows, cost)
         with self._changed:
             if self._closed:
                 raise RequestError(Code.UNAVAILABLE, "the server is shutting down")
@@ -106,57 +100,38 @@ class Batcher(Generic[Work, Result]):
                 raise RequestError(
                     Code.RESOURCE_EXHAUSTED, f"{self._rows} rows are already queued; try again later"
                 )
-            idle = not self._queue and self._busy < settings.workers
-            inline = idle and self._last_size == 1 and not settings.max_wait
-            if inline:
-                self._busy += 1
-            else:
-                self._queue.append(queued)
-                self._rows += rows
-                self._cost += cost
-                self._changed.notify()
-        if inline:
-            self._compute_batch([queued])
-        if not queued.wake.acquire(timeout=max(timeout, 0.0)):
-            raise _too_late()
-        if queued.error is not None:
-            raise queued.error
-        return queued.result  # type: ignore[return-value]
+            self._queue.append(queued)
+            self._rows += rows
+            self._cost += cost
+            self._changed.notify()
+        try:
+            async with asyncio.timeout(timeout):
+                return await queued.future
+        except TimeoutError:
+            if not queued.future.cancelled():  # the computation itself failed with a TimeoutError
+                raise
+            raise RequestError(
+                Code.DEADLINE_EXCEEDED, "the deadline passed before the request was computed"
+            ) from None
 
-    def close(self, timeout: float) -> bool:
-        """Compute the queued requests, then end the threads; return whether they ended in time."""
-        end = time.monotonic() + timeout
+    def close(self) -> None:
+        """Accept no further requests, and end the threads once the queued ones are computed."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        with self._changed:
-            idle = self._changed.wait_for(lambda: not self._busy, max(0.0, end - time.monotonic()))
-        return idle and not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
+        if self._settings.threads is not None:
+            torch.set_num_threads(self._settings.threads)
         while batch := self._take():
-            self._compute_batch(batch)
-
-    def _compute_batch(self, batch: Sequence[_QueuedRequest[Work, Result]]) -> None:
-        """Compute a batch, which is counted in `_busy`, and wake its callers."""
-        try:
-            self._set_threads()
-            waiting = [queued for queued in batch if _awaited(queued)]
+            waiting = [queued for queued in batch if not queued.future.cancelled()]
             if waiting:
                 self._fill(waiting)
-        finally:
-            with self._changed:
-                self._busy -= 1
-                if self._queue or self._closed:
-                    self._changed.notify_all()
-
-    def _set_threads(self) -> None:
-        """Set the number of torch threads of this thread, once."""
-        if self._settings.threads is not None and not hasattr(self._own, "threads"):
-            self._own.threads = self._settings.threads
-            torch.set_num_threads(self._settings.threads)
+        with self._changed:
+            self._running -= 1
+            is_last = not self._running
+        if is_last:
+            self._on_end()
 
     def _fill(self, waiting: Sequence[_QueuedRequest[Work, Result]]) -> None:
         results: Sequence[Result | Exception]
@@ -165,34 +140,27 @@ class Batcher(Generic[Work, Result]):
             results = self._compute([queued.work for queued in waiting])
         except Exception as error:
             results = [error] * len(waiting)
-        for queued, result in zip(waiting, results, strict=True):
-            if isinstance(result, Exception):
-                queued.error = result
-            else:
-                queued.result = result
-            queued.wake.release()
+        waiting[0].future.get_loop().call_soon_threadsafe(_deliver, waiting, results)
 
     def _take(self) -> list[_QueuedRequest[Work, Result]]:
-        """Wait for the next batch, and count it in `_busy`; empty once the queue is closed and empty."""
+        """Wait for the next batch; empty once the queue is closed and empty."""
         with self._changed:
             batch: list[_QueuedRequest[Work, Result]] = []
             while not batch:
-                while not self._queue or self._busy >= self._settings.workers:
-                    if self._closed and not self._queue:
+                while not self._queue:
+                    if self._closed:
                         return []
-                    self._changed.wait()  # no limit: the next batch
+                    self._changed.wait()  # no limit: the next piece of work
                 if self._settings.max_wait and self._combines:
                     self._wait_for_more()
                 elif self._combines and max(self._last_size, len(self._queue)) > 1:
                     self._wait_for_arrivals()
-                if self._busy < self._settings.workers:
-                    batch = self._cut()
-            self._busy += 1
+                batch = self._cut()
             self._last_size = len(batch)
             return batch
 
     def _cut(self) -> list[_QueuedRequest[Work, Result]]:
-        """Take a batch from the front of the queue; empty if another worker took it."""
+        """Take a batch from the front of the queue; empty if another thread took it."""
         batch: list[_QueuedRequest[Work, Result]] = []
         rows = cost = 0
         while self._queue:
@@ -230,17 +198,28 @@ class Batcher(Generic[Work, Result]):
                 return
 
 
-def _awaited(queued: _QueuedRequest[Work, Result]) -> bool:
-    """Return whether a caller still waits; otherwise set the error of its request."""
-    if queued.deadline <= time.monotonic():
-        queued.error = _too_late()
-    elif queued.alive is not None and not queued.alive():
-        queued.error = RequestError(Code.CANCELLED, "the client no longer waits")
-    else:
-        return True
-    queued.wake.release()
-    return False
+def _deliver(waiting: Sequence[_QueuedRequest[Work, Result]], results: Sequence[Result | Exception]) -> None:
+    for queued, result in zip(waiting, results, strict=True):
+        if queued.future.done():  # its caller has gone meanwhile
+            continue
+        if isinstance(result, Exception):
+            queued.future.set_exception(result)
+        else:
+            queued.future.set_result(result)
 
 
-def _too_late() -> RequestError:
-    return RequestError(Code.DEADLINE_EXCEEDED, "the deadline passed before the request was computed")
+class WorkerThreads:
+    """Daemon threads for calls that would block the event loop."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._calls: Batcher[Callable[[], Any], Any] = Batcher(
+            lambda batch: [work() for work in batch], Batching(workers=count), name=name, combines=False
+        )
+
+    async def run(self, work: Callable[[], Result], timeout: float) -> Result:
+        context = contextvars.copy_context()  # so that work can add to the line of the access log
+        found: Result = await self._calls.submit(lambda: context.run(work), timeout=timeout)
+        return found
+
+    def close(self) -> None:
+        self._calls.close()

@@ -1,9 +1,17 @@
 """Dispatcher: passes each request, of any protocol, to the model that it names.
 
-Every request is admitted here. It is counted and timed, and refused while the server is full or shutting
-down. Any error becomes a RequestError with the status code that the client gets. The memory of a burst of
-large requests is returned to the operating system with malloc_trim; otherwise the allocator would keep it
-forever.
+Every request is admitted here, in the event loop. It is counted and timed, and refused while the server is
+full or shutting down. Any error becomes a RequestError with the status code that the client gets. The memory
+of a burst of large requests is returned to the operating system with malloc_trim; otherwise the allocator
+would keep it forever.
+
+Nothing here blocks the event loop, so that health and metrics are answered however busy the server is:
+
+    work                                          runs in
+    reading a small request                       the event loop
+    scores                                        the threads of the version (batching.py)
+    reading a large request, looking up rows      READ_THREADS threads
+    writes                                        WRITE_THREADS threads
 
 Requests for the rows of ids have the inputs and outputs of Monolith's two signatures:
 
@@ -17,12 +25,13 @@ ids of table t are `id[id_split[t]:id_split[t + 1]]`. Its output has the rows in
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +41,7 @@ from megalith.library import return_freed_memory
 from megalith.serving.export.servable import Servable
 from megalith.serving.proto.tf_tensors import Strings
 from megalith.serving.server.access_log import AccessLog
-from megalith.serving.server.batching import Alive
+from megalith.serving.server.batching import WorkerThreads
 from megalith.serving.server.inputs import InputReader, Inputs, Rows
 from megalith.serving.server.repository import Repository
 from megalith.serving.server.request_errors import Code, RequestError, as_request_error
@@ -136,25 +145,31 @@ def _shorten(names: Mapping[str, int] | Sequence[str]) -> str:
 
 DEFAULT_TIMEOUT, MAX_TIMEOUT = 60.0, 3600.0
 """Seconds of a request without a deadline, and the longest deadline."""
+READ_THREADS, WRITE_THREADS = 4, 8
+MAX_JSON_BYTES = 4 << 20
+"""Parsed JSON takes up to 25 times its size in memory, so large tensors must be sent as bytes."""
+INLINE_BYTES = 1 << 15
+"""Larger requests, and responses as JSON, are read and written in a thread."""
+Result = TypeVar("Result")
 
 
-class ScoreRequest(Protocol):
+@dataclass(slots=True)
+class ScoreRequest:
     """A request for scores, as a protocol received it."""
 
     model: str
     version: int | str | None
     """Number or label; None: the newest version."""
-    outputs: Sequence[str]
-    """Names of the outputs to return; empty: all. Valid after `read`."""
-    timeout: float | None
-    """Seconds until the client stops waiting; None: no deadline. Valid after `read`."""
-    alive: Alive | None
-    """Whether the client still waits."""
-    reports_missing: bool
+    size: int
+    """Bytes of its message."""
+    read: Callable[[InputReader], Rows]
+    """Reads the rows; called once, after the request is admitted. It may set the fields below."""
+    outputs: Sequence[str] = ()
+    """Names of the outputs to return; empty: all."""
+    timeout: float | None = None
+    """Seconds until the client stops waiting; None: no deadline."""
+    reports_missing: bool = False
     """Whether the response must give the number of ids without a row."""
-
-    def read(self, reader: InputReader, /) -> Rows:
-        """Read the rows; called once, after the request is admitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +194,10 @@ class Dispatcher:
         self.access_log = None if config.access_log is None else AccessLog(config.access_log)
         self._security = config.security
         self._max_concurrent = config.max_concurrent
-        self._changed = threading.Condition()
+        self._readers = WorkerThreads(READ_THREADS, "read")
+        self._writers = WorkerThreads(WRITE_THREADS, "write") if config.allow_writes else None
         self._running = 0
+        self._drained: asyncio.Event | None = None
         self.closing = False
         """Whether the server is shutting down."""
         self._leaving = False
@@ -200,6 +217,8 @@ class Dispatcher:
         raise self.reject(RequestError(Code.PERMISSION_DENIED if known else Code.UNAUTHENTICATED, text))
 
     def check_size(self, size: int) -> None:
+        if size < LARGE_BYTES and size <= self.max_predict_bytes:
+            return
         self.memory.received(size)
         if size > self.max_predict_bytes:
             raise self.reject(
@@ -209,7 +228,13 @@ class Dispatcher:
                 )
             )
 
-    def predict(self, request: ScoreRequest) -> ScoreResult:
+    async def in_thread(self, work: Callable[[], Result], size: int, timeout: float | None = None) -> Result:
+        """Run work that would block the event loop in a thread; at once if it is small."""
+        if size <= INLINE_BYTES:
+            return work()
+        return await self._readers.run(work, _seconds(timeout))
+
+    async def predict(self, request: ScoreRequest) -> ScoreResult:
         with (
             self.admit(request.model, PREDICT) as model,
             model.version(request.version) as version,
@@ -223,21 +248,28 @@ class Dispatcher:
                 self.access_log.note(version=version.number)
             started = time.perf_counter_ns()
             try:
-                rows = request.read(version.reader)
+                if request.size <= INLINE_BYTES:
+                    rows = request.read(version.reader)
+                else:
+                    rows = await self._readers.run(
+                        lambda: request.read(version.reader), _seconds(request.timeout)
+                    )
                 for feature in version.reader.missing(rows):
                     self.metrics.missing_feature(model.name, feature)
                 read = time.perf_counter_ns()
-                scores = version.predict(rows, timeout=_seconds(request.timeout), alive=request.alive)
+                scores = await version.predict(rows, _seconds(request.timeout))
                 ended = time.perf_counter_ns()
                 outputs = _select_outputs(scores, request.outputs)
-                missing = version.count_missing(rows) if request.reports_missing else None
-            except Exception:
+                missing = None
+                if request.reports_missing:
+                    missing = await self._readers.run(lambda: version.count_missing(rows), DEFAULT_TIMEOUT)
+            except BaseException:  # also if the client no longer waits
                 version.statistics.failed(started)
                 raise
             version.statistics.succeeded(rows.count, started, read, ended)
             return ScoreResult(version.number, outputs, missing)
 
-    def lookup(
+    async def lookup(
         self,
         name: str,
         version: int | str | None,
@@ -247,14 +279,16 @@ class Dispatcher:
         outputs: Sequence[str] = (),
         timeout: float | None = None,
     ) -> tuple[int, dict[str, Tensor]]:
-        with self.admit(name, signature) as model:
-            _check_deadline(timeout)
-            with model.version(version) as found:
-                return found.number, lookup_rows(
+        with self.admit(name, signature) as model, model.version(version) as found:
+
+            def look_up() -> dict[str, Tensor]:
+                return lookup_rows(
                     found.servable, read(), signature=signature, outputs=outputs, max_bytes=self.max_bytes
                 )
 
-    def write(
+            return found.number, await self._readers.run(look_up, _seconds(timeout))
+
+    async def write(
         self,
         name: str,
         signature: str,
@@ -265,37 +299,44 @@ class Dispatcher:
     ) -> dict[str, Tensor | Strings]:
         """Pass a message of a publisher to the model's subscriber."""
         with self.admit(name, signature) as model:
-            _check_deadline(timeout)
-            if not self.allow_writes or model.subscriber is None:
+            subscriber = model.subscriber
+            if self._writers is None or subscriber is None:
                 raise RequestError(
                     Code.PERMISSION_DENIED,
                     "this server accepts no writes; start it with --follow, in Python with "
                     "ServerConfig(allow_writes=True)",
                 )
-            if not model.writers.acquire(timeout=_seconds(timeout)):
-                raise RequestError(Code.DEADLINE_EXCEEDED, f"{model.name}: too many writes at once")
-            try:
-                response: dict[str, Tensor | Strings] = model.subscriber.handle(signature, read(), metadata)
-                return response
-            finally:
-                model.writers.release()
+            return await self._writers.run(
+                lambda: dict(subscriber.handle(signature, read(), metadata)), _seconds(timeout)
+            )
 
     @contextmanager
     def admit(self, name: str, signature: str) -> Iterator[ServedModel]:
         """Give the model of a request; count the request, and turn its error into a RequestError."""
         started, label, code = time.perf_counter(), UNKNOWN, "OK"
         try:
-            self._enter()
+            if self.closing:
+                raise RequestError(Code.UNAVAILABLE, "the server is shutting down")
+            if self._running >= self._max_concurrent:
+                raise RequestError(
+                    Code.RESOURCE_EXHAUSTED, f"{self._running} requests are in progress; try again later"
+                )
+            self._running += 1
             try:
                 model = self.repository.find(name)
                 label = model.name
                 yield model
             finally:
-                self._leave()
+                self._running -= 1
+                if not self._running and self._drained is not None:
+                    self._drained.set()
         except Exception as error:
             status, text = as_request_error(error, f"{signature} of {label}")
             code = status.name
             raise RequestError(status, text) from None
+        except asyncio.CancelledError:
+            code = Code.CANCELLED.name
+            raise
         finally:
             if self.access_log is not None:
                 self.access_log.note(model=label, signature=signature)
@@ -312,28 +353,25 @@ class Dispatcher:
         """Report that the server is not ready any more; requests are still answered."""
         self._leaving = True
 
-    def close(self, timeout: float) -> bool:
-        """Refuse new requests and wait for those in progress."""
-        with self._changed:
-            self.closing = self._leaving = True
-            return self._changed.wait_for(lambda: not self._running, timeout)
+    async def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait for those in progress; return whether all of them ended."""
+        self.closing = self._leaving = True
+        if self._running:
+            self._drained = asyncio.Event()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._drained.wait()
+            except TimeoutError:
+                return False
+        return True
 
-    def _enter(self) -> None:
-        """Count a request in progress; raise RequestError if the server is full or shutting down."""
-        with self._changed:
-            if self.closing:
-                raise RequestError(Code.UNAVAILABLE, "the server is shutting down")
-            if self._running >= self._max_concurrent:
-                raise RequestError(
-                    Code.RESOURCE_EXHAUSTED, f"{self._running} requests are in progress; try again later"
-                )
-            self._running += 1
-
-    def _leave(self) -> None:
-        with self._changed:
-            self._running -= 1
-            if self.closing:  # only `close` waits for it
-                self._changed.notify_all()
+    def close(self) -> None:
+        """End the threads, after `drain`."""
+        for threads in (self._readers, self._writers):
+            if threads is not None:
+                threads.close()
+        if self.access_log is not None:
+            self.access_log.close()
 
 
 def unknown_signature(name: str) -> RequestError:
@@ -343,11 +381,6 @@ def unknown_signature(name: str) -> RequestError:
 
 def _seconds(timeout: float | None) -> float:
     return min(DEFAULT_TIMEOUT if timeout is None else timeout, MAX_TIMEOUT)
-
-
-def _check_deadline(timeout: float | None) -> None:
-    if timeout is not None and timeout <= 0:
-        raise RequestError(Code.DEADLINE_EXCEEDED, "the deadline passed before the request was read")
 
 
 def _select_outputs(scores: dict[str, Array], names: Sequence[str]) -> dict[str, Array]:

@@ -1,11 +1,14 @@
-"""HTTP: a server with one thread for each connection, the base class of its handlers, and bodies.
+"""The event loop of a process's servers, HTTP connections on it with uvicorn, and bodies.
 
-Connections, requests and waits are limited. A connection that is silent, or sends its request too slowly, is
-closed, and at once if a new connection needs its slot:
+gRPC, REST and metrics share one event loop, which a daemon thread runs. uvicorn parses HTTP and limits
+headers; this module adds what it leaves to a proxy: a limit of connections, and deadlines. A connection that
+is silent, sends its request too slowly or does not read its response is closed, and at once if a new
+connection needs its slot:
 
-    state       meaning                                                  may be closed for a new connection
-    waiting     idle, in its TLS handshake, or still sending a request   yes, the longest waiting first
-    answering   its request is being answered                            no
+    state       meaning                                                     may be closed for a new connection
+    waiting     idle, in its TLS handshake, still sending a request, or     yes, the longest waiting first
+                receiving its response
+    answering   its request is being answered                               no
 
 So clients that connect and stay silent, or send slowly, cannot keep others out. If all connections are being
 answered, SPARE_CONNECTIONS more are accepted, which may only ask for the server's health; beyond them a
@@ -18,89 +21,301 @@ Responses are compressed for clients that ask for it.
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import functools
 import gzip
-import io
 import logging
+import os
 import socket
-import ssl
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from email.message import Message
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from socketserver import ThreadingMixIn
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from megalith import __version__
+from megalith.errors import RemoteError
+from megalith.library import import_extra
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.security import Security
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+uvicorn: Any = import_extra("uvicorn", "REST and metrics need uvicorn", "serve")
+_H11: Any = import_extra("uvicorn.protocols.http.h11_impl", "REST and metrics need uvicorn", "serve")
 
 MAX_CONNECTIONS = 128
 SPARE_CONNECTIONS = 16
+IDLE_SECONDS = 30.0
+"""Seconds after which a connection without a request is closed."""
+REQUEST_SECONDS = 60.0
+"""Seconds in which a request must arrive completely, and in which its response must be read."""
+CHECK_SECONDS = 1.0
+"""Seconds between two checks of these deadlines."""
+BACKLOG = 128
+START_SECONDS = 30.0
+"""Seconds in which a port must be open."""
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
-class HttpConnection:
-    """A connection of an HTTP server."""
-
-    def __init__(self, client: socket.socket, is_spare: bool) -> None:
-        self.client = client
-        self.is_spare = is_spare
+# ---- the event loop
 
 
-class HttpConnections:
-    """The connections of a server. Thread-safe."""
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all servers of this process."""
+    return _loop_of(os.getpid())
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[HttpConnection, None] = {}  # in the order of their last response
+
+@functools.cache
+def _loop_of(process: int) -> asyncio.AbstractEventLoop:  # a forked process needs its own
+    loop: asyncio.AbstractEventLoop = import_extra("uvloop", "serving needs uvloop", "serve").new_event_loop()
+    aio = import_extra("grpc.aio", "serving needs grpcio", "serve")
+    # gRPC has one poller for all loops of a process. Without this reference it would end with the last
+    # server, in whatever thread collects that server.
+    aio.init_grpc_aio()
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+
+    thread = threading.Thread(target=run, name="megalith-loop", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        if os.getpid() == process:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(1.0)
+
+    atexit.register(end)
+    return loop
+
+
+def run_on_loop(work: Coroutine[Any, Any, Result], timeout: float, what: str) -> Result:
+    """Run a coroutine on the event loop and wait for it; raise RemoteError if it takes too long."""
+    future = asyncio.run_coroutine_threadsafe(work, event_loop())
+    try:
+        return future.result(timeout)
+    except TimeoutError:
+        if future.done():
+            raise
+        future.cancel()
+        raise RemoteError(f"{what} has not ended after {timeout:g} s", code="DEADLINE_EXCEEDED") from None
+
+
+# ---- connections
+
+
+class HttpConnection(_H11.H11Protocol):  # type: ignore[misc]
+    """A connection: uvicorn's protocol, and the states above."""
+
+    def __init__(self, server: HttpServer, client: socket.socket, config: Any, state: Any) -> None:
+        super().__init__(config, state, {"connection": self})
+        self.logger, self.access_log = logger, False
+        self.is_spare = False
+        self._server, self._client = server, client
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.forget(self)
+        super().connection_lost(error)
+
+    def send_400_response(self, message: str) -> None:
+        """Refuse what is not HTTP."""
+        self._server.on_malformed(self.client, message)
+        super().send_400_response(message)
+
+    def abort(self) -> None:
+        """End the connection, whatever it is doing."""
+        if self.transport is not None:
+            self.transport.abort()
+        else:  # in its TLS handshake
+            with suppress(OSError):
+                self._client.shutdown(socket.SHUT_RDWR)
+
+    def begin_answer(self) -> bool:
+        """Note that a request has arrived completely; return False if the connection was closed."""
+        return self._server.begin_answer(self)
+
+    def end_answer(self) -> None:
+        """Note that the response is sent next."""
+        self._server.end_answer(self)
+
+
+class HttpServer:
+    """An HTTP server of an ASGI application on the event loop; `start` and `stop` it."""
+
+    def __init__(
+        self,
+        app: Callable[..., Any],
+        security: Security,
+        host: str,
+        port: int,
+        *,
+        reuse_port: bool = False,
+        on_malformed: Callable[[Any, str], None] = lambda peer, message: None,
+    ) -> None:
+        self._security, self.on_malformed = security, on_malformed
+        security.ssl_context()  # raises if its files cannot be read
+        self._waiting: dict[HttpConnection, float] = {}
+        """Connections and their deadlines, in this order."""
         self._answering: set[HttpConnection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._serving: asyncio.Task[None] | None = None
+        self._listener = _listener(host.strip("[]"), port, reuse_port)
+        self.port: int = self._listener.getsockname()[1]
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=_H11.H11Protocol,
+                loop="none",
+                interface="asgi3",
+                lifespan="off",
+                ws="none",
+                proxy_headers=False,
+                server_header=False,
+                headers=[("server", f"megalith/{__version__}")],
+                timeout_keep_alive=IDLE_SECONDS,
+                log_config=None,
+            )
+        )
 
-    def open(self, client: socket.socket) -> HttpConnection | None:
-        """Register a new connection, and close the longest waiting one if there are too many."""
-        with self._lock:
-            count = len(self._waiting) + len(self._answering)
-            is_spare = len(self._answering) >= MAX_CONNECTIONS
-            if count >= MAX_CONNECTIONS + (SPARE_CONNECTIONS if is_spare else 0):
-                oldest = next(iter(self._waiting), None)
-                if oldest is None:
-                    return None
-                del self._waiting[oldest]
+    def start(self) -> None:
+        """Start to accept connections."""
+        run_on_loop(self._start(), START_SECONDS, f"opening HTTP port {self.port}")
+
+    async def _start(self) -> None:
+        self._server.config.load()
+        self._serving = asyncio.create_task(self._server.serve([]))  # the connections are accepted here
+        self._listener.setblocking(False)
+        self._listener.listen(BACKLOG)
+        self._begin(self._accept())
+        self._begin(self._check_deadlines())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                client, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # too many open files
+                logger.error("HTTP port %d cannot accept a connection: %s", self.port, error)
+                await asyncio.sleep(CHECK_SECONDS)
+                continue
+            connection = HttpConnection(self, client, self._server.config, self._server.server_state)
+            if self._open(connection):
+                self._begin(self._connect(connection, client))
+                continue
+            if not self._security.secure:  # TLS would need a handshake first
                 with suppress(OSError):
-                    # Ends the wait of its thread. An SSLSocket's own method would change its state too.
-                    socket.socket.shutdown(oldest.client, socket.SHUT_RDWR)
-            opened = HttpConnection(client, is_spare)
-            self._waiting[opened] = None
-            return opened
+                    client.send(_FULL)
+            client.close()
+
+    async def _connect(self, connection: HttpConnection, client: socket.socket) -> None:
+        context = self._security.ssl_context()
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection,
+                client,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else REQUEST_SECONDS,
+            )
+        except OSError:  # of the TLS handshake; an SSLError is an OSError
+            self.forget(connection)
+            client.close()
+
+    def stop(self, timeout: float) -> None:
+        """Accept no further connections, wait for responses in progress, and close all connections."""
+        if self._serving is None:
+            self._listener.close()
+            return
+        try:
+            run_on_loop(self._stop(timeout), timeout + START_SECONDS, f"closing HTTP port {self.port}")
+        except RemoteError as error:
+            logger.error("%s; its connections end with this process", error)
+
+    async def _stop(self, timeout: float) -> None:
+        assert self._serving is not None
+        for task in [*self._tasks]:
+            task.cancel()
+        self._listener.close()
+        for connection in [*self._waiting]:
+            if connection.transport is None:  # uvicorn does not know those in their TLS handshake
+                connection.abort()
+        self._server.config.timeout_graceful_shutdown = timeout
+        self._server.should_exit = True
+        try:
+            await self._serving
+        finally:
+            left = [*self._waiting, *self._answering]
+            if self._answering:
+                logger.error("HTTP port %d: %d responses were not sent", self.port, len(self._answering))
+            for connection in left:
+                connection.abort()
+
+    # ---- connections
+
+    def _open(self, connection: HttpConnection) -> bool:
+        """Register a new connection, and close the longest waiting one if there are too many."""
+        count = len(self._waiting) + len(self._answering)
+        connection.is_spare = len(self._answering) >= MAX_CONNECTIONS
+        if count >= MAX_CONNECTIONS + (SPARE_CONNECTIONS if connection.is_spare else 0):
+            oldest = next(iter(self._waiting), None)
+            if oldest is None:
+                return False
+            del self._waiting[oldest]
+            oldest.abort()
+        self._wait(connection)
+        return True
 
     def begin_answer(self, connection: HttpConnection) -> bool:
-        """Note that a request has arrived completely."""
-        with self._lock:
-            if connection not in self._waiting:
-                return False
-            del self._waiting[connection]
-            self._answering.add(connection)
-            return True
+        if self._waiting.pop(connection, None) is None:
+            return False
+        self._answering.add(connection)
+        return True
 
     def end_answer(self, connection: HttpConnection) -> None:
-        """Note that a response was sent."""
-        with self._lock:
-            if connection in self._answering:
-                self._answering.remove(connection)
-                self._waiting[connection] = None
+        if connection in self._answering:
+            self._answering.remove(connection)
+            self._wait(connection)
 
-    def close(self, connection: HttpConnection) -> None:
-        """Forget a connection that has ended."""
-        with self._lock:
-            self._waiting.pop(connection, None)
-            self._answering.discard(connection)
+    def forget(self, connection: HttpConnection) -> None:
+        self._waiting.pop(connection, None)
+        self._answering.discard(connection)
 
+    def _wait(self, connection: HttpConnection) -> None:
+        self._waiting[connection] = time.monotonic() + REQUEST_SECONDS
+
+    async def _check_deadlines(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            now = time.monotonic()
+            for connection, deadline in [*self._waiting.items()]:
+                if deadline > now:
+                    break
+                del self._waiting[connection]
+                connection.abort()
+
+
+def _listener(host: str, port: int, reuse_port: bool) -> socket.socket:
+    """Bind a port, without listening."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+# ---- bodies
 
 GZIP = "gzip"
 MIN_GZIP_BYTES = 1024
@@ -111,11 +326,9 @@ _READ_BYTES, _PIECE_BYTES = 1 << 14, 1 << 18
 """Bytes that are decompressed at a time, and the most that become of them."""
 
 
-def read_body(
-    headers: Message, read: Callable[[int], bytes], limit: int, *, accept_compressed: bool
-) -> bytes:
-    """Read the body of a request."""
-    encoding = headers.get("content-encoding", "identity").strip().lower()
+def body_encoding(headers: Any, limit: int, accept_compressed: bool) -> str:
+    """Return the encoding of a body; raise RequestError if it must not be read."""
+    encoding: str = headers.get("content-encoding", "identity").strip().lower()
     if headers.get("transfer-encoding"):
         raise RequestError(Code.INVALID_ARGUMENT, "send the body with a Content-Length, not in chunks")
     if encoding != "identity" and not (accept_compressed and encoding == GZIP):
@@ -124,19 +337,12 @@ def read_body(
             f"send the body unencoded: {encoding[:30]!r} is not accepted (gzip needs a server started with "
             "--accept-compressed, in Python ServerConfig(accept_compressed=True))",
         )
-    lengths = headers.get_all("content-length", ["0"])
-    given = lengths[0]
-    if len(lengths) > 1 or not given.isascii() or not given.isdecimal() or len(given) > 18:
-        raise RequestError(Code.INVALID_ARGUMENT, "Content-Length must be one decimal number")
-    if int(given) > limit:
+    if int(headers.get("content-length", "0")) > limit:  # uvicorn has checked that it is a number
         raise RequestError(Code.OUT_OF_RANGE, f"the body has more than {limit} bytes")
-    body = read(int(given))
-    if len(body) != int(given):
-        raise RequestError(Code.INVALID_ARGUMENT, "the body is shorter than its Content-Length")
-    return body if encoding == "identity" or not body else _decompress(body, limit)
+    return encoding
 
 
-def _decompress(body: bytes, limit: int) -> bytes:
+def decompress_body(body: bytes, limit: int) -> bytes:
     """Decompress a body; its size is found first, so that one that becomes too large takes no memory."""
     try:
         size = _decompressed_size(body, limit)
@@ -163,198 +369,16 @@ def _decompressed_size(body: bytes, limit: int) -> int:
     return size
 
 
-def compress_body(headers: Message, body: bytes) -> tuple[bytes, dict[str, str]]:
+def compress_body(headers: Any, body: bytes) -> tuple[bytes, dict[str, str]]:
     """Compress the body of a response if the client accepts that and it is large enough."""
     if len(body) < MIN_GZIP_BYTES or not _accepts_gzip(headers):
         return body, {}
     return gzip.compress(body, _LEVEL, mtime=0), {"Content-Encoding": GZIP, "Vary": "Accept-Encoding"}
 
 
-def _accepts_gzip(headers: Message) -> bool:
+def _accepts_gzip(headers: Any) -> bool:
     accepted: dict[str, bool] = {}
-    for part in ",".join(headers.get_all("accept-encoding", [])).lower().split(","):
+    for part in ",".join(headers.getlist("accept-encoding")).lower().split(","):
         name, _, quality = part.partition(";")
         accepted[name.strip()] = quality.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
     return accepted.get(GZIP, accepted.get("*", False))  # "*" stands for what is not named
-
-
-logger = logging.getLogger(__name__)
-
-IDLE_SECONDS = 30.0
-"""Seconds after which a silent connection is closed, also within a request."""
-STOP_SECONDS = 5.0
-"""Seconds in which the loop of a server that stops must end."""
-REQUEST_SECONDS = 120.0
-"""Seconds in which a request must arrive completely."""
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-
-
-class HttpServer(ThreadingMixIn, HTTPServer):
-    """An HTTP server; `start` and `stop` it."""
-
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
-    def __init__(
-        self, handler: type[Handler], security: Security, host: str, port: int, *, reuse_port: bool = False
-    ) -> None:
-        self._security = security
-        self.allow_reuse_port = reuse_port
-        security.ssl_context()  # raises if its files cannot be read
-        self.connections = HttpConnections()
-        self._own = threading.local()
-        self._changed = threading.Condition()
-        self._busy = 0
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        super().__init__((host.strip("[]"), port), handler)
-        self.port: int = self.server_address[1]
-        self._thread = threading.Thread(target=self.serve_forever, name="megalith-http", daemon=True)
-
-    def start(self) -> None:
-        """Start to accept connections."""
-        self._thread.start()
-
-    def stop(self, timeout: float) -> None:
-        """Accept no further connections, and wait for responses in progress."""
-        if self._thread.ident is not None:  # `shutdown` would wait forever for a loop that never started
-            threading.Thread(target=self.shutdown, daemon=True).start()
-            self._thread.join(STOP_SECONDS)
-            if self._thread.is_alive():
-                logger.error("HTTP port %d still accepts connections after %g s", self.port, STOP_SECONDS)
-        self.server_close()
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._busy, timeout):
-                logger.error("HTTP port %d: %d responses end with this process", self.port, self._busy)
-
-    @property
-    def connection(self) -> HttpConnection:
-        """The connection that this thread serves."""
-        opened: HttpConnection = self._own.connection
-        return opened
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Mark a request, which has arrived completely, as in progress."""
-        if not self.connections.begin_answer(self.connection):
-            raise ConnectionAbortedError("closed for another connection")
-        with self._changed:
-            self._busy += 1
-        try:
-            yield
-        finally:
-            self.connections.end_answer(self.connection)
-            with self._changed:
-                self._busy -= 1
-                self._changed.notify_all()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, or send a 503 without a body if there is no room for it."""
-        opened = self.connections.open(request)
-        if opened is None:
-            try:
-                if not self._security.secure:  # TLS would need a handshake first
-                    request.send(_FULL)
-            finally:
-                self.shutdown_request(request)
-            return
-        try:
-            super().process_request(cast(Any, opened), client_address)  # passed to process_request_thread
-        except BaseException:
-            self.connections.close(opened)
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a connection; the TLS handshake happens here, so that a slow client delays no other."""
-        opened: HttpConnection = request
-        client = opened.client
-        try:
-            client.settimeout(IDLE_SECONDS)
-            context = self._security.ssl_context()
-            if context is not None:
-                try:
-                    client = opened.client = context.wrap_socket(
-                        client, server_side=True, do_handshake_on_connect=False
-                    )
-                    client.do_handshake()
-                except (OSError, ssl.SSLError):
-                    self.shutdown_request(client)
-                    return
-            self._own.connection = opened
-            super().process_request_thread(client, client_address)
-        finally:
-            self.connections.close(opened)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a broken connection, for debugging only."""
-        logger.debug("a connection broke", exc_info=True)
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Handles the requests of a connection; subclasses define `do_GET` and others, which call `reply`."""
-
-    protocol_version = "HTTP/1.1"
-    server_version = f"megalith/{__version__}"
-    sys_version = ""
-    # Unbuffered, the status line, headers and body would be separate packets that wait for each other.
-    wbufsize = -1
-    disable_nagle_algorithm = True
-
-    def setup(self) -> None:
-        """Replace the reader by one with deadlines."""
-        super().setup()
-        self.rfile.close()
-        self._reader = _DeadlineReader(self.connection)
-        self.rfile = io.BufferedReader(self._reader)
-
-    def handle_expect_100(self) -> bool:
-        """Answer `Expect: 100-continue`, which clients such as curl await before a large body."""
-        answered = super().handle_expect_100()
-        self.wfile.flush()
-        return answered
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log for debugging only: requests are counted instead."""
-        logger.debug(format, *args)
-
-    def reply(
-        self, status: int, kind: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
-        """Send a response, and start the deadline of the next request."""
-        self._reader.begin()
-        self.connection.settimeout(IDLE_SECONDS)
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-        self.wfile.flush()
-
-
-class _DeadlineReader(io.RawIOBase):
-    """Reads from a connection; raises TimeoutError if it is silent, or if a request takes too long."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the deadline of the next request."""
-        self._deadline = time.monotonic() + REQUEST_SECONDS
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Buffer) -> int:
-        """Read into a buffer, as the file of a socket does."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the request took too long")
-        self._connection.settimeout(min(left, IDLE_SECONDS))
-        return self._connection.recv_into(buffer)

@@ -22,11 +22,10 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from megalith.errors import InputError, MegalithError, UsageError
-from megalith.library import keep_freed_memory
+from megalith.errors import InputError, MegalithError, RemoteError, UsageError
+from megalith.library import import_extra, keep_freed_memory
 from megalith.ops import checks
 from megalith.serving.client.channels import MAX_MESSAGE_BYTES
-from megalith.serving.client.credentials import grpc_module
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.discovery import Discovery, Replica, open_discovery
 from megalith.serving.discovery.contract import is_loopback, is_wildcard
@@ -35,7 +34,8 @@ from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, Signature
 from megalith.serving.proto.limits import MAX_BYTES
 from megalith.serving.server.dispatcher import Dispatcher
-from megalith.serving.server.grpc_calls import ConcurrencyLimits, Health, add_reflection
+from megalith.serving.server.grpc_calls import CallLimits, Calls, Health
+from megalith.serving.server.http import event_loop, run_on_loop
 from megalith.serving.server.open_inference import OIP_SERVICE, OIPService
 from megalith.serving.server.repository import Repository
 from megalith.serving.server.rest import RestServer
@@ -51,7 +51,7 @@ SERVICES = (PREDICTION_SERVICE, MODEL_SERVICE, OIP_SERVICE)
 LAST_SECONDS = 1.0
 """Seconds in which computed responses may reach their clients when the server stops."""
 CANCEL_SECONDS = 30.0
-"""Seconds that gRPC may take to cancel calls when the server stops."""
+"""Seconds that gRPC may take to open its ports, and to cancel calls when the server stops."""
 SPARE_REQUESTS = 16
 """Requests that are accepted beyond `max_concurrent`, to be refused with the number in progress."""
 KEPT_BYTES = 64 << 20
@@ -120,7 +120,7 @@ class ModelServer:
         self._dispatcher = Dispatcher(self._repository, self._metrics, config)
         self._health = Health()
         self._servers: list[Any] = []
-        self._guard: ConcurrencyLimits | None = None
+        self._limits = CallLimits(config.max_concurrent + SPARE_REQUESTS, config.read_seconds)
         self._rest: RestServer | None = None
         self._metrics_server: MetricsServer | None = None
         self._state = "new"
@@ -164,31 +164,26 @@ class ModelServer:
         serving = self._state == "serving"
         self._state = "stopped"
         self._dispatcher.leave()
-        self._health.shut_down()
+        event_loop().call_soon_threadsafe(self._health.shut_down)
         self._unregister()
         if serving:
             linger(self._config.lame_duck_seconds)
         seconds = self._config.drain_seconds
         end = time.monotonic() + seconds
-        if not self._dispatcher.close(seconds):
+        if not run_on_loop(self._dispatcher.drain(seconds), seconds + CANCEL_SECONDS, "the drain"):
             logger.warning("some requests took longer than %g seconds and are cancelled", seconds)
         if self._rest is not None:
             self._rest.stop(LAST_SECONDS)
-        for stopped in [server.stop(LAST_SECONDS) for server in self._servers]:
-            if not stopped.wait(LAST_SECONDS + CANCEL_SECONDS):
-                logger.error(
-                    "gRPC has not ended %g s after it was stopped: calls end with this process",
-                    CANCEL_SECONDS,
-                )
-        if self._guard is not None:
-            self._guard.close()
+        try:
+            run_on_loop(self._stop_grpc(), LAST_SECONDS + CANCEL_SECONDS, "the stop of gRPC")
+        except RemoteError as error:
+            logger.error("%s; its calls end with this process", error)
         self._repository.stop(max(0.0, end - time.monotonic()))
         if self._metrics_server is not None:
             self._metrics_server.stop(LAST_SECONDS)
         if self._own_discovery is not None:
             self._own_discovery.stop()
-        if self._dispatcher.access_log is not None:
-            self._dispatcher.access_log.close()
+        self._dispatcher.close()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -273,15 +268,11 @@ class ModelServer:
         config = self._config
         if config.allow_writes:
             keep_freed_memory(KEPT_BYTES)
-        self._guard = ConcurrencyLimits(
-            config.security,
-            config.max_concurrent + SPARE_REQUESTS,
-            config.read_seconds,
-            self._dispatcher.access_log,
-        )
-        self._port = self._add_port(self._port, writes=True)
+        self._port = run_on_loop(self._add_port(self._port, writes=True), CANCEL_SECONDS, "opening the port")
         if self._shared_port is not None:
-            self._add_port(self._shared_port, writes=False)
+            run_on_loop(
+                self._add_port(self._shared_port, writes=False), CANCEL_SECONDS, "opening the shared port"
+            )
         if config.http_port is not None:
             self._rest = RestServer(
                 self._dispatcher,
@@ -296,21 +287,26 @@ class ModelServer:
                 self._metrics, config.security, config.metrics_host, config.metrics_port
             )
         for grpc_server in self._servers:
-            grpc_server.start()
+            run_on_loop(grpc_server.start(), CANCEL_SECONDS, "the start of gRPC")
         for server in (self._rest, self._metrics_server):
             if server is not None:
                 server.start()
 
-    def _add_port(self, port: int, *, writes: bool) -> int:
+    async def _stop_grpc(self) -> None:
+        for server in self._servers:
+            await server.stop(LAST_SECONDS)
+
+    async def _add_port(self, port: int, *, writes: bool) -> int:
         """Make a gRPC server of a port; return the number of the port."""
-        grpc, config, guard = grpc_module(), self._config, self._guard
-        assert guard is not None
+        config = self._config
         refusal = "" if writes else f"this port is shared by several processes: push to {self.address}"
-        tf_serving = TFService(self._dispatcher, write_refusal=refusal)
-        server = grpc.server(
-            guard.pool,
-            handlers=[*tf_serving.handlers(), *OIPService(self._dispatcher).handlers()],
-            interceptors=[guard.interceptor],
+        calls = Calls(self._limits, config.security, self._dispatcher.access_log)
+        TFService(self._dispatcher, write_refusal=refusal).add_to(calls)
+        OIPService(self._dispatcher).add_to(calls)
+        calls.add_health(self._health)
+        calls.add_reflection(SERVICES)
+        server = import_extra("grpc.aio", "serving needs grpcio", "serve").server(
+            handlers=[calls],
             options=(
                 ("grpc.max_receive_message_length", config.max_request_bytes + MAX_MESSAGE_BYTES - MAX_BYTES),
                 ("grpc.max_send_message_length", -1),
@@ -323,8 +319,6 @@ class ModelServer:
                 ("grpc.max_connection_age_grace_ms", 1000 * GRACE_SECONDS),
             ),
         )
-        self._health.add_to(server)
-        add_reflection(server, SERVICES)
         credentials, address = config.security.grpc_credentials(), self._address(port)
         try:
             if credentials is None:
@@ -343,7 +337,8 @@ class ModelServer:
             if self._state != "serving":
                 return
             available = [model for model in self._repository.models if model.available]
-            self._health.set([*SERVICES, *(model.name for model in available)] if available else ())
+            serving = [*SERVICES, *(model.name for model in available)] if available else []
+            event_loop().call_soon_threadsafe(self._health.set, serving)
             if self._discovery is None:
                 return
             replica = Replica(self._config.advertise or self.address, replica_id=self._config.replica_id)

@@ -8,7 +8,9 @@
     ModelStatistics                Triton: statistics of the loaded versions
     RepositoryIndex                Triton: every version, and whether it is ready
 
-The same messages are the responses over gRPC and, as JSON, over REST (rest.py):
+Inference requests and responses as JSON have the binary data extension: if the header HEADER_LENGTH gives the
+length of the JSON in a body, the bytes of tensors follow it. The other messages are the responses over gRPC
+and, as JSON, over REST (rest.py):
 
     GET   /v2/models/NAME[/versions/VERSION]/config    inputs, outputs and versions
     GET   /v2/models/NAME[/versions/VERSION]/stats     statistics of the loaded versions
@@ -21,14 +23,18 @@ the batch dimension.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalith import __version__
 from megalith.errors import InputError
 from megalith.serving.export.signature import OUTPUT_DTYPES, Signature
-from megalith.serving.proto.infer_tensors import BYTES, DATATYPES, datatype_of
+from megalith.serving.proto.infer_tensors import BYTES, DATATYPES, datatype_of, from_raw, from_values
+from megalith.serving.proto.limits import MAX_RANK, POINTER_BYTES
 from megalith.serving.proto.message_bytes import encode_infer_response, read_infer_message
 from megalith.serving.proto.message_types import (
     POOL,
@@ -48,10 +54,10 @@ from megalith.serving.proto.message_types import (
     ServerMetadataResponse,
     ServerReadyResponse,
 )
-from megalith.serving.server.dispatcher import Dispatcher
+from megalith.serving.proto.tf_tensors import Strings
+from megalith.serving.server.dispatcher import MAX_JSON_BYTES, Dispatcher, ScoreRequest, ScoreResult
 from megalith.serving.server.grpc_calls import (
-    GrpcScoreRequest,
-    grpc_handler,
+    Calls,
     parse,
     remaining,
     report_missing,
@@ -61,8 +67,9 @@ from megalith.serving.server.grpc_calls import (
 from megalith.serving.server.inputs import InputReader, Rows, inputs_of
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.security import Permission, authorization_of
-from megalith.serving.server.served_model import ServedModel
+from megalith.serving.server.served_model import Array, ServedModel
 from megalith.serving.wire_names import ModelState
+from megalith.storage.json_codec import parse_json
 
 OIP_SERVICE = "inference.GRPCInferenceService"
 SERVER, PLATFORM = "megalith", "megalith"
@@ -76,7 +83,7 @@ class OIPService:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
-    def handlers(self) -> list[Any]:
+    def add_to(self, calls: Calls) -> None:
         methods = {
             "ServerLive": self._server_live,
             "ServerReady": self._server_ready,
@@ -88,40 +95,40 @@ class OIPService:
             "ModelStatistics": self._model_statistics,
             "RepositoryIndex": self._repository_index,
         }
-        return [grpc_handler(OIP_SERVICE, methods, self._dispatcher.access_log)]
+        calls.add(OIP_SERVICE, methods)
 
-    def _server_live(self, data: bytes, context: Any) -> bytes:
+    async def _server_live(self, data: bytes, context: Any) -> bytes:
         return serialize(ServerLiveResponse(live=True))
 
-    def _server_ready(self, data: bytes, context: Any) -> bytes:
+    async def _server_ready(self, data: bytes, context: Any) -> bytes:
         return serialize(ServerReadyResponse(ready=self._dispatcher.ready))
 
-    def _model_ready(self, data: bytes, context: Any) -> bytes:
+    async def _model_ready(self, data: bytes, context: Any) -> bytes:
         request = parse(self._dispatcher, ModelReadyRequest, data)
         ready = model_ready(self._dispatcher, request.name, request.version)
         return serialize(ModelReadyResponse(ready=ready))
 
-    def _server_metadata(self, data: bytes, context: Any) -> bytes:
+    async def _server_metadata(self, data: bytes, context: Any) -> bytes:
         return serialize(ServerMetadataResponse(name=SERVER, version=__version__, extensions=EXTENSIONS))
 
-    def _model_metadata(self, data: bytes, context: Any) -> bytes:
+    async def _model_metadata(self, data: bytes, context: Any) -> bytes:
         request = parse(self._dispatcher, ModelMetadataRequest, data)
         described = describe(self._dispatcher, request.name, request.version)
         return serialize(ModelMetadataResponse(**described))
 
-    def _model_config(self, data: bytes, context: Any) -> bytes:
+    async def _model_config(self, data: bytes, context: Any) -> bytes:
         request = parse(self._dispatcher, ModelConfigRequest, data)
         return serialize(model_config(self._dispatcher, request.name, request.version))
 
-    def _model_statistics(self, data: bytes, context: Any) -> bytes:
+    async def _model_statistics(self, data: bytes, context: Any) -> bytes:
         request = parse(self._dispatcher, ModelStatisticsRequest, data)
         return serialize(model_statistics(self._dispatcher, request.name, request.version))
 
-    def _repository_index(self, data: bytes, context: Any) -> bytes:
+    async def _repository_index(self, data: bytes, context: Any) -> bytes:
         request = parse(self._dispatcher, RepositoryIndexRequest, data)
         return serialize(repository_index(self._dispatcher, ready_only=request.ready))
 
-    def _model_infer(self, data: bytes, context: Any) -> bytes:
+    async def _model_infer(self, data: bytes, context: Any) -> bytes:
         self._dispatcher.permit(authorization_of(context.invocation_metadata()), Permission.READ)
         self._dispatcher.check_size(len(data))
         message = read_infer_message(data)
@@ -142,15 +149,15 @@ class OIPService:
             number = parse_version(version)
         except InputError as error:
             raise self._dispatcher.reject(error) from None
-        scored = self._dispatcher.predict(
-            GrpcScoreRequest(
+        scored = await self._dispatcher.predict(
+            ScoreRequest(
                 model,
                 number,
+                len(data),
+                read,
                 outputs,
                 remaining(context),
-                context.is_active,
-                read,
-                wants_missing(context),
+                reports_missing=wants_missing(context),
             )
         )
         report_missing(context, scored.missing_ids)
@@ -298,3 +305,158 @@ def message_to_json(message: Message) -> dict[str, Any]:
         else:
             made[field.name] = message_to_json(value)
     return made
+
+
+# ---- requests for scores as JSON
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+"""Header that gives the number of bytes of JSON in a body; tensors follow."""
+
+
+class InferBody:
+    """The body of a request for scores."""
+
+    def __init__(self, body: bytes, header: str | None) -> None:
+        self._body, self._header = body, header
+        self._request: dict[str, Any] = {}
+        self._binary: dict[str, bool] = {}
+        self.request: ScoreRequest
+
+    def read(self, reader: InputReader) -> Rows:
+        """Parse the body and read the rows; sets the outputs and the timeout of the request."""
+        self._request, tensors = _split(self._body, self._header)
+        self._binary = _wanted_outputs(self._request)
+        self.request.outputs, self.request.timeout = list(self._binary), _timeout(self._request)
+        return reader.read(_json_inputs(self._request, tensors, reader.max_bytes))
+
+    def response(self, scored: ScoreResult) -> tuple[dict[str, Any], bytes]:
+        given = _parameters(self._request).get("binary_data_output") is True
+        reply: dict[str, Any] = {"model_name": self.request.model, "model_version": str(scored.version)}
+        if isinstance(self._request.get("id"), str):
+            reply["id"] = self._request["id"]
+        if scored.missing_ids is not None:
+            reply["parameters"] = {"missing_ids": scored.missing_ids}
+        outputs, binary = [], []
+        for output, array in scored.outputs.items():
+            datatype = DATATYPES[OUTPUT_DTYPES[array.dtype.name]]
+            described: dict[str, Any] = {"name": output, "datatype": datatype, "shape": list(array.shape)}
+            if self._binary.get(output, given):
+                described["parameters"] = {"binary_data_size": array.nbytes}
+                binary.append(array.tobytes())
+            else:
+                described["data"] = _numbers(array)
+            outputs.append(described)
+        return {**reply, "outputs": outputs}, b"".join(binary)
+
+
+def _split(body: bytes, header: str | None) -> tuple[dict[str, Any], bytes]:
+    """Split a body into its JSON and the bytes of the tensors that follow."""
+    length = len(body)
+    if header is not None:
+        if not header.isascii() or not header.isdecimal() or len(header) > 18 or int(header) > length:
+            raise InputError(f"{HEADER_LENGTH} must be at most the body's {length} bytes")
+        length = int(header)
+    if length > MAX_JSON_BYTES:
+        raise RequestError(
+            Code.OUT_OF_RANGE,
+            f"the body has {length} bytes of JSON, more than {MAX_JSON_BYTES}; send tensors as bytes",
+        )
+    request = parse_json(body[:length], _body_error)
+    if not isinstance(request, dict) or not isinstance(request.get("inputs"), list):
+        raise InputError('the body must be a JSON object with "inputs", a list')
+    return request, body[length:]
+
+
+def _body_error(problem: str) -> InputError:
+    return InputError(f"the body {problem[:200]}")
+
+
+def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = given.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise InputError("parameters must be a JSON object")
+    return parameters
+
+
+def _timeout(request: Mapping[str, Any]) -> float | None:
+    """Return the timeout in seconds; the parameter is in microseconds, as in Triton."""
+    given = _parameters(request).get("timeout")
+    if given is None:
+        return None
+    if type(given) is not int or given < 0:
+        raise InputError("timeout must be an integer number of microseconds")
+    return given / 1e6
+
+
+def _wanted_outputs(request: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the requested outputs, and whether each is returned as bytes."""
+    default = _parameters(request).get("binary_data_output") is True
+    outputs = request.get("outputs", [])
+    if not isinstance(outputs, list):
+        raise InputError("outputs must be a list")
+    wanted = {}
+    for output in outputs:
+        if not isinstance(output, dict) or not isinstance(output.get("name"), str):
+            raise InputError("an output must be a JSON object with a name")
+        wanted[output["name"]] = _parameters(output).get("binary_data", default) is True
+    return wanted
+
+
+def _json_inputs(request: Mapping[str, Any], tensors: bytes, max_bytes: int) -> dict[str, Tensor | Strings]:
+    read: dict[str, Tensor | Strings] = {}
+    at, left = 0, max_bytes
+    for given in request["inputs"]:
+        if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+            raise InputError("an input must be a JSON object with a name")
+        name = f"input {given['name'][:100]!r}"
+        datatype, shape = given.get("datatype"), given.get("shape")
+        if not isinstance(datatype, str) or not isinstance(shape, list) or not _are_integers(shape):
+            raise InputError(f"{name} needs a datatype and a shape, a list of integers")
+        if given["name"] in read:
+            raise InputError(f"{name} is given twice")
+        size = _parameters(given).get("binary_data_size")
+        if size is not None:
+            if type(size) is not int or not 0 <= size <= len(tensors) - at or "data" in given:
+                raise InputError(f"{name}: binary_data_size {str(size)[:30]} does not fit the body")
+            value = from_raw(datatype, shape, tensors[at : at + size], name=name, max_bytes=left)
+            at += size
+        else:
+            values = _flat(given.get("data"), name)
+            if datatype == BYTES:
+                values = _encoded(values, name)
+            value = from_values(datatype, shape, values, name=name, max_bytes=left)
+        read[given["name"]] = value
+        left -= value.nbytes if isinstance(value, Tensor) else value.size * POINTER_BYTES
+    if at != len(tensors):
+        raise InputError(f"{len(tensors) - at} bytes after the last tensor")
+    return read
+
+
+def _encoded(values: list[Any], name: str) -> list[Any]:
+    try:
+        return [value.encode() if isinstance(value, str) else value for value in values]
+    except UnicodeEncodeError:
+        raise InputError(f"{name}: contains an unpaired surrogate") from None
+
+
+def _are_integers(sizes: list[Any]) -> bool:
+    return all(type(size) is int for size in sizes)
+
+
+def _flat(data: Any, name: str) -> list[Any]:
+    """Return values in row-major order, from a flat list or from nested lists."""
+    if not isinstance(data, list):
+        raise InputError(f"{name} needs data, a list")
+    values: list[Any] = data
+    for _ in range(MAX_RANK):
+        if not any(isinstance(item, list) for item in values):
+            return values
+        if not all(isinstance(item, list) for item in values):
+            raise InputError(f"{name}: data mixes lists and values")
+        values = [value for item in values for value in item]
+    raise InputError(f"{name}: data is nested too deeply")
+
+
+def _numbers(array: Array) -> list[float | None]:
+    """Return values for JSON in row-major order: null where they are not finite."""
+    return [value if math.isfinite(value) else None for value in array.reshape(-1).tolist()]

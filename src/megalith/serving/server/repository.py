@@ -42,6 +42,8 @@ MAX_FILES = 10_000
 """Maximum number of files of a version that are compared to detect a change."""
 KEPT_VERSIONS, KEPT_VERSIONS_OF_PARTS = 1, 2
 """Default number of versions served; a ps part also serves the previous one, which an entry may need."""
+CLOSE_SECONDS = 5.0
+"""Seconds in which the computation of versions must end when the server stops, however long requests took."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 600.0
 """Seconds until a version that failed to open is tried again; doubled after each try, up to the maximum."""
 
@@ -118,9 +120,11 @@ class Repository:
             self._thread.join(timeout)  # it may be opening a large version, which is then not served
             if self._thread.is_alive():
                 logger.error("the check of %s for versions has not ended after %g s", self.directory, timeout)
+        retired = [model.remove(number) for model in self.models for number in model.versions]
+        end = max(end, time.monotonic() + CLOSE_SECONDS)
+        for version in retired:
+            version.join(max(0.0, end - time.monotonic()))
         for model in self.models:
-            for number in model.versions:
-                model.remove(number, max(0.0, end - time.monotonic()))
             if model.subscriber is not None:
                 model.subscriber.close()
 

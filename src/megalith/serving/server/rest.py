@@ -1,6 +1,6 @@
 """The Open Inference Protocol, version 2, and TF Serving's interface over REST.
 
-Paths of the Open Inference Protocol; tf_rest.py and triton_extensions.py have those of TF Serving and Triton:
+Paths of the Open Inference Protocol; tf_serving.py and open_inference.py have those of TF Serving and Triton:
 
     GET   /v2                                          name and version of the server
     GET   /v2/health/live, /v2/health/ready            health; needs no token
@@ -13,22 +13,31 @@ HEAD is answered as GET, without the body.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, Any
 
 from megalith import __version__
 from megalith.errors import InputError
+from megalith.library import import_extra
 from megalith.serving.server.access_log import TRACEPARENT
-from megalith.serving.server.dispatcher import Dispatcher
+from megalith.serving.server.dispatcher import Dispatcher, ScoreRequest
 from megalith.serving.server.grpc_calls import MISSING_IDS
-from megalith.serving.server.http import Handler, HttpServer, compress_body, read_body
-from megalith.serving.server.infer_json import HEADER_LENGTH, InferRequest
+from megalith.serving.server.http import (
+    GZIP,
+    HttpConnection,
+    HttpServer,
+    body_encoding,
+    compress_body,
+    decompress_body,
+)
 from megalith.serving.server.open_inference import (
     EXTENSIONS,
+    HEADER_LENGTH,
     SERVER,
+    InferBody,
     describe,
     message_to_json,
     model_config,
@@ -39,12 +48,19 @@ from megalith.serving.server.open_inference import (
 )
 from megalith.serving.server.request_errors import HTTP_STATUS, Code, RequestError
 from megalith.serving.server.security import Permission, Security
-from megalith.serving.server.tf_rest import TFPath, TFRequest
+from megalith.serving.server.tf_serving import TFBody, TFPath
 from megalith.storage.json_codec import parse_json
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 MODEL_VERSION = "Megalith-Model-Version"
 """Header of a response with scores: the version that computed them."""
 _MAX_INDEX_BYTES = 1000
+_ROUTING: Any = import_extra("starlette.routing", "REST needs starlette", "serve")
+_REQUESTS: Any = import_extra("starlette.requests", "REST needs starlette", "serve")
+_RESPONSES: Any = import_extra("starlette.responses", "REST needs starlette", "serve")
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,11 @@ class HttpReply:
     status: int = 200
     code: str = "OK"
     headers: dict[str, str] = field(default_factory=dict)
+    size: int = 0
+    """About how many bytes the JSON has, if that may be many."""
+
+
+Endpoint = Callable[["Request", bytes], Awaitable[HttpReply]]
 
 
 class RestServer(HttpServer):
@@ -71,171 +92,217 @@ class RestServer(HttpServer):
         accept_compressed: bool = False,
         reuse_port: bool = False,
     ) -> None:
-        self.dispatcher = dispatcher
-        self.security = security
-        self.accept_compressed = accept_compressed
-        super().__init__(_RestHandler, security, host, port, reuse_port=reuse_port)
-
-
-class _RestHandler(Handler):
-    server: RestServer
-
-    def do_GET(self) -> None:
-        self._answer(self._get)
-
-    def do_HEAD(self) -> None:
-        self._answer(self._get)
-
-    def do_POST(self) -> None:
-        self._answer(self._post)
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is not a GET, HEAD or POST of HTTP; called by the base class."""
-        log = self.server.dispatcher.access_log
-        if log is not None:
-            host, port = self.client_address[:2]
-            name = f"{self.command or ''} {getattr(self, 'path', '')}".strip()
-            trace = self.headers.get(TRACEPARENT) if hasattr(self, "headers") else None
-            with log.call("http", name, f"{host}:{port}", trace) as fields:
-                grpc_code = Code.UNIMPLEMENTED if code == 501 else Code.INVALID_ARGUMENT
-                fields |= {"status": code, "code": grpc_code.name, "reason": message or ""}
-        super().send_error(code, message, explain)
-
-    def _answer(self, method: Callable[[list[str], bytes], HttpReply]) -> None:
-        refused: RequestError | None = None
-        parts, body = [], b""
-        try:
-            parts, body = self._admitted(), self._body()
-        except RequestError as error:
-            refused = error
-        with self.server.answering():
-            reply = self._logged(lambda: _error_reply(refused) if refused else method(parts, body))
-            if self.server.dispatcher.closing:
-                self.close_connection = True
-            self.reply(*reply)
-
-    def _logged(self, call: Callable[[], HttpReply]) -> tuple[int, str, bytes, dict[str, str]]:
-        """Return the arguments of `reply` for a call; log the call, before its response is sent."""
-        log = self.server.dispatcher.access_log
-        if log is None:
-            return self._encoded(_result_of(call))
-        host, port = self.client_address[:2]
-        trace = self.headers.get(TRACEPARENT)
-        with log.call("http", f"{self.command} {self.path}", f"{host}:{port}", trace) as fields:
-            result = _result_of(call)
-            reply = self._encoded(result)
-            sent = self.headers.get("content-length", "0")
-            size = int(sent) if sent.isascii() and sent.isdecimal() and len(sent) < 19 else 0
-            fields |= {"status": result.status, "code": result.code}
-            fields |= {"request_bytes": size, "response_bytes": len(reply[2])}
-            return reply
-
-    def _encoded(self, reply: HttpReply) -> tuple[int, str, bytes, dict[str, str]]:
-        text = json.dumps(reply.data, allow_nan=False).encode()
-        headers, kind = dict(reply.headers), "application/json"
-        if reply.tensors:
-            headers[HEADER_LENGTH] = str(len(text))
-            kind = "application/octet-stream"
-        body, encoding = compress_body(self.headers, text + reply.tensors)
-        return reply.status, kind, body, headers | encoding
-
-    def _admitted(self) -> list[str]:
-        """Return the parts of the path; otherwise raise RequestError and end the connection unread."""
-        close, self.close_connection = self.close_connection, True
-        try:
-            parts = [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]] or [""]
-        except ValueError:
-            raise RequestError(Code.INVALID_ARGUMENT, "the path is malformed") from None
-        open_to_all = parts[:2] == ["v2", "health"] and self.command in ("GET", "HEAD")
-        sent, security = self.headers.get("authorization"), self.server.security
-        is_scoring = parts[-1] == "infer" or parts[-1].endswith(":predict")
-        is_read = is_scoring and security.permits(sent, Permission.READ)
-        if not open_to_all and not is_read and not security.admits(sent):
-            raise RequestError(Code.UNAUTHENTICATED, "this server requires a token")
-        if not open_to_all and self.server.connection.is_spare:
-            raise RequestError(Code.UNAVAILABLE, "the server has too many connections; try again later")
-        self.close_connection = close
-        return parts
-
-    def _body(self) -> bytes:
-        """Read the body; raise RequestError, and end the connection, if it must not be read."""
-        close, self.close_connection = self.close_connection, True
-        limit = min(self.server.dispatcher.max_bytes, self.server.dispatcher.max_predict_bytes)
-        if self.command != "POST":
-            limit = 0
-        body = read_body(
-            self.headers, self.rfile.read, limit, accept_compressed=self.server.accept_compressed
+        self._dispatcher = dispatcher
+        self._accept_compressed = accept_compressed
+        self._other = _ROUTING.request_response(self._endpoint(_no_such_path))
+        super().__init__(
+            _ROUTING.Router(self._routes(), redirect_slashes=False, default=self._other),
+            security,
+            host,
+            port,
+            reuse_port=reuse_port,
+            on_malformed=self._log_malformed,
         )
-        self.close_connection = close
+
+    def _routes(self) -> list[Any]:
+        def route(method: str, path: str, endpoint: Endpoint, **options: bool) -> Any:
+            return _ROUTING.Route(path, self._endpoint(endpoint, **options), methods=[method])
+
+        model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
+        get = [
+            ("/v2", _server_metadata),
+            ("/v2/models/stats", self._statistics),
+            *((path, self._describe) for path in (model, version)),
+            *((f"{path}/ready", self._model_ready) for path in (model, version)),
+            *((f"{path}/config", self._config) for path in (model, version)),
+            *((f"{path}/stats", self._statistics) for path in (model, version)),
+            ("/v1/models/{selected:path}", self._describe_selected),
+        ]
+        return [
+            *(route("POST", f"{path}/infer", self._infer, scores=True) for path in (model, version)),
+            route("POST", "/v1/models/{selected:path}", self._predict, scores=True),
+            route("GET", "/v2/health/live", _live, public=True),
+            route("GET", "/v2/health/ready", self._ready, public=True),
+            *(route("GET", path, endpoint) for path, endpoint in get),
+            route("POST", "/v2/repository/index", self._index),
+            _ROUTING.Mount("", self._other),  # otherwise another method on a path would be a 405
+        ]
+
+    # ---- every request
+
+    def _endpoint(
+        self, endpoint: Endpoint, *, scores: bool = False, public: bool = False
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of a route: limits, tokens, the body, errors and the access log."""
+
+        async def answer(request: Request) -> Response:
+            connection: HttpConnection = request.scope["state"]["connection"]
+            close = True  # the body is not read
+            try:
+                self._admit(request, connection, scores, public)
+                body = await self._body(request)
+                close = self._dispatcher.closing
+                reply = None
+            except RequestError as error:
+                reply, body = _error_reply(error), b""
+            except _REQUESTS.ClientDisconnect:
+                return _nothing()
+            if not connection.begin_answer():
+                return _nothing()
+            try:
+                with self._log_line(request) as fields:
+                    if reply is None:
+                        try:
+                            reply = await endpoint(request, body)
+                        except RequestError as error:
+                            reply = _error_reply(error)
+                            fields["reason"] = str(error) if error.code is Code.UNIMPLEMENTED else None
+                    response = await self._response(request, reply, close)
+                    fields |= {"status": reply.status, "code": reply.code}
+                    fields |= {"request_bytes": len(body), "response_bytes": len(response.body)}
+            finally:
+                connection.end_answer()
+            return response
+
+        return answer
+
+    def _admit(self, request: Request, connection: HttpConnection, scores: bool, public: bool) -> None:
+        if public:
+            return
+        sent = request.headers.get("authorization")
+        if not (scores and self._security.permits(sent, Permission.READ)) and not self._security.admits(sent):
+            raise RequestError(Code.UNAUTHENTICATED, "this server requires a token")
+        if connection.is_spare:
+            raise RequestError(Code.UNAVAILABLE, "the server has too many connections; try again later")
+
+    async def _body(self, request: Request) -> bytes:
+        """Read the body; raise RequestError if it must not be read."""
+        dispatcher = self._dispatcher
+        limit = min(dispatcher.max_bytes, dispatcher.max_predict_bytes) if request.method == "POST" else 0
+        encoding = body_encoding(request.headers, limit, accept_compressed=self._accept_compressed)
+        body = await request.body()
+        if encoding == GZIP and body:
+            return await dispatcher.in_thread(lambda: decompress_body(body, limit), limit)
         return body
 
-    def _get(self, parts: list[str], body: bytes) -> HttpReply:
-        dispatcher = self.server.dispatcher
-        match parts:
-            case ["v2"]:
-                return HttpReply({"name": SERVER, "version": __version__, "extensions": list(EXTENSIONS)})
-            case ["v2", "health", "live"]:
-                return HttpReply({"live": True})
-            case ["v2", "health", "ready"]:
-                return _ready(dispatcher.ready)
-            case ["v2", "models", "stats"]:
-                return HttpReply(message_to_json(model_statistics(dispatcher, "", "")))
-            case ["v2", "models", name]:
-                return HttpReply(describe(dispatcher, name, ""))
-            case ["v2", "models", name, "versions", version]:
-                return HttpReply(describe(dispatcher, name, version))
-            case ["v2", "models", name, "ready"]:
-                return _ready(model_ready(dispatcher, name, ""))
-            case ["v2", "models", name, "versions", version, "ready"]:
-                return _ready(model_ready(dispatcher, name, version))
-            case ["v2", "models", name, ("config" | "stats") as what]:
-                return _extension(dispatcher, name, "", what)
-            case ["v2", "models", name, "versions", version, ("config" | "stats") as what]:
-                return _extension(dispatcher, name, version, what)
-            case ["v1", "models", *selected]:
-                return HttpReply(TFPath.parse(selected).describe(dispatcher))
-        raise _no_such_path()
+    async def _response(self, request: Request, reply: HttpReply, close: bool) -> Response:
+        def encode() -> tuple[bytes, dict[str, str]]:
+            text = json.dumps(reply.data, allow_nan=False).encode()
+            headers = {"content-type": "application/json", **reply.headers}
+            if reply.tensors:
+                headers |= {HEADER_LENGTH: str(len(text)), "content-type": "application/octet-stream"}
+            body, encoding = compress_body(request.headers, text + reply.tensors)
+            return body, headers | encoding
 
-    def _post(self, parts: list[str], body: bytes) -> HttpReply:
-        match parts:
-            case ["v2", "models", name, "infer"]:
-                return self._infer(name, "", body)
-            case ["v2", "models", name, "versions", version, "infer"]:
-                return self._infer(name, version, body)
-            case ["v2", "repository", "index"]:
-                return _index(self.server.dispatcher, body)
-            case ["v1", "models", *selected]:
-                return self._predict(TFPath.parse(selected), body)
-        raise _no_such_path()
+        body, headers = await self._dispatcher.in_thread(encode, reply.size)
+        if close:
+            headers["connection"] = "close"
+        response: Response = _RESPONSES.Response(body, reply.status, headers)
+        return response
 
-    def _infer(self, name: str, version: str, body: bytes) -> HttpReply:
-        dispatcher = self.server.dispatcher
-        dispatcher.permit(self.headers.get("authorization"), Permission.READ)
-        dispatcher.memory.received(len(body))
+    def _log_line(self, request: Request) -> contextlib.AbstractContextManager[dict[str, Any]]:
+        log = self._dispatcher.access_log
+        if log is None:
+            return contextlib.nullcontext({})
+        path = request.scope["raw_path"].decode("ascii", "replace")
+        trace = request.headers.get(TRACEPARENT)
+        return log.call("http", f"{request.method} {path}", _peer(request.scope["client"]), trace)
+
+    def _log_malformed(self, peer: Any, message: str) -> None:
+        log = self._dispatcher.access_log
+        if log is not None:
+            with log.call("http", "", _peer(peer), None) as fields:
+                fields |= {"status": 400, "code": Code.INVALID_ARGUMENT.name, "reason": message}
+
+    # ---- endpoints
+
+    async def _ready(self, request: Request, body: bytes) -> HttpReply:
+        return _readiness(self._dispatcher.ready)
+
+    async def _model_ready(self, request: Request, body: bytes) -> HttpReply:
+        return _readiness(model_ready(self._dispatcher, *_selected(request)))
+
+    async def _describe(self, request: Request, body: bytes) -> HttpReply:
+        return HttpReply(describe(self._dispatcher, *_selected(request)))
+
+    async def _config(self, request: Request, body: bytes) -> HttpReply:
+        return HttpReply(message_to_json(model_config(self._dispatcher, *_selected(request)).config))
+
+    async def _statistics(self, request: Request, body: bytes) -> HttpReply:
+        return HttpReply(message_to_json(model_statistics(self._dispatcher, *_selected(request))))
+
+    async def _describe_selected(self, request: Request, body: bytes) -> HttpReply:
+        path = TFPath.parse(request.path_params["selected"].split("/"))
+        return HttpReply(path.describe(self._dispatcher))
+
+    async def _index(self, request: Request, body: bytes) -> HttpReply:
+        def error(problem: str) -> RequestError:
+            return self._dispatcher.reject(InputError(f"the body {problem[:200]}"))
+
+        given = parse_json(body or b"{}", error, max_bytes=_MAX_INDEX_BYTES)
+        ready = isinstance(given, dict) and given.get("ready") is True
+        return HttpReply(message_to_json(repository_index(self._dispatcher, ready_only=ready))["models"])
+
+    async def _infer(self, request: Request, body: bytes) -> HttpReply:
+        self._check_scores(request, body)
+        name, version = _selected(request)
         try:
             number = parse_version(version)
         except InputError as error:
-            raise dispatcher.reject(error) from None
-        header = self.headers.get(HEADER_LENGTH)
-        request = InferRequest(name, number, body, header, MISSING_IDS in self.headers)
-        return HttpReply(*request.response(dispatcher.predict(request)))
+            raise self._dispatcher.reject(error) from None
+        asked = InferBody(body, request.headers.get(HEADER_LENGTH))
+        asked.request = _score_request(request, name, number, body, asked.read)
+        scored = await self._dispatcher.predict(asked.request)
+        data, tensors = asked.response(scored)
+        return HttpReply(data, tensors, size=len(body))
 
-    def _predict(self, path: TFPath, body: bytes) -> HttpReply:
-        dispatcher = self.server.dispatcher
+    async def _predict(self, request: Request, body: bytes) -> HttpReply:
+        path = TFPath.parse(request.path_params["selected"].split("/"))
         if path.action != "predict":
-            raise _no_such_path()
-        dispatcher.permit(self.headers.get("authorization"), Permission.READ)
-        dispatcher.memory.received(len(body))
-        request = TFRequest(path, body, MISSING_IDS in self.headers)
-        scored = dispatcher.predict(request)
-        return HttpReply(request.response(scored), headers={MODEL_VERSION: str(scored.version)})
+            return await _no_such_path(request, body)
+        self._check_scores(request, body)
+        asked = TFBody(body)
+        scored = await self._dispatcher.predict(
+            _score_request(request, path.model, path.version, body, asked.read)
+        )
+        headers = {MODEL_VERSION: str(scored.version)}
+        return HttpReply(asked.response(scored), headers=headers, size=len(body))
+
+    def _check_scores(self, request: Request, body: bytes) -> None:
+        self._dispatcher.permit(request.headers.get("authorization"), Permission.READ)
+        self._dispatcher.memory.received(len(body))
 
 
-def _result_of(call: Callable[[], HttpReply]) -> HttpReply:
-    try:
-        return call()
-    except RequestError as error:
-        return _error_reply(error)
+def _selected(request: Request) -> tuple[str, str]:
+    """Return the model and the version of a path; "": none."""
+    return request.path_params.get("name", ""), request.path_params.get("version", "")
+
+
+def _score_request(
+    request: Request, model: str, version: int | str | None, body: bytes, read: Any
+) -> ScoreRequest:
+    return ScoreRequest(model, version, len(body), read, reports_missing=MISSING_IDS in request.headers)
+
+
+async def _live(request: Request, body: bytes) -> HttpReply:
+    return HttpReply({"live": True})
+
+
+async def _server_metadata(request: Request, body: bytes) -> HttpReply:
+    return HttpReply({"name": SERVER, "version": __version__, "extensions": list(EXTENSIONS)})
+
+
+async def _no_such_path(request: Request, body: bytes) -> HttpReply:
+    if request.method not in ("GET", "HEAD", "POST"):
+        raise RequestError(Code.UNIMPLEMENTED, f"{request.method[:30]} is not supported; use GET or POST")
+    raise RequestError(
+        Code.NOT_FOUND,
+        "unknown path; see the Open Inference Protocol, version 2, or TF Serving's REST interface",
+    )
+
+
+def _readiness(ready: bool) -> HttpReply:
+    return HttpReply({"ready": ready}, status=200 if ready else 503)
 
 
 def _error_reply(error: RequestError) -> HttpReply:
@@ -243,27 +310,11 @@ def _error_reply(error: RequestError) -> HttpReply:
     return HttpReply({"error": str(error)}, status=status, code=error.code.name)
 
 
-def _extension(dispatcher: Dispatcher, name: str, version: str, what: str) -> HttpReply:
-    if what == "stats":
-        return HttpReply(message_to_json(model_statistics(dispatcher, name, version)))
-    return HttpReply(message_to_json(model_config(dispatcher, name, version).config))
+def _nothing() -> Response:
+    """Return the response of a connection that was closed."""
+    response: Response = _RESPONSES.Response()
+    return response
 
 
-def _index(dispatcher: Dispatcher, body: bytes) -> HttpReply:
-    def error(problem: str) -> RequestError:
-        return dispatcher.reject(InputError(f"the body {problem[:200]}"))
-
-    given = parse_json(body or b"{}", error, max_bytes=_MAX_INDEX_BYTES)
-    ready = isinstance(given, dict) and given.get("ready") is True
-    return HttpReply(message_to_json(repository_index(dispatcher, ready_only=ready))["models"])
-
-
-def _ready(ready: bool) -> HttpReply:
-    return HttpReply({"ready": ready}, status=200 if ready else 503)
-
-
-def _no_such_path() -> RequestError:
-    return RequestError(
-        Code.NOT_FOUND,
-        "unknown path; see the Open Inference Protocol, version 2, or TF Serving's REST interface",
-    )
+def _peer(address: Any) -> str:
+    return f"{address[0]}:{address[1]}" if address else ""

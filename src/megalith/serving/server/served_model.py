@@ -36,7 +36,7 @@ from megalith.errors import DiscoveryError, InputError, RemoteError
 from megalith.serving.client.row_fetcher import RowFetcher
 from megalith.serving.export.servable import Servable
 from megalith.serving.export.signature import ENTRY, STANDALONE, Signature
-from megalith.serving.server.batching import Alive, Batcher
+from megalith.serving.server.batching import Batcher
 from megalith.serving.server.inputs import InputReader, Rows
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.server_config import ServerConfig
@@ -107,11 +107,6 @@ Array = NDArray[np.generic]
 Scores = tuple[dict[str, Array], int, int]
 """The outputs of a batch, and the first and last (exclusive) row of a request in them."""
 
-CLOSE_SECONDS = 5.0
-"""Seconds in which the computation of a version must end once the version is closed."""
-MAX_WRITERS = 8
-"""Maximum number of concurrent writes to a model; each occupies a thread of the server."""
-
 
 class Version:
     def __init__(
@@ -131,17 +126,18 @@ class Version:
         )
         self.statistics = VersionStatistics()
         self._max_rows = config.batching.max_rows
+        self._ended = threading.Event()
         self._batcher: Batcher[Rows, Scores] = Batcher(
             self._compute,
             config.batching,
             name=f"{self.signature.name}-{self.number}",
             combines=self.signature.batchable,
             on_batch=on_batch,
+            on_end=self._close,
         )
-        self._unused = threading.Condition()
+        self._lock = threading.Lock()
         self._users = 0
         self._retired = False
-        self._close_on_release = False
         self._on_end: Callable[[], object] = lambda: None
 
     @property
@@ -150,26 +146,25 @@ class Version:
 
     def acquire(self) -> bool:
         """Keep the version open until `release`; return False if it has been retired."""
-        with self._unused:
+        with self._lock:
             self._users += not self._retired
             return not self._retired
 
     def release(self) -> None:
         """Release the version; the last user of a retired version closes it."""
-        with self._unused:
+        with self._lock:
             self._users -= 1
-            self._unused.notify_all()
-            last = self._close_on_release and not self._users
+            last = self._retired and not self._users
         if last:
-            self._close()
+            self._batcher.close()
 
-    def predict(self, rows: Rows, *, timeout: float, alive: Alive | None = None) -> dict[str, Array]:
+    async def predict(self, rows: Rows, timeout: float) -> dict[str, Array]:
         """Compute the scores of a request, together with those of other requests."""
         if not rows.count:
             outputs = self.signature.outputs
             return {each.name: np.empty((0, *each.shape), each.dtype) for each in outputs}
         if rows.count <= self._max_rows:
-            return self._score(rows, timeout, alive)
+            return await self._score(rows, timeout)
         if self.signature.joint_rows:
             raise InputError(
                 f"{self.signature.name} computes the rows of a request together: a request has at most "
@@ -178,7 +173,7 @@ class Version:
         self._batcher.check(rows.count, rows.cost)
         end = time.monotonic() + timeout
         parts = [
-            self._score(piece, end - time.monotonic(), alive)
+            await self._score(piece, end - time.monotonic())
             for piece in self.reader.pieces(rows, self._max_rows)
         ]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -187,34 +182,35 @@ class Version:
         """Count the ids of a request that have no row."""
         return self.servable.count_missing(self.reader.join([rows])[0]) if rows.count else {}
 
-    def _score(self, rows: Rows, timeout: float, alive: Alive | None) -> dict[str, Array]:
-        outputs, begin, end = self._batcher.submit(
-            rows, rows.count, cost=rows.cost, timeout=timeout, alive=alive
-        )
+    async def _score(self, rows: Rows, timeout: float) -> dict[str, Array]:
+        outputs, begin, end = await self._batcher.submit(rows, rows.count, cost=rows.cost, timeout=timeout)
         return {name: array[begin:end] for name, array in outputs.items()}
 
-    def retire(self, timeout: float = 0.0, on_end: Callable[[], object] = lambda: None) -> None:
+    def retire(self, on_end: Callable[[], object] = lambda: None) -> None:
         """Accept no further requests, and close the version when the last request has ended."""
-        with self._unused:
+        with self._lock:
             self._retired, self._on_end = True, on_end
-            idle = self._unused.wait_for(lambda: not self._users, timeout)
-            self._close_on_release = not idle
+            idle = not self._users
         if idle:
-            self._close()
+            self._batcher.close()
 
-    def _close(self) -> None:
-        if self._batcher.close(CLOSE_SECONDS):
-            self.servable.close()
-        else:  # its files must stay mapped
+    def join(self, timeout: float) -> None:
+        """Wait until a version that is retired is closed."""
+        if not self._ended.wait(timeout):
             logger.error(
-                "%s version %d is closed, but its computation has not ended after %g s; it keeps its memory",
+                "%s version %d: its last requests have not ended in %g s; they end with this process",
                 self.signature.name,
                 self.number,
-                CLOSE_SECONDS,
+                timeout,
             )
+
+    def _close(self) -> None:
+        """Close what the version has opened; the last of its threads calls it."""
+        self.servable.close()
         if self.fetcher is not None:
             self.fetcher.close()
         self._on_end()
+        self._ended.set()
 
     def _compute(self, batch: Sequence[Rows]) -> Sequence[Scores | Exception]:
         try:
@@ -265,7 +261,6 @@ class ServedModel:
         self.root = root
         self.subscriber: Subscriber | None = None
         self.labels: dict[str, int] = {}
-        self.writers = threading.BoundedSemaphore(MAX_WRITERS)
         self._lock = threading.Lock()
         self._versions: dict[int, Version] = {}
         self._status: dict[int, VersionStatus] = {}
@@ -317,12 +312,14 @@ class ServedModel:
             self._newest = self._versions[max(self._versions)]
         self.set_status(version.number, ModelState.AVAILABLE)
 
-    def remove(self, number: int, timeout: float = 0.0) -> None:
+    def remove(self, number: int) -> Version:
+        """Retire a version."""
         with self._lock:
             version = self._versions.pop(number)
             self._newest = self._versions[max(self._versions)] if self._versions else None
         self.set_status(number, ModelState.UNLOADING)
-        version.retire(timeout, lambda: self._ended(number))
+        version.retire(lambda: self._ended(number))
+        return version
 
     def _ended(self, number: int) -> None:
         if number not in self.versions:  # the same number may have been loaded again

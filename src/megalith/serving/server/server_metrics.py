@@ -10,13 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from megalith.library import import_extra
-from megalith.serving.server.http import Handler, HttpServer
+from megalith.serving.server.batching import WorkerThreads
+from megalith.serving.server.http import HttpConnection, HttpServer
+from megalith.serving.server.request_errors import HTTP_STATUS, Code, RequestError
 from megalith.serving.server.security import Security
 from megalith.serving.server.served_model import ServedModel
 
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Upper bounds of latencies, in seconds."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+ANSWER_SECONDS = 60.0
+"""Seconds in which metrics must be collected."""
 UNKNOWN = "unknown"
 _SESSIONS = {
     "begun": "Training sessions that pushed to the model.",
@@ -165,18 +169,27 @@ class MetricsServer(HttpServer):
     """An HTTP server of the metrics, for any path; it uses TLS if the other ports do."""
 
     def __init__(self, metrics: MetricsText, security: Security, host: str, port: int) -> None:
-        self.metrics = metrics
-        super().__init__(_MetricsHandler, security, host, port)
+        self._metrics = metrics
+        self._thread = WorkerThreads(1, "metrics")  # metrics of several processes wait for each of them
+        super().__init__(self._answer, security, host, port)
 
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        connection: HttpConnection = scope["state"]["connection"]
+        if not connection.begin_answer():
+            return
+        status, kind = 200, prometheus().CONTENT_TYPE_LATEST
+        try:
+            if scope["method"] not in ("GET", "HEAD"):
+                raise RequestError(Code.UNIMPLEMENTED, "use GET")
+            body = await self._thread.run(self._metrics.text, ANSWER_SECONDS)
+        except RequestError as error:
+            status, kind, body = HTTP_STATUS[error.code], "text/plain", str(error).encode()
+        finally:
+            connection.end_answer()
+        headers = {"content-type": kind, "connection": "close"}
+        response = import_extra("starlette.responses", "metrics need starlette", "serve").Response
+        await response(body, status, headers)(scope, receive, send)
 
-class _MetricsHandler(Handler):
-    server: MetricsServer
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        self.close_connection = True
-        kind = prometheus().CONTENT_TYPE_LATEST
-        with self.server.answering():
-            self.reply(200, kind, self.server.metrics.text())
+    def stop(self, timeout: float) -> None:
+        super().stop(timeout)
+        self._thread.close()

@@ -310,6 +310,7 @@ def run_child() -> int:
         level=logging.INFO, format=f"%(asctime)s %(levelname)s process {task.number}: %(message)s"
     )
     logging.getLogger("kazoo").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if task.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, task.cores)
     if task.config.batching.threads is not None:
