@@ -464,8 +464,14 @@ def protocols(sizes: Sizes, folder: Path, before: Path | None) -> tuple[dict[str
     for method, loads in found.items():
         name = method.rpartition("/")[2] + (" (REST)" if method == REST else "")
         rows = [
-            (str(each.clients), each.variant, f"{each.per_second:.0f}", f"{each.p50_ms:.2f}")
-            + (f"{each.p99_ms:.2f}", "" if each.variant == OURS else str(each.ratio))
+            (
+                str(each.clients),
+                each.variant,
+                f"{each.per_second:.0f}",
+                f"{each.p50_ms:.2f}",
+                f"{each.p99_ms:.2f}",
+                "" if each.variant == OURS else str(each.ratio),
+            )
             for each in loads
         ]
         print_table(name, ("clients", "variant", "requests/s", "p50 ms", "p99 ms", "ours / its"), rows)
