@@ -88,7 +88,7 @@ class AccessLog:
 
     def note(self, **fields: Any) -> None:
         """Add fields to the line of the call that is being answered."""
-        found = _FIELDS.get()
+        found = _FIELDS.get(None)
         if found is not None:
             found.update(fields)
 

@@ -360,7 +360,7 @@ class Dispatcher:
             self._drained = asyncio.Event()
             try:
                 async with asyncio.timeout(timeout):
-                    await self._drained.wait()
+                    await self._drained.wait()  # no limit: that of the line above
             except TimeoutError:
                 return False
         return True
