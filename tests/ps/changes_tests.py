@@ -42,7 +42,7 @@ from megalith.ps.status import prometheus_text, server_status
 from megalith.ps.table_space import TableSpace
 from megalith.serving import Publisher, Servable, ServerPublisher, Subscriber, export_model
 from megalith.serving.discovery import StaticDiscovery
-from tests.compat.monolith.test_partitioned_tables import VECTORS, made
+from tests.compat.monolith.test_distributed_ps import CASES, MULTI_CASES, VECTORS, made
 from tests.ps.support import NAMES, Make, push, read, rows_of, table, where
 from tests.serving.sync_support import Trainer, make_model, sync_server
 from tests.table.support import ints
@@ -573,10 +573,21 @@ def test_rows_whose_connection_is_lost_are_read_again(make: Make) -> None:
     reader.close()
 
 
-# ---- Monolith's PartitionedHashTable, its numeric vectors on two servers
+# ---- the cases of Monolith's test of distributed_ps, on two servers
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_monoliths_table_on_servers(make: Make, case: Any) -> None:
+    case(make)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["not native", "native"])
+@pytest.mark.parametrize("case", MULTI_CASES, ids=lambda case: case.__name__)
+def test_monoliths_slots_on_servers(make: Make, case: Any, native: bool) -> None:
+    case(make, native)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["merged", "native"])
 @pytest.mark.parametrize("vector", VECTORS, ids=["assign", "lookup", "gradients"])
 def test_partitioned_tables_on_servers(make: Make, vector: Any, native: bool) -> None:
-    vector(made(lambda count, configs: make(*configs), native))
+    vector(made(lambda server, configs: make(*configs.values()), native))

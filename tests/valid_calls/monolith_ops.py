@@ -64,7 +64,7 @@ def partitioned_params() -> monolith.ShardingSparseFidsOpParams:
 
 def partitioned_calls() -> Iterator[Call]:
     made = {"num_ps": 0, "use_native_multi_hash_table": True, "parser_ctx": partitioned_params()}
-    factory = {"table_factory": lambda num_ps, configs: megalith.LocalShards(configs)}
+    factory = {"table_factory": lambda server, configs: configs}
     yield monolith.PartitionedHashTable, made | factory
     table = partitioned()
     features: Arguments = {"features": {"f": column()}}
@@ -73,14 +73,56 @@ def partitioned_calls() -> Iterator[Call]:
     update |= {"req_time": 1.0, "auxiliary_bundle": Fresh(lambda: filled(table)), "grad_scale": 1.0}
     yield table.apply_gradients, update
     given: Given = {
-        "*": {"data": {0: {"f": (ids(), ROWS)}}, "layouts": layouts, "tensors": [torch.ones(2, 2)]},
+        "*": {"data": {0: {"f": (ids(), ROWS)}}, "nested": layouts, "tensors": [torch.ones(2, 2)]},
         "gen_feature_configs": partitioned_arguments(),
         "shard": features,
+        "tensor_move_to_gpu": {"tensors": []},
+        "add_queue_hook": {"hook": 1},
+        "merge_feature_config": {"feature_name_to_config": {"f": config()}},
+        "no_merge_feature_config": {"feature_name_to_config": {"f": config()}, "use_same_table": True},
         "lookup": features | {"auxiliary_bundle": {}},
         "apply_gradients": update,
     }
     yield from methods(lambda: table, given)
     yield monolith.get_sub_table_name, {"strs": ["a", "b"]}
+
+
+def monolith_table_calls() -> Iterator[Call]:
+    rows, step = {"a": (ids(), ROWS)}, {"global_step": 0, "req_time": 1.0}
+    made: Arguments = {"ps_num": 0, "config": config(), "hash_table_factory": lambda i, config: config}
+    yield monolith.DistributedHashTable, made
+    table = monolith.DistributedHashTable(**made)
+    yield from methods(lambda: table, {"*": {"ids": ids(), "values": ROWS, "grads": ROWS, "hook": 1} | step})
+    made = {"num_ps": 0, "slot_to_config": {"a": config()}, "table_factory": lambda i, configs: configs}
+    yield monolith.DistributedMultiTypeHashTable, made
+    slots = monolith.DistributedMultiTypeHashTable(**made)
+    given: Arguments = {"slot_to_id_and_value": rows, "slot_to_id_and_grad": rows, "slot_to_id": {"a": ids()}}
+    yield from methods(lambda: slots, {"*": given | step | {"slot": "a", "ids": ids(), "hook": 1}})
+    yield (
+        monolith.DistributedMultiTypeHashTableMpi,
+        {"shard_num": 1, "table_factory": lambda rank: [config()]},
+    )
+    mpi = monolith.DistributedMultiTypeHashTableMpi(1, lambda rank: [config()])
+    pack = (*monolith.fused_reorder_by_indices([ids()], 1, [2]), None)
+    given["early_reorder_indicies_res_pack"], given["slot_to_grad"] = pack, {"a": ROWS}
+    given["auxiliary_bundle"] = Fresh(lambda: mpi.lookup({"a": ids()}, {}, pack)[1])
+    yield from methods(lambda: mpi, {"*": given | step | {"slot": "a", "ids": ids(), "hook": 1}})
+    yield monolith.ParserCtx, {}
+    ctx = monolith.ParserCtx()
+    ctx.sharding_sparse_fids_op_params = partitioned_params()
+    split: Arguments = {"inputs": {"a": ids()}, "features": Fresh(dict), "parser_ctx": ctx}
+    yield from methods(lambda: ctx, {"*": split})
+    split = {"sparse_features": {"f": column()}, "features": Fresh(dict), "parser_ctx": ctx}
+    yield from calls(monolith.sharding_sparse_fids_with_context, monolith.get_default_parser_ctx, **split)
+    export = monolith.ExportContext()
+    yield monolith.ExportContext, {}
+    part: Arguments = {"graph": export.sub_graph("ps_0"), "name": "lookup", "inputs": {}, "outputs": {}}
+    yield from methods(lambda: export, {"*": part})
+    yield monolith.enter_export_mode, {"mode": monolith.ExportMode.STANDALONE, "ctx": export}
+    yield from calls(
+        *(monolith.is_exporting, monolith.is_exporting_standalone, monolith.is_exporting_distributed),
+        *(monolith.get_current_export_ctx, monolith.enable_sync_training, monolith.get_sync_run_hooks),
+    )
 
 
 def filled(table: monolith.PartitionedHashTable) -> Arguments:
@@ -101,7 +143,7 @@ def monolith_calls() -> Iterator[Call]:
     yield monolith.fill_with_offset_map_gradient, places | {"grad": torch.ones(4)}
     shared: Arguments = {"shared_tensor_handles": [monolith.SharedBuffer(4)], "shape": (-1,)}
     yield monolith.finalize_shared_tensor, shared | {"dtype": torch.float32}
-    yield monolith.normalize_merged_split, {"row_split": ids(0, 1, 0, 2), "size": ids(2, 2)}
+    yield monolith.normalize_merged_split, {"row_split": ids(0, 1, 0, 2), "row_split_size": ids(2, 2)}
     yield from calls(monolith.aligned_flat_concat, monolith.monolith_aligned_flat_concat, inputs=[ROWS, ROWS])
     flat = monolith.aligned_flat_concat([ROWS])
     yield monolith.aligned_flat_split, {"inputs": [ROWS], "flat": flat}

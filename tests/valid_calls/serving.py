@@ -220,5 +220,7 @@ def zookeeper_calls() -> Iterator[Call]:
     }
     yield from methods(zk_backend, given)
     backend = zk_backend()
-    yield monolith.ReplicaWatcher, {"zk": backend, "base_name": "movies"}
-    yield from methods(lambda: monolith.ReplicaWatcher(backend, "movies"), {"*": task})
+    agent = monolith.AgentConfig("bzid", "movies")
+    yield monolith.AgentConfig, {"bzid": "bzid", "base_name": "movies"}
+    yield monolith.ReplicaWatcher, {"zk_client": backend, "config": agent}
+    yield from methods(lambda: monolith.ReplicaWatcher(backend, agent), {"*": task})

@@ -14,6 +14,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,7 +101,9 @@ def same_length(**lists: Sequence[Any]) -> None:
 
 
 def integer(value: Any, name: str, least: int = 1, most: int | None = None) -> int:
-    """Check an int, also a symbolic one of torch.compile."""
+    """Check an int of Python or numpy, or a symbolic one of torch.compile."""
+    if isinstance(value, np.integer):
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < least:
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise InputError(f"{name} must be an integer {limits}, got {value!r}")

@@ -36,7 +36,7 @@ reduce_sqrtn(id_indices, id_values, id_length, name=None)
 fused_sorted_segment_sum(indices, values, shapes)
 fused_reduce_sum_and_split(id_indices, id_values, id_length, split_dims, name=None)
 fused_reduce_and_split_gpu(splits, embeddings, slice_dims, name=None)
-normalize_merged_split(row_split, size)
+normalize_merged_split(row_split, row_split_size)
 monolith_aligned_flat_concat(inputs, scale)
 monolith_aligned_flat_split(inputs, flat)
 fused_embedding_to_layout(embeddings_list, fid_list_row_split, fid_offset, feature_offset, nfl_offset,

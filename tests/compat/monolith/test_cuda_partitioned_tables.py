@@ -14,7 +14,7 @@ import torch
 
 from megalith import LocalShards, Ragged
 from megalith.compat.monolith import PartitionedHashTable
-from tests.compat.monolith.test_partitioned_tables import SLICES, params
+from tests.compat.monolith.test_distributed_ps import SLICES, params
 
 WITHOUT_A_GPU = [] if torch.cuda.is_available() else [pytest.mark.soak]
 
@@ -25,7 +25,10 @@ def test_tables_on_a_gpu_have_the_layouts_of_tables_on_the_cpu(native: bool) -> 
 
     def table(engine: str) -> PartitionedHashTable:
         return PartitionedHashTable(
-            1, lambda _, configs: LocalShards(configs, engine=engine), native, parser_ctx=context
+            1,
+            lambda _, configs: LocalShards(list(configs.values()), engine=engine),
+            native,
+            parser_ctx=context,
         )
 
     tables = (table("cuda"), table("reference"))

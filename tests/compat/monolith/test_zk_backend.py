@@ -10,6 +10,7 @@ import pytest
 from kazoo.security import make_acl  # type: ignore[import-untyped]
 
 from megalith.compat.monolith import (
+    AgentConfig,
     Container,
     ContainerServiceInfo,
     ReplicaMeta,
@@ -38,6 +39,13 @@ Open = Callable[..., ZKBackend]
 def opened(zookeeper: ZooKeeper, root: str) -> Iterator[Open]:
     with opening(ZKBackend, zk_servers=zookeeper.hosts, bzid=root) as opened:
         yield opened
+
+
+def watching(backend: ZKBackend, base_name: str, **options: Any) -> ReplicaWatcher:
+    watcher = ReplicaWatcher(backend, AgentConfig(backend.root, base_name, **options))
+    watcher.watch_data()
+    watcher.watch_data()  # a second call has no effect
+    return watcher
 
 
 def test_declarations_and_layouts_last(zookeeper: ZooKeeper, root: str, opened: Open) -> None:
@@ -118,7 +126,7 @@ def test_sync_targets_of_replicas(zookeeper: ZooKeeper, root: str, opened: Open)
     with zookeeper.client() as client:
         meta = ReplicaMeta("localhost:8500", stat=AVAILABLE)
         client.create(f"/{root}/service/test_ffm_model/ps:1/-1", meta.to_json(), makepath=True)
-    backend = ReplicaWatcher(opened(), "test_ffm_model").to_sync_wrapper()
+    backend = watching(opened(), "test_ffm_model").to_sync_wrapper()
     backend.subscribe_model("anything")
 
     assert refresh_sync_config(backend, 1) == (
@@ -157,7 +165,7 @@ def test_available_replicas_are_found_by_type_and_task(opened: Open, announce: C
     dense = replica(0, server_type="dense", address="10.9.9.9:1")
     for meta in (replica(0, 1), replica(0, 0), replica(1), dense):
         announce(meta)
-    watcher = ReplicaWatcher(opened(), "movies")
+    watcher = watching(opened(), "movies")
 
     available = [f"10.0.2.{list(ModelState).index(AVAILABLE)}:8500"]
     every = {"ps:0": ["10.0.0.0:8500", "10.0.0.1:8500"], "ps:1": ["10.0.1.0:8500"], "ps:2": available}
@@ -173,7 +181,7 @@ def test_available_replicas_are_found_by_type_and_task(opened: Open, announce: C
 def test_replicas_know_their_data_centre(opened: Open, announce: Callable[..., None]) -> None:
     announce(replica(address="10.0.0.1:1"), idc="lf", cluster="blue")
     announce(replica(address="10.0.0.2:1"), idc="hl", cluster="blue")
-    watcher = ReplicaWatcher(opened(), "movies", dc_aware=True)
+    watcher = watching(opened(), "movies", dc_aware=True)
 
     places = {
         "10.0.0.1:1": TargetExtraInfo("lf", "blue", 0),
@@ -188,7 +196,7 @@ def test_replicas_know_their_data_centre(opened: Open, announce: Callable[..., N
 
 def test_a_replica_follows_its_state(opened: Open, announce: Callable[..., None]) -> None:
     announce(replica(stat=ModelState.LOADING))
-    watcher, changes = ReplicaWatcher(opened(), "movies"), Changes()
+    watcher, changes = watching(opened(), "movies"), Changes()
     assert watcher.get_replicas("ps", 0) == []
     changed = watcher._view.on_change
     watcher._view.on_change = lambda found: changes((changed(found), watcher.get_replicas("ps", 0))[1])
@@ -209,7 +217,7 @@ def test_replica_nodes_that_cannot_be_read_are_passed_over(
     with zookeeper.client() as client:
         for path, data in bad.items():
             client.create(f"/{root}/service/movies/{path}", data, makepath=True)
-    assert ReplicaWatcher(opened(), "movies").get_all_replicas("ps") == {"ps:0": ["10.0.0.0:8500"]}
+    assert watching(opened(), "movies").get_all_replicas("ps") == {"ps:0": ["10.0.0.0:8500"]}
 
 
 def test_requests_need_a_started_backend(opened: Open) -> None:
@@ -238,7 +246,7 @@ def test_requests_say_that_zookeeper_is_away_and_stop_does_not_wait_for_it(
 ) -> None:
     other, discovery = opened(), opened(session_seconds=60.0)
     discovery.register("movies:entry", Replica("10.0.0.1:8500"))
-    watcher = ReplicaWatcher(discovery, "movies")
+    watcher = watching(discovery, "movies")
     zookeeper.kill()
     try:
         with pytest.raises(DiscoveryError, match=zookeeper.hosts):
@@ -247,3 +255,136 @@ def test_requests_say_that_zookeeper_is_away_and_stop_does_not_wait_for_it(
         within_limit(discovery.stop)
     finally:
         zookeeper.start()
+
+
+# ---- Monolith's own tests of its serving ops, with a client of the user
+
+
+class FakeClient:
+    """A ZooKeeper in memory with kazoo's calls, as Monolith's tests have one; watches fire synchronously."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, bytes] = {}
+        self.watches: list[tuple[str, str, Callable[..., Any]]] = []
+        self.started = False
+
+    def start(self) -> None:
+        self.started = True
+
+    def stop(self) -> None:
+        self.started = False
+
+    def create(self, path: str, value: bytes = b"", ephemeral: bool = False, makepath: bool = False) -> None:
+        assert path not in self.nodes
+        parent = path.rpartition("/")[0]
+        if parent and parent not in self.nodes:
+            self.create(parent, makepath=True)
+        self.nodes[path] = value
+        self._fire(path, parent)
+
+    def set(self, path: str, value: bytes) -> None:
+        self.nodes[path] = value
+        self._fire(path)
+
+    def delete(self, path: str) -> None:
+        del self.nodes[path]
+        self._fire(path, path.rpartition("/")[0])
+
+    def get(self, path: str) -> tuple[bytes, None]:
+        return self.nodes[path], None
+
+    def exists(self, path: str) -> bool:
+        return path in self.nodes
+
+    def get_children(self, path: str) -> list[str]:
+        return [p.rpartition("/")[2] for p in self.nodes if p.rpartition("/")[0] == path]
+
+    def DataWatch(self, path: str, call: Callable[..., Any]) -> None:
+        self.watches.append(("data", path, call))
+        call(self.nodes.get(path), None)
+
+    def ChildrenWatch(self, path: str, call: Callable[..., Any]) -> None:
+        self.watches.append(("children", path, call))
+        call(self.get_children(path))
+
+    def _fire(self, path: str, parent: str = "") -> None:
+        for kind, watched, call in list(self.watches):
+            if kind == "data" and watched == path:
+                call(self.nodes.get(path), None)
+            elif kind == "children" and watched == parent:
+                call(self.get_children(parent))
+
+
+def test_replica_watcher_of_a_fake_client() -> None:
+    client = FakeClient()
+    client.start()
+    config = AgentConfig(bzid="demo", base_name="test_ffm_model", num_ps=2, replica_id=0)
+    assert config.replica_id == -1  # there is no pod
+    meta = ReplicaMeta(address="localhost:8500", stat=AVAILABLE)
+    client.create(f"{config.path_prefix}/ps:1/{config.replica_id}", meta.to_json(), makepath=True)
+    watcher = ReplicaWatcher(client, config, use_archon=False, zk_watch_address_family="ipv4")
+    backend = watcher.to_sync_wrapper()
+    backend.start()
+
+    found = ClientConfig.FromString(refresh_sync_config(backend, 1))
+    assert (found.model_name, list(found.targets), found.timeout_in_ms) == ("ps_1", ["localhost:8500"], 3000)
+    assert found.targets_extra_info[0].replica_id == -1
+
+    client.set(
+        f"{config.path_prefix}/ps:1/-1", ReplicaMeta("localhost:8500", stat=ModelState.UNLOADING).to_json()
+    )
+    assert watcher.get_replicas("ps", 1) == []
+    client.create(f"{config.path_prefix}/ps:0/3", meta.to_json(), makepath=True)
+    assert watcher.get_all_replicas("ps") == {"ps:0": ["localhost:8500"]}
+    watcher.stop()
+    client.delete(f"{config.path_prefix}/ps:0/3")
+    assert watcher.get_replicas("ps", 0) == []
+    with pytest.raises(InputError, match="must have kazoo's calls; object lacks create"):
+        ReplicaWatcher(object(), config)
+
+
+def test_zk_backend_of_a_fake_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = ZKBackend("demo", zk_client=(client := FakeClient()))
+    backend.start()
+    info = ContainerServiceInfo(
+        grpc="localhost:8888",
+        http="localhost:8889",
+        archon="localhost:8890",
+        agent="localhost:8891",
+        idc="lf",
+    )
+    backend.report_service_info(CONTAINER, info)
+    backend.sync_available_saved_models(
+        CONTAINER, {SavedModel("test_ffm_model", f"ps_{i}") for i in range(3)}
+    )
+    backend.subscribe_model("test_ffm_model")
+
+    found = ClientConfig.FromString(refresh_sync_config(backend, 1))
+    assert (found.model_name, list(found.targets)) == ("test_ffm_model:ps_1", ["localhost:8888"])
+    assert not found.targets_extra_info
+    assert backend.get_service_info(CONTAINER) == info
+    layouts: list[Any] = []
+    backend.register_layout_callback("main", layouts.append)
+    backend.decl_saved_model(PS_0, DeployConfig("/models", "latest"))
+    backend.add_to_layout("main", PS_0)
+    assert layouts[-1] == [(PS_0, DeployConfig("/models", "latest"))]
+    backend.remove_from_layout("main", PS_0)
+    assert layouts[-1] == []
+    backend.stop()
+    assert not client.started
+    monkeypatch.setenv("MY_POD_NAME", "pod-1")
+    assert AgentConfig("demo", "m").replica_id == int("0014fbd572", 16)  # of the md5 of the name
+
+
+class Backend:
+    """Any object with get_sync_targets is a backend."""
+
+    def get_sync_targets(self, sub_graph: str) -> tuple[str, Any]:
+        return f"m:{sub_graph}", {"a:1": TargetExtraInfo("lf", None, 3)}
+
+
+def test_any_object_with_targets_is_a_backend() -> None:
+    found = ClientConfig.FromString(refresh_sync_config(Backend(), 0))  # type: ignore[arg-type]
+    assert (found.model_name, found.targets_extra_info[0].replica_id) == ("m:ps_0", 3)
+    with pytest.raises(InputError, match="sync_backend must have get_sync_targets, got int"):
+        refresh_sync_config(3, 0)  # type: ignore[arg-type]

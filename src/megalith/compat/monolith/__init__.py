@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megalith.compat.monolith.embedding_combiners import *
     from megalith.compat.monolith.entry import *
     from megalith.compat.monolith.example_reader import *
+    from megalith.compat.monolith.export_context import *
     from megalith.compat.monolith.feature_configs import *
     from megalith.compat.monolith.importer import *
     from megalith.compat.monolith.layout_ops import *
@@ -38,10 +39,12 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        ".agent_service": "ReplicaMeta ReplicaWatcher SavedModel SavedModelDeployConfig TargetExtraInfo"
-        " ZKBackend",
-        ".distributed_ps": "PartitionedHashTable get_sub_table_name ps_device",
-        ".distributed_ps_sync": "FusedLookup fused_apply_gradient fused_apply_gradients fused_lookup",
+        ".agent_service": "AgentConfig ReplicaMeta ReplicaWatcher SavedModel SavedModelDeployConfig"
+        " TargetExtraInfo ZKBackend",
+        ".distributed_ps": "DistributedHashTable DistributedMultiTypeHashTable PartitionedHashTable"
+        " get_sub_table_name ps_device",
+        ".distributed_ps_sync": "DistributedMultiTypeHashTableMpi FusedLookup fused_apply_gradient"
+        " fused_apply_gradients fused_lookup",
         ".distributed_serving_ops": "DummySyncServer ParameterSyncClient create_dummy_sync_client"
         " create_dummy_sync_server create_parameter_sync_clients parameter_sync_client_from_config"
         " refresh_sync_config remote_predict set_default_discovery",
@@ -53,15 +56,19 @@ __getattr__, __dir__, __all__ = lazy_names(
         " map_id_to_embedding map_id_to_embedding_gradient_back_prop monolith_aligned_flat_concat"
         " monolith_aligned_flat_split normalize_merged_split ragged_split_by_indices reduce_mean reduce_sqrtn"
         " reduce_sum reorder_by_indices split_by_indices unique_key_with_value_and_offset",
-        ".distribution_utils": "get_device_str get_mpi_local_rank get_mpi_local_size get_mpi_rank"
-        " get_mpi_size",
+        ".distribution_utils": "FLAGS bps_comm_benchmark bps_init byteps_benchmark_a2a byteps_benchmark_ar"
+        " enable_sync_training get_device_str get_mpi_local_rank get_mpi_local_size get_mpi_rank get_mpi_size"
+        " get_sync_run_hooks init_sync_train_and_update_conf try_init_cuda update_session_config_for_gpu",
         ".embedding_combiners": "Combiner FirstN ReduceMean ReduceSum",
         ".entry": "FixedR8Compressor Fp16Compressor Fp32Compressor OneBitCompressor PolynomialDecay",
         ".example_reader": "MonolithReader",
+        ".export_context": "ExportContext ExportMode enter_export_mode get_current_export_ctx is_exporting"
+        " is_exporting_distributed is_exporting_standalone",
         ".feature_configs": "FeatureConfig FeatureConfigs OutConfig OutType PoolingType SliceConfig",
         ".importer": "import_monolith",
         ".layout_ops": "fused_embedding_to_layout fused_embedding_to_layout_grad",
-        ".parsers": "ShardedFids ShardingSparseFidsOpParams sharding_sparse_fids",
+        ".parsers": "ParserCtx ShardedFids ShardingSparseFidsOpParams get_default_parser_ctx"
+        " sharding_sparse_fids sharding_sparse_fids_with_context",
         "megalith.ops": "fid_v1_to_v2 slot_of",
         "megalith.serving.discovery": "SyncBackend",
         "megalith.serving.discovery.zookeeper": "Container ContainerServiceInfo",

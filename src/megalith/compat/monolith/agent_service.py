@@ -16,10 +16,12 @@ register through `Discovery.register`.
 from __future__ import annotations
 
 import logging
+import os
 import re
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from functools import partial
+from hashlib import md5
 from typing import Any, Literal
 
 from megalith.errors import InputError
@@ -195,11 +197,16 @@ class ZKBackend(ZooKeeperDiscovery):
     Args:
         bzid: The path that all nodes are below.
         zk_servers: The servers of ZooKeeper, "host:port,host:port".
+        zk_client: A client with kazoo's calls, used in place of a connection to zk_servers.
         options: Further arguments of `ZooKeeperDiscovery`.
     """
 
-    def __init__(self, bzid: str, zk_servers: str, **options: Any) -> None:
-        super().__init__(zk_servers, bzid, **options)
+    def __init__(
+        self, bzid: str, zk_servers: str | None = None, *, zk_client: Any = None, **options: Any
+    ) -> None:
+        super().__init__("localhost" if zk_servers is None and zk_client else zk_servers, bzid, **options)  # type: ignore[arg-type]
+        if zk_client is not None:
+            self.session: Any = ClientSession(zk_client)
 
     # ---- the calls of an agent
 
@@ -326,6 +333,107 @@ class ZKBackend(ZooKeeperDiscovery):
         return path
 
 
+# ---- clients of users
+
+
+class ClientSession:
+    """The calls of a `ZooKeeperSession` on a client with kazoo's calls, such as a test's fake.
+
+    A view is computed when it is made, and again when the client reports a change of a node that was read.
+    """
+
+    is_connected = True
+
+    def __init__(self, client: Any) -> None:
+        calls = ("create", "delete", "set", "get", "exists", "get_children", "DataWatch", "ChildrenWatch")
+        if missing := [name for name in calls if not callable(getattr(client, name, None))]:
+            raise InputError(
+                f"a ZooKeeper client must have kazoo's calls; {type(client).__name__} lacks "
+                f"{', '.join(missing)}"
+            )
+        self._client = client
+        self._watched: dict[tuple[str, str], list[Callable[[], None]]] = {}
+
+    def start(self, timeout: float = 15.0) -> None:
+        self._client.start()
+
+    def stop(self) -> None:
+        self._watched = {}
+        self._client.stop()
+
+    def wait(self, *tasks: object) -> None: ...
+
+    def put(self, path: str, value: bytes, *, ephemeral: bool = False) -> None:
+        if self._client.exists(path):
+            self._client.set(path, value)
+        else:
+            self._client.create(path, value, ephemeral=ephemeral, makepath=True)
+
+    def hold(self, path: str, value: bytes) -> None:
+        self.put(path, value, ephemeral=True)
+
+    def remove(self, path: str) -> None:
+        if self._client.exists(path):
+            self._client.delete(path)
+
+    release = remove
+
+    def get(self, path: str) -> bytes | None:
+        return bytes(self._client.get(path)[0]) if self._client.exists(path) else None
+
+    def view(self, name: str, read: Callable[[Any], Any], on_change: Callable[[Any], object]) -> object:
+        def compute() -> None:
+            if view.read is not None:
+                on_change(view.read(view))
+
+        view = _ClientView(self, compute)
+        view.read = read
+        compute()
+        return view
+
+    def drop(self, view: Any) -> None:
+        view.read = None
+
+    def watch(self, kind: str, path: str, compute: Callable[[], None]) -> None:
+        """Call back on changes of a node; a watch lasts as long as its function does not return False."""
+        followers = self._watched.setdefault((kind, path), [])
+        if compute in followers:
+            return
+        followers.append(compute)
+        if len(followers) == 1:
+            beginning = True
+
+            def changed(*_: object) -> None:
+                for each in list(self._watched.get((kind, path), ())) if not beginning else ():
+                    each()
+
+            getattr(self._client, kind)(path, changed)
+            beginning = False
+
+
+class _ClientView:
+    """Reads nodes for a view, as a `NodeReader`."""
+
+    def __init__(self, session: ClientSession, compute: Callable[[], None]) -> None:
+        self._session, self._compute = session, compute
+        self.read: Callable[[Any], Any] | None = None
+
+    def children(self, path: str) -> list[str]:
+        client = self._session._client
+        if not client.exists(path):
+            client.create(path, b"", makepath=True)  # a watch needs the node
+        self._session.watch("ChildrenWatch", path, self._compute)
+        return sorted(client.get_children(path))
+
+    def data(self, paths: Iterable[str]) -> dict[str, bytes]:
+        found = {}
+        for path in paths:
+            if (value := self._session.get(path)) is not None:
+                self._session.watch("DataWatch", path, self._compute)
+                found[path] = value
+        return found
+
+
 # ---- ReplicaWatcher
 
 _TASK = re.compile(r"(?P<server_type>[a-z]+):(?P<task>[0-9]{1,9})")
@@ -346,44 +454,87 @@ class _TaskReplica:
     cluster: str | None
 
 
+@dataclass
+class AgentConfig:
+    """What Monolith's agents are configured with, as far as replicas are found by it.
+
+    Args:
+        bzid: The path that all nodes are below.
+        base_name: The name of the service.
+        num_ps: The number of parameter servers.
+        num_shard: The number of serving processes that share them.
+        shard_id: The number of this serving process.
+        replica_id: Replaced by a number that follows from the variable MY_POD_NAME, or -1 without it.
+        idc: The data centre; None if it is unknown.
+        cluster: The cluster; None if it is unknown.
+        dc_aware: Whether there is a level idc:cluster between the service and its tasks.
+    """
+
+    bzid: str
+    base_name: str
+    num_ps: int = 1
+    num_shard: int = 1
+    shard_id: int = 0
+    replica_id: int = -1
+    idc: str | None = None
+    cluster: str | None = None
+    dc_aware: bool = False
+
+    def __post_init__(self) -> None:
+        for part in (*checks.text(self.bzid, "AgentConfig: bzid").split("/"), self.base_name):
+            check_name(part, "AgentConfig: bzid and base_name")
+        pod = os.environ.get("MY_POD_NAME")
+        digest = md5(pod.encode(), usedforsecurity=False).hexdigest() if pod else ""
+        self.replica_id = int(digest[10:20], 16) if pod else -1
+
+    @property
+    def path_prefix(self) -> str:
+        """The node of the service."""
+        return f"/{self.bzid}/service/{self.base_name}"
+
+
 class ReplicaWatcher:
-    """The replicas of a service, kept up to date until `stop`.
+    """The replicas of a service, kept up to date from `watch_data` until `stop`.
 
     The getters need no connection: while ZooKeeper is unavailable they return the replicas found last.
 
     Args:
-        zk: A started backend, whose connection is used.
-        base_name: The name of the service, below /{bzid}/service.
-        dc_aware: Whether there is a level idc:cluster between the service and its tasks.
+        zk_client: A started ZKBackend, whose connection is used, or a client with kazoo's calls.
+        config: Which service.
         use_archon: Return archon addresses.
-        address_family: The preferred family of addresses.
+        zk_watch_address_family: The preferred family of addresses.
     """
 
     def __init__(
         self,
-        zk: ZooKeeperDiscovery,
-        base_name: str,
-        *,
-        dc_aware: bool = False,
+        zk_client: Any,
+        config: AgentConfig,
         use_archon: bool = False,
-        address_family: AddressFamily = "ipv4",
+        zk_watch_address_family: AddressFamily = "ipv4",
     ) -> None:
-        self._dc_aware = dc_aware
-        self._use_archon = use_archon
-        self._family: AddressFamily = address_family
-        if not isinstance(zk, ZooKeeperDiscovery):
-            raise InputError(f"ReplicaWatcher: zk must be a ZKBackend, got {type(zk).__name__}")
-        self._prefix = f"/{zk.root}/service/{check_name(base_name, 'base name')}"
+        self._config = checks.instance(config, AgentConfig, "ReplicaWatcher: config")
+        self._use_archon = checks.flag(use_archon, "ReplicaWatcher: use_archon")
+        self._family: AddressFamily = zk_watch_address_family
+        if zk_watch_address_family not in ("ipv4", "ipv6"):
+            raise InputError(f"zk_watch_address_family must be ipv4 or ipv6, got {zk_watch_address_family!r}")
+        self._dc_aware, self._prefix = config.dc_aware, config.path_prefix
         self._found: tuple[_TaskReplica, ...] = ()
         self._is_stopped = False
-        self._session = zk.session
-        self._view = self._session.view(self._prefix, self._read, self._changed)
-        self._session.wait(self._view)
+        ours = isinstance(zk_client, ZooKeeperDiscovery)
+        self._session: Any = zk_client.session if ours else ClientSession(zk_client)
+        self._view: Any = None
+
+    def watch_data(self) -> None:
+        """Find the replicas, and follow their changes; a second call does nothing."""
+        if self._view is None:
+            self._view = self._session.view(self._prefix, self._read, self._changed)
+            self._session.wait(self._view)
 
     def stop(self) -> None:
         """Stop watching without delay; afterwards there are no replicas."""
         self._is_stopped = True
-        self._session.drop(self._view)
+        if self._view is not None:
+            self._session.drop(self._view)
         self._found = ()
 
     def get_replicas(
@@ -521,6 +672,9 @@ class _SyncWrapper(SyncBackend):
 
     def __init__(self, watcher: ReplicaWatcher) -> None:
         self._watcher = watcher
+
+    def start(self, timeout: float = 15.0) -> None:
+        self._watcher.watch_data()
 
     def subscribe_model(self, model_name: str) -> None: ...
 

@@ -18,11 +18,22 @@ import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from hashlib import md5
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from megalith.compat.monolith import export_context
+from megalith.compat.monolith.distributed_ps_sync import (
+    Bundle,
+    MonolithSlotTables,
+    MonolithTables,
+    bundle_of,
+    configs_or_shards,
+    named,
+    seconds_of,
+    step_of,
+)
 from megalith.compat.monolith.embedding_combiners import (
     MonolithCombiner,
     MonolithFirstN,
@@ -37,13 +48,24 @@ from megalith.compat.monolith.feature_configs import (
     PoolingType,
 )
 from megalith.compat.monolith.layout_ops import fused_embedding_to_layout, fused_embedding_to_layout_grad
-from megalith.compat.monolith.parsers import ShardedFids, ShardingSparseFidsOpParams, sharding_sparse_fids
+from megalith.compat.monolith.parsers import (
+    OFFSETS,
+    PREFIX,
+    SIZES,
+    ShardedFids,
+    ShardingSparseFidsOpParams,
+    get_default_parser_ctx,
+    lists_of,
+    sharding_sparse_fids,
+    split_features,
+)
+from megalith.distributed.ranks import has_process_group
 from megalith.errors import InputError, UsageError
 from megalith.ops import checks
 from megalith.ps import ServerShards
 from megalith.ragged import Ragged
 from megalith.routing import Router
-from megalith.shards import LocalShards, Lookup, Shards
+from megalith.shards import LocalShards, Lookup, Shards, SyncShards
 from megalith.table import TableConfig
 
 # ---- which table a feature uses
@@ -69,13 +91,6 @@ def get_sub_table_name(strs: Sequence[str]) -> tuple[str, str]:
     return joined, md5(joined.encode(), usedforsecurity=False).hexdigest()
 
 
-def grouped(configs: Mapping[str, TableConfig], native: bool) -> list[tuple[str, list[str]]]:
-    """Return the tables that features use, each with its features."""
-    if native:
-        return [(name, [name]) for name in sorted(configs)]
-    return [(get_sub_table_name(group)[1], group) for group in _equal_configs(configs)]
-
-
 def restore_names(group: Sequence[str]) -> tuple[str, ...]:
     """Return the further names of a table of several features, see `extra_restore_names`."""
     if not any(_SLOT.fullmatch(name) for name in group):
@@ -84,26 +99,12 @@ def restore_names(group: Sequence[str]) -> tuple[str, ...]:
     return (get_sub_table_name(slots)[1],)
 
 
-def named(config: TableConfig, name: str) -> TableConfig:
-    """Return a config under another name, for Monolith's tables: ids without a row read as zeros."""
-    return TableConfig(
-        name,
-        segments=config.segments,
-        admission=config.admission,
-        eviction=config.eviction,
-        missing="zeros",
-        dist_type=config.dist_type,
-        trainable=config.trainable,
-        huge_pages=config.huge_pages,
-    )
-
-
-def check_configs(configs: Any) -> None:
+def check_configs(configs: Any, what: str = "feature_name_to_config") -> None:
     if not isinstance(configs, Mapping) or not configs:
-        raise InputError(f"feature_name_to_config must be a dict of TableConfigs by feature, got {configs!r}")
+        raise InputError(f"{what} must be a dict of TableConfigs by name, got {configs!r}")
     for name, config in configs.items():
         if not isinstance(name, str) or not isinstance(config, TableConfig):
-            raise InputError(f"feature_name_to_config[{name!r}] must be a TableConfig, got {config!r}")
+            raise InputError(f"{what}[{name!r}] must be a TableConfig, got {config!r}")
 
 
 def _equal_configs(configs: Mapping[str, TableConfig]) -> list[list[str]]:
@@ -119,28 +120,256 @@ def _equal_configs(configs: Mapping[str, TableConfig]) -> list[list[str]]:
     return [group for _, group in groups]
 
 
-# ---- PartitionedHashTable
+def ps_device(index: int) -> str:
+    """Return the name of a parameter server.
 
-PREFIX = "__sharding_sparse_fids__"
-"""Begins the keys of what `lookup` writes to the auxiliary bundle."""
-Layouts = dict[str, Tensor | list[Tensor]]
-Bundle = MutableMapping[str, Any]
-ByServer = Mapping[int, Mapping[str, Any]]
+    Args:
+        index: The number of the server, from 0.
+
+    Returns:
+        The name, such as "/job:ps/task:1/device:CPU:0".
+    """
+    return f"/job:ps/task:{checks.integer(index, 'index', least=0)}/device:CPU:0"
 
 
-class PartitionedHashTable:
-    """See the module. Writes change the tables in place and return this object.
+# ---- tables by id or slot
+
+DEADLINE_MILLIS = 30
+"""Monolith's default, which it never applies."""
+
+
+def _make_tables(
+    where: str,
+    num_ps: int,
+    configs: Mapping[str, TableConfig],
+    factory: Callable[[int, Any], Any] | None,
+    factory_argument: Any,
+    *,
+    half: bool = False,
+    millis: float = DEADLINE_MILLIS,
+    native: bool = False,
+) -> Shards:
+    """Return the tables of `num_ps` servers: what the factory makes, or those of the configs."""
+    count = checks.integer(num_ps, f"{where}: num_ps", 0)
+    checks.callback(factory, f"{where}: table_factory")
+    checks.number(millis, f"{where}: max_rpc_deadline_millis")
+    if export_context.is_exporting_distributed():
+        ctx = export_context.get_current_export_ctx()
+        assert ctx is not None
+        for i in range(count):
+            graph = ctx.sub_graph(f"ps_{i}")
+            ctx.add_signature(graph, "lookup", dict(configs), dict(configs))
+            if native:
+                ctx.add_signature(graph, "raw_lookup", {"id": None, "id_split": None}, {"flat_emb": None})
+    made: Shards | list[TableConfig] = [config for _, config in sorted(configs.items())]
+    if factory is not None:
+        made = configs_or_shards(factory(0, factory_argument), where)
+        for i in range(1, 0 if isinstance(made, Shards) else count):
+            if configs_or_shards(factory(i, factory_argument), where) != made:
+                raise InputError(f"{where}: table_factory must return the same configs for every server")
+    if isinstance(made, Shards):
+        if set(made.configs) != set(configs):
+            raise InputError(f"{where}: table_factory must make the tables {sorted(configs)}")
+        return made
+    if not count or export_context.is_exporting():
+        return LocalShards(made)
+    options: dict[str, Any] = {} if millis == DEADLINE_MILLIS else {"timeout": millis / 1000}
+    return ServerShards(made, num_servers=count, wire="float16" if half else "float32", **options)
+
+
+def _leaf(rows: Tensor) -> Tensor:
+    """Rows that require a gradient, if gradients are enabled: backward stops at them."""
+    return rows.detach().requires_grad_(torch.is_grad_enabled())
+
+
+class DistributedHashTable(MonolithTables):
+    """One table on parameter servers, under Monolith's calls.
+
+    Args:
+        ps_num: The number of servers; 0: the table is in this process.
+        config: The config of the table.
+        hash_table_factory: Called with the number of each server and the config; returns the TableConfig of
+            the server's table, or shards with the table. None: `config` is that of all servers.
+    """
+
+    def __init__(
+        self, ps_num: int, config: TableConfig, hash_table_factory: Callable[[int, Any], Any] | None = None
+    ) -> None:
+        where = "DistributedHashTable"
+        self._name = checks.instance(config, TableConfig, f"{where}: config").name
+        own = named(config, self._name)
+        self._take(_make_tables(where, ps_num, {self._name: own}, hash_table_factory, own), None)
+
+    @property
+    def dim_size(self) -> int:
+        """The number of weights of a row."""
+        return self.shards.configs[self._name].dim
+
+    def lookup(self, ids: Tensor, use_multi_threads: bool = False) -> Tensor:
+        """Read rows; ids without a row read as zeros.
+
+        Args:
+            ids: int64 [n].
+            use_multi_threads: Ignored.
+
+        Returns:
+            float32 [n, dim], a leaf that requires a gradient if gradients are enabled.
+        """
+        return _leaf(self.shards.lookup({self._name: ids}).rows[self._name])
+
+    def assign(self, ids: Tensor, values: Tensor, req_time: Any = 0) -> Self:
+        """Set rows. Of repeated ids the last one wins.
+
+        Args:
+            ids: int64 [n].
+            values: float32 [n, dim].
+            req_time: The last-update time in seconds; 0: the clock.
+
+        Returns:
+            This object.
+        """
+        self.shards.assign({self._name: (ids, values)}, time=seconds_of(req_time))
+        return self
+
+    def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = 0) -> Self:
+        """Add to rows.
+
+        Args:
+            ids: int64 [n].
+            values: float32 [n, dim].
+            req_time: As for `assign`.
+
+        Returns:
+            This object.
+        """
+        self.shards.assign_add({self._name: (ids, values)}, time=seconds_of(req_time))
+        return self
+
+    def apply_gradients(
+        self, ids: Tensor, grads: Tensor, global_step: int | Tensor, req_time: Any = 0
+    ) -> Self:
+        """Make one optimizer step per distinct id, with its gradients summed.
+
+        Args:
+            ids: int64 [n].
+            grads: float32 [n, dim].
+            global_step: The step, an int or a tensor of one element.
+            req_time: As for `assign`.
+
+        Returns:
+            This object.
+        """
+        _apply(self.shards, {self._name: ids}, {self._name: grads}, global_step, req_time)
+        return self
+
+
+def _apply(shards: Shards, ids: Any, grads: Mapping[str, Tensor], global_step: Any, req_time: Any) -> None:
+    shards.apply_gradients(ids, grads, step=step_of(global_step), time=seconds_of(req_time))
+    shards.flush()
+
+
+class DistributedMultiTypeHashTable(MonolithSlotTables):
+    """The tables of several slots on parameter servers, under Monolith's calls.
 
     Args:
         num_ps: The number of servers; 0: the tables are in this process.
-        table_factory: Makes the tables: it receives the number of servers and the configs, and returns a
-            `Shards` with the router "roundrobin". Monolith's makes the tables of one server. None:
-            `ServerShards`, or `LocalShards` if num_ps is 0.
+        slot_to_config: The config of each slot; its name is not used.
+        table_factory: Called with the number of each server and slot_to_config; returns the TableConfigs of
+            the server's tables, as a list or by slot, or shards with all tables. None: slot_to_config.
+        transfer_float16: Whether rows and gradients travel as float16; tables are then not native.
+        max_rpc_deadline_millis: The time that a server may take for a call; 30, Monolith's default, which it
+            never applies, is the timeout of `ServerShards`.
+        use_native_multi_hash_table: How an unknown slot is treated, as in Monolith: `lookup` of native tables
+            leaves it out, and that of others raises UnknownNameError, a KeyError.
+    """
+
+    def __init__(
+        self,
+        num_ps: int,
+        slot_to_config: Mapping[str, TableConfig],
+        table_factory: Callable[[int, Any], Any] | None = None,
+        transfer_float16: bool = False,
+        max_rpc_deadline_millis: float = DEADLINE_MILLIS,
+        *,
+        use_native_multi_hash_table: bool = True,
+    ) -> None:
+        where = "DistributedMultiTypeHashTable"
+        check_configs(slot_to_config, "slot_to_config")
+        half = checks.flag(transfer_float16, f"{where}: transfer_float16")
+        native = checks.flag(use_native_multi_hash_table, f"{where}: use_native_multi_hash_table")
+        self._native = native and not half
+        configs = {slot: named(config, slot) for slot, config in slot_to_config.items()}
+        shards = _make_tables(
+            where,
+            num_ps,
+            configs,
+            table_factory,
+            configs,
+            half=half,
+            millis=max_rpc_deadline_millis,
+            native=self._native,
+        )
+        self._take(shards, None)
+
+    def lookup(self, slot_to_id: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Read rows; ids without a row read as zeros.
+
+        Args:
+            slot_to_id: int64 [n] by slot.
+
+        Returns:
+            float32 [n, dim] by slot: leaves that require a gradient if gradients are enabled.
+
+        Raises:
+            UnknownNameError: There is no such slot, and the tables are not native.
+        """
+        found = self.shards.lookup(slot_to_id, missing_ok=self._native)
+        return {slot: _leaf(found.rows[slot]) for slot in slot_to_id if slot in found.ids}
+
+    def apply_gradients(
+        self,
+        slot_to_id_and_grad: Mapping[str, tuple[Tensor, Tensor]],
+        global_step: int | Tensor,
+        req_time: Any = 0,
+    ) -> Self:
+        """Make one optimizer step per distinct id of each slot, with its gradients summed.
+
+        Args:
+            slot_to_id_and_grad: (ids int64 [n], gradients float32 [n, dim]) by slot.
+            global_step: The step, an int or a tensor of one element.
+            req_time: The last-update time of the rows in seconds; 0: the clock of the servers.
+
+        Returns:
+            This object.
+        """
+        pairs = checks.mapping(slot_to_id_and_grad, "slot_to_id_and_grad", "{slot: (ids, grads)}")
+        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs.values()):
+            raise InputError("slot_to_id_and_grad must have (ids, grads) by slot")
+        ids, grads = ({slot: pair[k] for slot, pair in pairs.items()} for k in (0, 1))
+        _apply(self.shards, ids, grads, global_step, req_time)
+        return self
+
+
+# ---- PartitionedHashTable
+
+_SPLIT, _LOOKUP = f"{PREFIX}split", f"{PREFIX}lookup"
+Layouts = dict[str, Tensor | list[Tensor]]
+ByServer = Mapping[int, Mapping[str, Any]]
+
+
+class PartitionedHashTable(MonolithTables):
+    """Tables that are read and updated through layouts; see the module.
+
+    Args:
+        num_ps: The number of servers; 0: the tables are in this process. With enable_gpu_emb it is the number
+            of ranks, and the tables have the engine "cuda".
+        table_factory: Called with the number of each server and the configs by table; returns TableConfigs,
+            or shards with all tables and the router "roundrobin". None: the configs of the params.
         use_native_multi_hash_table: As passed to `gen_feature_configs`.
-        max_rpc_deadline_millis: Ignored; see `ServerShards.timeout`.
-        queue_configs: Ignored; lookups and updates of `ServerShards` are asynchronous.
-        parser_ctx: What `gen_feature_configs` returned, or an object with that as its attribute
-            `sharding_sparse_fids_op_params`.
+        max_rpc_deadline_millis: As for `DistributedMultiTypeHashTable`.
+        queue_configs: As for `DistributedMultiTypeHashTableMpi`.
+        parser_ctx: A ParserCtx with what `gen_feature_configs` returned, or that itself; None: the
+            `get_default_parser_ctx()`.
 
     Attributes:
         params: What `gen_feature_configs` returned.
@@ -150,39 +379,93 @@ class PartitionedHashTable:
     def __init__(
         self,
         num_ps: int,
-        table_factory: Callable[[int, list[TableConfig]], Shards] | None,
+        table_factory: Callable[[int, Any], Any] | None,
         use_native_multi_hash_table: bool,
-        max_rpc_deadline_millis: int = 30,
+        max_rpc_deadline_millis: float = DEADLINE_MILLIS,
         queue_configs: Mapping[str, int] | None = None,
         parser_ctx: Any = None,
     ) -> None:
         where = "PartitionedHashTable"
         count = checks.integer(num_ps, f"{where}: num_ps", 0)
         checks.flag(use_native_multi_hash_table, f"{where}: use_native_multi_hash_table")
-        checks.callback(table_factory, f"{where}: table_factory")
-        found = getattr(parser_ctx, "sharding_sparse_fids_op_params", parser_ctx)
+        context = get_default_parser_ctx() if parser_ctx is None else parser_ctx
+        found = getattr(context, "sharding_sparse_fids_op_params", context)
         if not isinstance(found, ShardingSparseFidsOpParams):
             raise InputError(f"{where}: parser_ctx must have what gen_feature_configs returned")
         self.params = found
+        self._input_type = getattr(context, "parser_type", None) or "example_batch"
         if found.num_ps != max(1, count):
             raise InputError(f"{where}: num_ps is {num_ps}, but the params are for {found.num_ps} servers")
         if found.use_native_multi_hash_table != (use_native_multi_hash_table and not found.transfer_float16):
             raise InputError(f"{where}: use_native_multi_hash_table differs from that of the params")
-        configs = list(found.sub_table_name_to_config.values())
-        if table_factory is not None:
-            self.shards = table_factory(count, configs)
-            if not isinstance(self.shards, Shards):
-                raise InputError(
-                    f"{where}: table_factory must return shards, got {type(self.shards).__name__}"
-                )
-        elif not count:
-            self.shards = LocalShards(configs)
+        configs = found.sub_table_name_to_config
+        if found.enable_gpu_emb and table_factory is None:
+            grouped = has_process_group()
+            own = list(configs.values())
+            shards: Shards = SyncShards(own, engine="cuda") if grouped else LocalShards(own, engine="cuda")
         else:
-            wire = "float16" if found.transfer_float16 else "float32"
-            self.shards = ServerShards(configs, num_servers=count, wire=wire)
-        if list(self.shards.configs.values()) != configs:
-            raise InputError(f"{where}: table_factory must make the tables {[c.name for c in configs]}")
+            half, native = found.transfer_float16, found.use_native_multi_hash_table
+            shards = _make_tables(
+                where,
+                count,
+                configs,
+                table_factory,
+                configs,
+                half=half,
+                millis=max_rpc_deadline_millis,
+                native=native,
+            )
+        if found.enable_gpu_emb and (shards.device.type != "cuda" or shards.world_size != found.num_ps):
+            raise InputError(
+                f"{where}: with enable_gpu_emb the tables need the engine 'cuda' on {found.num_ps} ranks"
+            )
+        self._take(shards, queue_configs)
         self._router = Router("roundrobin", found.num_ps)
+        # All features of native tables share the lists of one name.
+        self._shares_lists = found.feature_configs.table_names == (FAKE_TABLE,)
+
+    @property
+    def slot_mapping(self) -> dict[str, str]:
+        """The table of each feature."""
+        configs = self.params.feature_configs.feature_configs
+        return {
+            name: name if config.table == FAKE_TABLE else config.table for name, config in configs.items()
+        }
+
+    @classmethod
+    def merge_feature_config(
+        cls, feature_name_to_config: Mapping[str, TableConfig]
+    ) -> tuple[dict[str, TableConfig], dict[str, str]]:
+        """Let features with equal configs share a table.
+
+        Args:
+            feature_name_to_config: The table of each feature. Its name is not used.
+
+        Returns:
+            The configs by table, and the table of each feature.
+        """
+        check_configs(feature_name_to_config)
+        groups = [(get_sub_table_name(group)[1], group) for group in _equal_configs(feature_name_to_config)]
+        tables = {table: named(feature_name_to_config[group[0]], table) for table, group in sorted(groups)}
+        return tables, {name: table for table, group in groups for name in group}
+
+    @classmethod
+    def no_merge_feature_config(
+        cls, feature_name_to_config: Mapping[str, TableConfig], use_same_table: bool
+    ) -> tuple[dict[str, TableConfig], dict[str, str]]:
+        """Give each feature a table of its own.
+
+        Args:
+            feature_name_to_config: The table of each feature. Its name is not used.
+            use_same_table: Whether all features share lists of ids, as of one table.
+
+        Returns:
+            The configs by table, and the name in FeatureConfig.table of each feature.
+        """
+        check_configs(feature_name_to_config)
+        same = checks.flag(use_same_table, "no_merge_feature_config: use_same_table")
+        tables = {name: named(feature_name_to_config[name], name) for name in sorted(feature_name_to_config)}
+        return tables, {name: FAKE_TABLE if same else name for name in tables}
 
     @classmethod
     def gen_feature_configs(
@@ -210,8 +493,8 @@ class PartitionedHashTable:
                 equal configs share one, and one step is made for an id that several of them have.
             transfer_float16: Whether rows and gradients travel as float16; tables are then not native.
             unique: Returns whether an id is sent once per feature and server; None: it is.
-            enable_gpu_emb: Must be False.
-            use_gpu: Ignored.
+            enable_gpu_emb: Whether the tables are on GPUs, one part for each rank (num_ps is their number).
+            use_gpu: Whether layouts are assembled on a GPU, if there is one.
 
         Returns:
             The tables and features, for the constructor.
@@ -220,11 +503,8 @@ class PartitionedHashTable:
         count = max(1, checks.integer(num_ps, f"{where}: num_ps", 0))
         native = checks.flag(use_native_multi_hash_table, f"{where}: use_native_multi_hash_table")
         half = checks.flag(transfer_float16, f"{where}: transfer_float16")
-        checks.flag(use_gpu, f"{where}: use_gpu")
-        if checks.flag(enable_gpu_emb, f"{where}: enable_gpu_emb"):
-            raise InputError(
-                f'{where}: enable_gpu_emb is not supported: make shards with engine="cuda" instead'
-            )
+        use_gpu = checks.flag(use_gpu, f"{where}: use_gpu")
+        on_gpu = checks.flag(enable_gpu_emb, f"{where}: enable_gpu_emb")
         if unique is not None:
             checks.callback(unique, f"{where}: unique", required=True)
         check_configs(feature_name_to_config)
@@ -235,8 +515,10 @@ class PartitionedHashTable:
             if not isinstance(value, Mapping) or set(value) != set(feature_name_to_config):
                 raise InputError(f"{where}: {name} must have the features of feature_name_to_config")
         native = native and not half
-        groups = grouped(feature_name_to_config, native)
-        table_of = {name: FAKE_TABLE if native else table for table, group in groups for name in group}
+        if native:
+            tables, table_of = cls.no_merge_feature_config(feature_name_to_config, use_same_table=not on_gpu)
+        else:
+            tables, table_of = cls.merge_feature_config(feature_name_to_config)
         features = {}
         for name, config in sorted(feature_name_to_config.items()):
             combiner = feature_to_combiner[name]
@@ -251,16 +533,12 @@ class PartitionedHashTable:
             features[name] = feature
         configs = FeatureConfigs(features, layout_configs)
         configs.validate()
-        tables = {table: named(feature_name_to_config[group[0]], table) for table, group in groups}
-        extra = {table: names for table, group in groups if (names := restore_names(group))}
+        extra = {}
+        for table in () if native else tables:
+            if names := restore_names([name for name in sorted(table_of) if table_of[name] == table]):
+                extra[table] = names
         return ShardingSparseFidsOpParams(
-            count,
-            native,
-            unique or (lambda: True),
-            half,
-            dict(sorted(tables.items())),
-            configs,
-            extra_restore_names={} if native else extra,
+            count, native, unique or (lambda: True), half, tables, configs, on_gpu, use_gpu, extra
         )
 
     # ---- a batch
@@ -276,7 +554,8 @@ class PartitionedHashTable:
         """
         params = self.params
         unique = checks.flag(params.unique(), "PartitionedHashTable: the result of unique")
-        return sharding_sparse_fids(features, self._router, params.feature_configs, unique=unique)
+        configs, input_type = params.feature_configs, self._input_type
+        return sharding_sparse_fids(features, self._router, configs, unique=unique, input_type=input_type)
 
     def lookup(
         self,
@@ -289,104 +568,140 @@ class PartitionedHashTable:
         """Read the rows of a batch and assemble the layouts. Ids without a row read as zeros.
 
         Args:
-            features: Ids by feature, or what `shard` returned.
+            features: Ids by feature, also under the key "__sharding_sparse_fids__sparse_features"; or what
+                `sharding_sparse_fids_with_context` wrote, which is removed; or what `shard` returned.
             auxiliary_bundle: A dict that receives what `apply_gradients` needs, under Monolith's keys.
             ret_fused_layout_callable_fn: Whether to request the rows now and return a function that assembles
                 the layouts.
-            ret_lookup_callable_fn: Whether to return a function that does both.
-            embedding_prefetch_capacity: Ignored; `megalith.Pipeline` prefetches.
+            ret_lookup_callable_fn: Whether to split the ids now, and return a function that does the rest.
+            embedding_prefetch_capacity: As in queue_configs.
 
         Returns:
             The layouts by name; a list of tensors for OutType.NONE. They are leaves that require a gradient,
             if gradients are enabled. Or a function of (auxiliary_bundle, features) that returns them.
         """
-        checks.integer(embedding_prefetch_capacity, "lookup: embedding_prefetch_capacity", 0)
+        ahead = checks.integer(embedding_prefetch_capacity, "lookup: embedding_prefetch_capacity", 0)
         late = checks.flag(ret_fused_layout_callable_fn, "lookup: ret_fused_layout_callable_fn")
-        bundle = {} if auxiliary_bundle is None else _bundle(auxiliary_bundle)
+        bundle: Bundle = {} if auxiliary_bundle is None else bundle_of(auxiliary_bundle)
         if checks.flag(ret_lookup_callable_fn, "lookup: ret_lookup_callable_fn"):
-            return lambda auxiliary_bundle, features: self.lookup(features, auxiliary_bundle)
-        self._request(features, bundle)
+            if features:
+                self._split(features, bundle)
+            return lambda auxiliary_bundle, features: self._later(bundle_of(auxiliary_bundle), features)
+        self._split(features, bundle)
         if late:
-            return lambda auxiliary_bundle, features: self._layouts(_bundle(auxiliary_bundle))
-        return self._layouts(bundle)
+            lookup = self.shards.lookup(self._ids(bundle))
+            lookup.fetch()
+            return lambda auxiliary_bundle, features: self._layouts(lookup, bundle_of(auxiliary_bundle))
+        names = sorted(self.params.feature_configs.out_configs)
+        return self._started(self._ids(bundle), names, lambda lookup: self._layouts(lookup, bundle), ahead)
 
-    def _request(self, features: Any, bundle: Bundle) -> None:
+    def _later(self, bundle: Bundle, features: Any) -> Layouts:
+        if _SPLIT not in bundle:
+            self._split(features, bundle)
+        return self._layouts(self.shards.lookup(self._ids(bundle)), bundle)
+
+    def _split(self, features: Any, bundle: Bundle) -> None:
+        """Split the ids of a batch, unless they are split, and write what that gives to the bundle."""
         found = features
-        if not isinstance(features, ShardedFids):
+        if isinstance(features, MutableMapping) and (split := split_features(features, self.params)):
+            found = split
+        elif not isinstance(features, ShardedFids):
             if isinstance(features, Mapping):
                 features = features.get(f"{PREFIX}sparse_features", features)
             found = self.shard(features)
-        lists = found.lists
+        lists = lists_of(found, self.params)
         splits = found.fid_list_row_splits
-        if isinstance(splits, Mapping):
-            splits = list(splits.values())
-        assert isinstance(splits, list)
-        names = self.params.feature_configs.table_names
-        for number, (fids, split) in enumerate(zip(lists, splits, strict=True)):
-            key = f"{PREFIX}{names[number // self.params.num_ps]}:{number % self.params.num_ps}"
-            bundle[f"{key}:fids"], bundle[f"{key}:fids_row_split"] = fids, split
-        for name in ("fid_offset", "feature_offset", "nfl_offset", "batch_size"):
-            bundle[f"{PREFIX}{name}"] = getattr(found, name)
-        ids = {
-            table: torch.cat([fids[a:b] for fids, a, b in parts])
-            for table, parts in self._parts(lists, splits)
+        splits = list(splits.values()) if isinstance(splits, Mapping) else list(splits)
+        names, count = self.params.feature_configs.table_names, self.params.num_ps
+        for number, fids in enumerate(lists):
+            table, ps = names[number // count], number % count
+            bundle[f"{PREFIX}shards@{ps}@{table}"] = fids
+            if not export_context.is_exporting():
+                bundle[f"{PREFIX}{table}:{ps}:fids"] = fids
+            if self._shares_lists:
+                bundle[f"{PREFIX}shards_row_split@{ps}@{table}"] = splits[number]
+                size = torch.tensor([splits[number].shape[0]], device="cpu")
+                bundle[f"{PREFIX}shards_row_split_size@{ps}@{table}"] = size
+                if not export_context.is_exporting():
+                    bundle[f"{PREFIX}{table}:{ps}:fids_row_split"] = splits[number]
+        for name in (*OFFSETS, *SIZES, "fid_list_emb_row_lenth"):
+            if getattr(found, name) is not None:
+                bundle[f"{PREFIX}{name}"] = getattr(found, name)
+        bundle[_SPLIT] = lists, splits
+
+    def _ids(self, bundle: Bundle) -> dict[str, Tensor]:
+        device = self.shards.device
+        return {
+            table: torch.cat([fids[a:b] for fids, a, b in parts]).to(device)
+            for table, parts in self._parts(*bundle[_SPLIT])
         }
-        lookup = self.shards.lookup(ids)
-        lookup.fetch()
-        bundle[f"{PREFIX}lists"], bundle[f"{PREFIX}splits"] = lists, splits
-        bundle[f"{PREFIX}lookup"] = lookup
 
     def _parts(
         self, lists: Sequence[Tensor], splits: Sequence[Tensor]
     ) -> list[tuple[str, list[tuple[Tensor, int, int]]]]:
         """Return for each table the lists, and ranges of them, that hold its ids, in order."""
-        params, count = self.params, self.params.num_ps
-        if not params.use_native_multi_hash_table:
-            tables = params.feature_configs.table_names
+        count = self.params.num_ps
+        if not self._shares_lists:
             return [
                 (table, [(fids, 0, fids.numel()) for fids in lists[t * count : (t + 1) * count]])
-                for t, table in enumerate(tables)
+                for t, table in enumerate(self.params.feature_configs.table_names)
             ]
-        features = params.feature_configs.feature_names
         bounds = [list(pairwise(split.tolist())) for split in splits]
         return [
-            (name, [(lists[ps], *bounds[ps][f]) for ps in range(count)]) for f, name in enumerate(features)
+            (name, [(lists[ps], *bounds[ps][f]) for ps in range(count)])
+            for f, name in enumerate(self.params.feature_configs.feature_names)
         ]
-
-    def _embeddings(self, bundle: Bundle) -> list[Tensor]:
-        """Return the rows of each list, flat."""
-        lists, splits = bundle[f"{PREFIX}lists"], bundle[f"{PREFIX}splits"]
-        rows = bundle[f"{PREFIX}lookup"].rows
-        pieces: list[list[Tensor]] = [[] for _ in lists]
-        for table, parts in self._parts(lists, splits):
-            own = rows[table].split_with_sizes([b - a for _, a, b in parts])
-            for number, piece in zip(self._numbers(table), own, strict=True):
-                pieces[number].append(piece.reshape(-1))
-        return [torch.cat(each) if each else torch.empty(0, device="cpu") for each in pieces]
 
     def _numbers(self, table: str) -> range:
         """Return the lists that hold ids of a table."""
-        params, count = self.params, self.params.num_ps
-        first = 0 if params.use_native_multi_hash_table else params.feature_configs.table_names.index(table)
+        count = self.params.num_ps
+        first = 0 if self._shares_lists else self.params.feature_configs.table_names.index(table)
         return range(first * count, (first + 1) * count)
 
-    def _layouts(self, bundle: Bundle) -> Layouts:
-        embeddings = self._embeddings(bundle)
-        names = self.params.feature_configs.table_names
-        for number, rows in enumerate(embeddings):
-            table, ps = names[number // self.params.num_ps], number % self.params.num_ps
-            bundle[f"{PREFIX}{table}:{ps}:embs"] = rows
+    def _layouts(self, lookup: Lookup, bundle: Bundle) -> Layouts:
+        lists, splits = bundle[_SPLIT]
+        pieces: list[list[Tensor]] = [[] for _ in lists]
+        for table, parts in self._parts(lists, splits):
+            own = lookup.rows[table].split_with_sizes([b - a for _, a, b in parts])
+            for number, piece in zip(self._numbers(table), own, strict=True):
+                pieces[number].append(piece.reshape(-1))
+        embeddings = [torch.cat(each) if each else torch.empty(0, device="cpu") for each in pieces]
+        if self.params.use_gpu and torch.cuda.is_available():
+            embeddings = [each.cuda() for each in embeddings]
+        for key, rows in zip(self._keys("embs"), embeddings, strict=True):
+            bundle[key] = rows
+        bundle[_LOOKUP] = lookup
         found = fused_embedding_to_layout(embeddings, None, **self._encoding(bundle))
-        return self.nest_layout([x.detach().requires_grad_(torch.is_grad_enabled()) for x in found])
+        return self.nest_layout([_leaf(each) for each in found])
+
+    def _keys(self, what: str) -> list[str]:
+        tables, count = self.params.feature_configs.table_names, self.params.num_ps
+        return [f"{PREFIX}{table}:{ps}:{what}" for table in tables for ps in range(count)]
 
     def _encoding(self, bundle: Bundle) -> dict[str, Any]:
-        offsets = ("fid_offset", "feature_offset", "nfl_offset")
-        return {name: bundle[f"{PREFIX}{name}"] for name in offsets} | {
+        return {name: bundle[f"{PREFIX}{name}"] for name in OFFSETS if name != "batch_size"} | {
             "batch_size": int(bundle[f"{PREFIX}batch_size"]),
             "variant_type": "example_batch",
             "feature_cfgs": self.params.feature_configs,
             "ps_num": self._router,
         }
+
+    def tensor_move_to_gpu(self, tensors: Sequence[tuple[Bundle, Sequence[str]]]) -> None:
+        """Move the tensors of dicts to the GPU, if there is one.
+
+        Args:
+            tensors: Pairs of a dict, which is changed, and the keys that stay where they are.
+        """
+        pairs = tensors if isinstance(tensors, list | tuple) else [None]
+        if not all(
+            isinstance(each, list | tuple) and len(each) == 2 and isinstance(each[0], MutableMapping)
+            for each in pairs
+        ):
+            raise InputError("tensor_move_to_gpu: tensors must be a list of (dict, keys that stay)")
+        for values, kept in tensors:
+            for key, value in values.items():
+                if isinstance(value, Tensor) and key not in kept and torch.cuda.is_available():
+                    values[key] = value.cuda()
 
     def apply_gradients(
         self,
@@ -403,7 +718,7 @@ class PartitionedHashTable:
         Args:
             layout_grads_and_vars: (gradient, layout) in the order of `flatten_layout`.
             global_step: The step, an int or a tensor of one element.
-            req_time: The last-update time of the rows in seconds; the largest element of a tensor; None: the
+            req_time: The last-update time of the rows in seconds, the largest of a tensor; 0 and None: the
                 clock of the servers.
             auxiliary_bundle: What `lookup` filled; it can be used once.
             async_function_mgr: Ignored.
@@ -417,40 +732,33 @@ class PartitionedHashTable:
             UsageError: The bundle is not that of a lookup, or was used.
             InputError: The gradients do not match the layouts.
         """
-        bundle = _bundle(auxiliary_bundle)
-        later = checks.flag(async_push, "apply_gradients: async_push")
-        lookup = bundle.get(f"{PREFIX}lookup")
+        bundle = bundle_of(auxiliary_bundle)
+        later = checks.flag(async_push, "apply_gradients: async_push") or self._push
+        lookup = bundle.get(_LOOKUP)
         if not isinstance(lookup, Lookup):
             raise UsageError("apply_gradients: auxiliary_bundle must be the one that lookup has filled")
         if not isinstance(layout_grads_and_vars, list | tuple) or not all(
             isinstance(pair, list | tuple) and len(pair) == 2 for pair in layout_grads_and_vars
         ):
             raise InputError("apply_gradients: layout_grads_and_vars must be a list of (gradient, layout)")
-        step = checks.scalar(global_step, "global_step") if isinstance(global_step, Tensor) else global_step
-        if isinstance(req_time, Tensor):
-            plain = req_time.layout == torch.strided and not req_time.is_meta and not req_time.is_complex()
-            if not plain or not req_time.numel():
-                raise InputError("apply_gradients: req_time must be numbers")
-            req_time = float(req_time.to(torch.float64).max())
-        embeddings = self._embeddings(bundle)
+        step, time = step_of(global_step), seconds_of(req_time)
         grads = fused_embedding_to_layout_grad(
-            embeddings_list=embeddings,
+            embeddings_list=[bundle[key] for key in self._keys("embs")],
             fid_list_row_split=None,
             layout_tensors_grad=[grad for grad, _ in layout_grads_and_vars],
             layout_tensors_grad_scale=grad_scale,
             **self._encoding(bundle),
         )
-        lists, splits = bundle[f"{PREFIX}lists"], bundle[f"{PREFIX}splits"]
-        taken = [0] * len(lists)
+        taken = [0] * len(grads)
         by_table: dict[str, Tensor] = {}
-        for table, parts in self._parts(lists, splits):
+        for table, parts in self._parts(*bundle[_SPLIT]):
             dim = self.shards.configs[table].dim
             pieces = []
             for number, (_, a, b) in zip(self._numbers(table), parts, strict=True):
                 pieces.append(grads[number][taken[number] :][: (b - a) * dim].view(-1, dim))
                 taken[number] += (b - a) * dim
-            by_table[table] = torch.cat(pieces)
-        self.shards.apply_gradients(lookup, by_table, step=step, time=req_time, wait=not later)
+            by_table[table] = torch.cat(pieces).to(self.shards.device)
+        self.shards.apply_gradients(lookup, by_table, step=step, time=time, wait=not later)
         if not later:
             self.shards.flush()
         return self
@@ -512,10 +820,10 @@ class PartitionedHashTable:
         if wrong.numel():
             raise InputError(f"table {table!r}: id {int(wrong[0])} is not one of server {ps}")
 
-    def _lookup_raw(self, data: ByServer) -> dict[int, dict[str, Tensor]]:
+    def _lookup_raw(self, lookup_data_on_wk: ByServer) -> dict[int, dict[str, Tensor]]:
         """Read rows by server and table: {server: {table: ids}} -> {server: {table: rows}}."""
         found: dict[int, dict[str, Tensor]] = {}
-        for ps, tables in self._by_server(data):
+        for ps, tables in self._by_server(lookup_data_on_wk):
             for name, ids in tables.items():
                 self._check_owner(ps, name, self.shards.checks[name].ids(ids))
             rows = self.shards.lookup(tables).rows
@@ -524,21 +832,21 @@ class PartitionedHashTable:
 
     # ---- layouts
 
-    def flatten_layout(self, layouts: Mapping[str, Tensor | Sequence[Tensor]]) -> list[Tensor]:
+    def flatten_layout(self, nested: Mapping[str, Tensor | Sequence[Tensor]]) -> list[Tensor]:
         """Return the tensors of all layouts as a list.
 
         Args:
-            layouts: The layouts by name; a list of tensors for OutType.NONE.
+            nested: The layouts by name; a list of tensors for OutType.NONE.
 
         Returns:
             The tensors, layouts sorted by name.
         """
         configs = self.params.feature_configs.out_configs
-        if not isinstance(layouts, Mapping) or set(layouts) != set(configs):
-            raise InputError(f"flatten_layout: layouts must have the names {sorted(configs)}")
+        if not isinstance(nested, Mapping) or set(nested) != set(configs):
+            raise InputError(f"flatten_layout: nested must have the names {sorted(configs)}")
         flat: list[Tensor] = []
         for name in sorted(configs):
-            value = layouts[name]
+            value = nested[name]
             tensors: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
             if len(tensors) != self._size(name) or not all(isinstance(x, Tensor) for x in tensors):
                 raise InputError(f"flatten_layout: layout {name!r} must have {self._size(name)} tensors")
@@ -569,25 +877,3 @@ class PartitionedHashTable:
     def _size(self, layout: str) -> int:
         out = self.params.feature_configs.out_configs[layout]
         return len(out.slice_configs) if out.out_type == OutType.NONE else 1
-
-    def get_queue_hooks(self) -> list[object]:
-        """Return the hooks of prefetch queues: there are none."""
-        return []
-
-
-def _bundle(value: Any) -> Bundle:
-    if not isinstance(value, MutableMapping):
-        raise InputError(f"auxiliary_bundle must be a dict, got {checks.kind(value)}")
-    return value
-
-
-def ps_device(index: int) -> str:
-    """Return the name of a parameter server.
-
-    Args:
-        index: The number of the server, from 0.
-
-    Returns:
-        The name, such as "/job:ps/task:1/device:CPU:0".
-    """
-    return f"/job:ps/task:{checks.integer(index, 'index', least=0)}/device:CPU:0"

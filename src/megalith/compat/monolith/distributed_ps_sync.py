@@ -132,20 +132,27 @@ class MonolithTables:
         self._pending: deque[LateTensors] = deque()
         self._series = LookupSeries()
 
-    def _started(self, ids: Mapping[str, Tensor], names: Sequence[str], make: Callable[[Lookup], Any]) -> Any:
+    def _started(
+        self,
+        ids: Mapping[str, Tensor],
+        names: Sequence[str],
+        make: Callable[[Lookup], Any],
+        rows_ahead: int = 0,
+    ) -> Any:
         """Look up ids; return `make(lookup)`, with prefetch queues as a mapping that does so when read."""
         while self._pending and self._pending[0].is_fetched:
             self._pending.popleft()
-        if not self._ahead:
+        ahead = max(self._ahead, rows_ahead)
+        if not ahead:
             return make(self.shards.lookup(ids))
         if not self._pending:
             self._series = LookupSeries()
         lookup = self.shards.lookup(ids, series=self._series)
-        if self._prefetch_rows:
+        if self._prefetch_rows or rows_ahead:
             lookup.fetch()
         late = LateTensors(names, lambda: make(lookup))
         self._pending.append(late)
-        if len(self._pending) > self._ahead:
+        if len(self._pending) > ahead:
             self._pending.popleft().fetch()
         return late
 
@@ -175,6 +182,10 @@ class MonolithTables:
     def get_queue_hooks(self) -> list[Any]:
         """Return the hooks of queues; call their `end` after training."""
         return list(self._hooks)
+
+
+class MonolithSlotTables(MonolithTables):
+    """Tables that calls name by slot."""
 
     def assign(self, slot_to_id_and_value: SlotRows, req_time: Any = 0) -> Self:
         """Set rows. Of repeated ids the last one wins.
@@ -213,7 +224,8 @@ class MonolithTables:
             This object and the status of each id, int32 [n] in the order of the input: 0 created, 1 existed,
             -1 if there is no such table.
         """
-        return self, self.shards.reinitialize({slot: ids}, missing_ok=True)[slot]
+        name = checks.text(slot, "reinitialize: slot")
+        return self, self.shards.reinitialize({name: ids}, missing_ok=True)[name]
 
 
 def seconds_of(req_time: Any) -> float | None:
@@ -247,6 +259,7 @@ def configs_or_shards(made: Any, where: str) -> Shards | list[TableConfig]:
     """Return what a table factory has made: shards, or configs, whose missing ids then read as zeros."""
     if isinstance(made, Shards):
         return made
+    made = [made] if isinstance(made, TableConfig) else made
     pairs = list(made.items()) if isinstance(made, Mapping) else None
     if pairs is None and isinstance(made, list | tuple):
         pairs = [(getattr(each, "name", None), each) for each in made]
@@ -277,7 +290,7 @@ class _Pack(NamedTuple):
     offsets: list[Tensor]
 
 
-class DistributedMultiTypeHashTableMpi(MonolithTables):
+class DistributedMultiTypeHashTableMpi(MonolithSlotTables):
     """Monolith's synchronous tables: a `SyncShards` under Monolith's calls. All calls are collective.
 
     Args:

@@ -309,6 +309,10 @@ class DummySyncServer:
         self.address = f"{address.rpartition(':')[0]}:{self._port}"
         self._server.start()
 
+    def as_op(self) -> Self:
+        """Return this object: the server runs already."""
+        return self
+
     @property
     def handle(self) -> DummySyncServer:
         """The server itself; Monolith's class wraps a handle."""
@@ -474,7 +478,7 @@ def refresh_sync_config(sync_backend: SyncBackend, ps_index: int) -> bytes:
     """Make the serialised ClientConfig of one parameter server.
 
     Args:
-        sync_backend: Finds the replicas, for example a `Discovery`.
+        sync_backend: Finds the replicas: a `Discovery`, or any object with get_sync_targets.
         ps_index: The number of the parameter server; its part is `ps_{ps_index}`.
 
     Returns:
@@ -483,8 +487,8 @@ def refresh_sync_config(sync_backend: SyncBackend, ps_index: int) -> bytes:
     Raises:
         InputError: The backend returns a target that is not an address.
     """
-    if not isinstance(sync_backend, SyncBackend):
-        raise InputError(f"sync_backend must be a SyncBackend, got {type(sync_backend).__name__}")
+    if not callable(getattr(sync_backend, "get_sync_targets", None)):
+        raise InputError(f"sync_backend must have get_sync_targets, got {type(sync_backend).__name__}")
     checks.integer(ps_index, "refresh_sync_config: ps_index", least=0)
     name, targets = sync_backend.get_sync_targets(f"ps_{ps_index}")
     return SyncConfig(
@@ -512,6 +516,10 @@ class ParameterSyncClient:
                 "parameter_sync_client_from_config makes a client from a config"
             )
         self._handle = client.handle if isinstance(client, ParameterSyncClient) else client
+
+    def as_op(self) -> Self:
+        """Return this object: `create_sync_op` pushes when it is called."""
+        return self
 
     @property
     def handle(self) -> SyncHandle:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,17 @@ from megalith.ops.move_runs import moved, take
 from megalith.ops.pooling import Bags, OutputSlice, pool_rows
 from megalith.ragged import Ragged
 from megalith.routing import Router
+
+
+def given(value: Any) -> Any:
+    """Return what TensorFlow would convert, a list or array of numbers, as a tensor; others unchanged."""
+    if isinstance(value, list | tuple | np.ndarray) and not any(isinstance(x, Tensor) for x in value):
+        try:
+            return torch.as_tensor(value, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            return value
+    return value
+
 
 # ---- ids to shards, rows of ids
 
@@ -569,22 +581,24 @@ def _runs(pos: Ragged, where: OffsetMap, dims: Sequence[int]) -> tuple[Tensor, T
 # ---- splits and flat buffers
 
 
-def normalize_merged_split(row_split: Tensor, size: Tensor) -> Tensor:
+def normalize_merged_split(row_split: Tensor, row_split_size: Tensor) -> Tensor:
     """Merge concatenated row splits, each of which begins at 0, into the row splits of all rows.
 
     Args:
         row_split: int [n], the concatenated row splits.
-        size: int [k], the length of each.
+        row_split_size: int [k], the length of each.
 
     Returns:
         int64 [n + 1 - k].
     """
-    splits = checks.int64(row_split, "row_split")
-    sizes = checks.int64(size, "size")
+    splits = checks.int64(given(row_split), "row_split")
+    sizes = checks.int64(given(row_split_size), "row_split_size")
     if sizes.shape[0] < 1:
-        raise InputError("size is empty; pass the length of each row_split")
+        raise InputError("row_split_size is empty; pass the length of each row_split")
     total = splits.shape[0]
-    checks.require((sizes >= 1).all() & (sizes.sum() == total), "size must add up to row_split's length")
+    checks.require(
+        (sizes >= 1).all() & (sizes.sum() == total), "row_split_size must add up to row_split's length"
+    )
     ends = torch.cumsum(sizes, 0)
     first = torch.zeros_like(splits, dtype=torch.bool).index_fill(0, ends - sizes, True)
     checks.require(torch.where(first, splits, 0) == 0, "row_split: each part must begin at 0")
@@ -819,6 +833,7 @@ def _wide(values: Tensor) -> Tensor:
 def _segments(
     index: Tensor, values: Tensor, size: int | Tensor, names: tuple[str, str] = ("id_indices", "id_values")
 ) -> tuple[Tensor, Tensor, int]:
+    index, values, size = given(index), given(values), given(size)
     values = checks.floats(values, names[1], (None, None))
     if isinstance(index, Tensor) and index.dim() == 2:
         index = checks.int64(index, names[0], (values.shape[0], 1))[:, 0]

@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from megalith import nn
-from megalith.errors import InputError
+from megalith.compat.monolith.distribution_ops import given
+from megalith.ops import checks
 from megalith.ragged import Ragged
 
 
@@ -24,9 +25,7 @@ class MonolithCombiner(ABC):
     """
 
     def __init__(self, max_seq_length: int) -> None:
-        if isinstance(max_seq_length, bool) or not isinstance(max_seq_length, int) or max_seq_length < 0:
-            raise InputError(f"Combiner: max_seq_length must be an integer >= 0, got {max_seq_length!r}")
-        self._max_seq_length = max_seq_length
+        self._max_seq_length = checks.integer(max_seq_length, "Combiner: max_seq_length", 0)
 
     @property
     def max_seq_length(self) -> int:
@@ -54,7 +53,7 @@ class ReduceSum(MonolithCombiner, nn.Sum):
         super().__init__(0)
 
     def combine(self, key: Ragged, embedding: Tensor, name: str | None = None) -> Tensor:
-        return nn.Sum.combine(self, key, embedding)
+        return nn.Sum.combine(self, key, given(embedding))
 
 
 class ReduceMean(MonolithCombiner, nn.Mean):
@@ -64,20 +63,19 @@ class ReduceMean(MonolithCombiner, nn.Mean):
         super().__init__(0)
 
     def combine(self, key: Ragged, embedding: Tensor, name: str | None = None) -> Tensor:
-        return nn.Mean.combine(self, key, embedding)
+        return nn.Mean.combine(self, key, given(embedding))
 
 
 class MonolithFirstN(MonolithCombiner, nn.FirstN):
     """Monolith's `FirstN`: the first embeddings of a row, [B, seq_length, d], padded with zeros."""
 
     def __init__(self, seq_length: int) -> None:
-        if isinstance(seq_length, bool) or not isinstance(seq_length, int) or seq_length < 1:
-            raise InputError(f"FirstN: seq_length must be an integer >= 1, got {seq_length!r}")
+        seq_length = checks.integer(seq_length, "FirstN: seq_length")
         MonolithCombiner.__init__(self, seq_length)
         nn.FirstN.__init__(self, seq_length)
 
     def combine(self, key: Ragged, embedding: Tensor, name: str | None = None) -> Tensor:
-        return nn.FirstN.combine(self, key, embedding)
+        return nn.FirstN.combine(self, key, given(embedding))
 
 
 # Monolith's names. The classes have other names because a class name is used once in this package.

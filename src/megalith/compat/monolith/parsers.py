@@ -15,9 +15,10 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar, Token
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -325,6 +326,14 @@ _shard = define_op(
 )
 
 
+# ---- contexts
+
+PREFIX = "__sharding_sparse_fids__"
+"""Begins the keys of what sharding writes to features and bundles."""
+OFFSETS = ("fid_offset", "feature_offset", "nfl_offset", "batch_size")
+SIZES = ("nfl_size", "feature_size", "fid_size", "emb_size")
+
+
 class ShardingSparseFidsOpParams(NamedTuple):
     """What sharding and tables need to know, as `PartitionedHashTable.gen_feature_configs` returns it."""
 
@@ -341,9 +350,163 @@ class ShardingSparseFidsOpParams(NamedTuple):
     feature_configs: FeatureConfigs
     """The features and layouts."""
     enable_gpu_emb: bool = False
-    """Always False: an engine decides where rows are."""
+    """Whether the tables are on GPUs, one part for each rank."""
     use_gpu: bool = False
-    """Ignored."""
+    """Whether layouts are assembled on a GPU, if there is one."""
     extra_restore_names: Mapping[str, tuple[str, ...]] = {}
     """Further names under which a checkpoint of Monolith may hold a table: for slots named fc_slot_N, the md5
     of their names without "fc_"."""
+
+
+class ParserCtx:
+    """What the parsing of features needs to know of the tables; in a `with` statement, the default.
+
+    Args:
+        enable_fused_layout: Whether features are split for layouts; for code that asks.
+
+    Attributes:
+        parser_type: The record: "example", "example_batch" or "instance"; None is "example_batch".
+        sharding_sparse_fids_op_params: What `PartitionedHashTable.gen_feature_configs` returned.
+    """
+
+    sharding_sparse_fids_features_prefix = PREFIX
+    sharding_sparse_fids_sparse_features_key = f"{PREFIX}sparse_features"
+
+    def __init__(self, enable_fused_layout: bool = False) -> None:
+        self.enable_fused_layout = checks.flag(enable_fused_layout, "ParserCtx: enable_fused_layout")
+        self.parser_type: str | None = None
+        self.sharding_sparse_fids_op_params: ShardingSparseFidsOpParams | None = None
+        self._tokens: list[Token[ParserCtx | None]] = []
+
+    def __enter__(self) -> Self:
+        self._tokens.append(_default_ctx.set(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _default_ctx.reset(self._tokens.pop())
+
+    @classmethod
+    def sharding_sparse_fids_features_insert_to_features(
+        cls, inputs: Mapping[str, Any], features: MutableMapping[str, Any]
+    ) -> None:
+        """Write the results of sharding to features, under the prefix; names of nested dicts are joined by /.
+
+        Args:
+            inputs: Tensors, and dicts of tensors, by name.
+            features: Receives them.
+        """
+        checks.mapping(features, "features", "{name: tensor}")
+        for name, value in checks.mapping(inputs, "inputs", "{name: tensor}").items():
+            nested = value.items() if isinstance(value, Mapping) else [("", value)]
+            features.update({f"{PREFIX}{name}/{key}".removesuffix("/"): each for key, each in nested})
+
+    @classmethod
+    def sharding_sparse_fids_features_parse_from_features(
+        cls, features: MutableMapping[str, Any]
+    ) -> dict[str, Any]:
+        """Remove from features what `sharding_sparse_fids_features_insert_to_features` has written.
+
+        Args:
+            features: Features; the keys with the prefix are removed.
+
+        Returns:
+            The tensors, and dicts of tensors, by name.
+        """
+        checks.mapping(features, "features", "{name: tensor}")
+        found: dict[str, Any] = {}
+        for key in [key for key in features if isinstance(key, str) and key.startswith(PREFIX)]:
+            name, _, inner = key.removeprefix(PREFIX).partition("/")
+            if inner:
+                found.setdefault(name, {})[inner] = features.pop(key)
+            else:
+                found[name] = features.pop(key)
+        return found
+
+
+_default_ctx: ContextVar[ParserCtx | None] = ContextVar("parser_ctx", default=None)
+
+
+def get_default_parser_ctx() -> ParserCtx:
+    """Return the context of the innermost `with ParserCtx()`; without one, a context of this thread."""
+    found = _default_ctx.get()
+    if found is None:
+        _default_ctx.set(found := ParserCtx())
+    return found
+
+
+def sharding_sparse_fids_with_context(
+    sparse_features: Mapping[str, Ragged],
+    features: MutableMapping[str, Any],
+    parser_ctx: ParserCtx | None = None,
+) -> None:
+    """Split the ids of a batch as the tables of a context need it; `PartitionedHashTable.lookup` takes them.
+
+    Args:
+        sparse_features: Ids by feature.
+        features: Receives the lists, offsets and sizes, under the prefix "__sharding_sparse_fids__".
+        parser_ctx: The context; None: `get_default_parser_ctx()`.
+    """
+    ctx = get_default_parser_ctx() if parser_ctx is None else parser_ctx
+    params = getattr(ctx, "sharding_sparse_fids_op_params", None)
+    if not isinstance(params, ShardingSparseFidsOpParams):
+        raise InputError(
+            "parser_ctx: sharding_sparse_fids_op_params must be what gen_feature_configs returned"
+        )
+    found = sharding_sparse_fids(
+        sparse_features,
+        params.num_ps,
+        params.feature_configs,
+        unique=params.unique(),
+        input_type=ctx.parser_type or "example_batch",
+        parallel_flag=int(params.use_gpu),
+        version=4 if params.enable_gpu_emb else 5,
+    )
+    fields: dict[str, Any] = {name: getattr(found, name) for name in OFFSETS}
+    if params.enable_gpu_emb:
+        fields |= {
+            "shards_value": found.fid_list,
+            "shards_row_lengths": found.fid_list_shard_row_lenth,
+            "shards_table_row_lengths": found.fid_list_table_row_length,
+            "fid_list_emb_row_lenth": found.fid_list_emb_row_lenth,
+        }
+    else:
+        fields |= {"shards": found.fid_list} | {name: getattr(found, name) for name in SIZES}
+        if params.use_native_multi_hash_table:
+            fields["shards_row_split"] = found.fid_list_row_splits
+            fields["shards_row_split_size"] = found.fid_list_row_splits_size
+    ParserCtx.sharding_sparse_fids_features_insert_to_features(fields, features)
+
+
+def split_features(
+    features: MutableMapping[str, Any], params: ShardingSparseFidsOpParams
+) -> ShardedFids | None:
+    """Take from features what `sharding_sparse_fids_with_context` wrote; None if it did not."""
+    if f"{PREFIX}fid_offset" not in features:
+        return None
+    found: Any = ParserCtx.sharding_sparse_fids_features_parse_from_features(features)
+    lists = "shards_value" if params.enable_gpu_emb else "shards"
+    if missing := [name for name in (lists, *OFFSETS) if name not in found]:
+        name = PREFIX + missing[0]
+        raise InputError(f"features must have {name}, which sharding_sparse_fids_with_context writes")
+    return ShardedFids(
+        found[lists],
+        fid_list_row_splits=found.get("shards_row_split", ()),
+        fid_list_table_row_length=found.get("shards_table_row_lengths"),
+        fid_list_emb_row_lenth=found.get("fid_list_emb_row_lenth"),
+        **{name: found[name] for name in (*OFFSETS, *SIZES) if name in found},
+    )
+
+
+def lists_of(found: ShardedFids, params: ShardingSparseFidsOpParams) -> list[Tensor]:
+    """Return the ids of each list, in the order table * servers + server, of any encoding."""
+    tables, servers = params.feature_configs.table_names, params.num_ps
+    if isinstance(found.fid_list, Tensor):
+        assert found.fid_list_table_row_length is not None
+        flat = found.fid_list.split_with_sizes(found.fid_list_table_row_length.tolist())
+        return [flat[ps * len(tables) + t] for t in range(len(tables)) for ps in range(servers)]
+    if isinstance(found.fid_list, dict):
+        keys = [f"{table}:{ps}" for table in tables for ps in range(servers)]
+        if sorted(keys) != sorted(found.fid_list):
+            raise InputError(f"features must have the lists {keys}, got {sorted(found.fid_list)}")
+        return [found.fid_list[key] for key in keys]
+    return found.fid_list

@@ -93,6 +93,9 @@ class SyncConfig:
 
 def read_sync_config(config: bytes | Message) -> SyncConfig:
     """Read a ClientConfig."""
+    described: Any = config  # also a message of Monolith's generated code
+    if getattr(getattr(config, "DESCRIPTOR", None), "full_name", None) == ClientConfig.DESCRIPTOR.full_name:
+        config = described.SerializeToString()
     if isinstance(config, bytes):
         try:
             config = ClientConfig.FromString(config)
