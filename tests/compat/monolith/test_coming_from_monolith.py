@@ -9,7 +9,6 @@ import sys
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,15 +33,16 @@ NAMES = {
         ReduceSum ReduceMean FirstN PolynomialDecay
     """,
     "Tables on parameter servers": """
-        DistributedHashTable ps_num config hash_table_factory dim_size lookup assign assign_add apply_gradients
-        DistributedMultiTypeHashTable num_ps slot_to_config transfer_float16 max_rpc_deadline_millis reinitialize
+        DistributedHashTable ps_num config hash_table_factory dim_size lookup assign assign_add
+        apply_gradients DistributedMultiTypeHashTable num_ps slot_to_config transfer_float16 reinitialize
+        max_rpc_deadline_millis
         PartitionedHashTable gen_feature_configs flatten_layout nest_layout _lookup_raw merge_feature_config
         no_merge_feature_config slot_mapping add_queue_hook get_queue_hooks tensor_move_to_gpu use_gpu
         enable_gpu_emb fid_offset feature_offset nfl_offset batch_size nfl_size feature_size fid_size emb_size
         fid_list_emb_row_lenth fids fids_row_split embs shards shards_row_split shards_row_split_size
         sharding_sparse_fids_with_context ParserCtx get_default_parser_ctx ShardingSparseFidsOpParams
-        ExportContext ExportMode enter_export_mode sub_graph sub_graph_num is_exporting is_exporting_standalone
-        is_exporting_distributed get_current_export_ctx
+        ExportContext ExportMode enter_export_mode sub_graph sub_graph_num is_exporting
+        is_exporting_standalone is_exporting_distributed get_current_export_ctx
     """,
     "The synchronous table": """
         DistributedMultiTypeHashTableMpi shard_num table_factory queue_configs _output_dims

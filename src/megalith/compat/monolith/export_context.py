@@ -98,6 +98,10 @@ _current: ContextVar[tuple[ExportMode, ExportContext | None]] = ContextVar(
 )
 
 
+def _state() -> tuple[ExportMode, ExportContext | None]:
+    return _current.get()  # no limit: a context variable
+
+
 @contextmanager
 def enter_export_mode(mode: ExportMode, ctx: ExportContext | None = None) -> Iterator[ExportContext]:
     """Build a model for an export, inside a `with` statement. It cannot be nested.
@@ -121,19 +125,19 @@ def enter_export_mode(mode: ExportMode, ctx: ExportContext | None = None) -> Ite
 
 def is_exporting() -> bool:
     """Return whether a model is being exported."""
-    return _current.get()[0] != ExportMode.NONE
+    return _state()[0] != ExportMode.NONE
 
 
 def is_exporting_standalone() -> bool:
     """Return whether a model is being exported in one part."""
-    return _current.get()[0] == ExportMode.STANDALONE
+    return _state()[0] == ExportMode.STANDALONE
 
 
 def is_exporting_distributed() -> bool:
     """Return whether a model is being exported as an entry and parts with rows."""
-    return _current.get()[0] == ExportMode.DISTRIBUTED
+    return _state()[0] == ExportMode.DISTRIBUTED
 
 
 def get_current_export_ctx() -> ExportContext | None:
     """Return the context of the export in progress; None if there is none."""
-    return _current.get()[1]
+    return _state()[1]

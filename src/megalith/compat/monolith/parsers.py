@@ -428,7 +428,7 @@ _default_ctx: ContextVar[ParserCtx | None] = ContextVar("parser_ctx", default=No
 
 def get_default_parser_ctx() -> ParserCtx:
     """Return the context of the innermost `with ParserCtx()`; without one, a context of this thread."""
-    found = _default_ctx.get()
+    found = _default_ctx.get()  # no limit: a context variable
     if found is None:
         _default_ctx.set(found := ParserCtx())
     return found
