@@ -38,7 +38,7 @@ TESTS: dict[str, list[str]] = {
     "stress": ["tests/table/engines/gpu_stress.py"],
     "ranks": ["tests/distributed/gpu_shards.py", "tests/distributed/test_cuda_shards.py"],
     "runs": ["tests/training/gpu_run.py", "tests/nn/gpu_mixed.py", "tests/nn/test_cuda_with_torch.py"],
-    "ops": ["tests/ops/test_op_devices.py", *MONOLITH],
+    "ops": ["tests/ops/test_op_devices.py", "tests/compat/monolith/gpu_monolith.py", *MONOLITH],
 }
 ENGINE_TESTS = ["tests/table/engines"]
 MEMORY_CHECK = "tests/table/engines/gpu_memory_check.py"

@@ -7,11 +7,14 @@ import inspect
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from google.protobuf import descriptor_pool, message_factory
 
-from megalith import SGD, LocalShards, Table, TableConfig, Zeros
+from megalith import SGD, LocalShards, Ragged, Table, TableConfig, Zeros
 from megalith.compat import monolith
+from megalith.compat.monolith.sync_clients import read_sync_config
 from megalith.serving.proto.message_types import ClientConfig
 
 # As Monolith's modules define them. Methods are functions here whose first argument is the object.
@@ -75,6 +78,56 @@ refresh_sync_config(sync_backend, ps_index)
 create_dummy_sync_client()
 create_dummy_sync_server(address)
 ParameterSyncClient(client)
+ParameterSyncClient.as_op(self)
+DummySyncServer.as_op(self)
+DistributedHashTable(ps_num, config, hash_table_factory)
+DistributedHashTable.lookup(self, ids, use_multi_threads=False)
+DistributedHashTable.assign(self, ids, values, req_time=0)
+DistributedHashTable.assign_add(self, ids, values, req_time=0)
+DistributedHashTable.apply_gradients(self, ids, grads, global_step, req_time=0)
+DistributedHashTable.as_op(self, name=None)
+DistributedMultiTypeHashTable(num_ps, slot_to_config, table_factory, transfer_float16=False,
+ max_rpc_deadline_millis=30)
+DistributedMultiTypeHashTable.lookup(self, slot_to_id)
+DistributedMultiTypeHashTable.assign(self, slot_to_id_and_value)
+DistributedMultiTypeHashTable.assign_add(self, slot_to_id_and_value)
+DistributedMultiTypeHashTable.reinitialize(self, slot, ids)
+DistributedMultiTypeHashTable.apply_gradients(self, slot_to_id_and_grad, global_step, req_time=0)
+DistributedMultiTypeHashTableMpi(shard_num, table_factory, queue_configs=None)
+DistributedMultiTypeHashTableMpi.lookup(self, slot_to_id, auxiliary_bundle,
+ early_reorder_indicies_res_pack)
+DistributedMultiTypeHashTableMpi.apply_gradients(self, slot_to_grad, auxiliary_bundle, global_step,
+ req_time=0, scale=1)
+DistributedMultiTypeHashTableMpi.get_table_dim_sizes(self)
+PartitionedHashTable(num_ps, table_factory, use_native_multi_hash_table, max_rpc_deadline_millis=30,
+ queue_configs=None, parser_ctx=None)
+PartitionedHashTable.gen_feature_configs(num_ps, feature_name_to_config, layout_configs,
+ feature_to_unmerged_slice_dims, feature_to_combiner, use_native_multi_hash_table, transfer_float16=False,
+ unique=None, enable_gpu_emb=False, use_gpu=False)
+PartitionedHashTable.merge_feature_config(feature_name_to_config)
+PartitionedHashTable.no_merge_feature_config(feature_name_to_config, use_same_table)
+PartitionedHashTable.lookup(self, features, auxiliary_bundle=None, ret_fused_layout_callable_fn=False,
+ ret_lookup_callable_fn=False, embedding_prefetch_capacity=0)
+PartitionedHashTable.apply_gradients(self, layout_grads_and_vars, global_step, req_time=None,
+ auxiliary_bundle=None, async_function_mgr=None, async_push=False, grad_scale=None)
+PartitionedHashTable.assign(self, data)
+PartitionedHashTable.assign_add(self, data)
+PartitionedHashTable._lookup_raw(self, lookup_data_on_wk)
+PartitionedHashTable.flatten_layout(self, nested)
+PartitionedHashTable.nest_layout(self, tensors)
+PartitionedHashTable.add_queue_hook(self, hook)
+sharding_sparse_fids_with_context(sparse_features, features, parser_ctx)
+ParserCtx(enable_fused_layout=False)
+enter_export_mode(mode, ctx)
+ReplicaWatcher(zk_client, config, use_archon=False)
+init_sync_train_and_update_conf(dct_config)
+enable_sync_training()
+try_init_cuda()
+get_sync_run_hooks(is_full_sync=False)
+bps_init(uuid)
+byteps_benchmark_ar(total_len, total_niter=10000, use_cpu=False, op='pushpull')
+byteps_benchmark_a2a(total_len, total_niter=10000, dst_gpu=True, src_gpu=True)
+bps_comm_benchmark()
 ParameterSyncClient.create_sync_op(self, config_str)
 DummySyncServer(address)
 SavedModel(model_name, sub_graph)
@@ -149,6 +202,43 @@ def test_the_fused_path_of_synchronous_training() -> None:
     )
     assert shards.lookup({"1": slots[0], "2": slots[1]}).rows["2"].tolist() == [[-0.5, -1.0]]
     assert shards.local["1"].lookup(torch.tensor([1])).tolist() == [[-1.0]]
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor, int])
+def test_lengths_and_sizes_as_tensorflow_takes_them(make: Any) -> None:
+    """A length of one element as a list, tuple or array, and numpy integers wherever an int is."""
+    length = np.int64(2) if make is int else make([2])
+    index, values = torch.tensor([[0], [0], [1]]), torch.tensor([[3.0, 3.0], [4.0, 4.0], [4.0, 4.0]])
+    assert monolith.reduce_sum(index, values, id_length=length).tolist() == [[7, 7], [4, 4]]
+    assert monolith.reduce_mean(index, values, id_length=length).tolist() == [[3.5, 3.5], [4, 4]]
+    assert monolith.reduce_sqrtn(index, values, id_length=length).tolist() == [[5, 5], [4, 4]]
+    assert monolith.reduce_sum([[0], [0], [1]], values.numpy(), length).tolist() == [[7, 7], [4, 4]]
+    found = monolith.fused_reduce_sum_and_split(torch.tensor([0, 0, 1]), values, length, [np.int32(1), 1])
+    assert [each.tolist() for each in found] == [[[7], [4]]] * 2
+    splits = monolith.normalize_merged_split(row_split=[0, 2, 5, 5, 9, 0, 0, 3, 4], row_split_size=[5, 4])
+    assert splits.tolist() == [0, 2, 5, 5, 9, 9, 12, 13]
+    key = Ragged.from_lengths(torch.tensor([1, 2, 3]), torch.tensor([1, 2]))
+    assert monolith.ReduceSum().combine(key, [[1.0], [2.0], [3.0]]).tolist() == [[1], [5]]  # type: ignore[arg-type]
+    assert monolith.FirstN(np.int64(2)).combine(key, np.ones((3, 1), np.float32)).shape == (2, 2, 1)  # type: ignore[arg-type]
+    for split in monolith.split_by_indices(torch.tensor([0, 1]), torch.ones(2), np.int64(2)):
+        assert split.tolist() == [1.0]
+    assert monolith.ps_device(np.int32(1)) == "/job:ps/task:1/device:CPU:0"  # type: ignore[arg-type]
+
+
+def test_messages_of_other_generated_code() -> None:
+    """A ClientConfig is known by its descriptor's name, whatever module generated it."""
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(ClientConfig.DESCRIPTOR.file.serialized_pb)
+    theirs = message_factory.GetMessageClass(
+        pool.FindMessageTypeByName("monolith.parameter_sync.ClientConfig")
+    )
+    config = theirs(model_name="m", targets=["localhost:1"], timeout_in_ms=7)
+    assert not isinstance(config, ClientConfig)
+    assert read_sync_config(config).timeout_ms == 7
+    with monolith.parameter_sync_client_from_config(config, name_suffix="0") as client:
+        assert (client.as_op() is client, client.name) == (True, "MonolithSyncClient_0")
+    with monolith.DummySyncServer() as server:
+        assert server.as_op() is server
 
 
 def test_a_learning_rate_function() -> None:
