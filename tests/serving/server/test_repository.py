@@ -123,6 +123,31 @@ def test_a_version_in_use_is_closed_by_its_last_user(tmp_path: Path) -> None:
             used.servable.lookup("user", FEATURES["user"])
 
 
+def test_a_lookup_keeps_its_version_open_after_its_client_has_left(tmp_path: Path) -> None:
+    """Otherwise a thread would read rows from a file that is not mapped any more."""
+    export_version(tmp_path, version=1)
+    with serving(tmp_path, poll_seconds=3600) as (server, ask):
+        version: Any = server.models[0].newest
+        look_up, entered, go = version.servable.lookup, threading.Event(), threading.Event()
+
+        def hold(*arguments: Any) -> Any:
+            entered.set()
+            assert go.wait(20)
+            return look_up(*arguments)
+
+        version.servable.lookup = hold
+        with fails("DEADLINE_EXCEEDED"):
+            ask({"user": FEATURES["user"]}, signature="lookup", timeout=0.5)
+        assert entered.wait(20)
+        export_version(tmp_path, version=2)
+        server.refresh()
+        assert list(server.models[0].versions) == [2]
+        assert not version._ended.is_set()
+        go.set()
+        version.join(20.0)
+        assert version._ended.is_set()
+
+
 def test_deleting_the_newest_version_rolls_back_and_pushes_continue(tmp_path: Path) -> None:
     for version in (1, 2):
         export_version(tmp_path, version=version)

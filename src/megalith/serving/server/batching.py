@@ -212,14 +212,18 @@ class WorkerThreads:
     """Daemon threads for calls that would block the event loop."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._calls: Batcher[Callable[[], Any], Any] = Batcher(
-            lambda batch: [work() for work in batch], Batching(workers=count), name=name, combines=False
-        )
+        self._settings, self._name = Batching(workers=count), name
+        self._calls: Batcher[Callable[[], Any], Any] | None = None
 
     async def run(self, work: Callable[[], Result], timeout: float) -> Result:
+        if self._calls is None:  # a server that is not started needs no threads
+            self._calls = Batcher(
+                lambda batch: [work() for work in batch], self._settings, name=self._name, combines=False
+            )
         context = contextvars.copy_context()  # so that work can add to the line of the access log
         found: Result = await self._calls.submit(lambda: context.run(work), timeout=timeout)
         return found
 
     def close(self) -> None:
-        self._calls.close()
+        if self._calls is not None:
+            self._calls.close()

@@ -279,14 +279,15 @@ class Dispatcher:
         outputs: Sequence[str] = (),
         timeout: float | None = None,
     ) -> tuple[int, dict[str, Tensor]]:
-        with self.admit(name, signature) as model, model.version(version) as found:
+        with self.admit(name, signature) as model:
 
-            def look_up() -> dict[str, Tensor]:
-                return lookup_rows(
-                    found.servable, read(), signature=signature, outputs=outputs, max_bytes=self.max_bytes
-                )
+            def look_up() -> tuple[int, dict[str, Tensor]]:
+                with model.version(version) as found:  # here: the caller may leave before this ends
+                    return found.number, lookup_rows(
+                        found.servable, read(), signature=signature, outputs=outputs, max_bytes=self.max_bytes
+                    )
 
-            return found.number, await self._readers.run(look_up, _seconds(timeout))
+            return await self._readers.run(look_up, _seconds(timeout))
 
     async def write(
         self,

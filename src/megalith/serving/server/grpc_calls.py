@@ -12,8 +12,8 @@ another. A call holds its slot until its method returns, also after the client c
 
     event                                                  effect
     the token is missing or wrong (health needs none)      refused before the message is read
-    no slot is free, and a call of the group with one      that call is cancelled, and its slot is reassigned
-    response has waited PATIENCE_SECONDS for its message
+    no slot is free, and a call of the group has waited    that call is cancelled, and its slot is reassigned
+    PATIENCE_SECONDS for its message
     no slot is free otherwise                              refused with RESOURCE_EXHAUSTED
     the message does not arrive in time                    cancelled
 

@@ -170,8 +170,11 @@ class ModelServer:
             linger(self._config.lame_duck_seconds)
         seconds = self._config.drain_seconds
         end = time.monotonic() + seconds
-        if not run_on_loop(self._dispatcher.drain(seconds), seconds + CANCEL_SECONDS, "the drain"):
-            logger.warning("some requests took longer than %g seconds and are cancelled", seconds)
+        try:
+            if not run_on_loop(self._dispatcher.drain(seconds), seconds + CANCEL_SECONDS, "the drain"):
+                logger.warning("some requests took longer than %g seconds and are cancelled", seconds)
+        except RemoteError as error:
+            logger.error("%s; the event loop is blocked", error)
         if self._rest is not None:
             self._rest.stop(LAST_SECONDS)
         try:

@@ -180,7 +180,14 @@ class Version:
 
     def count_missing(self, rows: Rows) -> dict[str, int]:
         """Count the ids of a request that have no row."""
-        return self.servable.count_missing(self.reader.join([rows])[0]) if rows.count else {}
+        with self._lock:  # the caller has acquired it, but may leave before this ends
+            if not rows.count or not self._users:
+                return {}
+            self._users += 1
+        try:
+            return self.servable.count_missing(self.reader.join([rows])[0])
+        finally:
+            self.release()
 
     async def _score(self, rows: Rows, timeout: float) -> dict[str, Array]:
         outputs, begin, end = await self._batcher.submit(rows, rows.count, cost=rows.cost, timeout=timeout)
