@@ -157,7 +157,7 @@ def ranks_of(model: nn.Module) -> Ranks:
     collections = collections_of(model)
     groups = [c.shards.ranks for c in collections.values()]
     ranks = max(groups, key=lambda ranks: ranks.size, default=Ranks())
-    if ranks.size > 1:
+    if ranks.size > 1 or world_size() == 1:
         return ranks
     sharing = ranks_of_weights(dense_state(model))
     if collections and sharing.size > 1:
@@ -170,7 +170,7 @@ def ranks_of(model: nn.Module) -> Ranks:
 
 def check_equal_options(ranks: Ranks, call: str, options: Mapping[str, Any]) -> None:
     """Raise on every rank unless all ranks pass equal options. A collective call."""
-    everywhere = ranks.gather(dict(options))
+    everywhere = ranks.gather(dict(options)) if ranks.size > 1 else []
     for rank, other in enumerate(everywhere):
         for name, value in everywhere[0].items():
             if other[name] != value:

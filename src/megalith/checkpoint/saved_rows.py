@@ -257,20 +257,13 @@ class PieceWriter:
 
 
 def _chunk_in(buffer: Tensor, config: TableConfig, n: int) -> Chunk:
-    """Return a chunk of n rows whose columns are views of a buffer."""
-    at = 0
-
-    def take(dtype: torch.dtype, *shape: int) -> Tensor:
-        nonlocal at
-        size = torch.Size(shape).numel() * dtype.itemsize
-        at += size
-        return buffer[at - size : at].view(dtype).view(shape)
-
-    return Chunk(
-        take(torch.int64, n),
-        time=take(torch.int64, n),
-        count=take(torch.int64, n) if config.counted else None,
-        step=take(torch.int64, n) if config.counted else None,
-        rows=take(torch.float32, n, config.dim),
-        state={c.key: take(torch.float32, n, c.end - c.start) for c in config.state_columns},
-    )
+    """Return a chunk of n rows whose columns are views of a buffer: integers first, for their alignment."""
+    states = config.state_columns
+    integers = ["ids", "time", *(_COUNTED if config.counted else ())]
+    widths = [config.dim, *(column.end - column.start for column in states)]
+    sizes = [8 * n] * len(integers) + [4 * n * width for width in widths]
+    parts = buffer[: sum(sizes)].split_with_sizes(sizes)
+    whole = {name: part.view(torch.int64) for name, part in zip(integers, parts, strict=False)}
+    floats = [part.view(torch.float32).view(n, -1) for part in parts[len(integers) :]]
+    state = {column.key: values for column, values in zip(states, floats[1:], strict=True)}
+    return Chunk(whole["ids"], floats[0], state, whole["time"], whole.get("count"), whole.get("step"))

@@ -285,13 +285,18 @@ class SaveJob:
         reports = list(self._reports)
         for rank in range(1, self._ranks.size):
             reports += self._read_report(rank)
-        common = {
+        files = {
+            name: write_tensors(self.store, f"{self._folder}/{name}.safetensors", tensors)
+            for name, tensors in (("dense", self._dense), ("optimizer", self._tensors))
+            if tensors
+        }
+        common: dict[str, Any] = {
             "id": self.id,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "collections": self._entries(reports),
-            "dense": self._tensor_file("dense", self._dense),
+            "dense": files.get("dense"),
             "optimizer": self._structure,
-            "optimizer_tensors": self._tensor_file("optimizer", self._tensors),
+            "optimizer_tensors": files.get("optimizer"),
             "progress": self._progress,
         }
         if self._options.delta:
@@ -317,9 +322,6 @@ class SaveJob:
             f"{self.store.where}: another save ended in the meantime and deleted this one's files; "
             "only one process at a time can save to a path"
         )
-
-    def _tensor_file(self, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-        return write_tensors(self.store, f"{self._folder}/{name}.safetensors", tensors) if tensors else None
 
     def _entries(self, reports: _Reports) -> dict[str, CollectionEntry]:
         entries = {path: CollectionEntry(step, {}) for path, step in self._steps.items()}

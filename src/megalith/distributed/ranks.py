@@ -68,7 +68,7 @@ class Ranks:
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""
-        return self.gather(value)[0]
+        return value if self._group is None else self.gather(value)[0]
 
     def all_to_all(self, data: Tensor, send: Sequence[int], receive: Sequence[int], what: str) -> Tensor:
         """Send one part of a tensor to each rank; return the parts received, concatenated in rank order."""
