@@ -494,14 +494,6 @@ def test_the_example_in_the_docstring_prints_what_it_says() -> None:
     assert (results.attempted, results.failed) == (9, 0)
 
 
-def test_the_phases_of_a_step_are_spans_of_the_profiler() -> None:
-    model = collection()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        model({"a": ints(1, 2)})["a"].sum().backward()
-    names = {event.key for event in profile.key_averages()}
-    assert {"megalith.ids", "megalith.pool", "megalith.optimizer"} <= names
-
-
 @pytest.mark.parametrize("update", ["backward", "step"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_outputs_of_another_dtype_are_pooled_and_summed_in_float32(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megalith import SGD, EmbeddingCollection, Feature, LocalShards, TableConfig, checkpoint
-from megalith.errors import InputError, UsageError
+from megalith.errors import UsageError
 
 TABLE = TableConfig("t", dim=2, optimizer=SGD(1.0))
 BATCH = {"a": torch.tensor([1, 2])}
@@ -117,20 +117,3 @@ def test_launchers(variables: dict[str, str], raises: str | None, monkeypatch: p
     else:
         with pytest.raises(UsageError, match=raises):
             new().shards  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    ("tables", "options"),
-    [
-        ([TABLE], {"engine": "gpu"}),
-        ([TABLE], {"seed": "1"}),
-        ([TABLE], {"seed": True}),
-        ([TABLE, TABLE], {}),
-        ({"t": TABLE}, {}),
-        (["t"], {}),
-        (LocalShards([TABLE]), {"seed": 1}),
-    ],
-)
-def test_wrong_arguments_raise_at_construction(tables: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(InputError):
-        EmbeddingCollection(tables, [Feature("a", "t")], **options)
