@@ -424,6 +424,13 @@ def test_sharded_features_and_sizes() -> None:
         plain.apply_gradients([(x, x) for x in plain.flatten_layout(found)], 0, auxiliary_bundle=bundle)
     with pytest.raises(InputError, match="sharding_sparse_fids_op_params must be what gen_feature_configs"):
         sharding_sparse_fids_with_context(batch(), {}, ParserCtx())
+    features = {}
+    with ParserCtx() as context:
+        context.sharding_sparse_fids_op_params = params(True)
+        sharding_sparse_fids_with_context(batch(), features)
+    del features[f"{prefix}shards_row_split/{FAKE_TABLE}:0"]
+    with pytest.raises(InputError, match="shards_row_split of every list of native tables"):
+        made(local, True).lookup(features)
     with pytest.raises(InputError, match="features must have __sharding_sparse_fids__shards"):
         plain.lookup({"__sharding_sparse_fids__fid_offset": ints(0)})
 

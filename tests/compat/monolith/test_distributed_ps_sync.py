@@ -252,6 +252,9 @@ def other_calls() -> list[Any]:
     ]
     _, bundle = table.lookup(SLOTS, {}, pack_of(SLOTS, size))
     wrong.append(error_of(table.apply_gradients, {"1": GRADS["1"]} if rank == 0 else GRADS, bundle, 0))
+    _, bundle = table.lookup(SLOTS, {}, pack_of(SLOTS, size))
+    del bundle["recv_emb_splits"]
+    wrong.append(error_of(table.apply_gradients, GRADS, bundle, 0))
     table.assign({"1": (ids(7), rows([7]))} if rank == 0 else {})
     table.assign_add({"1": (ids(7), rows([1]))} if rank == 0 else {})
     again, status = table.reinitialize("1", ids(7, 8) if rank == 0 else ids())
@@ -278,6 +281,7 @@ def test_other_calls_and_wrong_ones() -> None:
                 "sharded_slot_sizes",
                 "the one that lookup has filled",
                 failed,
+                "auxiliary_bundle lacks recv_emb_splits",
             ],
             strict=True,
         ):

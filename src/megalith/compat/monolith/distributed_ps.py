@@ -610,9 +610,12 @@ class PartitionedHashTable(MonolithTables):
                 features = features.get(f"{PREFIX}sparse_features", features)
             found = self.shard(features)
         lists = lists_of(found, self.params)
-        splits = found.fid_list_row_splits
-        splits = list(splits.values()) if isinstance(splits, Mapping) else list(splits)
         names, count = self.params.feature_configs.table_names, self.params.num_ps
+        splits: Any = found.fid_list_row_splits
+        if isinstance(splits, Mapping):
+            splits = [splits.get(f"{table}:{ps}") for table in names for ps in range(count)]
+        if self._shares_lists and (len(splits) != len(lists) or any(each is None for each in splits)):
+            raise InputError(f"features must have {PREFIX}shards_row_split of every list of native tables")
         for number, fids in enumerate(lists):
             table, ps = names[number // count], number % count
             bundle[f"{PREFIX}shards@{ps}@{table}"] = fids
@@ -680,7 +683,7 @@ class PartitionedHashTable(MonolithTables):
 
     def _encoding(self, bundle: Bundle) -> dict[str, Any]:
         return {name: bundle[f"{PREFIX}{name}"] for name in OFFSETS if name != "batch_size"} | {
-            "batch_size": int(bundle[f"{PREFIX}batch_size"]),
+            "batch_size": checks.scalar(bundle[f"{PREFIX}batch_size"], "batch_size"),
             "variant_type": "example_batch",
             "feature_cfgs": self.params.feature_configs,
             "ps_num": self._router,

@@ -392,11 +392,11 @@ class DistributedMultiTypeHashTableMpi(MonolithSlotTables):
         flat = checks.int64(flat, "fused_embedding_offsets", (int(emb_offset_sz.sum()),))
         blocks = fids.split_with_sizes(sizes.tolist())
         return _Pack(
-            [torch.cat(blocks[k::tables]) for k in range(tables)],
+            [torch.cat(blocks[k::tables]).to(self.shards.device) for k in range(tables)],
             checks.integers(shard_sizes, "shard_sizes", (self._shard_num,)),
             sizes.view(self._shard_num, tables),
             emb_offset_sz,
-            list(flat.split_with_sizes(emb_offset_sz.tolist())),
+            list(flat.to(self.shards.device).split_with_sizes(emb_offset_sz.tolist())),
         )
 
     def _rows(self, lookup: Lookup, pack: _Pack, bundle: Bundle) -> dict[str, Tensor]:
@@ -459,8 +459,10 @@ class DistributedMultiTypeHashTableMpi(MonolithSlotTables):
         if _LOOKUP not in bundle:
             raise UsageError("apply_gradients: auxiliary_bundle must be the one that lookup has filled")
         lookup, sizes = bundle.pop(_LOOKUP)
-        taken = {key: bundle.pop(key) for key in _POPPED}
+        taken = {key: bundle.pop(key, None) for key in _POPPED}
         try:
+            if missing := [key for key in _POPPED if taken[key] is None]:
+                raise UsageError(f"apply_gradients: auxiliary_bundle lacks {missing[0]}, which lookup added")
             if not isinstance(slot_to_grad, Mapping) or sorted(slot_to_grad) != self._names:
                 raise InputError(f"slot_to_grad must have the slots {self._names}, got {slot_to_grad!r}")
             flat = fused_gather_embeddings_by_input_gradient(

@@ -336,10 +336,16 @@ class SyncHandle:
             )
         shards.flush()  # earlier changes are not for this client
         self._servers = shards
-        self._on_server(_attach_part, self.name, self._config.to_bytes(), self._credentials)
+        try:
+            self._on_server(_attach_part, self.name, self._config.to_bytes(), self._credentials)
+        except BaseException:
+            self._servers = None
+            raise
 
     def _on_server(self, function: Callable[..., Any], *args: Any, background: bool = False) -> Any:
         assert self._servers is not None
+        if len(self._servers.links) != self._count:
+            raise UsageError(f"{self.name!r}: the tables have moved: make new clients and attach the tables")
         link = self._servers.links[self._index]
         return link.result(link.run(function, self._key, *args, background=background))
 
