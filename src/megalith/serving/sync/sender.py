@@ -38,7 +38,7 @@ import random
 import threading
 import time as clock
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -130,22 +130,22 @@ class HandshakeNeeded(MegalithError):
     """A target needs a new handshake."""
 
 
+@dataclass
 class _QueuedMessage:
     """A message to send. Encoded just before sending, so that a large dense weight is not in memory twice."""
 
-    def __init__(
-        self, encode: Callable[[], bytes], header: MessageHeader, rows: int, interval: Interval | None
-    ) -> None:
-        self.header, self.rows, self.interval = header, rows, interval
-        self._encode: Callable[[], bytes] | None = encode
-        self._data = b""
+    header: MessageHeader
+    rows: int
+    interval: Interval | None
+    content: tuple[str, str, Inputs] | None  # Model, signature and inputs; None once it is encoded
+    encoded: bytes = b""
 
     @property
     def data(self) -> bytes:
         """The bytes, always the same."""
-        if self._encode is not None:
-            self._data, self._encode = self._encode(), None
-        return self._data
+        if self.content is not None:
+            self.encoded, self.content = encode_request(*self.content), None
+        return self.encoded
 
 
 class Sender:
@@ -254,7 +254,8 @@ class Sender:
         in_flight: deque[tuple[_QueuedMessage, Call]] = deque()
         try:
             while not self._closed.is_set():
-                while len(in_flight) < window and (message := self._next(wait=not in_flight)) is not None:
+                while len(in_flight) < window and self._fill(wait=not in_flight):
+                    message = self._ready.popleft()
                     in_flight.append((message, self._send(message)))
                 if not in_flight:
                     return
@@ -332,17 +333,13 @@ class Sender:
 
     # ---- building messages
 
-    def _next(self, *, wait: bool) -> _QueuedMessage | None:
-        """Return the next message; None if there is none yet, or the state is no longer PUSHING."""
-        self._fill(wait=wait)
-        return self._ready.popleft() if self._ready else None
-
-    def _fill(self, *, wait: bool) -> None:
-        """Build the next message, if there is something to send."""
+    def _fill(self, *, wait: bool) -> bool:
+        """Build the next message; return False if there is none yet, or the state is no longer PUSHING."""
         if not self._ready:
             self._take(wait=wait)
         if self._ready:
             _ = self._ready[0].data
+        return bool(self._ready)
 
     def _take(self, *, wait: bool) -> None:
         """Queue messages of the next ids."""
@@ -385,25 +382,19 @@ class Sender:
         if interval is not None and self._replacing:
             self._replacing = False
             requests.append((SYNC_END, {}))
+        rows = push.num_ids
         for number, (name, inputs) in enumerate(requests, start=1):
-            last = interval if number == len(requests) else None
-            if number == 1:
-                self._queue(name, inputs, push.num_ids, last, first)
-            else:
-                self._queue(name, inputs, 0, last)
+            self._queue(name, inputs, rows, interval if number == len(requests) else None, first)
+            rows, first = 0, b""
 
     def _read(
         self, ids: Mapping[str, Tensor], expected: Mapping[str, int], dense: Mapping[str, Tensor]
-    ) -> tuple[PushMessage, list[MessageInputs], bytes | None]:
+    ) -> tuple[PushMessage, list[MessageInputs], bytes]:
         """Return a push, the inputs of its messages, and the bytes of the first if rows are read into it."""
-
-        def pack(push: PushMessage) -> list[MessageInputs]:
-            return pack_inputs(push, dense, signature, self._table_names(), MAX_CONTENT_BYTES)
-
-        source, signature = self._publisher.source, self._options.signature
+        source, signature, tables = self._publisher.source, self._options.signature, self._table_names()
         if ids and not self._options.monolith and not self._layout.codes:
             push = replace(source.find(ids), expected=expected)
-            contents = pack(push)
+            contents = pack_inputs(push, dense, signature, tables, MAX_CONTENT_BYTES)
             with suppress(NotFiniteRows):
                 return push, contents, encode_request(self.report.model, signature, contents[0])
         push = source.read(ids)
@@ -411,16 +402,14 @@ class Sender:
             push = push.with_zero_rows({name: table.dim for name, table in self._layout.tables.items()})
         else:
             push = replace(push.encoded(self._layout.codes), expected=expected)
-        return push, pack(push), None
+        return push, pack_inputs(push, dense, signature, tables, MAX_CONTENT_BYTES), b""
 
     def _queue(
-        self, signature: str, inputs: Inputs, rows: int, interval: Interval | None, data: bytes | None = None
+        self, signature: str, inputs: Inputs, rows: int, interval: Interval | None, data: bytes = b""
     ) -> None:
-        def encode() -> bytes:
-            return encode_request(self.report.model, signature, inputs) if data is None else data
-
         header = self._header(self._sequence.next(), None if interval is None else interval.time)
-        self._ready.append(_QueuedMessage(encode, header, rows, interval))
+        content = None if data else (self.report.model, signature, inputs)
+        self._ready.append(_QueuedMessage(header, rows, interval, content, data))
 
     def _inputs(self, push: PushMessage) -> MessageInputs:
         return inputs_of(push, self._options.signature, self._table_names())
