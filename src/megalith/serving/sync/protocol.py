@@ -215,14 +215,24 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a subscriber; the table of the module describes its fields."""
+    """The position of a subscriber.
+
+    Args:
+        session: The session it follows; "" for none.
+        base: The id of the save below the pushed rows; "" while all rows are being replaced.
+        sequence: The last sequence number of the asking publisher.
+        step: The training step of the served export.
+        layout: What is served.
+        rows_id: Identifies the set of pushed rows: it is new whenever they were dropped. A client without a
+            session learns from it that what it pushed is gone.
+    """
 
     session: str
     base: str
     sequence: int
     step: int
     layout: ModelLayout
-    rows_id: str = ""  # A client without a session learns from it that what it pushed is gone
+    rows_id: str = ""
 
     def outputs(self) -> dict[str, Tensor | Strings]:
         """Return the outputs of a control signature."""
@@ -237,7 +247,17 @@ class Position:
 
     @classmethod
     def read(cls, outputs: Mapping[str, Tensor | Strings]) -> Position:
-        """Read the outputs of a control signature."""
+        """Read the outputs of a control signature.
+
+        Args:
+            outputs: The outputs by name.
+
+        Returns:
+            The position.
+
+        Raises:
+            InputError: An output is missing or malformed; the message names it.
+        """
         sequence = _read_int(outputs, "sequence")
         if not 0 <= sequence <= MAX_SEQUENCE:
             raise InputError(f"'sequence' must be 0 to {MAX_SEQUENCE}, got {sequence}")
