@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -63,7 +64,12 @@ def classes() -> dict[str, ast.ClassDef]:
 
 @cache
 def public_names() -> set[str]:
-    return {name for package in PUBLIC for name in importlib.import_module(package).__all__}
+    """Return the public names, without aliases of types: another class may have that name."""
+    modules = map(importlib.import_module, PUBLIC)
+    found = ((name, vars(module).get(name)) for module in modules for name in module.__all__)
+    return {
+        name for name, value in found if value is None or inspect.isroutine(value) or inspect.isclass(value)
+    }
 
 
 def name_of(node: ast.expr) -> str:
