@@ -31,6 +31,7 @@ from megalith.routing import Router
 from megalith.storage.store import Store, StoredFile, open_store
 from megalith.table import Chunk
 from megalith.table.rounding import DTYPES
+from megalith.table.table_data import concatenated_chunks
 
 OnRows = Callable[[int], None]
 
@@ -234,7 +235,7 @@ class _ShardWriter:
     def _write(self, shard: int, buffer: _ShardBuffer) -> None:
         if buffer.rows:
             name = f"{self._folder}/{shard}-{buffer.files:05}.safetensors"
-            chunk = buffer.chunks[0] if len(buffer.chunks) == 1 else Chunk.concatenated(buffer.chunks)
+            chunk = buffer.chunks[0] if len(buffer.chunks) == 1 else concatenated_chunks(buffer.chunks)
             self._pieces.append(write_chunk(self._store, name, chunk, shard, self._dtype(chunk)))
             buffer.files += 1
             buffer.chunks, buffer.rows = [], 0

@@ -53,7 +53,7 @@ from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, UsageError
 from megalith.shards import Shards
 from megalith.table import Chunk, MinCount, Table, TableConfig
-from megalith.table.table_data import MAX_TIME
+from megalith.table.table_data import MAX_TIME, concatenated_chunks
 
 
 @dataclass
@@ -367,7 +367,7 @@ def _rows_of(table: Table) -> dict[str, Tensor]:
     chunks = list(table.scan())
     if not chunks:
         return _no_rows(table.config) | _pending(table)
-    whole = Chunk.concatenated(chunks)
+    whole = concatenated_chunks(chunks)
     counted = {"count": whole.count, "step": whole.step}
     return {
         "ids": whole.ids,

@@ -77,27 +77,6 @@ class Chunk:
             raise InputError(f"Chunk: select takes positions, int64 [m] below {n}, or flags, bool [{n}]")
         return self._each(lambda column: column[which])
 
-    @staticmethod
-    def concatenated(chunks: Sequence[Chunk]) -> Chunk:
-        """Return the rows of several chunks of one table, one chunk after another.
-
-        Args:
-            chunks: At least one.
-
-        Returns:
-            A chunk with its own memory.
-        """
-        counts = [chunk.count for chunk in chunks if chunk.count is not None]
-        steps = [chunk.step for chunk in chunks if chunk.step is not None]
-        return Chunk(
-            torch.cat([chunk.ids for chunk in chunks]),
-            torch.cat([chunk.rows for chunk in chunks]),
-            {key: torch.cat([chunk.state[key] for chunk in chunks]) for key in chunks[0].state},
-            torch.cat([chunk.time for chunk in chunks]),
-            torch.cat(counts) if len(counts) == len(chunks) else None,
-            torch.cat(steps) if len(steps) == len(chunks) else None,
-        )
-
     def columns(self) -> list[Tensor]:
         """Return weights, then state: the floats of a stored row."""
         return [self.rows, *self.state.values()]
@@ -111,6 +90,20 @@ class Chunk:
             None if self.count is None else change(self.count),
             None if self.step is None else change(self.step),
         )
+
+
+def concatenated_chunks(chunks: Sequence[Chunk]) -> Chunk:
+    """Return the rows of several chunks of one table, one chunk after another, with their own memory."""
+    counts = [chunk.count for chunk in chunks if chunk.count is not None]
+    steps = [chunk.step for chunk in chunks if chunk.step is not None]
+    return Chunk(
+        torch.cat([chunk.ids for chunk in chunks]),
+        torch.cat([chunk.rows for chunk in chunks]),
+        {key: torch.cat([chunk.state[key] for chunk in chunks]) for key in chunks[0].state},
+        torch.cat([chunk.time for chunk in chunks]),
+        torch.cat(counts) if len(counts) == len(chunks) else None,
+        torch.cat(steps) if len(steps) == len(chunks) else None,
+    )
 
 
 class FoundRows(NamedTuple):

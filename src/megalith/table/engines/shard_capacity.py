@@ -44,7 +44,7 @@ from megalith.ops.pooling import Pooling
 from megalith.table.config import TableConfig
 from megalith.table.engines.torch_step import distinct_ids
 from megalith.table.policies import Capacity, MinCount, Score
-from megalith.table.table_data import Chunk, Step
+from megalith.table.table_data import Chunk, Step, concatenated_chunks
 
 if TYPE_CHECKING:
     from megalith.table.engines.contract import Engine
@@ -267,7 +267,7 @@ class _Pass:
                 chunks.append(self._next_block())
                 count += self._block
             rows -= count
-            chunk = chunks[0] if len(chunks) == 1 else Chunk.concatenated(chunks)
+            chunk = chunks[0] if len(chunks) == 1 else concatenated_chunks(chunks)
             if chunk.ids.numel():
                 ids, scores = chunk.ids.cpu(), _checked_scores(self._engine.name, score, chunk)
                 other = ~_contains(kept, ids)
