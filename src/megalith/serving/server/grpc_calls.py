@@ -29,7 +29,6 @@ import importlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from typing import Any
 
 from megalith.library import import_extra
@@ -175,11 +174,13 @@ class Calls(grpc_module().GenericRpcHandler):  # type: ignore[misc]
         self._add_unary(f"/{HEALTH}/Check", health.check, self._limits.checks, None)
         path = f"/{HEALTH}/Watch"
 
+        async def work(call: GrpcCall, context: Any) -> None:
+            data = await self._message(call, context)
+            async for state in health.watch(data):
+                await context.write(state)
+
         async def watch(_: object, context: Any) -> None:
-            async with self._slot(path, self._limits.streams, context) as call:
-                data = await self._message(call, context)
-                async for state in health.watch(data):
-                    await context.write(state)
+            await self._limited(path, self._limits.streams, context, work)
 
         self._methods[path] = grpc_module().stream_stream_rpc_method_handler(watch)
 
@@ -194,17 +195,18 @@ class Calls(grpc_module().GenericRpcHandler):  # type: ignore[misc]
         path = f"/{REFLECTION}/ServerReflectionInfo"
 
         async def info(requests: AsyncIterator[Any], context: Any) -> None:
-            async with self._slot(path, self._limits.reflection, context) as call:
-
-                async def timed() -> AsyncIterator[Any]:
-                    async for request in requests:
-                        call.end_wait()
-                        yield request
-                        call.wait_for_message(self._limits.read_seconds)
+            async def timed(call: GrpcCall) -> AsyncIterator[Any]:
+                async for request in requests:
                     call.end_wait()
+                    yield request
+                    call.wait_for_message(self._limits.read_seconds)
+                call.end_wait()
 
-                async for response in servicer.ServerReflectionInfo(timed(), context):
+            async def work(call: GrpcCall, context: Any) -> None:
+                async for response in servicer.ServerReflectionInfo(timed(call), context):
                     await context.write(response)
+
+            await self._limited(path, self._limits.reflection, context, work)
 
         self._methods[path] = grpc_module().stream_stream_rpc_method_handler(
             info,
@@ -217,10 +219,12 @@ class Calls(grpc_module().GenericRpcHandler):  # type: ignore[misc]
         return self._methods.get(details.method) or self._unknown(details.method)
 
     def _add_unary(self, path: str, method: Method, group: CallGroup, log: AccessLog | None) -> None:
-        async def answer(_: object, context: Any) -> bytes:
-            async with self._slot(path, group, context) as call:
-                data = await self._message(call, context)
-                return await (method if log is None else logged)(data, context)
+        async def work(call: GrpcCall, context: Any) -> bytes:
+            data = await self._message(call, context)
+            return await (method if log is None else logged)(data, context)
+
+        async def answer(_: object, context: Any) -> Any:
+            return await self._limited(path, group, context, work)
 
         async def logged(data: bytes, context: Any) -> bytes:
             assert log is not None
@@ -238,9 +242,10 @@ class Calls(grpc_module().GenericRpcHandler):  # type: ignore[misc]
         # gRPC would wait for the message of a unary method without a limit before it calls the method.
         self._methods[path] = grpc_module().stream_unary_rpc_method_handler(answer)
 
-    @asynccontextmanager
-    async def _slot(self, method: str, group: CallGroup, context: Any) -> AsyncIterator[GrpcCall]:
-        """Give a call its slot until its method returns; refuse it, and turn errors into its status."""
+    async def _limited(
+        self, method: str, group: CallGroup, context: Any, work: Callable[[GrpcCall, Any], Awaitable[Any]]
+    ) -> Any:
+        """Give a call its slot until its work ends; refuse it, and turn errors into its status."""
         if self._security.requires_token and not method.startswith(f"/{HEALTH}/"):
             # Without a read token, scores are for everyone; what else a request wants is in its message.
             sent = authorization_of(context.invocation_metadata())
@@ -252,9 +257,8 @@ class Calls(grpc_module().GenericRpcHandler):  # type: ignore[misc]
         call = GrpcCall()
         group.calls[call] = None
         call.wait_for_message(self._limits.read_seconds)
-        refusal: RequestError | None = None
         try:
-            yield call
+            return await work(call, context)
         except RequestError as error:
             refusal = error
         except asyncio.CancelledError:
@@ -269,8 +273,7 @@ class Calls(grpc_module().GenericRpcHandler):  # type: ignore[misc]
             group.calls.pop(call, None)
         if isinstance(refusal, _NoMessageError):
             await self._refuse(method, context, refusal.code, str(refusal))
-        if refusal is not None:
-            await context.abort(refusal.code, str(refusal))
+        await context.abort(refusal.code, str(refusal))
 
     async def _message(self, call: GrpcCall, context: Any) -> bytes:
         data = await context.read()
