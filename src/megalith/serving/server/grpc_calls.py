@@ -41,8 +41,6 @@ from megalith.serving.server.security import Permission, Security, authorization
 
 MISSING_IDS = "megalith-missing-ids"
 """Metadata, or HTTP header, by which a request asks for the number of its ids without a row."""
-REQUEST_KEY = "megalith-request-key"
-"""Metadata, or HTTP header, by which requests get the same version of a model whose traffic is split."""
 Method = Callable[[bytes, Any], Awaitable[bytes]]
 NO_DEADLINE = 1e9
 """Seconds above which a deadline is ignored: gRPC reports centuries for a call without a deadline."""
