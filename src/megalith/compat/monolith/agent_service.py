@@ -113,7 +113,6 @@ class ReplicaMeta(ZnodeRecord):
         stat: Its state, a number of `ModelState`.
         model_name: The name of the model.
         server_type: One of "ps", "entry" and "dense".
-        task: The number of the task.
         replica: The number of the replica.
         archon_address: Its archon address.
         archon_address_ipv6: Its archon IPv6 address.
@@ -211,21 +210,13 @@ class ZKBackend(ZooKeeperDiscovery):
     # ---- the calls of an agent
 
     def report_service_info(self, container: Container, service_info: ContainerServiceInfo) -> None:
-        """Announce the addresses of a container for the lifetime of this session.
-
-        Args:
-            container: The serving process.
-            service_info: Its addresses.
-        """
+        """Announce the addresses of a container for the lifetime of this session."""
         checks.instance(container, Container, "ZKBackend: container")
         checks.instance(service_info, ContainerServiceInfo, "ZKBackend: service_info")
         self.session.wait(self.session.hold(self._container_path(container), service_info.to_json()))
 
     def get_service_info(self, container: Container) -> ContainerServiceInfo | None:
         """Return the addresses of a container.
-
-        Args:
-            container: The serving process.
 
         Returns:
             The addresses; None if the node is absent or malformed.
@@ -238,7 +229,6 @@ class ZKBackend(ZooKeeperDiscovery):
         """Replace the bindings of a container.
 
         Args:
-            container: The serving process.
             saved_models: The parts of models that it serves now.
         """
         checks.instance(container, Container, "ZKBackend: container")
@@ -273,7 +263,6 @@ class ZKBackend(ZooKeeperDiscovery):
         """Store the config of a saved model.
 
         Args:
-            saved_model: The part of a model.
             deploy_config: Its config.
         """
         checks.instance(saved_model, SavedModel, "ZKBackend: saved_model")
@@ -285,7 +274,6 @@ class ZKBackend(ZooKeeperDiscovery):
 
         Args:
             layout: A name below /{bzid}/layouts, or a full path.
-            saved_model: The part of a model.
         """
         checks.instance(saved_model, SavedModel, "ZKBackend: saved_model")
         self.session.put(f"{self._layout_path(layout)}/{saved_model}", b"")
@@ -295,7 +283,6 @@ class ZKBackend(ZooKeeperDiscovery):
 
         Args:
             layout: A name below /{bzid}/layouts, or a full path.
-            saved_model: The part of a model.
         """
         checks.instance(saved_model, SavedModel, "ZKBackend: saved_model")
         self.session.remove(f"{self._layout_path(layout)}/{saved_model}")
@@ -544,12 +531,6 @@ class ReplicaWatcher:
 
         Args:
             server_type: One of "ps", "entry" and "dense".
-            task: The number of the task.
-            idc: Only replicas in this data centre.
-            cluster: Only replicas in this cluster.
-
-        Returns:
-            The addresses.
         """
         return list(self.get_replicas_with_extra_info(server_type, task, idc, cluster))
 
@@ -565,10 +546,7 @@ class ReplicaWatcher:
 
         Args:
             server_type: One of "ps", "entry" and "dense".
-            task: The number of the task.
             replica: The number of the replica.
-            idc: Only replicas in this data centre.
-            cluster: Only replicas in this cluster.
 
         Returns:
             The addresses, at most one for each data centre and cluster.
@@ -583,8 +561,6 @@ class ReplicaWatcher:
 
         Args:
             server_type: One of "ps", "entry" and "dense".
-            idc: Only replicas in this data centre.
-            cluster: Only replicas in this cluster.
 
         Returns:
             The addresses by "ps:1", or by "idc:cluster/ps:1" if dc_aware.
@@ -602,9 +578,6 @@ class ReplicaWatcher:
 
         Args:
             server_type: One of "ps", "entry" and "dense".
-            task: The number of the task.
-            idc: Only replicas in this data centre.
-            cluster: Only replicas in this cluster.
 
         Returns:
             The places by address, sorted by replica id.

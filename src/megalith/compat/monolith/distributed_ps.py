@@ -208,10 +208,6 @@ class DistributedHashTable(MonolithTables):
     def lookup(self, ids: Tensor, use_multi_threads: bool = False) -> Tensor:
         """Read rows; ids without a row read as zeros.
 
-        Args:
-            ids: int64 [n].
-            use_multi_threads: Ignored.
-
         Returns:
             float32 [n, dim], a leaf that requires a gradient if gradients are enabled.
         """
@@ -221,44 +217,20 @@ class DistributedHashTable(MonolithTables):
         """Set rows. Of repeated ids the last one wins.
 
         Args:
-            ids: int64 [n].
-            values: float32 [n, dim].
             req_time: The last-update time in seconds; 0: the clock.
-
-        Returns:
-            This object.
         """
         self.shards.assign({self._name: (ids, values)}, time=seconds_of(req_time))
         return self
 
     def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = 0) -> Self:
-        """Add to rows.
-
-        Args:
-            ids: int64 [n].
-            values: float32 [n, dim].
-            req_time: As for `assign`.
-
-        Returns:
-            This object.
-        """
+        """Add to rows."""
         self.shards.assign_add({self._name: (ids, values)}, time=seconds_of(req_time))
         return self
 
     def apply_gradients(
         self, ids: Tensor, grads: Tensor, global_step: int | Tensor, req_time: Any = 0
     ) -> Self:
-        """Make one optimizer step per distinct id, with its gradients summed.
-
-        Args:
-            ids: int64 [n].
-            grads: float32 [n, dim].
-            global_step: The step, an int or a tensor of one element.
-            req_time: As for `assign`.
-
-        Returns:
-            This object.
-        """
+        """Make one optimizer step per distinct id, with its gradients summed."""
         _apply(self.shards, {self._name: ids}, {self._name: grads}, global_step, req_time)
         return self
 
@@ -336,11 +308,7 @@ class DistributedMultiTypeHashTable(MonolithSlotTables):
 
         Args:
             slot_to_id_and_grad: (ids int64 [n], gradients float32 [n, dim]) by slot.
-            global_step: The step, an int or a tensor of one element.
             req_time: The last-update time of the rows in seconds; 0: the clock of the servers.
-
-        Returns:
-            This object.
         """
         pairs = checks.mapping(slot_to_id_and_grad, "slot_to_id_and_grad", "{slot: (ids, grads)}")
         if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs.values()):
@@ -366,8 +334,6 @@ class PartitionedHashTable(MonolithTables):
         table_factory: Called with the number of each server and the configs by table; returns TableConfigs,
             or shards with all tables and the router "roundrobin". None: the configs of the params.
         use_native_multi_hash_table: As passed to `gen_feature_configs`.
-        max_rpc_deadline_millis: As for `DistributedMultiTypeHashTable`.
-        queue_configs: As for `DistributedMultiTypeHashTableMpi`.
         parser_ctx: A ParserCtx with what `gen_feature_configs` returned, or that itself; None: the
             `get_default_parser_ctx()`.
 
@@ -574,7 +540,6 @@ class PartitionedHashTable(MonolithTables):
             ret_fused_layout_callable_fn: Whether to request the rows now and return a function that assembles
                 the layouts.
             ret_lookup_callable_fn: Whether to split the ids now, and return a function that does the rest.
-            embedding_prefetch_capacity: As in queue_configs.
 
         Returns:
             The layouts by name; a list of tensors for OutType.NONE. They are leaves that require a gradient,
@@ -720,16 +685,11 @@ class PartitionedHashTable(MonolithTables):
 
         Args:
             layout_grads_and_vars: (gradient, layout) in the order of `flatten_layout`.
-            global_step: The step, an int or a tensor of one element.
             req_time: The last-update time of the rows in seconds, the largest of a tensor; 0 and None: the
                 clock of the servers.
             auxiliary_bundle: What `lookup` filled; it can be used once.
-            async_function_mgr: Ignored.
             async_push: Whether to return before the gradients are applied; `shards.flush()` waits.
             grad_scale: A factor for all gradients.
-
-        Returns:
-            This object.
 
         Raises:
             UsageError: The bundle is not that of a lookup, or was used.
@@ -774,9 +734,6 @@ class PartitionedHashTable(MonolithTables):
         Args:
             data: (fids int64 [n], embeddings float32 [n, dim]) by server and table.
 
-        Returns:
-            This object.
-
         Raises:
             InputError: An id is not one of that server, or something else is wrong.
         """
@@ -784,14 +741,7 @@ class PartitionedHashTable(MonolithTables):
         return self
 
     def assign_add(self, data: ByServer) -> PartitionedHashTable:
-        """Add to rows.
-
-        Args:
-            data: As for `assign`.
-
-        Returns:
-            This object.
-        """
+        """Add to rows."""
         self.shards.assign_add(self._merged(data))
         return self
 

@@ -157,14 +157,7 @@ class MonolithTables:
         return late
 
     def as_op(self, name: str | None = None) -> Self:
-        """Return this object: a call has taken effect when it returns.
-
-        Args:
-            name: Ignored.
-
-        Returns:
-            This object.
-        """
+        """Return this object: a call has taken effect when it returns."""
         return self
 
     def get_table_dim_sizes(self) -> list[int]:
@@ -193,23 +186,12 @@ class MonolithSlotTables(MonolithTables):
         Args:
             slot_to_id_and_value: (ids int64 [n], rows float32 [n, dim]) by slot.
             req_time: The last-update time in seconds; 0: the clock.
-
-        Returns:
-            This object.
         """
         self.shards.assign(slot_to_id_and_value, time=seconds_of(req_time))
         return self
 
     def assign_add(self, slot_to_id_and_value: SlotRows, req_time: Any = 0) -> Self:
-        """Add to rows.
-
-        Args:
-            slot_to_id_and_value: As for `assign`.
-            req_time: As for `assign`.
-
-        Returns:
-            This object.
-        """
+        """Add to rows."""
         self.shards.assign_add(slot_to_id_and_value, time=seconds_of(req_time))
         return self
 
@@ -218,7 +200,6 @@ class MonolithSlotTables(MonolithTables):
 
         Args:
             slot: The name of a table.
-            ids: int64 [n].
 
         Returns:
             This object and the status of each id, int32 [n] in the order of the input: 0 created, 1 existed,
@@ -444,12 +425,8 @@ class DistributedMultiTypeHashTableMpi(MonolithSlotTables):
         Args:
             slot_to_grad: A gradient for each row of the lookup, float32 [n, dim] by slot.
             auxiliary_bundle: The bundle of the lookup; what the lookup added is removed.
-            global_step: The step, an int or a tensor of one element.
             req_time: The last-update time of the rows in seconds; 0 and None: the clock of the owner.
             scale: A factor for all gradients.
-
-        Returns:
-            This object.
 
         Raises:
             UsageError: The bundle is not that of a lookup, or was used.
@@ -609,14 +586,12 @@ def fused_apply_gradient(
         shards: The tables.
         ids: int64 [n], as in the lookup.
         indices: `FusedLookup.indices`.
-        fused_slot_size: As in the lookup.
         id_grads: float32 [floats], in the order of the embeddings.
         id_offsets: `FusedLookup.id_offsets`.
         grad_offsets: `FusedLookup.emb_offsets`.
         global_step: The step for learning rates, an int or a tensor of one element.
         req_time: The last-update time of the rows in seconds, a number or a tensor of one element; None is
             now.
-        num_of_shards: As in the lookup.
         enable_grad_accumulation: Ignored; the gradients of an id are always summed.
 
     Raises:

@@ -594,9 +594,6 @@ def parameter_sync_client_from_config(
         config: A ClientConfig with the targets, or its bytes; empty: none yet.
         name_suffix: The end of the client's name.
         credentials: What the client presents to the targets, such as a token.
-
-    Returns:
-        The client.
     """
     handle = SyncHandle(f"MonolithSyncClient_{name_suffix}", config, credentials=credentials)
     return ParameterSyncClient(handle)
@@ -614,9 +611,6 @@ def create_parameter_sync_clients(
     Args:
         ps_num: The number of parameter servers, which is the number of parts.
         credentials: What the clients present to the targets, such as a token.
-
-    Returns:
-        The clients.
     """
     checks.integer(ps_num, "ps_num", least=0)
     changes = TrackedChanges()

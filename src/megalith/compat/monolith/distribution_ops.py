@@ -444,10 +444,7 @@ def fill_with_offset_map_gradient(
     A value that a later one overwrites counts as if it had been used; autograd gives it no gradient.
 
     Args:
-        pos: As in `fill_with_offset_map`.
         grad: float [buffer size], the gradient of the buffer.
-        value_offset_map: As in `fill_with_offset_map`.
-        dims: As in `fill_with_offset_map`.
 
     Returns:
         For each value, the sum of `grad` over the offsets of its key, concatenated.
@@ -669,10 +666,6 @@ def reduce_sum(
         id_indices: int [n, 1] or [n], the batch row of each value.
         id_values: float [n, d].
         id_length: The number of batch rows, an int or a tensor of one element.
-        name: Ignored; the name of a graph node in Monolith.
-
-    Returns:
-        [id_length, d].
     """
     index, values, size = _segments(id_indices, id_values, id_length)
     return scatter_sum(values, index, size, name="id_indices")
@@ -687,10 +680,6 @@ def reduce_mean(
         id_indices: int [n, 1] or [n], the batch row of each value.
         id_values: float [n, d].
         id_length: The number of batch rows, an int or a tensor of one element.
-        name: Ignored; the name of a graph node in Monolith.
-
-    Returns:
-        [id_length, d].
     """
     index, values, size = _segments(id_indices, id_values, id_length)
     total = scatter_sum(_wide(values), index, size, name="id_indices")
@@ -709,10 +698,6 @@ def reduce_sqrtn(
         id_indices: int [n, 1] or [n], the batch row of each value.
         id_values: float [n, d].
         id_length: The number of batch rows, an int or a tensor of one element.
-        name: Ignored; the name of a graph node in Monolith.
-
-    Returns:
-        [id_length, d].
     """
     index, values, size = _segments(id_indices, id_values, id_length)
     wide = _wide(values)
@@ -777,7 +762,6 @@ def fused_reduce_sum_and_split(
         id_values: float [n, d].
         id_length: The number of batch rows, an int or a tensor of one element.
         split_dims: Sizes that add up to d.
-        name: Ignored; the name of a graph node in Monolith.
 
     Returns:
         A [id_length, dim] for each size.
@@ -801,7 +785,6 @@ def fused_reduce_and_split(
         splits: Row splits, int [batch + 1], of each column.
         embeddings: float [n, d] of each column.
         slice_dims: For each column, sizes that add up to d.
-        name: Ignored; the name of a graph node in Monolith.
 
     Returns:
         A [batch, dim] for each size of each column, in order.

@@ -370,7 +370,6 @@ class BroadcastGlobalVariablesHook:
 
         Args:
             session: The model, in place of TensorFlow's session.
-            coord: Ignored.
         """
         broadcast_dense(session)
 
@@ -400,18 +399,12 @@ class ByteCCLTelemetryHook:
 
         Args:
             session: The model, in place of TensorFlow's session.
-            coord: Ignored.
         """
         shards = {id(each.shards): each.shards for each in collections_of(session).values()}
         self._metrics = [CommMetrics(each) for each in shards.values() if isinstance(each, SyncShards)]
 
     def after_run(self, run_context: object = None, run_values: object = None) -> None:
-        """Count a step; a collective call in each step that reports.
-
-        Args:
-            run_context: Ignored.
-            run_values: Ignored.
-        """
+        """Count a step; a collective call in each step that reports."""
         self._step += 1
         if self._step % self._interval == 0:
             self.reports = [metrics.collect(self._step) for metrics in self._metrics]
@@ -419,11 +412,7 @@ class ByteCCLTelemetryHook:
                 logger.info("step %d: %s", self._step, report.scalars())
 
     def end(self, session: object = None) -> None:
-        """Stop counting.
-
-        Args:
-            session: Ignored.
-        """
+        """Stop counting."""
         for metrics in self._metrics:
             metrics.close()
         self._metrics = []
@@ -482,7 +471,6 @@ def byteps_benchmark_ar(
         total_len: The number of values.
         total_niter: The number of calls, at least 40.
         use_cpu: Ignored: tensors are in host memory in any case.
-        op: Ignored; the name of a graph node in Monolith.
 
     Returns:
         Gb/s for every 20 calls, without the first 20.

@@ -39,7 +39,6 @@ class MonolithCombiner(ABC):
         Args:
             key: The column, with n values in B rows.
             embedding: float [n, d], one row per value.
-            name: Ignored; the name of a graph node in Monolith.
 
         Returns:
             [B, d], or [B, max_seq_length, d] if a sequence is kept.

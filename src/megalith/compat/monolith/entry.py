@@ -62,9 +62,5 @@ def PolynomialDecay(  # Monolith's name, which is a class there
             grows.
         power: The exponent of the polynomial.
         cycle: Whether to replace `decay_steps` by its smallest multiple that is not below the step.
-        name: Ignored; the name of a graph node in Monolith.
-
-    Returns:
-        The schedule, for the `lr` of an optimizer.
     """
     return schedules.PolynomialDecay(initial_learning_rate, decay_steps, end_learning_rate, power, cycle)

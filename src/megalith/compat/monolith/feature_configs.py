@@ -258,9 +258,6 @@ class FeatureConfigs(_ConfigMessage):
     def features_of(self, table: str) -> tuple[str, ...]:
         """Return the features of a table, sorted.
 
-        Args:
-            table: The name of the table.
-
         Returns:
             Their names; at least one.
 

@@ -265,7 +265,6 @@ def fused_embedding_to_layout(
     Args:
         embeddings_list: The rows of each list of `sharding_sparse_fids`, flat or [k, dim], of one float type;
             version 4: one tensor with the rows of all lists, in the order of `fid_list`.
-        fid_list_row_split: Ignored.
         fid_offset: From `sharding_sparse_fids`; unsigned dtypes are accepted.
         feature_offset: From `sharding_sparse_fids`.
         nfl_offset: From `sharding_sparse_fids`; unsigned dtypes are accepted.
@@ -279,7 +278,6 @@ def fused_embedding_to_layout(
         feature_size: Version 5: int [R], the length of feature_offset in each request.
         fid_size: Version 5: int [R], the length of fid_offset in each request.
         emb_size: Version 5: int [R * lists], the number of elements of each list, request by request.
-        parallel_flag: Ignored.
         version: The encoding: 3, 4 or 5.
 
     Returns:
@@ -330,24 +328,10 @@ def fused_embedding_to_layout_grad(
     """Compute the gradient of `fused_embedding_to_layout`, for callers without autograd.
 
     Args:
-        nfl_offset: As in the forward op.
-        feature_offset: As in the forward op.
-        fid_offset: As in the forward op.
-        batch_size: As in the forward op.
         embeddings_list: As in the forward op; only shapes and dtype are used.
-        fid_list_row_split: Ignored.
         layout_tensors_grad: The gradient of each output.
-        variant_type: As in the forward op.
-        feature_cfgs: As in the forward op.
-        ps_num: As in the forward op.
-        fid_list_emb_row_lenth: As in the forward op.
         layout_tensors_grad_scale: A factor for `layout_tensors_grad`.
-        parallel_flag: Ignored.
-        version: As in the forward op.
         nfl_size: As in the forward op. Monolith has no gradient of several requests.
-        feature_size: As in the forward op.
-        fid_size: As in the forward op.
-        emb_size: As in the forward op.
 
     Returns:
         The gradient of each of the embeddings, in their shapes.

@@ -109,7 +109,6 @@ def sharding_sparse_fids(
         input_type: The record: "example", "example_batch" or "instance". A feature without a column counts as
             a shared feature without ids in an example_batch, and as an empty row per example in the others,
             which have no shared features.
-        parallel_flag: Ignored.
         fid_list_ret_list: Whether the lists of ids are a list instead of a dict by "table:server".
         version: The encoding: 3, 4 or 5.
         shared: Features with one row for the whole batch, for an example_batch. Monolith's records say which
