@@ -153,8 +153,9 @@ Bytes borrow_parts(handle tensor, const std::vector<int64_t>& sizes, const char*
   return {v.as<char>(), static_cast<size_t>(v.numel())};
 }
 
+// `left`: a function that returns those of some ranks that have left, or None.
 std::vector<int> exchange(Mailbox& box, handle send, const std::vector<int64_t>& send_sizes, handle recv,
-                          const std::vector<int64_t>& recv_sizes, double timeout) {
+                          const std::vector<int64_t>& recv_sizes, double timeout, handle left) {
   const Bytes from = borrow_parts(send, send_sizes, "send"), to = borrow_parts(recv, recv_sizes, "recv");
   const std::less_equal<const char*> ends_before;
   require(from.n == 0 || to.n == 0 || ends_before(from.data + from.n, to.data) ||
@@ -164,9 +165,10 @@ std::vector<int> exchange(Mailbox& box, handle send, const std::vector<int64_t>&
   std::vector<int> missing;
   {
     nb::gil_scoped_release release;
-    missing = box.exchange(from.data, send_sizes, to.data, recv_sizes, timeout, [&] {
+    missing = box.exchange(from.data, send_sizes, to.data, recv_sizes, timeout, [&](const std::vector<int>& ranks) {
       nb::gil_scoped_acquire acquire;
-      return raised = PyErr_CheckSignals() != 0;
+      raised = PyErr_CheckSignals() != 0;
+      return raised || (!left.is_none() && nb::len(left(ranks)) > 0);
     });
   }
   if (raised) throw nb::python_error();
@@ -194,7 +196,7 @@ void bind_mailbox(nb::module_& m) {
            nb::arg("size"))
       .def("connect", &Mailbox::connect, nb::arg("paths"))
       .def("exchange", exchange, nb::arg("send"), nb::arg("send_sizes"), nb::arg("recv"),
-           nb::arg("recv_sizes"), nb::arg("timeout"))
+           nb::arg("recv_sizes"), nb::arg("timeout"), nb::arg("left").none() = nb::none())
       .def("unlink", &Mailbox::unlink)
       .def("close", &Mailbox::close);
 }

@@ -202,7 +202,7 @@ class Mailbox {
 
   // Sends part r of `send` to rank r, and receives part r of `recv` from rank r. Returns the ranks that did not
   // publish for `timeout` seconds; after that, and after an exception about another rank, the mailbox is broken.
-  // Long waits call `interrupted` regularly; if it returns true, they end at once.
+  // Long waits regularly call `interrupted` with the ranks that they wait for; if it returns true, they end at once.
   template <class Interrupted>
   std::vector<int> exchange(const char* send, const Sizes& send_sizes, char* recv, const Sizes& recv_sizes,
                             double timeout, Interrupted&& interrupted) {
@@ -419,12 +419,16 @@ class Mailbox {
       waiting = std::partition(incoming_.begin(), before, [&](Incoming& in) { return !take(in, rounds); });
       if (waiting != before) continue;
       if (over) break;
-      if (!await(incoming_[0].rank, deadline)) over = Clock::now() >= deadline || interrupted();
+      if (!await(incoming_[0].rank, deadline)) over = Clock::now() >= deadline || interrupted(ranks_until(waiting));
     }
-    std::vector<int> missing;
-    for (auto in = incoming_.begin(); in != waiting; ++in) missing.push_back(in->rank);
-    std::sort(missing.begin(), missing.end());
-    return missing;
+    return ranks_until(waiting);
+  }
+
+  std::vector<int> ranks_until(std::vector<Incoming>::const_iterator end) const {
+    std::vector<int> ranks;
+    for (auto in = incoming_.begin(); in != end; ++in) ranks.push_back(in->rank);
+    std::sort(ranks.begin(), ranks.end());
+    return ranks;
   }
 
   // Copies the slice of a peer if it has been published.

@@ -21,7 +21,7 @@ namespace {
 constexpr double kLong = 60;
 using Work = std::function<void(Mailbox&, int)>;
 
-bool never() { return false; }
+bool never(const std::vector<int>&) { return false; }
 
 // A folder of its own for each test, gone afterwards.
 struct Folder {
@@ -221,7 +221,12 @@ void waiting_ends_when_interrupted() {
   const Folder folder;
   const auto boxes = connected(folder, 2);
   const Mailbox::Sizes none(2, 0);
-  const auto missing = boxes[0]->exchange(nullptr, none, nullptr, none, kLong, [] { return true; });
+  std::vector<int> awaited;
+  const auto missing = boxes[0]->exchange(nullptr, none, nullptr, none, kLong, [&](const std::vector<int>& ranks) {
+    awaited = ranks;
+    return true;
+  });
+  CHECK(awaited == missing);
   CHECK(missing == std::vector<int>{1});
 }
 
@@ -268,7 +273,7 @@ void a_second_thread_is_refused() {
   std::atomic<bool> waiting{false}, enough{false};
   std::thread first([&] {
     const Mailbox::Sizes none(2, 0);
-    boxes[0]->exchange(nullptr, none, nullptr, none, kLong, [&] {
+    boxes[0]->exchange(nullptr, none, nullptr, none, kLong, [&](const std::vector<int>&) {
       waiting = true;
       return enough.load();
     });

@@ -1,6 +1,6 @@
 """The native module (native/bind*.cpp). Private: use `megalith.Table` and `megalith.ops`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -189,6 +189,7 @@ class Mailbox:  # Linux only
         recv: Tensor,
         recv_sizes: Sequence[int],
         timeout: float,
+        left: Callable[[list[int]], dict[int, str]] | None = None,
     ) -> list[int]: ...
     def unlink(self) -> None: ...
     def close(self) -> None: ...

@@ -7,9 +7,14 @@ come is named within the timeout, with the call, its tables and its number.
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
+import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +32,7 @@ from megalith import (
     TableConfig,
     Zeros,
 )
+from megalith.distributed.exchange import Exchange
 from megalith.shards import Lookup
 from tests.distributed.ranks import PATIENT, error_of, run_ranks, store, wait_for
 from tests.table.support import assert_same_tables, ints, whole
@@ -36,6 +42,8 @@ TABLES = [
     TableConfig("b", dim=3, optimizer=Adagrad(0.1)),
 ]
 SOON = 2.0
+LONG = 600.0
+"""More seconds than a test may take."""
 NAN = float("nan")
 
 
@@ -316,9 +324,16 @@ def train(shards: SyncShards, step: int) -> Lookup:
     return lookup
 
 
+ENDS = {
+    "return": "its program ended",
+    "free": "it freed its part of these tables, so it makes no more calls",
+}
+KILLED = "its process was killed, crashed or called os._exit"
+
+
 def dying(transport: str, where: str) -> list[str]:
     """Rank 2 of 4 is killed in step 2, before its lookup or before its gradients."""
-    shards = SyncShards(TABLES, transport=transport, timeout=SOON, push=where == "push")
+    shards = SyncShards(TABLES, transport=transport, timeout=LONG, push=where == "push")
     die = dist.get_rank() == 2
 
     def steps() -> None:
@@ -346,10 +361,117 @@ def test_a_killed_rank_is_named_by_all_others(transport: str, where: str) -> Non
         call = "SyncShards.lookup (call 3), exchange of sizes (tables a, b)"
     for rank in (0, 1, 3):
         said, again = results[rank]
-        assert said.startswith(f"RankTimeoutError: {call}")
-        assert f"rank {rank} waited for rank 2, which did not arrive within 2 s" in said
+        assert (
+            said == f"RankFailedError: {call}: rank {rank} cannot continue, because rank 2 has left: {KILLED}"
+        )
         assert again.startswith("UsageError: ")
         assert "an earlier exchange failed" in again
+
+
+_HELD: list[SyncShards] = []
+
+
+def leaving(transport: str, how: str) -> list[str]:
+    """The last rank leaves before the first exchange of a batch."""
+    shards = SyncShards(TABLES, transport=transport, timeout=LONG)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if how == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "os._exit":
+            os._exit(0)
+        if how == "return":
+            _HELD.append(shards)
+        return []
+    return [error_of(train, shards, 0), error_of(train, shards, 1)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("how", ["SIGKILL", "os._exit", "return", "free"])
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "auto"])
+def test_a_rank_that_leaves_is_named_at_once_with_how(transport: str, how: str, size: int) -> None:
+    lost = [] if how in ENDS else [size - 1]
+    results = run_ranks(leaving, transport, how, world_size=size, lost=lost)
+    left = ENDS.get(how, KILLED)
+    for rank, (said, again) in enumerate(results[:-1]):
+        where = "SyncShards.lookup (call 1), exchange of sizes (tables a, b)"
+        reason = f"rank {rank} cannot continue, because rank {size - 1} has left: {left}"
+        assert said == f"RankFailedError: {where}: {reason}"
+        assert again.startswith("UsageError: ")
+        assert reason in again
+
+
+PROGRAM = """
+import sys, torch.distributed as dist
+from megalith import SGD, SyncShards, TableConfig
+from tests.table.support import ints
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+shards = SyncShards([TableConfig("a", dim=2, optimizer=SGD(1.0))])
+shards.lookup({"a": ints(1)}).wait()
+if rank == 1:
+    1 / 0
+shards.lookup({"a": ints(1)}).wait()
+"""
+
+
+def test_a_program_that_ends_with_an_error_is_named_with_the_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")], env=environ, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=LONG)[1] for process in started]
+    assert "ZeroDivisionError: division by zero" in errors[1]
+    reason = "rank 0 cannot continue, because rank 1 has left: its program ended with ZeroDivisionError"
+    assert f"exchange of sizes (tables a): {reason}: division by zero" in errors[0]
+
+
+def large(transport: str) -> str:
+    """Rank 1 is killed while a message of 64 MiB travels."""
+    exchange = Exchange(transport=transport, timeout=LONG)
+    size = 32 << 20
+    if dist.get_rank() == 1:
+        threading.Thread(target=_kill_in_exchange, args=(exchange,), daemon=True).start()
+    data = torch.zeros(2 * size, dtype=torch.uint8)
+    while True:  # until the other rank is killed in one of them
+        if said := error_of(exchange.all_to_all, data, [size, size], [size, size], "a large message"):
+            return said
+
+
+def _kill_in_exchange(exchange: Exchange) -> None:
+    while exchange.calls < 3:
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "auto"])
+def test_a_rank_killed_in_the_middle_of_a_message_is_named(transport: str) -> None:
+    said, _ = run_ranks(large, transport, lost=[1])
+    assert (
+        said == f"RankFailedError: a large message: rank 0 cannot continue, because rank 1 has left: {KILLED}"
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("how", ["SIGKILL", "return"])
+def test_a_rank_that_leaves_before_its_tables_exist_is_named(how: str, size: int) -> None:
+    lost = [] if how == "return" else [size - 1]
+    for said in run_ranks(starting, how, world_size=size, lost=lost)[:-1]:
+        expected = "RankTimeoutError: the first exchange: rank . lost a connection after .* s; "
+        assert re.match(f"{expected}rank {size - 1} did not arrive: ", said)
+
+
+def starting(how: str) -> str:
+    if dist.get_rank() < dist.get_world_size() - 1:
+        wait_for("leaves")
+        return error_of(SyncShards, TABLES, timeout=LONG)
+    store().set("leaves", "")
+    if how == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ""
 
 
 def stalling(transport: str) -> list[str]:

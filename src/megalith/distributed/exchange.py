@@ -1,8 +1,12 @@
 """Exchange: all-to-all exchange of bytes between the ranks of a group.
 
 It has its own process group and one thread that issues all collectives in program order, so that they do not
-interleave with other users of torch.distributed (e.g. the all-reduce of DDP). Every wait has a timeout, and
-the error names the absent ranks. It handles bytes only, not tables or ids.
+interleave with other users of torch.distributed (e.g. the all-reduce of DDP). It handles bytes only, not
+tables or ids.
+
+Every wait has a timeout, and the error names the absent ranks. A rank whose process ends is noticed at once:
+all exchanges are between all pairs of ranks, so each rank waits for the one that ended; a gloo connection
+fails, and `PeerWatch` says which rank has left, and how.
 
     bytes are       ranks are                        they travel
     on the CPU      on one host                      through shared memory
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import queue
 import tempfile
 import threading
@@ -33,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalith.distributed.peer_watch import PeerWatch
 from megalith.distributed.ranks import Ranks, has_process_group, naming_absent_ranks, timeout_message
 from megalith.errors import InputError, MegalithError, RankFailedError, RankTimeoutError, UsageError
 from megalith.library import MessageBuffers, native_module, span
@@ -57,12 +63,14 @@ class Exchange(Ranks):
         checks.one_of(transport, TRANSPORTS, "transport")
         if not has_process_group():
             raise UsageError("an exchange between ranks needs a process group: call init_process_group first")
-        members = dist.get_process_group_ranks(_group_of(group))
+        parent = _group_of(group)
+        members = dist.get_process_group_ranks(parent)
         self.timeout = timeout
         self.device = torch.device("cpu")
         self._wanted = transport
-        self._has_nccl = "nccl" in str(dist.get_backend_config(_group_of(group)))
+        self._has_nccl = "nccl" in str(dist.get_backend_config(parent))
         self._nccl: Any = None
+        self._arrive(parent, len(members))
         self._group: Any = dist.new_group(
             members, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
         )
@@ -79,6 +87,9 @@ class Exchange(Ranks):
         weakref.finalize(self, self._tasks.put, None)  # ends the thread
         self._buffers = MessageBuffers()
         self._mailbox: Any = None
+        self._watch: PeerWatch | None = None
+        if self.size > 1:
+            self._watch = PeerWatch(self.rank, self.size, self.gather)
         wanted = self.gather(transport)
         if set(wanted) != {transport}:
             raise InputError(f"transport must be the same on all ranks, got {', '.join(map(str, wanted))}")
@@ -88,6 +99,15 @@ class Exchange(Ranks):
                 raise UsageError("transport='shared_memory': not all ranks are on one host")
         self.transport = "gloo" if self._mailbox is None else "shared_memory"
         logger.debug("rank %d of %d exchanges by %s", self.rank, self.size, self.transport)
+
+    def _arrive(self, parent: Any, size: int) -> None:
+        """Wait for all ranks in the group of the caller, whose connections exist: a new one has none yet."""
+        if size == 1 or "gloo" not in str(dist.get_backend_config(parent)):
+            return
+        key = f"exchange/{parent.get_group_store().add(f'exchanges/{dist.get_rank()}', 1)}"
+        with naming_absent_ranks(parent, "the first exchange", key, self.timeout):
+            nothing = torch.zeros(size, dtype=torch.uint8, device="cpu")
+            dist.all_to_all_single(torch.empty_like(nothing), nothing, group=parent)
 
     def use_device(self, device: torch.device) -> None:
         """Exchange bytes on a device from now on. A collective call; small messages stay on the CPU."""
@@ -205,29 +225,56 @@ class Exchange(Ranks):
         began = clock.perf_counter()
         if self._mailbox is not None:
             try:
-                missing = self._mailbox.exchange(send, send_sizes, received, recv_sizes, self.timeout)
+                missing = self._mailbox.exchange(
+                    send, send_sizes, received, recv_sizes, self.timeout, self._left
+                )
             except InputError as error:  # shared memory cannot be used after that
                 self._broken = RankFailedError(
                     f"{what}: {error}; all ranks must make the same calls in the same order"
                 )
                 raise self._broken from None
             if missing:
+                self._raise_if_left(what, missing)
                 names = dist.get_process_group_ranks(self._group)
                 raise RankTimeoutError(timeout_message(what, [names[r] for r in missing], self.timeout))
         else:
             with self._naming(what):
-                dist.all_to_all_single(received, send, recv_sizes, send_sizes, group=self._group)
+                try:
+                    dist.all_to_all_single(received, send, recv_sizes, send_sizes, group=self._group)
+                except RuntimeError:
+                    self._raise_if_left(what, range(self.size), seconds=min(1.0, self.timeout))
+                    raise
         self.waited = clock.perf_counter() - began
         return received
 
-    def gather(self, value: Any) -> list[Any]:
-        def work() -> list[Any]:
-            values: list[Any] = [None] * self.size
-            with self._naming("agreement"):
-                dist.all_gather_object(values, value, group=self._group)
-            return values
+    def _left(self, ranks: Sequence[int], seconds: float = 0.0) -> dict[int, str]:
+        return {} if self._watch is None else self._watch.left(ranks, seconds)
 
-        return [value] if self.size == 1 else self.run(work)
+    def _raise_if_left(self, what: str, ranks: Sequence[int], seconds: float = 0.0) -> None:
+        left = self._left(ranks, seconds)
+        if not left:
+            return
+        names = dist.get_process_group_ranks(self._group)
+        told = "; ".join(f"rank {names[rank]} has left: {how}" for rank, how in left.items())
+        self._broken = RankFailedError(f"{what}: rank {dist.get_rank()} cannot continue, because {told}")
+        raise self._broken
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+        def work() -> list[Any]:
+            size = torch.tensor([data.numel()] * self.size, device="cpu").view(torch.uint8)
+            eights = [8] * self.size
+            sizes = self._all_to_all(size, torch.empty_like(size), eights, eights, "agreement")
+            lengths = sizes.view(torch.int64).tolist()
+            received = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
+            sent = data.repeat(self.size)
+            self._all_to_all(sent, received, [data.numel()] * self.size, lengths, "agreement")
+            return [pickle.loads(part.numpy().tobytes()) for part in received.split(lengths)]
+
+        return self.run(work)
 
     def _naming(self, what: str) -> Any:
         self._number += 1

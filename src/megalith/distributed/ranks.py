@@ -15,6 +15,7 @@ without a key are absent. It costs nothing until a collective fails.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -104,9 +105,11 @@ class Ranks:
             raise
         except Exception as raised:
             failure = raised
-        outcomes = gather(failure and (type(failure).__name__, str(failure)))
-        if failure is not None:
-            raise failure
+        try:
+            outcomes = gather(failure and (type(failure).__name__, str(failure)))
+        finally:
+            if failure is not None:
+                raise failure
         for rank, outcome in zip(self._numbers(), outcomes, strict=True):
             if outcome is not None:
                 name, text = outcome
@@ -119,7 +122,7 @@ class Ranks:
         return range(self.size)
 
 
-ABSENCE_SECONDS = 5.0
+ABSENCE_SECONDS = 1.5
 """Seconds that a rank whose collective failed waits for the keys of others; at most the group's timeout."""
 
 
@@ -144,28 +147,38 @@ def wait_for_all_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: f
 @contextmanager
 def naming_absent_ranks(group: dist.ProcessGroup, what: str, key: str, timeout: float) -> Iterator[None]:
     """Turn a failed collective of the group into a RankTimeoutError that names the absent ranks."""
+    began = time.monotonic()
     try:
         yield
+    except MegalithError:
+        raise
     except RuntimeError as error:
-        raise RankTimeoutError(_explain_failure(group, what, key, timeout, error)) from error
+        waited = time.monotonic() - began
+        raise RankTimeoutError(_explain_failure(group, what, key, timeout, waited, error)) from error
 
 
 def timeout_message(what: str, absent: Sequence[int], seconds: float) -> str:
-    missing = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
     return (
-        f"{what}: rank {dist.get_rank()} waited for {missing}, which did not arrive within {seconds:g} s; "
-        "check the log of that rank for an error, or increase the timeout"
+        f"{what}: rank {dist.get_rank()} waited for {_names(absent)}, which did not arrive within "
+        f"{seconds:g} s; check the log of that rank for an error, or increase the timeout"
     )
 
 
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 def _explain_failure(
-    group: dist.ProcessGroup, what: str, key: str, timeout: float, error: RuntimeError
+    group: dist.ProcessGroup, what: str, key: str, timeout: float, waited: float, error: RuntimeError
 ) -> str:
     reason = str(error).partition("\n")[0][:300]
+    rank = f"{what}: rank {dist.get_rank()}"
     try:
         absent = absent_ranks(group, key, min(ABSENCE_SECONDS, timeout))
     except RuntimeError:
-        return f"{what}: rank {dist.get_rank()} can reach neither the other ranks nor the store: {reason}"
-    if absent:
+        return f"{rank} can reach neither the other ranks nor the store, whose process has ended: {reason}"
+    if not absent:
+        return f"{rank} arrived after other ranks had timed out, or one failed: {reason}"
+    if waited >= timeout:
         return timeout_message(what, absent, timeout)
-    return f"{what}: rank {dist.get_rank()} arrived after other ranks had timed out, or one failed: {reason}"
+    return f"{rank} lost a connection after {waited:.1f} s; {_names(absent)} did not arrive: {reason}"
