@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -51,6 +53,43 @@ def test_rows_by_number_and_slices_that_share_memory_and_keep_weights() -> None:
     assert ragged[-1].tolist() == [3]
     with pytest.raises(IndexError, match="row 3 is out of range: the Ragged has 3 rows"):
         ragged[3]
+
+
+@pytest.mark.parametrize(
+    ("index", "rows"),
+    [
+        ([3, 1], [[4, 5, 6], []]),
+        (torch.tensor([0, -1, 0]), [[1, 2], [4, 5, 6], [1, 2]]),
+        (torch.tensor([True, False, True, False]), [[1, 2], [3]]),
+        (np.array([2]), [[3]]),
+        ([], []),
+    ],
+)
+def test_rows_by_a_list_or_tensor_of_numbers_or_bools(index: Any, rows: list[list[int]]) -> None:
+    ragged = Ragged(torch.arange(1, 7), torch.tensor([0, 2, 2, 3, 6]), torch.arange(1.0, 7.0))
+    assert ragged[index].to_lists() == rows
+    assert ragged[index].weights.tolist() == [x for row in rows for x in row]
+
+
+def test_an_index_that_names_no_rows() -> None:
+    for index, error, message in (
+        ([1, 4], IndexError, "row 4 is out of range: the Ragged has 2 rows"),
+        ([True], IndexError, "the index has 1 bools, but the Ragged has 2 rows"),
+        (
+            [0.5],
+            InputError,
+            r"an index must be an integer, a slice, or integers or bools \[rows\], got \[0.5\]",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            lists([1], [2])[index]
+
+
+def test_a_pickled_view_carries_only_its_own_values() -> None:
+    part = Ragged(torch.arange(10**5), torch.arange(10**5 + 1), torch.ones(10**5))[7:9]
+    sent = pickle.dumps(part)
+    assert len(sent) < 2000
+    assert pickle.loads(sent).to_lists() == [[7], [8]]
 
 
 def test_padding_cuts_and_fills_with_weights_and_gaps() -> None:
@@ -156,6 +195,14 @@ def test_from_lists_names_what_is_not_an_id_and_the_remedy(rows: Any, message: s
 def test_from_lists_takes_floats_of_a_float_type_and_integers_of_any_kind() -> None:
     rows: Any = [torch.tensor([1, 2]), range(2), [], (torch.tensor(7),)]
     assert Ragged.from_lists(rows).to_lists() == [[1, 2], [0, 1], [], [7]]
+    arrays: Any = [np.array([1, 2]), np.array([]), np.array([3])]
+    assert Ragged.from_lists(arrays).to_lists() == [[1, 2], [], [3]]
+    assert Ragged.from_lists([torch.arange(2), torch.empty(0)]).to_lists() == [[0, 1], []]
+    for bad in ([np.array([1.5])], [torch.tensor([1.5])]):
+        with pytest.raises(InputError, match=r"rows\[0\]\[0\] is .*1.5.*, not an integer"):
+            Ragged.from_lists(bad)
+    with pytest.raises(InputError, match=r"rows\[1\] is array\(2\): put the values of a row"):
+        Ragged.from_lists([np.array([1]), np.array(2)])
     assert Ragged.from_lists([[1.5], [2]], dtype=torch.float32).to_lists() == [[1.5], [2.0]]
     assert Ragged.from_lists([[2**63 - 1, -(2**63)]]).to_lists() == [[2**63 - 1, -(2**63)]]
     with pytest.raises(InputError, match=r"fit torch.int8"):

@@ -12,6 +12,7 @@ from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -298,23 +299,59 @@ class Ragged:
         flat = self.values.tolist()
         return [flat[a:b] for a, b in pairwise(splits)]
 
-    def __getitem__(self, index: int | slice) -> Any:
-        """Return the values of a row (int) or the Ragged of some rows (slice; a view for step 1)."""
+    def __getitem__(self, index: int | slice | Tensor | Sequence[int] | Sequence[bool]) -> Any:
+        """Return the values of a row (int), or the Ragged of some rows.
+
+        A slice with step 1 is a view. A tensor or list of row numbers, or of a bool per row, copies rows.
+        """
         if self.row_splits.is_meta:
             raise InputError("the rows of a Ragged on the meta device cannot be read")
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                rows = range(start, stop, step)
-                return Ragged.concat([self[i : i + 1] for i in rows]) if rows else self[:0]
+                return self._select(list(range(start, stop, step)))
             splits = self.row_splits[start : max(start, stop) + 1]
             begin, end = int(splits[0]), int(splits[-1])
             weights = None if self.weights is None else self.weights[begin:end]
             return Ragged(self.values[begin:end], splits - splits[0], weights)
+        if not isinstance(index, Integral):
+            return self._select(index)
+        index = int(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} is out of range: the Ragged has {len(self)} rows")
         index %= len(self)
         return self.values[int(self.row_splits[index]) : int(self.row_splits[index + 1])]
+
+    def _select(self, index: Any) -> Ragged:
+        try:
+            rows = torch.as_tensor(index, device=self.device)
+            rows = rows.to(torch.int64) if rows.numel() == 0 else rows
+        except (TypeError, ValueError, RuntimeError):
+            rows = torch.empty((), device=self.device)
+        if rows.dim() != 1 or rows.dtype not in (*_INTEGERS, torch.bool):
+            raise InputError(
+                f"Ragged: an index must be an integer, a slice, or integers or bools [rows], got {index!r}"
+            )
+        if rows.dtype == torch.bool:
+            if len(rows) != len(self):
+                raise IndexError(f"the index has {len(rows)} bools, but the Ragged has {len(self)} rows")
+            rows = rows.nonzero().flatten()
+        outside = rows[(rows < -len(self)) | (rows >= len(self))]
+        if len(outside):
+            raise IndexError(f"row {int(outside[0])} is out of range: the Ragged has {len(self)} rows")
+        rows = rows.to(torch.int64) % max(len(self), 1)
+        lengths = self.lengths()[rows]
+        splits = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        places = torch.repeat_interleave(self.row_splits[:-1][rows] - splits[:-1], lengths)
+        places += torch.arange(len(places), device=self.device)
+        weights = None if self.weights is None else self.weights[places]
+        return Ragged.trusted(self.values[places], splits, weights)
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        state = {name: getattr(self, name) for name in self.__slots__}
+        return None, {
+            name: without_other_memory(x) if isinstance(x, Tensor) else x for name, x in state.items()
+        }
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[i] for i in range(len(self)))
@@ -357,6 +394,11 @@ class Ragged:
         return f"Ragged({len(self)} rows, {self.values.shape[0]} values, {self.values.dtype}{weights})"
 
 
+def without_other_memory(x: Tensor) -> Tensor:
+    """Return a tensor for pickle, which writes the whole memory of a view: a copy if that is more."""
+    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
+
+
 def _flat_tensor(rows: Any, field: str, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
     """Return the values of a list of lists as one tensor, and the length of each list."""
     listed = isinstance(rows, Iterable) and not isinstance(rows, str | bytes | Mapping | set | Ragged)
@@ -370,12 +412,14 @@ def _flat_tensor(rows: Any, field: str, dtype: torch.dtype) -> tuple[Tensor, lis
                 f"Ragged: {field} must be a list of lists such as [[1, 2], []], but {field}[{number}] is "
                 f"{row!r}: {remedy}"
             )
-        lists.append(list(row))
-    flat = [x for row in lists for x in row]
+        lists.append(row if isinstance(row, np.ndarray | Tensor) else list(row))
     integral = dtype in _INTEGERS
     try:
-        values = torch.tensor(flat, dtype=None if integral and flat else dtype, device="cpu")
-        good = values.dim() == 1 and (not integral or not flat or values.dtype in (*_INTEGERS, torch.bool))
+        values = _joined([row for row in lists if len(row)])
+        if values is None:
+            flat = [x for row in lists for x in row]
+            values = torch.tensor(flat, dtype=None if integral and flat else dtype, device="cpu")
+        good = values.dim() == 1 and (not integral or values.dtype in (*_INTEGERS, torch.bool))
         narrow = values.to(dtype)
         good = good and (not integral or bool((narrow.to(torch.int64) == values).all()))
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -385,12 +429,23 @@ def _flat_tensor(rows: Any, field: str, dtype: torch.dtype) -> tuple[Tensor, lis
     return narrow, [len(row) for row in lists]
 
 
-def _bad_value(lists: list[list[Any]], field: str, dtype: torch.dtype) -> InputError:
+def _joined(rows: list[Any]) -> Tensor | None:
+    """Return the concatenation of rows that are all tensors, or all arrays, of one type."""
+    for kind in (np.ndarray, Tensor):
+        if rows and all(isinstance(row, kind) and row.dtype == rows[0].dtype for row in rows):
+            if kind is Tensor:
+                return torch.cat(rows).detach().cpu()
+            return torch.from_numpy(np.concatenate(rows)) if rows[0].dtype.kind in "ifb" else None
+    return None
+
+
+def _bad_value(lists: list[Any], field: str, dtype: torch.dtype) -> InputError:
     """Return the error for the first value that is not a number of this type."""
     integral = dtype in _INTEGERS
     for number, row in enumerate(lists):
         for at, value in enumerate(row):
-            number_of_kind = isinstance(value, Integral if integral else Real) or _is_scalar(value)
+            value = value.item() if _is_scalar(value) else value
+            number_of_kind = isinstance(value, Integral if integral else Real)
             if not number_of_kind:
                 kind = "an integer" if integral else "a number"
                 remedy = _value_remedy(value, integral)
@@ -420,7 +475,7 @@ _ROW_REMEDIES: dict[type, str] = {
 
 
 def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
+    return isinstance(value, Tensor | np.ndarray) and value.ndim == 0
 
 
 def _number(value: Any, field: str, dtype: torch.dtype | None = None) -> Any:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.data import DenseColumn, FeatureColumn, ParquetReader, Schema
+from megalith.data import CsvReader, DenseColumn, FeatureColumn, ParquetReader, Schema
 from megalith.errors import InputError
 from megalith.ops.ids import fid, hash_strings
 from tests.data.support import check_appended, check_resume, check_shards, labels_of, rows_of
@@ -207,6 +207,15 @@ def test_files_directories_and_patterns(tmp_path: Path) -> None:
     assert ParquetReader(folder, TIMED, batch_size=5).num_rows == 33
     with pytest.raises(InputError, match=r"nothing.parquet: no such file"):
         ParquetReader(tmp_path / "nothing.parquet", TIMED, batch_size=5)
+
+
+def test_files_of_another_format_are_named(tmp_path: Path) -> None:
+    folder = many(tmp_path)
+    message = r"no file in this directory ends in .csv, .* it holds .parquet: use the reader \(--data\) of"
+    with pytest.raises(InputError, match=message):
+        CsvReader(folder, TIMED, batch_size=5)
+    with pytest.raises(InputError, match=r"part-0.parquet: is a Parquet file: use ParquetReader"):
+        CsvReader(folder / "part-0.parquet", TIMED, batch_size=5)
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 32])

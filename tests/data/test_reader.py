@@ -116,6 +116,23 @@ def test_a_batch_can_be_moved_and_sent() -> None:
     assert rows_of([moved]) == rows_of([pickle.loads(pickle.dumps(batch))]) == rows_of([batch])
 
 
+def test_a_sent_batch_carries_only_its_own_rows() -> None:
+    reader = MemoryReader(samples(100_000), batch_size=1000)
+    batch = next(iter(reader))
+    sent = pickle.dumps(batch)
+    assert len(sent) < 100_000
+    assert rows_of([pickle.loads(sent)]) == rows_of([batch])
+
+
+def test_columns_of_tensors_are_shuffled_and_joined_like_ragged_ones() -> None:
+    rows = Samples({"f": torch.arange(10)}, torch.arange(10.0))
+    batches = list(MemoryReader(rows, batch_size=4, shuffle=3))
+    assert sorted(torch.cat([batch.features["f"] for batch in batches]).tolist()) == list(range(10))
+    for batch in batches:
+        assert batch.features["f"].tolist() == batch.labels.tolist() != list(range(len(batch)))
+    assert Samples.concat([rows, rows]).features["f"].tolist() == [*range(10), *range(10)]
+
+
 def test_selected_rows_keep_weights_of_ids() -> None:
     ids = Ragged.from_lists([[1, 2], [], [3]], weights=[[0.1, 0.2], [], [0.3]])
     picked = Samples({"f": ids}, torch.arange(3.0)).select(torch.tensor([2, 0, 2])).features["f"]

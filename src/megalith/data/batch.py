@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.ops import checks, take
-from megalith.ragged import Ragged
+from megalith.ragged import Ragged, without_other_memory
 
 Position = dict[str, Any]
 """The position of a reader: a small JSON-compatible dict."""
@@ -74,6 +74,9 @@ class Batch:
         checks.integer(start, "batch: start", least=0)
         checks.integer(end, "batch: end", least=0)
         return self._moved(lambda x: x[start:end])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self._moved(lambda x: without_other_memory(x) if isinstance(x, Tensor) else x))
 
     def _moved(self, move: Any) -> Self:
         moved: dict[str, Any] = {"features": {name: move(ragged) for name, ragged in self.features.items()}}
@@ -153,7 +156,7 @@ class Samples:
         rows = checks.with_data(checks.int64(rows, "samples: rows"), "samples: rows")
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
             raise InputError(f"samples: rows must be from 0 to {len(self) - 1}")
-        return self._rows({name: take(ragged, rows) for name, ragged in self.features.items()}, rows)
+        return self._rows({name: _select(column, rows) for name, column in self.features.items()}, rows)
 
     def to_batch(self, position: Position) -> Batch:
         """Return the rows as a batch.
@@ -191,12 +194,17 @@ class Samples:
             raise InputError(f"samples: the columns of the parts differ: {' / '.join(map(str, columns))}")
         first = parts[0]
         return cls(
-            {name: Ragged.concat([part.features[name] for part in parts]) for name in first.features},
+            {name: _concat([part.features[name] for part in parts]) for name in first.features},
             torch.cat([part.labels for part in parts]),
             *(_concat([getattr(part, name) for part in parts]) for name in ("dense", "weights", "times")),
         )
 
 
-def _concat(columns: list[Tensor | None]) -> Tensor | None:
-    present = [column for column in columns if column is not None]
-    return torch.cat(present) if present else None
+def _select(column: Ragged | Tensor, rows: Tensor) -> Any:
+    return take(column, rows) if isinstance(column, Ragged) else column[rows]
+
+
+def _concat(columns: Sequence[Any]) -> Any:
+    if all(isinstance(column, Ragged) for column in columns):
+        return Ragged.concat(columns)
+    return None if columns[0] is None else torch.cat(list(columns))

@@ -159,7 +159,10 @@ class CsvReader(ColumnReader):
 
     def _header(self, path: Path, file: BinaryIO) -> tuple[list[str], _Block]:
         """The column names, and the empty block before the first row, where the file is positioned."""
-        begin = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
+        magic = file.read(4)
+        if magic == b"PAR1":
+            raise InputError(f"{path}: is a Parquet file: use ParquetReader (--data parquet)")
+        begin = 3 if magic.startswith(b"\xef\xbb\xbf") else 0
         file.seek(begin)
         if self.columns is not None:
             return self.columns, _Block(b"", begin, 1)

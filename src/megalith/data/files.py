@@ -34,6 +34,10 @@ def list_files(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
             found = [path]
         else:
             found = sorted(Path(x) for x in glob.glob(str(item), recursive=True))
+        if not found and path.is_dir():
+            others = sorted({x.suffix for x in path.rglob("*") if x.suffix and x.is_file()})[:5]
+            held = f"; it holds {', '.join(others)}: use the reader (--data) of that format" if others else ""
+            raise InputError(f"{item}: no file in this directory ends in {', '.join(suffixes)}{held}")
         if not found:
             raise InputError(
                 f"{item}: no such file or directory, and no match that ends in {', '.join(suffixes)}"
