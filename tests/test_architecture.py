@@ -15,7 +15,7 @@ SOURCES = Path(__file__).parents[1] / "src" / "megalith"
 TESTS = Path(__file__).parent
 
 LAYERS = [
-    ("errors",),
+    ("errors", "lazy"),
     ("units", "metrics", "bits", "library"),
     ("ragged", "routing"),
     ("ops",),

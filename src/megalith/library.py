@@ -11,7 +11,7 @@ import ctypes
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -130,17 +130,3 @@ def import_extra(module: str, problem: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingDependencyError.of_extra(problem, extra) from error
-
-
-def lazy_names(
-    package: str, modules: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make a package import each of its names when the name is first used."""
-    homes = {name: module for module, names in modules.items() for name in names.split()}
-
-    def load(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(homes[name], package), name)
-
-    return load, lambda: sorted({*vars(sys.modules[package]), *homes}), sorted(homes)

@@ -32,11 +32,13 @@ def config_options(
     omit: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
     metavars: Mapping[str, str] | None = None,
+    panels: Mapping[str, Collection[str]] | None = None,
     only_given: bool = False,
 ) -> Callable[[Command], Command]:
     """Replace a parameter of a command with one option for each field of a config dataclass."""
     # The command receives, as `parameter`, a dict of field name -> value for `config(**values)`. The options
     # take the place of the parameter in the order of the help. The command is called with keyword arguments.
+    # panels: groups of the help -> their fields, of this class or of others.
     flags, metavars = flags or {}, metavars or {}
     known = {field.name: None if field.default is MISSING else field.default for field in fields(config)}
     unknown = {*flags, *omit, *(defaults or {}), *metavars} - known.keys()
@@ -45,6 +47,7 @@ def config_options(
 
     arguments: dict[str, str] = {}
     options = []
+    panel_of = {name: panel for panel, names in (panels or {}).items() for name in names}
     types, texts = get_type_hints(config), field_docstrings(config)
     for name, default in (known | dict(defaults or {})).items():
         if name in omit:
@@ -52,7 +55,9 @@ def config_options(
         if name not in texts:
             raise ValueError(f"{config.__name__}.{name} needs a docstring: it is the help of the option")
         flag = flags.get(name, "--" + name.replace("_", "-"))
-        option = typer.Option(flag, help=texts[name], metavar=metavars.get(name))
+        option = typer.Option(
+            flag, help=texts[name], metavar=metavars.get(name), rich_help_panel=panel_of.get(name)
+        )
         arguments[name] = flag.partition("/")[0].lstrip("-").replace("-", "_")
         options.append(
             inspect.Parameter(

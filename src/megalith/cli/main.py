@@ -1,24 +1,78 @@
-"""The command line: `megalith COMMAND` or `python -m megalith COMMAND`."""
+"""The command line: `megalith COMMAND` or `python -m megalith COMMAND`.
+
+A command is imported when it is called, so that `megalith --help` does not wait for torch.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command, get_group
 
 from megalith import __version__
-from megalith.cli import bench, checkpoint, gather, servers
-from megalith.cli.evaluate import evaluate, predict
-from megalith.cli.export import export, versions
-from megalith.cli.plan import plan
-from megalith.cli.report import report
-from megalith.cli.serve import serve
-from megalith.cli.servers import workers
-from megalith.cli.table import table
-from megalith.cli.train import TrainCommand, train
+
+COMMANDS = {
+    "train": "Train a model, evaluate it on held-out data, save a checkpoint and write report.html.",
+    "eval": "Evaluate a trained model: AUC, log loss and calibration. Nothing is written.",
+    "predict": "Predict the probability of each row of a file, in the order of the file.",
+    "report": "Write report.html of a run: loss, AUC, calibration, table growth, id frequencies and row "
+    "ages.",
+    "table": "Show the tables of a checkpoint, the norms, ages and largest rows of a table, or one row.",
+    "plan": "Show rows and traffic per rank in each routing mode, with warnings about skew and the remedy.",
+    "export": "Write a trained model as files that servers map into memory.",
+    "serve": "Answer requests over gRPC and REST until SIGTERM or SIGINT.",
+    "versions": "Show the versions of an export, and set their labels and shares; servers follow within a "
+    "second.",
+    "workers": "Change the number of workers of a run that trains on parameter servers.",
+    "checkpoint": "List, verify, compare and rewrite checkpoints.",
+    "bench": "Measure this machine.",
+    "gather": "Gather the updates of peers: run ranks, inspect windows, simulate a run.",
+    "servers": "Parameter servers that run on a Ray cluster.",
+}
+"""Command -> the first sentence of its help."""
+
+_PLACES = {
+    "train": "train:command",
+    "eval": "evaluate:evaluate",
+    "predict": "evaluate:predict",
+    "versions": "export:versions",
+    "workers": "servers:workers",
+    **{group: f"{group}:app" for group in ("checkpoint", "bench", "gather", "servers")},
+}
+"""Command -> module and name of its function, or of its app with further commands, if it is not its own."""
+
+
+def import_command(name: str) -> Any:
+    """Import a command."""
+    module, _, attribute = _PLACES.get(name, f"{name}:{name}").partition(":")
+    found = getattr(importlib.import_module(f"megalith.cli.{module}"), attribute)
+    if not isinstance(found, typer.Typer):
+        function, found = found, typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+        found.command(name)(function)
+    command = get_group(found) if attribute == "app" else get_command(found)
+    command.name = name
+    return command
+
+
+class Commands(TyperGroup):
+    """The commands; those in `commands` are stand-ins with the help that `megalith --help` prints."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, summary in COMMANDS.items():
+            self.add_command(TyperCommand(name, help=summary))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, None if command is None or name is None else import_command(name), rest
+
 
 app = typer.Typer(
     name="megalith",
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={
@@ -28,24 +82,6 @@ app = typer.Typer(
     help="Recommender models whose embedding tables grow with the data.",
     epilog="Example: megalith train --data movielens --run runs/demo",
 )
-
-app.command(name="train", cls=TrainCommand)(train)
-for command, name in (
-    (evaluate, "eval"),
-    (predict, "predict"),
-    (report, "report"),
-    (table, "table"),
-    (plan, "plan"),
-    (export, "export"),
-    (serve, "serve"),
-    (versions, "versions"),
-    (workers, "workers"),
-):
-    app.command(name=name)(command)
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(bench.app, name="bench")
-app.add_typer(gather.app, name="gather")
-app.add_typer(servers.app, name="servers")
 
 
 def _version(wanted: bool) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalith.library import lazy_names
+from megalith.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megalith.serving.client.credentials import Credentials as Credentials

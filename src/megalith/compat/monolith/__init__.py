@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalith.library import lazy_names
+from megalith.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megalith.compat.monolith.agent_service import *
