@@ -6,8 +6,10 @@ import csv
 import json
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 import torch
-from typer.main import get_command
 
-from megalith.cli.main import app
+from megalith import checkpoint
+from megalith.cli.main import COMMANDS, import_command
+from megalith.cli.train import PANELS
 from megalith.data import SyntheticReader
 from megalith.models import DeepFM
 from megalith.serving.export.signature import Signature
-from megalith.training import Run
+from megalith.training import DataConfig, Run, TrainConfig
 from tests import forked
 from tests.cli.support import as_json, megalith, plain, words
 from tests.forked import Forked
@@ -66,18 +69,81 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path, 64, "log_every = 5", f'test_path = "{tmp_path}/test.parquet"')
 
 
-def commands(group: Any, path: str = "megalith") -> Iterator[str]:
-    for name, each in group.commands.items():
-        own = f"{path} {name}"
-        yield from commands(each, own) if hasattr(each, "commands") else [own]
+def commands(path: str, command: Any) -> Iterator[str]:
+    inner = getattr(command, "commands", None)
+    yield from [path] if inner is None else (f"{path} {name}" for name in inner)
 
 
 def test_help_shows_an_example_for_every_command() -> None:
-    found = list(commands(get_command(app)))
+    found = [command for name in COMMANDS for command in commands(f"megalith {name}", import_command(name))]
     assert len(found) == 21
     for command in found:
         assert f"Example: {command} " in words(*command.split()[1:], "--help")
     assert words("--version").startswith("megalith 0.")
+
+
+def test_the_list_of_commands_has_their_own_first_sentences_and_imports_no_torch() -> None:
+    for name, summary in COMMANDS.items():
+        assert plain(import_command(name).help or "").startswith(summary.rstrip(".")), name
+    code = "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules)); "
+    code += "from megalith.cli.main import app; app(['--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "checkpoint" in done.stdout
+    assert done.stdout.endswith("False\n")
+
+
+def test_the_options_of_train_are_grouped_with_the_common_ones_first() -> None:
+    lines = megalith("train", "--help").output.splitlines()
+    headings = [line.strip("╭─╮ ") for line in lines if line.startswith("╭")]
+    assert headings == ["Options", *sorted(PANELS, key=headings.index)]
+    options = {name for names in PANELS.values() for name in names}
+    known = {field.name for section in (DataConfig, TrainConfig) for field in fields(section)}
+    assert options <= known
+    first = lines[: next(i for i, line in enumerate(lines) if line.startswith("╭") and "Options" not in line)]
+    assert any("--epochs" in line for line in first)
+    assert not any("│ --publish" in line for line in first)
+
+
+def test_predict_keeps_columns_of_the_file_with_the_rows_that_it_skips_left_out(tmp_path: Path) -> None:
+    flags = csv_flags(tmp_path, "click,user\n" + "1,ann\n0,bob\n" * 8)
+    words("train", *flags)
+    run, new = tmp_path / "run", tmp_path / "new.csv"
+    new.write_text("row,user,item\n7,ann,x y\nbad line\n8,bob,\n9,ann,ü\n")
+    out = tmp_path / "out.csv"
+    words("predict", run, new, out, "--keep", "item, row", "--on-error", "skip", "--batch-size", 2)
+    with open(out, encoding="utf-8") as file:
+        found = list(csv.DictReader(file))
+    assert [(row["item"], row["row"]) for row in found] == [("x y", "7"), ("", "8"), ("ü", "9")]
+    assert found[0]["probability"] == found[2]["probability"] != found[1]["probability"]
+
+    words("predict", run, new, tmp_path / "out.parquet", "--keep", "row", "--on-error", "skip")
+    table = parquet.read_table(tmp_path / "out.parquet")
+    assert table.column_names == ["row", "probability"]
+    assert table["row"].to_pylist() == ["7", "8", "9"]
+    assert "column 'none' is missing; the file has row, user, item" in error(
+        "predict", run, new, out, "--keep", "none"
+    )
+
+
+def test_validation_stops_the_run_early_keeps_the_best_and_is_a_curve_of_the_report(
+    tmp_path: Path, config: Path
+) -> None:
+    run = tmp_path / "run"
+    flags = ("--validate-every", 5, "--patience", 2, "--keep-best", "--table-lr", 2.0, "--epochs", 9)
+    said = words("train", "--config", config, "--run", run, *flags)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line["loss"] for line in lines if line["kind"] == "eval"}
+    best = min(found, key=found.__getitem__)
+    assert f"stopped early at step {best + 10}: 2 validations without a better log_loss than at step" in said
+    assert list(found) == list(range(5, best + 11, 5))
+    assert checkpoint.read_manifest(run / "best").progress["step"] == best
+    assert as_json("eval", run / "best")["log_loss"] == found[best]
+    assert "validation: " in (run / "report.html").read_text()
+    assert "nothing" not in words("train", "--run", run, "--resume")
+    more = words("train", "--run", run, "--resume", "--patience", 9, "--max-steps", best + 15)
+    assert "stopped early" not in more
+    assert checkpoint.read_manifest(run / "checkpoint").progress["step"] == best + 15
+    assert "set train.validate_every (--validate-every)" in error("train", "--patience", 2)
 
 
 def test_train_eval_predict(tmp_path: Path, config: Path) -> None:

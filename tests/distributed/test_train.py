@@ -19,7 +19,7 @@ from megalith import SyncShards, checkpoint
 from megalith.data import MemoryReader, ParquetReader, Samples
 from megalith.ragged import Ragged
 from megalith.shards import CommReport
-from megalith.training import Run, RunConfig, Watcher, load_trained
+from megalith.training import Run, RunConfig, Watcher, evaluate, load_trained
 from megalith.training.batches import RunBatches
 from tests.distributed.ranks import assert_same_checkpoints, error_of, run_ranks
 
@@ -117,6 +117,12 @@ def placed(settings: RunConfig, folder: Path) -> tuple[str, tuple[str, str], flo
     return shards.local["user"].stats().engine, shards.wire, shards.exchange.timeout
 
 
+def validated(settings: RunConfig, folder: Path) -> tuple[int, bool, int]:
+    run = Run(settings, folder)
+    run.train()
+    return run.step, run.stopped_early, run.best.step
+
+
 # ---- tests
 
 
@@ -156,6 +162,23 @@ def test_a_run_that_lost_a_rank_goes_on_with_the_same_bits_on_any_number(tmp_pat
         assert steps == [STEPS] * ranks
         assert_same_checkpoints(again, whole)
         assert losses(again)[-1] == losses(whole)[-1]
+
+
+def test_ranks_validate_together_stop_early_at_the_same_step_and_keep_the_best(tmp_path: Path) -> None:
+    settings = config(
+        train_validate_every=2, train_patience=2, train_keep_best=True, train_table_lr=50.0, train_epochs=9
+    )
+    (step, early, best), other = run_ranks(validated, settings, tmp_path / "run")
+    assert (step, early, best) == other
+    assert early
+    assert step == best + 4
+    found = {line["step"]: line["loss"] for line in log(tmp_path / "run") if line["kind"] == "eval"}
+    assert list(found) == list(range(2, step + 1, 2))
+    assert best == min(found, key=found.__getitem__)
+    model, loaded = load_trained(tmp_path / "run" / "best")
+    source = Run(loaded, tmp_path / "other").source.validation
+    assert source is not None
+    assert evaluate(model, source).log_loss == pytest.approx(found[best], rel=1e-5)
 
 
 @pytest.mark.parametrize(("batch_size", "ranks"), [(64, 2), (3, 4)])

@@ -73,6 +73,9 @@ def predict(
     path: Annotated[Path, typer.Argument(help="Data like the training data; labels are not required.")],
     out: Annotated[Path, typer.Argument(help="File to write: .csv or .parquet.")],
     *,
+    keep: Annotated[
+        str, typer.Option(help="Columns of the file to write before the probability: user_id,item_id.")
+    ] = "",
     data: dict[str, Any],
 ) -> None:
     """Predict the probability of each row of a file, in the order of the file.
@@ -80,17 +83,18 @@ def predict(
     A bad row stops the command, also if training skipped bad rows: without it, the lines of the output would
     not match those of the input. --on-error skip leaves such rows out and counts them.
 
-    Example: megalith predict runs/mine candidates.parquet scores.parquet
+    Example: megalith predict runs/mine candidates.parquet scores.parquet --keep user_id,item_id
     """
     with exit_on_error():
         check_output(out)
         model, config = load_trained(run)
+        columns = [name.strip() for name in keep.split(",") if name.strip()]
         settings = {"on_error": "raise", **data}
         config = config.changed(**{f"data_{key}": value for key, value in settings.items()})
         reader = open_reader(config.data, path, labelled=False)
         threads = threads_of(config, reader.feature_names)
         with using_threads(threads), progress("predicting", reader.num_rows) as on_batch:
-            count = predict_file(model, reader, out, on_batch)
+            count = predict_file(model, reader, out, on_batch, columns=columns)
     lines = skipped_lines(reader.skipped, first=reader.first_skipped)
     for line in lines:
         print_line(line)

@@ -40,7 +40,7 @@ from megalith.errors import CheckpointError
 from megalith.reporting.report import write_report
 from megalith.table import HostTierUse
 from megalith.training import DataConfig, Evaluation, ModelConfig, Run, RunConfig, TrainConfig, Watcher
-from megalith.training.directory import CHECKPOINT
+from megalith.training.directory import BEST, CHECKPOINT
 from megalith.training.model import config_of, device_of
 from megalith.training.publishing import Pushed
 
@@ -102,6 +102,12 @@ class TrainingBar(Watcher):
         hits = f"  GPU hits {min(rates):.1%}" if rates else ""
         self._more = f"{auc}  {rows:,} rows  {record['memory'] / 2**20:,.1f} MiB{hits}"
 
+    def validated(self, record: Mapping[str, Any], best: bool) -> None:
+        numbers = f"validation loss {record['loss']:.4f}"
+        if record["auc"] is not None:
+            numbers += f"  AUC {record['auc']:.4f}"
+        self._progress.console.print(f"step {record['step']:,}: {numbers}{'  (best)' if best else ''}")
+
     def saving(self, rows: int) -> None:
         self._began = time.monotonic()
         self._save = self._progress.add_task("saving", total=rows, note="", visible=False)
@@ -139,7 +145,32 @@ class TrainCommand(TyperCommand):
         )
 
 
-@config_options("data", DataConfig, flags={"kind": "--data"}, omit=("schema", "options"), only_given=True)
+PANELS = {
+    "Data": ("on_error",),
+    "Tables": (
+        *("table_options", "admission", "eviction", "evict_every", "precision", "rounding", "serving"),
+        *("huge_pages", "device_bytes", "deterministic"),
+    ),
+    "Validation and early stopping": (
+        *("validation_path", "validate_every", "metric", "patience", "keep_best"),
+    ),
+    "Logs and checkpoints": (
+        *("log_every", "save_every", "save_interval", "save_async", "keep_last", "keep_every"),
+    ),
+    "Several ranks (torchrun)": (
+        *("micro_batches", "dist_type", "block_size", "wire", "comm_metrics", "timeout"),
+    ),
+    "Parameter servers": (*("servers", "workers", "server_mode", "staleness", "server_log", "ray_address"),),
+    "Pushing rows to servers": (
+        *("publish", "publish_interval", "publish_name", "publish_token_file", "publish_ca_file"),
+    ),
+}
+"""Group in the help of the command -> its options. Those without a group come first."""
+
+
+@config_options(
+    "data", DataConfig, flags={"kind": "--data"}, omit=("schema", "options"), panels=PANELS, only_given=True
+)
 @config_options(
     "model", ModelConfig, flags={"name": "--model"}, omit=("features", "tables", "options"), only_given=True
 )
@@ -148,6 +179,7 @@ class TrainCommand(TyperCommand):
     TrainConfig,
     flags={
         "save_async": "--save-async/--no-save-async",
+        "keep_best": "--keep-best/--no-keep-best",
         "huge_pages": "--huge-pages/--no-huge-pages",
         "deterministic": "--deterministic/--fast",
         "publish_name": "--model-name",
@@ -155,6 +187,7 @@ class TrainCommand(TyperCommand):
         "server_log": "--log",
     },
     omit=("engine",),
+    panels=PANELS,
     only_given=True,
     metavars={"comm_metrics": "[=TABLE,...]"},
 )
@@ -246,6 +279,9 @@ def _resume(run: Path, config: Path | None, flags: dict[str, Any]) -> Run:
 def _train(run: Run, out: Console) -> bool:
     """Train, and return whether the run was stopped."""
     if run.finished:
+        if run.stopped_early:
+            out.print(_stopped_early(run))
+            return False
         out.print(
             f"nothing was left to do: the run ended at step {run.step:,}; raise --epochs or --max-steps to "
             "continue it"
@@ -276,9 +312,19 @@ def _train(run: Run, out: Console) -> bool:
     lost = run.batches.lost_writes
     if lost:
         out.print(f"{lost:,} updates were lost with parameter servers that ended; --log sync loses none")
+    if run.stopped_early:
+        out.print(_stopped_early(run))
     if run.stopped:
         out.print(f"stopped after step {run.step:,}; continue with `{_resume_flags(run)}`")
     return run.stopped
+
+
+def _stopped_early(run: Run) -> str:
+    train = run.config.train
+    return (
+        f"stopped early at step {run.step:,}: {plural(run.best.since, 'validation')} without a better "
+        f"{train.metric} than at step {run.best.step:,} (--patience {train.patience})"
+    )
 
 
 def _conclude(run: Run, comparison: Path | None, out: Console) -> None:
@@ -359,5 +405,11 @@ def _summary(
         table.add_row("hit rate", f"{all_tiers.hit_rate:.1%}", hits)
     table.add_row("trained", f"{run.samples:,}", f"samples in {run.seconds:.1f} s")
     table.add_row("checkpoint", str(run.directory / "checkpoint"))
+    if run.config.train.keep_best and run.best.value is not None:
+        table.add_row("best", str(run.directory / BEST), f"validation at step {run.best.step:,}")
     table.add_row("report", str(page))
     return table
+
+
+command = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+command.command(cls=TrainCommand)(train)

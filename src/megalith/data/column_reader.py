@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -72,6 +72,7 @@ class ColumnReader(Reader):
         self._root = data_root(paths)
         self._positions: dict[tuple[int, int, bool], FilePositions] = {}
         self._hinted = False
+        self.carried: tuple[list[str], list[Any]] = [], []
         self._open()
 
     @abstractmethod
@@ -116,6 +117,22 @@ class ColumnReader(Reader):
         other = self._copy()
         other._schema = schema
         return other
+
+    def carrying(self, columns: Sequence[str]) -> Self:
+        """Return a reader of the same files that collects further columns of the rows that it yields."""
+        # `carried` holds their names, and Arrow record batches of the rows in the order of the batches.
+        other = self._copy()
+        other.carried = list(columns), []
+        other._open()
+        return other
+
+    def carried_column(self, name: str) -> Any:
+        return arrow().chunked_array([batch.column(name) for batch in self.carried[1]])
+
+    @property
+    def _columns(self) -> list[str]:
+        """The distinct names of all columns to read."""
+        return list(dict.fromkeys([*self.schema.columns, *self.carried[0]]))
 
     @property
     def feature_names(self) -> list[str]:
@@ -220,7 +237,7 @@ class ColumnReader(Reader):
     def _columns_fault(self, kinds: dict[str, Any], file: Path) -> tuple[str, str] | None:
         """Reason and message if a file with columns of these Arrow types does not match the schema."""
         schema = self.schema
-        for name in schema.columns:
+        for name in self._columns:
             if name not in kinds:
                 have = ", ".join(list(kinds)[:20]) + (", ..." if len(kinds) > 20 else "")
                 role = "label column" if name == schema.label else "column"
@@ -261,6 +278,7 @@ class ColumnReader(Reader):
         faults: list[ColumnFault] = []
         samples = self._samples(chunk.table, faults)
         if not faults:
+            self._carry(chunk.table)
             return samples, chunk.numbers
         good = np.ones(len(chunk.numbers), bool)
         if self.on_error == "raise":  # name the first bad row, whatever is wrong with it
@@ -273,7 +291,14 @@ class ColumnReader(Reader):
                 found = f"{where}: {_shown(value)} {fault.what}"
                 self._bad(fault.reason, found, len(rows), chunk.numbers[rows])
                 good[rows] = False
-        return self._samples(chunk.table.filter(arrow().array(good)), []), chunk.numbers[good]
+        table = chunk.table.filter(arrow().array(good))
+        self._carry(table)
+        return self._samples(table, []), chunk.numbers[good]
+
+    def _carry(self, table: Any) -> None:
+        names, batches = self.carried
+        if names:
+            batches.append(table.select(names))
 
     def _samples(self, table: Any, faults: list[ColumnFault]) -> Samples:
         schema, n = self.schema, len(table)

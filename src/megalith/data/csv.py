@@ -251,7 +251,7 @@ class CsvReader(ColumnReader):
     def _all_lines(self, path: Path, names: list[str], data: bytes) -> Any:
         """Parse lines with Arrow. With bad lines it may raise or return another number of rows."""
         pa, csv = arrow(), arrow("pyarrow.csv")
-        wanted = self.schema.columns
+        wanted = self._columns
         table = csv.read_csv(
             pa.BufferReader(data),
             csv.ReadOptions(column_names=names, use_threads=False, block_size=len(data) + 1),
@@ -273,7 +273,7 @@ class CsvReader(ColumnReader):
         self, path: Path, names: list[str], data: bytes, numbers: NDArray[np.int64]
     ) -> tuple[Any, NDArray[np.int64]]:
         """Parse lines one by one: this is slower, but finds the bad ones."""
-        pa, wanted = arrow(), self.schema.columns
+        pa, wanted = arrow(), self._columns
         places = [names.index(name) for name in wanted]
         rows: list[list[bytes | None]] = []
         kept: list[int] = []

@@ -135,7 +135,7 @@ class ParquetReader(ColumnReader):
 
         try:
             with arrow("pyarrow.parquet").ParquetFile(group.file) as opened:
-                columns = self.schema.columns
+                columns = self._columns
                 for table in opened.iter_batches(batch_size=rows, row_groups=[group.group], columns=columns):
                     end = at + len(table)
                     low, high = max(at, begin), min(end, group.stop)

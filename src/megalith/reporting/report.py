@@ -210,10 +210,10 @@ def write_report(run_dir: Path, out: Path | None = None, *, comparison: Path | N
 def _learning(run: RunFiles) -> str:
     if not run.records:
         raise Absent("metrics.jsonl is missing or has no records")
-    return plots(
-        [_curves(run, "Loss", "loss", "loss"), _curves(run, "AUC", "auc", "AUC")],
-        f"Lines of metrics.jsonl that could not be read: {run.unread}." if run.unread else "",
-    )
+    note = "Training: each batch before its update."
+    if run.unread:
+        note += f" Lines of metrics.jsonl that could not be read: {run.unread}."
+    return plots([_curves(run, "Loss", "loss", "loss"), _curves(run, "AUC", "auc", "AUC")], note)
 
 
 def _curves(run: RunFiles, title: str, field: str, label: str) -> str:
@@ -225,10 +225,11 @@ def _curves(run: RunFiles, title: str, field: str, label: str) -> str:
         series = [Series("training", raw, "line and points", colour=0)]
     held_out = run.points("eval", field)
     if held_out:
-        series.append(Series("evaluation", thin(held_out, MAX_POINTS), "line and points", colour=1))
+        series.append(Series("validation", thin(held_out, MAX_POINTS), "line and points", colour=1))
     if not raw and not held_out:
         return card(title, f'<p class="muted">No record has {escape(field)}.</p>')
-    return card(title, line_chart(f"{title} over steps", series, Axis("step"), Axis(label)))
+    of = "the training and the validation data" if held_out else "the training data"
+    return card(f"{title} of {of}", line_chart(f"{title} over steps", series, Axis("step"), Axis(label)))
 
 
 def _calibration(run: RunFiles) -> str:

@@ -70,6 +70,8 @@ class DataConfig:
     """File, directory or pattern to train on. For movielens, its directory; downloaded if not given."""
     test_path: str | None = None
     """Data to evaluate on. Without it, movielens and synthetic data hold out their last part."""
+    validation_path: str | None = None
+    """Data to validate on during training (--validate-every). Default: the data to evaluate on."""
     batch_size: int = 1024
     """Rows per batch."""
     on_error: str = "raise"
@@ -164,6 +166,15 @@ class TrainConfig:
     torch's setting (OMP_NUM_THREADS, or the number of cores). On a busy machine 1 is often the fastest."""
     log_every: int = 50
     """Batches between two lines of metrics.jsonl."""
+    validate_every: int | None = None
+    """Batches between two validations, which are lines of metrics.jsonl and a curve in the report. Default:
+    none."""
+    metric: str = "log_loss"
+    """What makes a validation better than another: log_loss (lower) or auc (higher)."""
+    patience: int | None = None
+    """Stop early: end the run after this number of validations without a better one."""
+    keep_best: bool = False
+    """Keep the checkpoint of the best validation in RUN/best."""
     save_every: int | None = None
     """Batches between two checkpoints. Default: see --save-interval. A run also saves at its end and on
     Ctrl-C."""
@@ -240,18 +251,20 @@ TABLE_OPTIMIZERS = tuple(sorted(OPTIMIZERS))
 """The optimizers of tables that a run can choose by name."""
 
 MAX_THREADS = 1024
+METRICS = ("log_loss", "auc")
 
 MAY_CHANGE = (
     *("admission", "eviction", "evict_every", "precision", "rounding", "serving"),
     *("huge_pages", "device_bytes", "deterministic", "epochs", "max_steps", "device", "threads"),
     *("log_every", "save_every", "save_interval", "save_async", "keep_last", "keep_every"),
+    *("validate_every", "patience", "keep_best"),
     *("micro_batches", "block_size", "wire", "comm_metrics", "timeout"),
     *("servers", "workers", "server_mode", "staleness", "server_log", "ray_address"),
     *("publish", "publish_interval", "publish_name", "publish_token_file", "publish_ca_file"),
 )
 """Keys of [train] that may change when a run is resumed; the sections [tables.NAME] may change too."""
 
-FIXED_DATA = ("kind", "path", "test_path", "schema", "options")
+FIXED_DATA = ("kind", "path", "test_path", "validation_path", "schema", "options")
 """Keys of [data] that belong to a trained model, or that `eval` and `predict` take as arguments."""
 
 
@@ -283,8 +296,16 @@ class RunConfig:
         check_one_of(self.data.on_error, ("raise", "skip"), "data.on_error")
         check_one_of(self.train.table_optimizer, TABLE_OPTIMIZERS, "train.table_optimizer")
         check_one_of(self.train.device, ("cpu", "cuda", "auto"), "train.device")
+        check_one_of(self.train.metric, METRICS, "train.metric")
+        for name in ("patience", "keep_best"):
+            if getattr(self.train, name) and self.train.validate_every is None:
+                flag = name.replace("_", "-")
+                raise InputError(
+                    f"config: train.{name} (--{flag}) needs validations: set train.validate_every "
+                    "(--validate-every) to the number of batches between two of them"
+                )
         counts = ["epochs", "max_steps", "evict_every", "threads", "log_every"]
-        counts += ["save_every", "keep_last", "keep_every"]
+        counts += ["save_every", "keep_last", "keep_every", "validate_every", "patience"]
         at_least_1 = {f"train.{name}": getattr(self.train, name) for name in counts}
         at_least_1 |= {"data.batch_size": self.data.batch_size, "model.dim": self.model.dim}
         for key, value in at_least_1.items():

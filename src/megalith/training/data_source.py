@@ -33,6 +33,8 @@ class DataSource:
     """The training data."""
     test: Reader | None
     """The test data. None if the config names no test data."""
+    validation: Reader | None
+    """The data to validate on during training. None if the config names no validation or test data."""
     config: DataConfig
     """The config of the data with the fitted schema."""
 
@@ -107,7 +109,7 @@ def _movielens(config: RunConfig) -> DataSource:
     return DataSource(
         title=f"MovieLens-1M, {len(data.samples):,} ratings, label rating >= 4, the last tenth held out",
         train=MemoryReader(splits.train, batch_size=size, shuffle=config.train.seed),
-        test=MemoryReader(splits.test, batch_size=size),
+        **_held_out(config.data, MemoryReader(splits.test, batch_size=size)),
         config=config.data,
     )
 
@@ -122,7 +124,7 @@ def _synthetic(config: RunConfig) -> DataSource:
     train = SyntheticReader(batch_size=size, num_batches=batches, **options)
     test = _LaterBatches(batches, batch_size=size, num_batches=batches + held_out, **options)
     title = f"synthetic clicks with known probabilities, {batches:,} batches and {held_out:,} held out"
-    return DataSource(title, train, test, config.data)
+    return DataSource(title, train, **_held_out(config.data, test), config=config.data)
 
 
 def _integer(options: Mapping[str, Any], name: str, default: int) -> int:
@@ -150,7 +152,16 @@ def _files(config: RunConfig) -> DataSource:
         train = train.with_schema(train.fit())
         data = replace(data, schema=train.schema.to_dict())
     title = f"{data.kind} files {data.path}{_normalisation(train)}"
-    return DataSource(title, train, open_test(replace(config, data=data)), data)
+    test = open_test(replace(config, data=data))
+    return DataSource(title, train, **_held_out(data, test), config=data)
+
+
+def _held_out(data: DataConfig, test: Reader | None) -> dict[str, Any]:
+    """The test and validation data of a source."""
+    path = data.validation_path
+    if path is not None and data.kind in _DATASETS:
+        raise InputError(f"config: data.validation_path: {data.kind} data validates on its held-out part")
+    return {"test": test, "validation": test if path is None else _file_reader(data, path)}
 
 
 def _normalisation(reader: Reader) -> str:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Self
 
 from megalith.checkpoint import Rotation, read_manifest
-from megalith.checkpoint.manifest import commit
+from megalith.checkpoint.manifest import NAME, commit
 from megalith.errors import UsageError
 from megalith.ops import checks
 from megalith.storage.store import LocalStore
@@ -121,12 +121,31 @@ class RunCheckpoints:
 
     def add(self, checkpoint: Path, step: int) -> None:
         """Keep a checkpoint, then delete the checkpoints that the rules do not keep."""
-        manifest = read_manifest(checkpoint)
-        target = LocalStore(Path(self._rotation.path(step)))
-        for file in manifest.all_files():
-            _link(checkpoint / file.path, target.root / file.path)
-        commit(target, manifest)
+        _link_all(checkpoint, Path(self._rotation.path(step)))
         self._rotation.clean()
+
+
+BEST = "best"
+"""The folder of a run with the checkpoint of its best validation."""
+
+
+def keep_best(run: Path) -> None:
+    """Keep the newest checkpoint of a run as its best, instead of the one that was."""
+    # As in every save: new files first, then the manifest that names them, then the old files go.
+    kept = {path.resolve() for path in _link_all(run / CHECKPOINT, run / BEST)}
+    for path in (run / BEST).rglob("*"):
+        if path.is_file() and path.resolve() not in kept and path.name != NAME:
+            path.unlink()
+
+
+def _link_all(checkpoint: Path, target: Path) -> list[Path]:
+    """Make a checkpoint of the same files; return them."""
+    manifest, store = read_manifest(checkpoint), LocalStore(target)
+    files = [file.path for file in manifest.all_files()]
+    for path in files:
+        _link(checkpoint / path, store.root / path)
+    commit(store, manifest)
+    return [store.root / path for path in files]
 
 
 def _link(source: Path, target: Path) -> None:

@@ -10,7 +10,7 @@ import csv
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megalith.data import Batch, Reader
 from megalith.data.arrow import arrow
+from megalith.data.column_reader import ColumnReader
 from megalith.distributed.ranks import Ranks
 from megalith.errors import InputError
 from megalith.metrics import AUC, Calibration
@@ -52,7 +53,6 @@ class Evaluation:
         return {"samples": self.samples, **finite, "calibration": self.calibration, **skipped}
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module,
     reader: Reader,
@@ -84,12 +84,23 @@ def evaluate(
     if ranks is not None:
         checks.instance(ranks, Ranks, "evaluate: ranks")
     checks.flag(shards, "evaluate: shards")
+    return evaluate_batches(
+        model, reader if ranks is None else RunBatches(reader, ranks, shards=shards), on_batch, ranks
+    )
+
+
+@torch.no_grad()
+def evaluate_batches(
+    model: nn.Module,
+    batches: Reader | RunBatches,
+    on_batch: Callable[[int], None] | None,
+    ranks: Ranks | None,
+) -> Evaluation:
     was_training = model.training
     model.eval()
     auc, calibration = AUC(), Calibration()
     total, weight, samples = 0.0, 0.0, 0
-    before = Counter(reader.skipped)
-    batches = reader if ranks is None else RunBatches(reader, ranks, shards=shards)
+    before = Counter(batches.skipped() if isinstance(batches, RunBatches) else batches.skipped)
     try:
         for logits, labels, weights in _scored(model, batches, ranks):
             if bool(labels.isnan().any()):
@@ -113,6 +124,25 @@ def evaluate(
         _bins(calibration),
         dict(counted - before),
     )
+
+
+@dataclass
+class BestValidation:
+    """The best validation of a run so far."""
+
+    value: float | None = None
+    step: int = 0
+    since: int = 0
+    """Number of validations since then."""
+
+    def update(self, result: Evaluation, metric: str, step: int) -> bool:
+        """Add a validation; return whether it is the best."""
+        value = -result.log_loss if metric == "log_loss" else result.auc
+        self.since += 1
+        if math.isnan(value) or not (self.value is None or value > self.value):
+            return False
+        self.value, self.step, self.since = value, step, 0
+        return True
 
 
 def _scored(
@@ -151,13 +181,31 @@ SUFFIXES = (".csv", ".parquet")
 
 
 def predict_file(
-    model: Model, reader: Reader, out: Path, on_batch: Callable[[int], None] | None = None
+    model: Model,
+    reader: Reader,
+    out: Path,
+    on_batch: Callable[[int], None] | None = None,
+    *,
+    columns: Sequence[str] = (),
 ) -> int:
-    """Predict the rows of a reader and write their probabilities in the same order."""
+    """Predict the rows of a reader; write given columns of its files and the probabilities, in order."""
     check_output(out)
+    if columns:
+        if not isinstance(reader, ColumnReader):
+            raise InputError(
+                "predict: only files with named columns (parquet, csv, criteo) have columns to keep"
+            )
+        if "probability" in columns:
+            raise InputError(
+                "predict: a column named 'probability' cannot be kept: the scores have this name"
+            )
+        reader = reader.carrying(columns)
     scores = torch.cat([torch.empty(0, device="cpu"), *_scores(model, reader, on_batch)])
     temporary = out.with_name(out.name + ".tmp")
-    _write(temporary, out.suffix, scores.tolist())
+    kept: dict[str, Any] = {}
+    if isinstance(reader, ColumnReader) and scores.numel():
+        kept = {name: _text(reader.carried_column(name)) for name in columns}
+    _write(temporary, out.suffix, kept or {name: [] for name in columns}, scores)
     os.replace(temporary, out)
     return scores.numel()
 
@@ -177,12 +225,20 @@ def _scores(model: Model, reader: Reader, on_batch: Callable[[int], None] | None
             on_batch(done)
 
 
-def _write(path: Path, suffix: str, scores: list[float]) -> None:
+def _text(column: Any) -> Any:
+    """Columns of CSV files are bytes: the text of the file."""
+    pa = arrow()
+    return column.cast(pa.string()) if column.type == pa.binary() else column
+
+
+def _write(path: Path, suffix: str, columns: Mapping[str, Any], scores: Tensor) -> None:
     if suffix == ".parquet":
         pa = arrow()
-        arrow("pyarrow.parquet").write_table(pa.table({"probability": pa.array(scores, pa.float32())}), path)
+        table = pa.table({**columns, "probability": pa.array(scores.numpy())})
+        arrow("pyarrow.parquet").write_table(table, path)
         return
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["probability"])
-        writer.writerows([f"{score:.9g}"] for score in scores)
+        writer.writerow([*columns, "probability"])
+        lists = [column.to_pylist() if len(column) else [] for column in columns.values()]
+        writer.writerows(zip(*lists, (f"{score:.9g}" for score in scores.tolist()), strict=True))

@@ -42,6 +42,14 @@ class Watcher:
             record: The line.
         """
 
+    def validated(self, record: Mapping[str, Any], best: bool) -> None:
+        """Called after every validation.
+
+        Args:
+            record: Its line in metrics.jsonl.
+            best: Whether it is the best one so far.
+        """
+
     def communicated(self, report: CommReport) -> None:
         """Called with every line of metrics.jsonl if train.comm_metrics is set.
 

@@ -1,12 +1,12 @@
 """Run: a model in training. Its directory holds config, metrics, checkpoints and evaluation.
 
     config.json  metrics.jsonl  evaluation.json  frequencies.json  report.html
-    checkpoint/  checkpoints/  frequencies/  tensorboard/
+    checkpoint/  best/  checkpoints/  frequencies/  tensorboard/
 
-checkpoint/ is the newest checkpoint; `RunCheckpoints` keeps earlier ones in checkpoints/. A run that is
-stopped and resumed computes the same bits as an uninterrupted one: on one rank, and with a fixed number of
-micro-batches on any number of ranks. All ranks make the same calls; only rank 0 writes files, except for
-checkpoints.
+checkpoint/ is the newest checkpoint, best/ that of the best validation; `RunCheckpoints` keeps earlier ones
+in checkpoints/. A run that is stopped and resumed computes the same bits as an uninterrupted one: on one
+rank, and with a fixed number of micro-batches on any number of ranks. All ranks make the same calls; only
+rank 0 writes files, except for checkpoints.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import shutil
 import time as clock
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -42,8 +43,8 @@ from megalith.table import HostTierUse
 from megalith.training.batches import RunBatches, StepBatch
 from megalith.training.config import RunConfig
 from megalith.training.data_source import DataSource, open_source
-from megalith.training.directory import CHECKPOINT, KEPT_CHECKPOINTS, RunCheckpoints, RunLock
-from megalith.training.evaluation import Evaluation, evaluate
+from megalith.training.directory import BEST, CHECKPOINT, KEPT_CHECKPOINTS, RunCheckpoints, RunLock, keep_best
+from megalith.training.evaluation import BestValidation, Evaluation, evaluate, evaluate_batches
 from megalith.training.id_frequencies import FREQUENCIES, IdFrequencies, keep_only
 from megalith.training.log import LogWindow, MetricsLog, ScalarWriter, TableNumbers, Watcher
 from megalith.training.model import (
@@ -93,6 +94,7 @@ class Run:
     seconds: float
     stop_requested: bool
     _saved: tuple[str, int] | None
+    _numbers: TableNumbers
 
     def __init__(self, config: RunConfig, directory: str | Path, *, start_over: bool = False) -> None:
         checks.instance(config, RunConfig, "run: config")
@@ -146,7 +148,7 @@ class Run:
         self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=0)
         for name in ("evaluation.json", "frequencies.json", "report.html"):  # of the replaced run
             (self.directory / name).unlink(missing_ok=True)
-        for folder in (KEPT_CHECKPOINTS, FREQUENCIES, "tensorboard"):
+        for folder in (BEST, KEPT_CHECKPOINTS, FREQUENCIES, "tensorboard"):
             shutil.rmtree(self.directory / folder, ignore_errors=True)
 
     @classmethod
@@ -181,6 +183,7 @@ class Run:
         self.seconds = saved["seconds"]
         self._saved = (manifest.tip, self.step)
         self._numbers.continue_from(saved.get("counters"))
+        self.best = BestValidation(**saved.get("best", {}))
         self._agreed(lambda: self.batches.seek(saved["position"]))
         self.batches.list_features.update(saved.get("list_features", self.source.train.feature_names))
         checkpoint.set_rng_state(saved["rng"])
@@ -222,6 +225,14 @@ class Run:
         self.source = self._open_source(config)
         self.config = config.changed(data_schema=self.source.config.schema)
         self.step = self.epoch = self.samples = 0
+        self.best = BestValidation()
+        self._validation: RunBatches | None = None
+        if config.train.validate_every is not None:
+            if self.source.validation is None:
+                raise InputError(
+                    "config: train.validate_every needs data: set data.validation_path or data.test_path"
+                )
+            self._validation = RunBatches(self.source.validation, self.ranks, shards=self._reads_shards)
         place = None
         if config.train.servers:
             self._servers = RunServers(self.config, self.directory)
@@ -275,8 +286,8 @@ class Run:
 
     def _steps_until_save(self) -> int | None:
         """Number of steps before the run saves or ends; None: it is not known."""
-        every, most = self.config.train.save_every, self.config.train.max_steps
-        limits = [] if every is None else [every - self.step % every]
+        train, most = self.config.train, self.config.train.max_steps
+        limits = [n - self.step % n for n in (train.save_every, train.validate_every) if n is not None]
         return min(limits if most is None else [*limits, most - self.step], default=None)
 
     def _make_steps(self) -> Steps:
@@ -365,6 +376,9 @@ class Run:
                 if logged:
                     self._log_window(window, scalars, watcher)
                     window = LogWindow()
+                every = self.config.train.validate_every
+                if every is not None and self.step % every == 0 and self.batches.settle():
+                    started += self._validate(scalars, watcher)
                 if self._save_is_due(logged) and self.batches.settle():
                     self.save(watcher, wait=not self.config.train.save_async)
                 if self._done():
@@ -372,12 +386,33 @@ class Run:
             else:
                 self.epoch += 1
                 self._check_not_empty()
+        every = self.config.train.validate_every
+        if every is not None and self.step % every and not self.stopped:
+            started += self._validate(scalars, watcher)
         if window.samples:  # the batches since the last line: the log covers every sample
             self._log_window(window, scalars, watcher)
         self.save(watcher)
         if scalars is not None:
             self.frequencies.write(self.directory / "frequencies.json", self.samples)
             scalars.close()
+
+    def _validate(self, scalars: ScalarWriter | None, watcher: Watcher) -> float:
+        """Validate, and save if this is the best validation; return the seconds that it took."""
+        assert self._validation is not None
+        began = clock.perf_counter()
+        self._fetch_dense()
+        result = evaluate_batches(self.model, self._validation, None, self.ranks)
+        best = self.best.update(result, self.config.train.metric, self.step)
+        if scalars is not None:
+            finite = result.to_dict()
+            numbers = {"loss": finite["log_loss"], "auc": finite["auc"]}
+            record = {"kind": "eval", "step": self.step, "samples": result.samples, **numbers}
+            self.log.write(record)
+            scalars.add({f"validation/{name}": value for name, value in numbers.items()}, self.step)
+            watcher.validated(record, best)
+        if best and self.config.train.keep_best:
+            self.save(watcher, wait=not self.config.train.save_async)
+        return clock.perf_counter() - began
 
     def _check_not_empty(self) -> None:
         """Raise InputError after an epoch without a row. All ranks have the same number of samples."""
@@ -394,7 +429,7 @@ class Run:
         """Whether to save now. The clocks of ranks differ: rank 0 decides, when a line is logged."""
         every = self.config.train.save_every
         if every is not None:
-            return self.step % every == 0
+            return self.step % every == 0 and (self._saved is None or self._saved[1] != self.step)
         due = clock.monotonic() - self._last_save >= self.config.train.save_interval
         if self.ranks.size == 1:
             return due
@@ -409,9 +444,16 @@ class Run:
         limit = self.config.train.max_steps
         return (
             self.stopped
+            or self.stopped_early
             or self.epoch >= self.config.train.epochs
             or (limit is not None and self.step >= limit)
         )
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the last train.patience validations were not better than the best one."""
+        patience = self.config.train.patience
+        return patience is not None and self.best.since >= patience
 
     def stop(self) -> None:
         """End training after the current batch, or with several ranks after the next one on all ranks."""
@@ -523,9 +565,12 @@ class Run:
         if self._servers is not None:
             self._servers.save()
         step = self.step
+        is_best = self.config.train.keep_best and self.best.step == step
 
         def keep() -> None:
             if self.ranks.rank == 0:
+                if is_best:
+                    keep_best(self.directory)
                 keep_only(self.directory / FREQUENCIES, step)
                 if self._kept is not None:
                     self._kept.add(self.directory / CHECKPOINT, step)
@@ -582,6 +627,7 @@ class Run:
             "num_dense": self.source.train.num_dense,
             "list_features": sorted(self.batches.list_features),
             "counters": self.counters(),
+            "best": asdict(self.best),
             "rng": checkpoint.rng_state(),
         }
 
