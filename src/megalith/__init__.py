@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from megalith.table import Segment as Segment
     from megalith.table import Table as Table
     from megalith.table import TableConfig as TableConfig
+    from megalith.table import TableLR as TableLR
     from megalith.table import TruncatedNormal as TruncatedNormal
     from megalith.table import Uniform as Uniform
     from megalith.table import Warmup as Warmup
@@ -87,6 +88,6 @@ else:
             " Constant DelayCompensated DynamicWdAdagrad FixedPoint GroupAdagrad GroupFTRL"
             " Initializer Lion MinCount MinNorm Momentum MovingAverage Normal OneBit Ones"
             " Optimizer Piecewise PolynomialDecay Probability RMSProp RMSPropV2 RowWiseAdagrad"
-            " Segment Table TableConfig TruncatedNormal Uniform Warmup Zeros",
+            " Segment Table TableConfig TableLR TruncatedNormal Uniform Warmup Zeros",
         },
     )

@@ -181,3 +181,18 @@ def test_arguments() -> None:
         import_torch(made, {"w": WEIGHT}, tables={"users": "w"})
     with pytest.raises(InputError, match=r"optimizer_state is given for \['item'\], which are not in tables"):
         import_torch(made, {"w": WEIGHT}, tables={"user": "w"}, optimizer_state={"item": {}})
+
+
+def test_rows_of_given_ids() -> None:
+    made = collection(PLAIN)
+    given = torch.tensor([70, -5, 2**62])
+    import_torch(made, {"w": WEIGHT}, tables={"user": "w"}, ids={"user": given})
+    assert rows(made, "user") == dict(zip(given.tolist(), WEIGHT.tolist(), strict=True))
+    for ids, message in (
+        ({"user": given[:2]}, r"import_torch: ids are \[2\], but the weight has 3 rows: one id per row"),
+        ({"user": torch.tensor([1, 2, 1])}, "ids: 1 occurs twice: ids must be distinct"),
+        ({"user": torch.ones(3)}, "import_torch: ids must be"),
+        ({"item": given}, r"ids are given for \['item'\], which are not in tables"),
+    ):
+        with pytest.raises(InputError, match=message):
+            import_torch(collection(PLAIN), {"w": WEIGHT}, tables={"user": "w"}, ids=ids)

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -430,21 +429,16 @@ def test_a_program_that_ends_with_an_error_is_named_with_the_error(tmp_path: Pat
 
 
 def large(transport: str) -> str:
-    """Rank 1 is killed while a message of 64 MiB travels."""
+    """Rank 1 is killed by a timer while messages of 16 MiB travel."""
     exchange = Exchange(transport=transport, timeout=LONG)
-    size = 32 << 20
-    if dist.get_rank() == 1:
-        threading.Thread(target=_kill_in_exchange, args=(exchange,), daemon=True).start()
+    size = 8 << 20
     data = torch.zeros(2 * size, dtype=torch.uint8)
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
     while True:  # until the other rank is killed in one of them
         if said := error_of(exchange.all_to_all, data, [size, size], [size, size], "a large message"):
             return said
-
-
-def _kill_in_exchange(exchange: Exchange) -> None:
-    while exchange.calls < 3:
-        pass
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "auto"])

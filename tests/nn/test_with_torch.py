@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, Dataset
 
 from megalith import Adagrad, EmbeddingCollection, Feature, FirstN, Mean, Ragged, TableConfig
+from megalith.errors import UsageError
 from tests.nn.support import contents, ints
 from tests.table.support import assert_same_bits, whole
 
@@ -191,6 +192,15 @@ def test_moving_and_casting_a_model_leaves_rows_alone() -> None:
     model.double().to("cpu").float()
     assert_same_bits(rows_of(model), rows)
     loss_of(model, 0).backward()
+
+
+def test_conversion_to_16_bits_and_torch_export_name_what_to_use() -> None:
+    for convert in (nn.Module.half, nn.Module.bfloat16, lambda model: model.to(torch.float16)):
+        with pytest.raises(UsageError, match=r"set TableConfig\(precision=...\) for the rows and Embedding"):
+            convert(Model())
+    assert Model(output_dtype=torch.bfloat16).bfloat16().head[0].weight.dtype == torch.bfloat16
+    with pytest.raises(UsageError, match=r"use megalith.serving.export_model, which writes the rows"):
+        torch.export.export(Model().eval(), ({"a": ints(1, 2), "b": ints(3, 4)},))
 
 
 # ---- DataLoader

@@ -204,16 +204,19 @@ def import_torch(
     state_dict: Mapping[str, Any],
     tables: Mapping[str, str],
     *,
+    ids: Mapping[str, Tensor] | None = None,
     optimizer_state: Mapping[str, Mapping[str, Any]] | None = None,
     time: float | None = None,
     on_error: OnError = "raise",
 ) -> ImportReport:
-    """Fill tables with the rows of embedding weights; row i becomes the row of id i.
+    """Fill tables with the rows of embedding weights; row i becomes the row of id i, or of `ids[table][i]`.
 
     Args:
         collection: The collection; the tables to fill must be empty.
         state_dict: The state_dict of a model, from `torch.load(path, weights_only=True, mmap=True)`.
         tables: For each table, the key of its weight: [rows, dim] of any float dtype.
+        ids: For some tables, the distinct ids of the rows of the weight, int64 or int32 [rows], such as the
+            raw ids of a vocabulary in the order of its indices. Without them, row i is that of id i.
         optimizer_state: For each table, the state that torch.optim.Adagrad, Adam or SparseAdam has for the
             weight, `optimizer.state[weight]`. Without it the state starts fresh.
         time: The last-update time of the rows in seconds; None is now.
@@ -234,10 +237,15 @@ def import_torch(
     checks.mapping(given, "import_torch: optimizer_state", '{"user": optimizer.state[weight]}')
     if extra := sorted(set(given) - set(tables)):
         raise InputError(f"import_torch: optimizer_state is given for {extra}, which are not in tables")
-    weights, states = {}, {}
+    chosen = checks.mapping({} if ids is None else ids, "import_torch: ids", '{"user": raw_ids}')
+    if extra := sorted(set(chosen) - set(tables)):
+        raise InputError(f"import_torch: ids are given for {extra}, which are not in tables")
+    weights, states, all_ids = {}, {}, {}
     for name, key in tables.items():
         config = into.configs[name]
         weights[name] = _weight(config, state_dict, key)
+        rows = weights[name].shape[0]
+        all_ids[name] = _ids(name, chosen[name], rows) if name in chosen else torch.arange(rows, device="cpu")
         if name in given:
             states[name] = _state(config, weights[name].shape[0], given[name])
             if "m" in states[name] and "count" not in states[name]:
@@ -256,13 +264,24 @@ def import_torch(
                 yield ImportedRows(
                     name,
                     f"state_dict[{tables[name]!r}]",
-                    torch.arange(part.start, part.stop, device="cpu"),
+                    all_ids[name][part],
                     _plain(weight[part]),
                     spread_state(config, _part(states[name], part, n)) if name in states else {},
                     torch.full((n,), into.time, device="cpu"),
                 )
 
     return into.run(read_rows)
+
+
+def _ids(table: str, given: Any, rows: int) -> Tensor:
+    where = f"table {table!r}: import_torch: ids"
+    ids = checks.int64(given, where).cpu()
+    if ids.shape != (rows,):
+        raise InputError(f"{where} are {list(ids.shape)}, but the weight has {rows} rows: one id per row")
+    values, counts = ids.unique(return_counts=True)
+    if values.numel() < rows:
+        raise InputError(f"{where}: {int(values[counts > 1][0])} occurs twice: ids must be distinct")
+    return ids
 
 
 def _weight(config: TableConfig, state_dict: Mapping[str, Any], key: str) -> Tensor:

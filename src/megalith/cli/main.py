@@ -24,8 +24,7 @@ COMMANDS = {
     "plan": "Show rows and traffic per rank in each routing mode, with warnings about skew and the remedy.",
     "export": "Write a trained model as files that servers map into memory.",
     "serve": "Answer requests over gRPC and REST until SIGTERM or SIGINT.",
-    "versions": "Show the versions of an export, and set their labels and shares; servers follow within a "
-    "second.",
+    "versions": "Show the versions of an export, and set their labels; servers follow within a second.",
     "workers": "Change the number of workers of a run that trains on parameter servers.",
     "checkpoint": "List, verify, compare and rewrite checkpoints.",
     "bench": "Measure this machine.",

@@ -19,6 +19,7 @@ The calls of the thread are on the default CUDA stream; it waits for the stream 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import pickle
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_SECONDS = 1e7
+_SLICE = timedelta(seconds=0.5)
+"""How often a wait in gloo looks whether a rank has left."""
 TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl")
 
 
@@ -239,13 +242,33 @@ class Exchange(Ranks):
                 raise RankTimeoutError(timeout_message(what, [names[r] for r in missing], self.timeout))
         else:
             with self._naming(what):
-                try:
-                    dist.all_to_all_single(received, send, recv_sizes, send_sizes, group=self._group)
-                except RuntimeError:
-                    self._raise_if_left(what, range(self.size), seconds=min(1.0, self.timeout))
-                    raise
+                work: Any = dist.all_to_all_single(
+                    received, send, recv_sizes, send_sizes, group=self._group, async_op=True
+                )
+                self._wait(work, what)
+        if self._watch is not None:
+            self._watch.complete()
         self.waited = clock.perf_counter() - began
         return received
+
+    def _wait(self, work: Any, what: str) -> None:
+        """Wait for a collective of gloo, which sometimes waits on for a rank that was killed in it."""
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    self._raise_if_left(what, range(self.size), seconds=min(1.0, self.timeout))
+                    raise
+            if self._left(range(self.size)):
+                with suppress(RuntimeError):
+                    work.wait(_SLICE)  # what that rank has sent before may still arrive
+                    return
+                # Its destructor, at the end of the process, would wait for the collective until the timeout.
+                for pending in (self._group, self._group._get_backend(torch.device("cpu"))):
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
+                self._raise_if_left(what, range(self.size))
 
     def _left(self, ranks: Sequence[int], seconds: float = 0.0) -> dict[int, str]:
         return {} if self._watch is None else self._watch.left(ranks, seconds)

@@ -7,8 +7,10 @@ run Python sends a text first:
     a text                      ended its program, with an error or without one, or freed its exchange
     nothing                     was killed, crashed, or called os._exit
 
-If connections cannot be made (a firewall), ranks rely on their transport alone. A rank that has left may have
-sent everything that it had to send, so callers ask only about ranks that they still wait for.
+The text begins with the number of exchanges that the rank completed: one that has completed the exchange in
+which another rank waits is not the reason to wait.
+
+If connections cannot be made (a firewall), ranks rely on their transport alone.
 """
 
 from __future__ import annotations
@@ -41,24 +43,32 @@ class PeerWatch:
     """Connections to the other ranks. Construction is a collective call. One thread uses it."""
 
     def __init__(self, rank: int, size: int, gather: Callable[[Any], list[Any]]) -> None:
-        self._left: dict[int, str] = {}
+        self._left: dict[int, tuple[int, str]] = {}
+        self._completed = [0]
         self._sockets: dict[int, socket.socket] = {}
         with suppress(OSError):
             _connect(self._sockets, rank, size, gather)
         if not all(gather(len(self._sockets) == size - 1)):
             logger.debug("rank %d: not all ranks can connect to each other", rank)
             _close(self._sockets)
-        util.Finalize(self, _leave, (self._sockets,), exitpriority=10)  # also where atexit does not run
+        # It also runs in processes of multiprocessing, where atexit does not.
+        util.Finalize(self, _leave, (self._sockets, self._completed), exitpriority=10)
         # A data worker that outlives this process must not keep its connections open.
         os.register_at_fork(after_in_child=_closer(weakref.ref(self)))
 
+    def complete(self) -> None:
+        """Note that this rank has completed an exchange; all ranks make the same ones."""
+        self._completed[0] += 1
+
     def left(self, ranks: Collection[int], seconds: float = 0.0) -> dict[int, str]:
-        """Return those of some ranks that have left, and how; wait for the first of them for some seconds."""
+        """Return those of some ranks that left before they completed the exchange in progress, and how."""
+        # It waits for the first of them for some seconds.
         deadline = time.monotonic() + seconds
         while True:
             for rank in self._sockets.keys() & set(ranks):
                 self._read(rank)
-            found = {rank: self._left[rank] for rank in sorted(ranks) if rank in self._left}
+            gone = {rank: self._left[rank] for rank in sorted(ranks) if rank in self._left}
+            found = {rank: how for rank, (number, how) in gone.items() if number <= self._completed[0]}
             if found or time.monotonic() >= deadline:
                 return found
             time.sleep(0.02)
@@ -70,7 +80,8 @@ class PeerWatch:
             return
         except OSError:
             text = b""
-        self._left[rank] = text.decode(errors="replace") or _VANISHED
+        number, _, how = text.decode(errors="replace").partition(" ")
+        self._left[rank] = (int(number), how) if number.isdecimal() else (0, _VANISHED)
         self._sockets.pop(rank).close()
 
 
@@ -132,7 +143,7 @@ def _closer(watch: weakref.ref[PeerWatch]) -> Callable[[], None]:
     return close
 
 
-def _leave(sockets: dict[int, socket.socket]) -> None:
+def _leave(sockets: dict[int, socket.socket], completed: list[int]) -> None:
     """Send the other ranks how this one leaves: its process ends, or the watch is freed."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     text = "its program ended"
@@ -144,5 +155,5 @@ def _leave(sockets: dict[int, socket.socket]) -> None:
         text = f"its program ended with {type(error).__name__}: {error}"
     for peer in sockets.values():
         with suppress(OSError):
-            peer.send(text.encode()[:_LONGEST])
+            peer.send(f"{completed[0]} {text}".encode()[:_LONGEST])
     _close(sockets)

@@ -270,6 +270,11 @@ class EmbeddingCollection(nn.Module):
             InputError: For a batch or column of a wrong type, shape, dtype or device.
             UnknownNameError: For a feature that is not in the batch.
         """
+        if torch.compiler.is_exporting():
+            raise UsageError(
+                "EmbeddingCollection: torch.export cannot export tables that grow: use "
+                "megalith.serving.export_model, which writes the rows and exports the dense part"
+            )
         if torch.compiler.is_compiling():  # not before: the import of torch's compiler takes a second
             uncompiled = torch.compiler.disable(EmbeddingCollection._forward)
             outputs: dict[str, Any] = uncompiled(self, batch, time)
@@ -300,6 +305,16 @@ class EmbeddingCollection(nn.Module):
         if self.output_dtype is torch.float32:
             return outputs
         return [output.to(self.output_dtype) for output in outputs]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        dtype = fn(self._anchor.detach()).dtype
+        if dtype in (torch.float16, torch.bfloat16) and dtype != self.output_dtype:
+            raise UsageError(
+                f"EmbeddingCollection: half(), bfloat16() and to({dtype}) do not convert tables: set "
+                "TableConfig(precision=...) for the rows and EmbeddingCollection(output_dtype=...) for the "
+                "outputs, or use torch.autocast"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     @property
     def trains(self) -> bool:

@@ -34,7 +34,7 @@ from megalith.table.optimizers import (
     State,
 )
 from megalith.table.policies import TTL, Admission, Capacity, Eviction, MinCount, MinNorm, Probability
-from megalith.table.schedules import Piecewise, PolynomialDecay, Warmup
+from megalith.table.schedules import Piecewise, PolynomialDecay, TableLR, Warmup
 from megalith.table.serving_precision import FixedPoint, OneBit, ServingPrecision
 from megalith.table.table import MergeCounts, Table
 from megalith.table.table_data import Chunk, HostTierUse, MemoryUse, RowCounters, TableStats
@@ -85,6 +85,7 @@ __all__ = [
     "State",
     "Table",
     "TableConfig",
+    "TableLR",
     "TableStats",
     "TruncatedNormal",
     "Uniform",

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+from torch.optim import Optimizer
+
 from megalith.errors import InputError
 from megalith.ops.checks import as_integer, as_number
 
@@ -132,6 +135,81 @@ class Piecewise:
         """Return the rate at a step, >= 0."""
         step = _checked_step("Piecewise", step)
         return self.rates[sum(step >= boundary for boundary in self.boundaries)]
+
+
+class TableLR(Optimizer):
+    """A learning rate of tables that torch's schedulers and LR finders change.
+
+    It is the `lr` of the optimizer of tables, and to torch an optimizer with one param group, whose `lr` it
+    returns; its `step` does nothing, because tables are updated in backward or by `collection.step`. To
+    change the rates of dense weights and tables with one scheduler, pass `rate.parameter` to the optimizer of
+    the dense weights and call `follow`.
+
+    Args:
+        lr: The rate at the start.
+
+    Attributes:
+        parameter: A parameter without elements that marks the param group of the tables.
+
+    Example:
+        >>> rate = TableLR(0.1)
+        >>> table = TableConfig("user", dim=8, optimizer=Adagrad(rate))
+        >>> scheduler = torch.optim.lr_scheduler.LambdaLR(rate, lambda step: 0.5**step)
+        >>> rate()
+        0.1
+    """
+
+    def __init__(self, lr: float) -> None:
+        self.parameter = torch.nn.Parameter(torch.empty(0, device="cpu"))
+        self._followed: Optimizer = self
+        super().__init__([self.parameter], {"lr": _rate("TableLR", "lr", lr)})
+
+    def __call__(self) -> float:
+        """Return the rate of the param group of `parameter`."""
+        for group in self._followed.param_groups:
+            if any(each is self.parameter for each in group["params"]):
+                return float(group["lr"])
+        raise InputError("TableLR: the optimizer that it follows no longer has its parameter")
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Use the rate of a param group of another optimizer.
+
+        Args:
+            optimizer: An optimizer with `parameter` in one of its param groups.
+
+        Raises:
+            InputError: It has no such param group.
+        """
+        groups = getattr(optimizer, "param_groups", [])
+        if not any(each is self.parameter for group in groups for each in group["params"]):
+            raise InputError(
+                "TableLR: follow takes an optimizer with a param group such as "
+                '{"params": [rate.parameter], "lr": 0.1}'
+            )
+        self._followed = optimizer
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Do nothing: tables are updated in backward, or by `collection.step`.
+
+        Args:
+            closure: Computes the loss, as in torch.
+
+        Returns:
+            The loss of the closure, if there is one.
+        """
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def __repr__(self) -> str:
+        return "TableLR(...)"  # not its rate, which differs between two moments of a run
+
+    def __deepcopy__(self, memo: object) -> TableLR:
+        return self
+
+    def __reduce__(self) -> Any:
+        return TableLR, (self(),)
 
 
 def rate_at(lr: LearningRate, step: int, arguments: int | None = None) -> float:
