@@ -313,7 +313,7 @@ class Ragged:
             splits = self.row_splits[start : max(start, stop) + 1]
             begin, end = int(splits[0]), int(splits[-1])
             weights = None if self.weights is None else self.weights[begin:end]
-            return Ragged(self.values[begin:end], splits - splits[0], weights)
+            return Ragged.trusted(self.values[begin:end], splits - begin, weights, single=self.single)
         if not isinstance(index, Integral):
             return self._select(index)
         index = int(index)

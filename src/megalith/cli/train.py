@@ -79,6 +79,8 @@ class TrainingBar(Watcher):
             console=output.console(),
         )
         self._task = self._progress.add_task("training", total=total, completed=run.samples, note="")
+        self._last: tuple[int, float] | None = None
+        self._due = 0.0
         self._more = ""
         self._save: TaskID | None = None
         self._began = 0.0
@@ -88,9 +90,19 @@ class TrainingBar(Watcher):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._draw()
         self._progress.stop()
 
     def batch(self, step: int, samples: int, loss: float) -> None:
+        self._last = samples, loss
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + 0.1  # drawing takes as long as some steps on a GPU
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._last is None:
+            return
+        samples, loss = self._last
         speed = samples / self._run.seconds if self._run.seconds else 0.0
         note = f"{samples:,} samples  {speed:,.0f}/s  loss {loss:.4f}{self._more}"
         self._progress.update(self._task, completed=samples, note=note)

@@ -21,14 +21,19 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
 
 from megalith.data import Batch, Reader
 from megalith.data.batch import Position
 from megalith.data.equal_batches import EqualBatchLoader
 from megalith.distributed.ranks import Ranks
 from megalith.errors import InputError
+from megalith.ragged import Ragged
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 WATCHED_BATCHES = 100
@@ -44,11 +49,46 @@ def part_of(batch: Batch, number: int, parts: int) -> Batch:
     return batch if parts == 1 else batch.part(*bounds(len(batch), number, parts))
 
 
+class Copied(NamedTuple):
+    """A batch that a side stream copies to a GPU."""
+
+    pinned: Batch
+    batch: Batch
+    ready: torch.cuda.Event
+
+    @classmethod
+    def start(cls, batch: Batch, stream: torch.cuda.Stream) -> Copied:
+        pinned = batch.pin_memory()
+        with torch.cuda.stream(stream):
+            return cls(pinned, pinned.to(stream.device, non_blocking=True), stream.record_event())
+
+    def use(self) -> Batch:
+        """Let the current stream wait for the copy, and keep its memory until that stream is done."""
+        current = torch.cuda.current_stream()
+        current.wait_event(self.ready)
+        tensors: list[Tensor | None] = [self.batch.labels, self.batch.dense, self.batch.weights]
+        columns: Iterable[Ragged | Tensor] = self.batch.features.values()
+        for x in columns:
+            tensors += [x.values, x.row_splits, x.weights] if isinstance(x, Ragged) else [x]
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(current)
+        return self.batch
+
+
 class StepBatch(NamedTuple):
     batch: Batch
     """The rows that this rank has read."""
     sizes: list[int] | None
     """Number of rows of each rank, if each has read its own. None: all ranks have read the same batch."""
+    copied: Copied | None = None
+    """The batch on a GPU, if it was copied ahead of the step."""
+
+    def on_device(self, device: torch.device) -> Batch:
+        """Return the whole batch on a device."""
+        if self.copied is not None:
+            return self.copied.use()
+        return self.batch if self.batch.labels.device == device else self.batch.to(device, non_blocking=True)
 
     @property
     def rows(self) -> int:
@@ -68,9 +108,19 @@ class StepBatch(NamedTuple):
 
 
 class RunBatches:
-    def __init__(self, reader: Reader, ranks: Ranks, *, shards: bool = False, ahead: bool = False) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        ranks: Ranks,
+        *,
+        shards: bool = False,
+        ahead: bool = False,
+        copy_to: torch.device | None = None,
+    ) -> None:
+        # ahead: read in a thread. copy_to: a GPU to which that thread copies whole batches.
         self.reader = reader
         self._ahead = ahead
+        self._stream = None if copy_to is None else torch.cuda.Stream(copy_to)
         self._at: Position | None = None
         """Where the step after the last one starts, while the reader is ahead of it."""
         self.shards = shards and 1 < ranks.size <= reader.batch_size
@@ -106,10 +156,14 @@ class RunBatches:
             return
         if self._at is not None:  # the last loop was left early
             self.reader.seek(self._at)
-        for batch in read_ahead(self.reader, timeout=self.ranks.timeout):
-            self._at = batch.position
-            yield StepBatch(batch, None)
+        for step in read_ahead(self._copied(self.reader), timeout=self.ranks.timeout):
+            self._at = step.batch.position
+            yield step
         self._at = None
+
+    def _copied(self, batches: Iterable[Batch]) -> Iterator[StepBatch]:
+        for batch in batches:
+            yield StepBatch(batch, None, None if self._stream is None else Copied.start(batch, self._stream))
 
     def _from_shards(self) -> Iterator[StepBatch]:
         if self._equal is None:
@@ -218,11 +272,11 @@ _SECONDS = 0.1
 """How often a thread that waits for room looks whether the caller has left."""
 
 
-def read_ahead(batches: Iterable[Batch], *, timeout: float = 600.0) -> Iterator[Batch]:
+def read_ahead(batches: Iterable[T], *, timeout: float = 600.0) -> Iterator[T]:
     """Yield the same batches, read in a thread; TimeoutError if one takes more than `timeout` seconds."""
     # Reading and computing overlap where the caller waits for a GPU. The reader is ahead of what was yielded:
     # `batch.position` tells where to continue, `reader.position` does not.
-    waiting: queue.Queue[Batch | BaseException | None] = queue.Queue(BATCHES)
+    waiting: queue.Queue[T | BaseException | None] = queue.Queue(BATCHES)
     left = threading.Event()
     thread = threading.Thread(target=_read, args=(batches, waiting, left), name="read-ahead", daemon=True)
     thread.start()
@@ -253,7 +307,7 @@ def read_ahead(batches: Iterable[Batch], *, timeout: float = 600.0) -> Iterator[
 
 
 def _read(
-    batches: Iterable[Batch], waiting: queue.Queue[Batch | BaseException | None], left: threading.Event
+    batches: Iterable[T], waiting: queue.Queue[T | BaseException | None], left: threading.Event
 ) -> None:
     try:
         for batch in batches:
@@ -266,8 +320,8 @@ def _read(
 
 
 def _put(
-    waiting: queue.Queue[Batch | BaseException | None],
-    item: Batch | BaseException | None,
+    waiting: queue.Queue[T | BaseException | None],
+    item: T | BaseException | None,
     left: threading.Event,
 ) -> bool:
     """Pass an item on; return False if the caller has left."""

@@ -98,11 +98,15 @@ def score(model: nn.Module, batch: Batch) -> Tensor:
     return forward_batch(model, moved(model, batch)).cpu()
 
 
-def moved(model: nn.Module, batch: Batch) -> Batch:
+def dense_device(model: nn.Module) -> torch.device:
+    """Return the device of the dense weights; the CPU if there are none."""
     first = next((parameter for _, parameter in dense_parameters(model)), None)
-    if first is None or first.device == batch.labels.device:
-        return batch
-    return batch.to(first.device, non_blocking=True)
+    return torch.device("cpu") if first is None else first.device
+
+
+def moved(model: nn.Module, batch: Batch) -> Batch:
+    device = dense_device(model)
+    return batch if device == batch.labels.device else batch.to(device, non_blocking=True)
 
 
 IDS_PER_THREAD = 32_768

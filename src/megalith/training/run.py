@@ -273,8 +273,16 @@ class Run:
 
     def _make_batches(self) -> RunBatches | WorkerBatches:
         if self._servers is None:
-            ahead = device_of(self.config.train).type == "cuda"
-            return RunBatches(self.source.train, self.ranks, shards=self._reads_shards, ahead=ahead)
+            device, train = device_of(self.config.train), self.source.train
+            on_gpu = device.type == "cuda"
+            whole = on_gpu and not updates_in_step(self.config)
+            return RunBatches(
+                train,
+                self.ranks,
+                shards=self._reads_shards,
+                ahead=on_gpu,
+                copy_to=device if whole else None,
+            )
         return self._servers.batches(
             self.config,
             self.source.train,

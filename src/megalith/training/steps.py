@@ -5,6 +5,7 @@ In both cases the loss is the mean over the batch, and nothing is updated if it 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +17,7 @@ from megalith.errors import InputError
 from megalith.models import forward_batch
 from megalith.nn import MicroBatches
 from megalith.training.batches import StepBatch
-from megalith.training.model import moved
+from megalith.training.model import dense_device, moved
 
 
 class BatchScores(NamedTuple):
@@ -53,21 +54,24 @@ class WholeBatches(Steps):
     def __init__(self, model: nn.Module, optimizer: DenseOptimizer) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._device = dense_device(model)
 
     def take(self, step: StepBatch, *, stop: bool = False) -> tuple[float, list[BatchScores]]:
-        batch = moved(self._model, step.batch)
+        batch = step.on_device(self._device)
         self._optimizer.zero_grad()
         logits = forward_batch(self._model, batch)
         loss = _losses(logits, batch).mean()
-        if not bool(loss.isfinite()):
+        # Both wait for a GPU, so they come before backward: it then runs while the next batch is prepared.
+        value, scored = float(loss.detach()), [BatchScores(step.batch, logits.detach().cpu())]
+        if not math.isfinite(value):
             raise InputError(
-                f"the loss is {float(loss)}: check the labels and dense columns of the data, or lower the "
+                f"the loss is {value}: check the labels and dense columns of the data, or lower the "
                 "learning rates"
             )
         loss.backward()
         self._optimizer.step()
         self.stopped = stop
-        return float(loss.detach()), [BatchScores(step.batch, logits.detach().cpu())]
+        return value, scored
 
 
 class PartBatches(Steps):
