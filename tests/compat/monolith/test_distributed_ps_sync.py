@@ -225,6 +225,23 @@ def prefetched(queues: dict[str, int]) -> list[list[float]]:
     return [[dist.get_rank()], *seen]
 
 
+def failing(queues: dict[str, int]) -> list[Any]:
+    """A lookup that fails on rank 0 fails on both, twice in a row, and the next one works."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    table = distributed_ps_sync.DistributedMultiTypeHashTableMpi(size, configs, queues)
+    found = []
+    for _ in range(2):
+        pack = (1,) if rank == 0 else pack_of(SLOTS, size)
+        found.append(error_of(lambda pack=pack: table.lookup(SLOTS, {}, pack)[0]["1"]).partition(":")[0])
+    return [*found, table.lookup(SLOTS, {}, pack_of(SLOTS, size))[0]["1"].tolist()]
+
+
+def test_a_lookup_ahead_that_fails_fails_on_all_ranks() -> None:
+    zero = [[0.0], [0.0]]
+    expected = [["InputError", "InputError", zero], ["RankFailedError", "RankFailedError", zero]]
+    assert run_ranks(failing, {"enable_pipelined_fwda2a": 1}) == expected
+
+
 def test_prefetch_queues_start_lookups_ahead() -> None:
     expected = {
         # ids travel ahead: rows are those after the update before

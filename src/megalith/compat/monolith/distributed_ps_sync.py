@@ -88,15 +88,13 @@ class LateTensors(Mapping[str, Any]):
     def __init__(self, names: Sequence[str], make: Callable[[], Mapping[str, Any]]) -> None:
         self._names, self._make = names, make
         self._found: Mapping[str, Any] | None = None
+        self.is_fetched = False
 
     def fetch(self) -> Mapping[str, Any]:
         if self._found is None:
+            self.is_fetched = True  # also if it fails: nothing waits for it then
             self._found = self._make()
         return self._found
-
-    @property
-    def is_fetched(self) -> bool:
-        return self._found is not None
 
     def __getitem__(self, name: str) -> Any:
         return self.fetch()[name]
@@ -140,14 +138,10 @@ class MonolithTables:
         rows_ahead: int = 0,
     ) -> Any:
         """Look up ids; return `make(lookup)`, with prefetch queues as a mapping that does so when read."""
-        while self._pending and self._pending[0].is_fetched:
-            self._pending.popleft()
         ahead = max(self._ahead, rows_ahead)
         if not ahead:
             return make(self.shards.lookup(ids))
-        if not self._pending:
-            self._series = LookupSeries()
-        lookup = self.shards.lookup(ids, series=self._series)
+        lookup = self.shards.lookup(ids, series=self._current_series())
         if self._prefetch_rows or rows_ahead:
             lookup.fetch()
         late = LateTensors(names, lambda: make(lookup))
@@ -155,6 +149,14 @@ class MonolithTables:
         if len(self._pending) > ahead:
             self._pending.popleft().fetch()
         return late
+
+    def _current_series(self) -> LookupSeries:
+        """Return the series of lookups in progress; a new one if there are none, the same on all ranks."""
+        while self._pending and self._pending[0].is_fetched:
+            self._pending.popleft()
+        if not self._pending:
+            self._series = LookupSeries()
+        return self._series
 
     def as_op(self, name: str | None = None) -> Self:
         """Return this object: a call has taken effect when it returns."""
@@ -343,7 +345,7 @@ class DistributedMultiTypeHashTableMpi(MonolithSlotTables):
         try:
             pack = self._check_pack(slot_to_id, early_reorder_indicies_res_pack)
         except Exception as error:  # the other ranks look up
-            self.shards.fail(error, series=self._series if self._ahead else None)
+            self.shards.fail(error, series=self._current_series() if self._ahead else None)
         summaries = {
             "all_fids_size": sum(ids.numel() for ids in pack.ids),
             "shard_sizes": pack.shard_sizes,
