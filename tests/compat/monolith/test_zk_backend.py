@@ -386,5 +386,7 @@ class Backend:
 def test_any_object_with_targets_is_a_backend() -> None:
     found = ClientConfig.FromString(refresh_sync_config(Backend(), 0))  # type: ignore[arg-type]
     assert (found.model_name, found.targets_extra_info[0].replica_id) == ("m:ps_0", 3)
+    with pytest.raises(InputError, match="refresh_sync_config: ps_index"):
+        refresh_sync_config(Backend(), -1)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="sync_backend must have get_sync_targets, got int"):
         refresh_sync_config(3, 0)  # type: ignore[arg-type]
