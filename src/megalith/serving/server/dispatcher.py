@@ -192,6 +192,7 @@ class Dispatcher:
         self.typed_outputs = not config.tensor_content
         self.memory = MallocTrimmer()
         self.access_log = None if config.access_log is None else AccessLog(config.access_log)
+        self.requires_token = config.security.requires_token
         self._security = config.security
         self._max_concurrent = config.max_concurrent
         self._readers = WorkerThreads(READ_THREADS, "read")
@@ -208,7 +209,7 @@ class Dispatcher:
         return not self._leaving and any(model.available for model in self.repository.models)
 
     def permit(self, authorization: str | bytes | None, permission: Permission) -> None:
-        if not self._security.requires_token or self._security.permits(authorization, permission):
+        if not self.requires_token or self._security.permits(authorization, permission):
             return
         known = self._security.admits(authorization)
         text = (

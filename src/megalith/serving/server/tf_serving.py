@@ -251,6 +251,8 @@ class TFService:
         return serialize(model_status(self._dispatcher, spec.name, version_of(spec)))
 
     def _permit(self, signature: str, context: Any) -> None:
+        if not self._dispatcher.requires_token:
+            return
         permission = Permission.READ
         if signature in (LOOKUP, RAW_LOOKUP):
             permission = Permission.LOOKUP
