@@ -53,7 +53,7 @@ native-module: $(VENV)/build-tools
 	$(BIN)/cmake -S . -B build/native-module -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython_EXECUTABLE=$$(command -v $(NATIVE_PYTHON))
 	$(BIN)/cmake --build build/native-module
-	cp build/native-module/_native.*.so src/megalith/
+	cp build/native-module/native/_native.*.so src/megalith/
 
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/table_gpu.py $(GPU_OPTIONS)

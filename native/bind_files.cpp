@@ -26,12 +26,12 @@ namespace megalith {
 namespace {
 
 using PieceTuple = std::tuple<uint64_t, int64_t, int64_t>;
-using SegmentTuple = std::tuple<uint64_t, bool, std::vector<PieceTuple>>;
-using LayoutTuple = std::tuple<int64_t, int64_t, bool, bool, std::vector<SegmentTuple>>;
+using FileSegment = std::tuple<uint64_t, bool, std::vector<PieceTuple>>;
+using LayoutTuple = std::tuple<int64_t, int64_t, bool, bool, std::vector<FileSegment>>;
 
 EntryLayout make_layout(const LayoutTuple& tuple) {
   EntryLayout layout;
-  std::vector<SegmentTuple> segments;
+  std::vector<FileSegment> segments;
   std::tie(layout.dim, layout.width, layout.reads_state, layout.needs_state, segments) = tuple;
   require(layout.dim >= 1 && layout.width >= layout.dim, "layout: bad dim or width");
   for (const auto& [kind, may_be_empty, pieces] : segments) {

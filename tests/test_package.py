@@ -18,7 +18,7 @@ def run(*command: str, cwd: Path = ROOT) -> str:
 
 def objects() -> dict[str, Path]:
     """The compiled files behind the installed module, by source name."""
-    found = {path.name: path for path in (ROOT / "build").glob("cp*/CMakeFiles/*.dir/native/*.o")}
+    found = {path.name: path for path in (ROOT / "build").glob("cp*/native/CMakeFiles/*.dir/**/*.o")}
     assert found, "no build found: run `make test`, or pip install --no-build-isolation -e ."
     return found
 
