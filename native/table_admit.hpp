@@ -59,9 +59,16 @@ inline int64_t Table::admit(const Update& u, int32_t* rows, int64_t missing, int
   return admitted;
 }
 
+// Ids that are counted already come first: which ones a new id displaces does not depend on their order in the call.
 inline void Table::record_refused() {
+  if (options_.min_count)
+    for (Refused& r : refused_now_)
+      if (counts_.count(r.id)) {
+        counts_.add(r.id, r.occurrences);
+        r.occurrences = 0;
+      }
   for (const Refused& r : refused_now_) {
-    if (options_.min_count) counts_.add(r.id, r.occurrences);
+    if (options_.min_count && r.occurrences) counts_.add(r.id, r.occurrences);
     refused_.add(r.id);
   }
   counters_.refused += static_cast<int64_t>(refused_now_.size());

@@ -42,7 +42,7 @@ TESTS: dict[str, list[str]] = {
 }
 ENGINE_TESTS = ["tests/table/engines"]
 MEMORY_CHECK = "tests/table/engines/gpu_memory_check.py"
-MEMORY_CASES = ("plain", "segments", "zeros", "atomic", "host_tier", "collection", "mixed_dims")
+MEMORY_CASES = ("plain", "policies", "segments", "zeros", "atomic", "host_tier", "collection", "mixed_dims")
 TAIL = 6000
 
 

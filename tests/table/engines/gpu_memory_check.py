@@ -14,12 +14,14 @@ from megalith import (
     SGD,
     Adagrad,
     Adam,
+    Capacity,
     EmbeddingCollection,
     Feature,
     FirstN,
     Layout,
     LocalShards,
     Mean,
+    MinCount,
     Ragged,
     Segment,
     Slice,
@@ -34,6 +36,9 @@ TABLES = {
     "segments": TableConfig("t", segments=SEGMENTS),
     "zeros": TableConfig("t", dim=8, optimizer=SGD(0.1), missing="zeros"),
     "atomic": TableConfig("t", segments=SEGMENTS, deterministic=False),
+    "policies": TableConfig(
+        "t", dim=5, optimizer=SGD(0.1), admission=MinCount(2), eviction=Capacity(rows=700, score="lfu")
+    ),
     "host_tier": TableConfig("t", dim=8, optimizer=SGD(0.1), device_bytes=4096),
 }
 

@@ -89,8 +89,8 @@ class AdmissionState:
         return admitted
 
     def refuse(self, seen: list[tuple[int, int]]) -> None:
-        """Record refused ids."""
-        for id, occurrences in seen:
+        """Record refused ids. Which ones a new id displaces does not depend on their order in the call."""
+        for id, occurrences in sorted(seen, key=lambda pair: pair[0] not in self.counts):
             if isinstance(self._policy, MinCount):
                 self.count(id, occurrences)
             self.refusals += 1

@@ -1,166 +1,153 @@
 """The policies of the cuda engine: which new ids get a row, and which rows are removed for them.
 
-Decisions are those of the other engines. A `Capacity` with a named score is kept by kernels (see
-victim_kernels.py): the host does not learn how many rows an update removes, and takes their ids from a ring
-on the device when somebody asks for them or the ring may be full. Ids without a row are counted on the host,
-by the classes of reference_policies.py, so an update of a table with an admission policy waits for the
-device; so does one of a full table whose score is a function, or that has none.
+Decisions are those of the other engines. Kernels admit ids (admission_kernels.py) and keep a `Capacity` with
+a named score (victim_kernels.py), so the host does not learn how many rows an update creates and removes.
+They write removed and refused ids to rings on the device. The host takes them when somebody asks, or when a
+ring may be full. Only these updates wait for the device: of a full table whose score is a function, or that
+has none; of one that counts `MinCount.max_ids` ids; and with more ids than a full table may have rows.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megalith.errors import TableFullError
-from megalith.table.engines.cuda.device_functions import CREATED, EVICTED
+from megalith.table.engines.cuda.device_functions import COUNTED, CREATED, EVICTED, REFUSED
 from megalith.table.engines.cuda.streams import retire
 from megalith.table.engines.reference_policies import AdmissionState, IdLog
 from megalith.table.engines.shard_capacity import make_room
+from megalith.table.policies import MinCount
 from megalith.table.table_data import RowCounters
 
 if TYPE_CHECKING:
     from megalith.table.engines.cuda.engine import CudaEngine
 
-
-class AdmissionPlan(NamedTuple):
-    """What an update will do with ids that have no row."""
-
-    wanted: Tensor  # int8 [n], 0 for occurrences of refused ids and those that were not wanted before
-    admitted: int  # Number of new ids
-    new: Tensor  # The new ids, on the device
-    refused: list[tuple[int, int]]  # Pairs of a refused id and the number of its occurrences
+LAST_NUMBER = 1 << 30  # Numbers of counted ids start again after this one, if there are not as many
 
 
 class CudaPolicies:
     def __init__(self, engine: CudaEngine) -> None:
         self._engine = engine
-        config = engine.config
-        self._by_host = config.capacity is not None and not engine.table.row_limit
-        # Whether updates ask the host, which waits for the device.
-        self.active = config.admission is not None or self._by_host
-        limits = engine.limits
-        self.admission = AdmissionState(
-            config.admission, engine.table.key, limits.counted_ids, limits.log_ids
-        )
-        self.evicted_log = IdLog(limits.log_ids)
+        config, limits = engine.config, engine.limits
+        # Whether the host removes rows, or raises, if there are too many.
+        self.by_host = config.capacity is not None and not engine.table.row_limit
+        self.evicted_log, self.refused_log = IdLog(limits.log_ids), IdLog(limits.log_ids)
         self.removed = 0
         self._evicted = 0  # by the host
-        self._collected = 0  # of the ids that kernels removed
+        self._dropped = 0
+        self._taken = [0, 0]  # removed and refused ids that were taken from the rings
+        self._numbers_left = LAST_NUMBER
 
-    def set_key(self, key: int) -> None:
-        self.admission.set_key(key)
+    # ---- decisions of the host
 
-    def forget(self) -> None:
-        """Drop the counts of ids without a row, after `clear`."""
-        self.admission.counts.clear()
-
-    def count(self, ids: list[int], counts: list[int]) -> None:
-        for id, number in zip(ids, counts, strict=True):
-            self.admission.count(id, number)
-
-    def created(self, ids: Tensor) -> None:
-        """Note that ids got a row, so they are no longer counted."""
-        # ids: int64 [n].
-        if self.admission.counts:
-            for id in ids.tolist():
-                self.admission.counts.pop(id, None)
-
-    def plan(
-        self, ids: Tensor, wanted: Tensor | None, occurrences: Tensor | None, step: int
-    ) -> AdmissionPlan:
-        """Decide which ids of an update get a row. Changes nothing."""
-        # ids: int64 [n]; wanted: int8 [n], which occurrences count; occurrences: number of occurrences that
-        # each id stands for, int64 [n].
+    def admits(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
+        """Return which ids without a row an update would admit, bool [n]. Waits for the device."""
+        # ids: int64 [n], distinct; seen: number of occurrences of each, int64 [n].
         engine = self._engine
-        taken = torch.ones_like(ids, dtype=torch.int8) if wanted is None else wanted.clone()
-        rows = engine.group.find(ids, [ids.numel()]).rows
-        missing = ((rows < 0) & (taken != 0)).nonzero()[:, 0]
-        distinct, where = first_occurrences(ids[missing])
-        if engine.config.admission is None:
-            return AdmissionPlan(taken, distinct.numel(), distinct, [])
-        each = torch.ones_like(missing) if occurrences is None else occurrences.to(ids.device)[missing]
-        seen = torch.zeros_like(distinct).index_add_(0, where, each)
-        admitted = self.admission.admits(distinct.cpu(), seen.cpu(), step).to(ids.device)
-        taken[missing] = admitted[where].to(torch.int8)
-        refused = list(zip(distinct[~admitted].tolist(), seen[~admitted].tolist(), strict=True))
-        return AdmissionPlan(taken, int(admitted.sum()), distinct[admitted], refused)
+        state = AdmissionState(engine.config.admission, engine.table.key, engine.limits.counted_ids, 1)
+        if engine.config.admission is not None:
+            state.counts = dict(zip(*(column.tolist() for column in engine.pending()), strict=True))
+        return state.admits(ids.cpu(), seen.cpu(), step).to(engine.device)
 
-    def apply(self, plan: AdmissionPlan, ids: Tensor) -> None:
-        """Make room for the new ids of a plan, and record the refused ones."""
-        # ids: int64 [n], all ids of the call.
-        self.make_place(plan.admitted, ids)
-        self.created(plan.new)
-        self.admission.refuse(plan.refused)  # after the counts of the created ids made room
-
-    def admit(self, ids: Tensor, wanted: Tensor | None, occurrences: Tensor | None, step: int) -> Tensor:
-        """Decide which ids of an update get a row, and make room for them."""
-        # returns: int8 [n], 0 for occurrences that have no effect.
-        if not self.active:
-            return torch.ones_like(ids, dtype=torch.int8) if wanted is None else wanted
-        plan = self.plan(ids, wanted, occurrences, step)
-        self.apply(plan, ids)
-        return plan.wanted
-
-    def make_place(self, new: int, call: Tensor) -> bool:
+    def make_room(
+        self, ids: Tensor, wanted: Tensor | None = None, seen: Tensor | None = None, step: int | None = None
+    ) -> None:
         """Remove rows so that new ids fit, none that belongs to the call; kernels do so for named scores."""
-        # call: int64 [n], all ids of the call.
+        # ids: int64 [n], all ids of the call; wanted: int8 [n], which of them count; seen: int64 [n], how
+        # many each stands for; step: of an update, None for calls that admit all ids.
         engine = self._engine
         capacity, limit = engine.config.capacity, engine.row_limit
-        if capacity is None or limit is None or not new or engine.most_rows + new <= limit:
-            return False
-        epoch = engine.epoch
+        if capacity is None or limit is None or not ids.numel() or engine.most_rows + ids.numel() <= limit:
+            return
+        if not self.by_host and ids.numel() <= limit:
+            return
+        found = engine.group.find(ids, [ids.numel()]).rows
+        missing = found < 0 if wanted is None else (found < 0) & (wanted != 0)
+        distinct, where = first_occurrences(ids[missing])
+        new = distinct.numel()
+        if step is not None and new and engine.config.admission is not None:
+            each = torch.ones_like(where) if seen is None else seen.to(ids.device)[missing]
+            total = torch.zeros_like(distinct).index_add_(0, where, each)
+            new = int(self.admits(distinct, total, step).sum())
         need = len(engine) + new - limit
-        if need > 0 and callable(capacity.score):
-            make_room(engine, call.cpu(), new)
+        if not new or need <= 0:
+            return
+        if callable(capacity.score):
+            make_room(engine, ids.cpu(), new)
             need = len(engine) + new - limit
-        kept = 0
-        if need > 0 and not self._by_host:
-            found = engine.group.find(call, [call.numel()]).rows
-            kept = torch.unique(found[found >= 0]).numel()
-        if need > 0 and (self._by_host or len(engine) - kept < need):
+        kept = torch.unique(found[found >= 0]).numel()
+        if need > 0 and (self.by_host or len(engine) - kept < need):
             raise TableFullError(
                 f"table {engine.name!r} holds {len(engine)} rows and needs {new} more, but its Capacity is "
                 f"{limit} rows"
             )
-        return engine.epoch != epoch
 
-    # ---- the ids that kernels removed
+    # ---- before and after launches
 
-    def expect_evictions(self, n: int) -> None:
-        """Prepare for launches that may remove up to n rows; after room was made for as many."""
+    def expect(self, n: int) -> None:
+        """Prepare for launches that may remove or refuse up to n ids; after room was made for as many."""
         engine, table = self._engine, self._engine.table
-        if not table.row_limit or table.most_rows <= table.row_limit:
-            return
-        engine.advance_epoch()
-        room, ring = self.admission.refused.most, table.evicted_log
-        if table.most_evicted - self._collected <= ring.numel():
-            return
-        if engine.consumers or ring.numel() < room:  # otherwise only the latest ids are needed
+        known_at = table.known_at
+        if table.row_limit and table.most_rows > table.row_limit:
+            engine.advance_epoch()
+            if table.most_evicted - self._taken[0] > table.evicted_log.numel():
+                table.evicted_log = self._larger(table.evicted_log, n, everything=engine.consumers)
+        if table.admits:
+            if table.most_refused - self._taken[1] > table.refused_log.numel():
+                table.refused_log = self._larger(table.refused_log, n, everything=False)
+            self._numbers_left -= n
+            if self._numbers_left < 0:
+                table.set_counted(*self._pending())
+                self._numbers_left = LAST_NUMBER - table.most_counted
+        if table.known_at != known_at:
+            table.ensure_room(n)  # the rows were counted, and the bound has lost those of this call
+
+    def _larger(self, ring: Tensor, n: int, *, everything: bool) -> Tensor:
+        """Return a ring in which the ids of some more calls fit; without `everything` the latest suffice."""
+        table, most = self._engine.table, self.evicted_log.most
+        room = min(most, max(n, 4 * ring.numel()))
+        if everything or ring.numel() < room:
             self.collect()
-        most = max(n, 8 * n if engine.consumers else 0, min(room, 4 * ring.numel()))
-        if ring.numel() < most:
-            self.collect()
-            retire(ring)
-            table.evicted_log = torch.empty(most, dtype=torch.int64, device=engine.device)
-            table.changed()
+        if everything:
+            room = max(room, 8 * n)
+        if room <= ring.numel():
+            return ring
+        retire(ring)
+        table.changed()
+        return torch.empty(room, dtype=torch.int64, device=ring.device)
+
+    def limit_counted(self) -> None:
+        """Drop the ids that were counted first, beyond those that may be counted; after the launches."""
+        table, most = self._engine.table, self._engine.limits.counted_ids
+        if not most or table.most_counted <= most:
+            return
+        excess = table.read_counters()[COUNTED.value] - most
+        if excess > 0:
+            table.drop_counted(table.counted_ids()[0][:excess].contiguous())
+            self._dropped += excess
 
     def collect(self) -> None:
-        """Take the ids that kernels removed. Waits for the device."""
+        """Take the ids that kernels removed and refused. Waits for the device."""
         engine, table = self._engine, self._engine.table
-        if not table.row_limit:
+        if not table.row_limit and not table.admits:
             return
-        total, ring = table.read_counters()[EVICTED.value], table.evicted_log
-        count = min(total - self._collected, ring.numel())
-        if count:
-            places = torch.arange(total - count, total, device=engine.device) % ring.numel()
-            ids = ring[places].cpu()
-            self.evicted_log.lost += total - self._collected - count
-            self.evicted_log.add(ids.tolist())
-            engine.note_removed(ids)
-        self._collected = total
+        values = table.read_counters()
+        rings = (table.evicted_log, self.evicted_log), (table.refused_log, self.refused_log)
+        for k, ((ring, log), total) in enumerate(
+            zip(rings, (values[EVICTED.value], values[REFUSED.value]), strict=True)
+        ):
+            count = min(total - self._taken[k], ring.numel())
+            if count:
+                places = torch.arange(total - count, total, device=engine.device) % ring.numel()
+                ids = ring[places].cpu()
+                log.lost += total - self._taken[k] - count
+                log.add(ids.tolist())
+                if k == 0:
+                    engine.note_removed(ids)
+            self._taken[k] = total
 
     def evict(self, ids: Tensor) -> None:
         """Log ids that the host removed, int64 [n] on the CPU."""
@@ -168,26 +155,54 @@ class CudaPolicies:
         self._evicted += ids.numel()
         self.evicted_log.add(ids.tolist())
 
+    # ---- counts of ids without a row
+
+    def _pending(self) -> tuple[Tensor, Tensor]:
+        ids, values = self._engine.table.counted_ids()
+        return ids, (-2 - values) & 0xFFFFFFFF
+
+    def pending(self) -> tuple[Tensor, Tensor]:
+        if not isinstance(self._engine.config.admission, MinCount):
+            none = torch.empty(0, dtype=torch.int64, device="cpu")
+            return none, none
+        ids, counts = self._pending()
+        return ids.cpu(), counts.cpu()
+
+    def count(self, ids: Tensor, counts: Tensor) -> None:
+        """Add counts of ids without a row, int64 [n] each."""
+        engine = self._engine
+        if isinstance(engine.config.admission, MinCount):
+            state = AdmissionState(engine.config.admission, 0, engine.limits.counted_ids, 1)
+            state.counts = dict(zip(*(column.tolist() for column in self.pending()), strict=True))
+            for id, number in zip(ids.tolist(), counts.tolist(), strict=True):
+                state.count(id, number)
+            self._dropped += state.dropped
+            columns = list(state.counts), list(state.counts.values())
+            engine.table.set_counted(
+                *(torch.tensor(x, dtype=torch.int64, device=engine.device) for x in columns)
+            )
+
     def counters(self, values: list[int]) -> RowCounters:
         # values: the counters of the table.
-        state = self.admission
-        unread = values[EVICTED.value] - self._collected
+        evicted, refused = values[EVICTED.value], values[REFUSED.value]
         return RowCounters(
             created=values[CREATED.value],
             removed=self.removed,
-            evicted=self._evicted + values[EVICTED.value],
-            refused=state.refusals,
-            pending=len(state.counts),
-            pending_dropped=state.dropped,
-            log_lost=state.refused.lost + self.evicted_log.lost_with(unread),
+            evicted=self._evicted + evicted,
+            refused=refused,
+            pending=values[COUNTED.value],
+            pending_dropped=self._dropped,
+            log_lost=self.evicted_log.lost_with(evicted - self._taken[0])
+            + self.refused_log.lost_with(refused - self._taken[1]),
         )
 
     def memory(self) -> int:
-        """Return the bytes of counts, logs and candidates, with 100 bytes for a counted id."""
+        """Return the bytes of logs and candidates; counted ids are in the index."""
         search, table = self._engine.score_search, self._engine.table
-        logs = 8 * (len(self.evicted_log) + len(self.admission.refused))
+        logs = 8 * (len(self.evicted_log) + len(self.refused_log))
         logs += 8 * table.evicted_log.numel() if table.row_limit else 0
-        return 100 * len(self.admission.counts) + logs + (0 if search is None else search.bytes)
+        logs += 8 * table.refused_log.numel() if table.admits else 0
+        return logs + (0 if search is None else search.bytes)
 
 
 def first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:

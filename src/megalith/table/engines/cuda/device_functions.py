@@ -32,14 +32,19 @@ STAMPS = tl.constexpr(14)  # int8 per row: the number of the last call with evic
 SEARCH = tl.constexpr(15)  # int64 [4], the position of the search for low scores
 EVICTED_LOG = tl.constexpr(16)  # int64, a ring of the ids that kernels removed
 EVICTED_ROOM = tl.constexpr(17)  # number of ids of the ring
+# Its admission policy; see admission_kernels.py.
+ADMISSION = tl.constexpr(18)  # 0 none, 1 MinCount, 2 Probability
+ADMISSION_LEVEL = tl.constexpr(19)  # the count that admits an id; the limit of its random bits
+REFUSED_LOG = tl.constexpr(20)  # int64, a ring of the refused ids
+REFUSED_ROOM = tl.constexpr(21)  # number of ids of the ring
 # The layout of its rows; see row_layout.py.
-ROW_SHIFT = tl.constexpr(18)
-ROW_STRIDE = tl.constexpr(19)
-ROW_HEADER = tl.constexpr(20)
-ROW_DIM = tl.constexpr(21)
-ROW_STATE_OFFSET = tl.constexpr(22)
-ROW_STATES = tl.constexpr(23)
-SEGMENTS = tl.constexpr(24)
+ROW_SHIFT = tl.constexpr(22)
+ROW_STRIDE = tl.constexpr(23)
+ROW_HEADER = tl.constexpr(24)
+ROW_DIM = tl.constexpr(25)
+ROW_STATE_OFFSET = tl.constexpr(26)
+ROW_STATES = tl.constexpr(27)
+SEGMENTS = tl.constexpr(28)
 SEGMENT_FIELDS = tl.constexpr(8)
 # Fields of a segment: the initializer (kind, a, b), columns (first, end, number), offset and state.
 SEGMENT_START = tl.constexpr(3)
@@ -62,7 +67,10 @@ REMOVED_SLOTS = tl.constexpr(4)  # slots of removed ids in the index
 EVICTED = tl.constexpr(5)  # ids that kernels removed to make room
 CALLS = tl.constexpr(6)  # calls that made room
 PROTECTED = tl.constexpr(7)  # rows that the latest of these calls keeps, if they were counted
-NUM_COUNTERS = tl.constexpr(8)
+REFUSED = tl.constexpr(8)  # refused ids
+COUNTED = tl.constexpr(9)  # ids without a row that are counted
+SEQUENCE = tl.constexpr(10)  # the number of the next id that is counted
+NUM_COUNTERS = tl.constexpr(11)
 
 # What a call changes in a table, int64 each: new rows, and what there was before it.
 NEW_ROWS = tl.constexpr(0)
@@ -71,7 +79,11 @@ USED_ROWS = tl.constexpr(2)
 VICTIMS = tl.constexpr(3)  # rows that the call removes
 EVICTED_BEFORE = tl.constexpr(4)
 SLOTS_BEFORE = tl.constexpr(5)  # REMOVED_SLOTS
-CALL_COUNTERS = tl.constexpr(6)
+REFUSED_IDS = tl.constexpr(6)  # ids that the call refuses
+REFUSED_BEFORE = tl.constexpr(7)
+SEQUENCE_BEFORE = tl.constexpr(8)
+COUNTED_AFTER = tl.constexpr(9)
+CALL_COUNTERS = tl.constexpr(10)
 
 SPAN_FIELDS = tl.constexpr(3)
 """Fields of a table's span: first position, end, and first float of its rows in a matrix of the rows of all

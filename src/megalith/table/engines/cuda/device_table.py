@@ -11,6 +11,7 @@ to a ring, from which `CudaPolicies` takes them.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,19 +20,24 @@ from megalith.errors import TableFullError
 from megalith.table.config import TableConfig
 from megalith.table.engines.cuda import device_functions, index_kernels, row_kernels
 from megalith.table.engines.cuda.device_functions import (
+    COUNTED,
     EMPTY,
     EVICTED,
     LIVE,
     NUM_FREE,
+    REFUSED,
+    REMOVED,
     REMOVED_SLOTS,
     RUN_FIELDS,
     SEGMENT_FIELDS,
     SEGMENTS,
+    SEQUENCE,
     USED,
 )
 from megalith.table.engines.cuda.row_layout import RowLayout
 from megalith.table.engines.cuda.streams import retire
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC
+from megalith.table.policies import MinCount, Probability
 from megalith.table.table_data import Chunk
 
 MIN_SLOTS = 16
@@ -42,6 +48,8 @@ BLOCK = 1024 if INTERPRETED else 256
 WARPS = 4
 FLAGS = 12
 NUM_COUNTERS: int = device_functions.NUM_COUNTERS.value
+BOUNDED: list[int] = [x.value for x in (REMOVED_SLOTS, EVICTED, REFUSED, COUNTED)]
+"""Counters for which the host keeps an upper bound, besides the number of rows."""
 SCORES = ("lru", "lfu", "step")
 FIRST_SEARCH = (0, 0, 1, 2**63 - 1)
 """The state of a search for low scores that has not begun; see victim_kernels.py."""
@@ -91,9 +99,14 @@ class DeviceTable:
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
         self._chunks: list[Tensor] = []
         self.entries = self.chunk_table = self.free = self.stamps = self.search = self.counters
-        self.evicted_log = torch.empty(
-            FIRST_LOG if self.row_limit else 1, dtype=torch.int64, device=device
-        )  # of `CudaPolicies`
+        self._admission, self._level = 0, 0
+        if isinstance(config.admission, MinCount):
+            self._admission, self._level = 1, config.admission.n
+        elif isinstance(config.admission, Probability):
+            self._admission, self._level = 2, config.admission.limit
+        # Of `CudaPolicies`
+        self.evicted_log = torch.empty(FIRST_LOG if self.row_limit else 1, dtype=torch.int64, device=device)
+        self.refused_log = torch.empty(FIRST_LOG if self.admits else 1, dtype=torch.int64, device=device)
         self.state_values = torch.tensor(initial or [0.0], dtype=torch.float32, device=device)
         self.empty()
 
@@ -108,12 +121,17 @@ class DeviceTable:
         self._chunks = []
         self.chunk_table = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.counters[: NUM_FREE.value + 1] = 0
-        self.counters[REMOVED_SLOTS.value] = 0
+        self.counters[REMOVED_SLOTS.value] = self.counters[COUNTED.value] = 0
         self.free = torch.empty(1, dtype=torch.int32, device=self.device)
         self.stamps = torch.zeros(1, dtype=torch.int8, device=self.device)
         self.search = torch.tensor(FIRST_SEARCH, dtype=torch.int64, device=self.device)
         self.read_counters()
         self.changed()
+
+    @property
+    def admits(self) -> bool:
+        """Whether kernels apply an admission policy."""
+        return self._admission > 0
 
     # ---- sizes
 
@@ -134,8 +152,7 @@ class DeviceTable:
     def read_counters(self) -> list[int]:
         """Wait for the device and return the counters; see device_functions.py."""
         values: list[int] = self.counters.tolist()
-        rows, free = values[USED.value], values[NUM_FREE.value]
-        self.know(rows, free, values[REMOVED_SLOTS.value], values[EVICTED.value], self.requested)
+        self.know(values[USED.value] - values[NUM_FREE.value], [values[k] for k in BOUNDED], self.requested)
         return values
 
     def read_size(self) -> tuple[int, int]:
@@ -143,15 +160,15 @@ class DeviceTable:
         values = self.read_counters()
         return values[USED.value], values[NUM_FREE.value]
 
-    def know(self, used: int, free: int, removed_slots: int, evicted: int, requested: int) -> None:
+    def know(self, rows: int, bounded: Sequence[int], requested: int) -> None:
         """Take numbers that the device had when `requested` rows had been asked for."""
-        self._live, self.known_at = used - free, requested
-        self._removed_slots, self._evicted = removed_slots, evicted
+        self._live, self.known_at = rows, requested
+        self._removed_slots, self._evicted, self._refused, self._counted = bounded
         self._count_room()
 
     def _count_room(self) -> None:
         """Find how many more rows calls may ask for. New rows take the places of removed ones first."""
-        most = self.slot_limit - self._removed_slots
+        most = self.slot_limit - self._removed_slots - self._counted
         if not self.row_limit or self.row_capacity < self.row_limit:
             most = min(most, self.row_capacity)
         self.room = most - self.most_rows
@@ -165,6 +182,16 @@ class DeviceTable:
     def most_evicted(self) -> int:
         """The largest number of rows that kernels may have removed."""
         return self._evicted + self.requested - self.known_at
+
+    @property
+    def most_refused(self) -> int:
+        """The largest number of ids that kernels may have refused."""
+        return self._refused + self.requested - self.known_at
+
+    @property
+    def most_counted(self) -> int:
+        """The largest number of ids without a row that may be counted."""
+        return self._counted + self.requested - self.known_at
 
     def changed(self) -> None:
         self.version += 1
@@ -185,16 +212,16 @@ class DeviceTable:
         # Reports of the device come some calls later: room for several calls avoids waiting for it.
         most = max(AHEAD_BYTES // self.layout.stride, self.row_capacity // 8)
         ahead = n * max(1, min(CALLS_AHEAD, most // n))
-        if used - free + self._removed_slots + ahead > self.slot_limit:
-            self._rehash(used - free + ahead)
+        if used - free + self._counted + self._removed_slots + ahead > self.slot_limit:
+            self._rehash(used - free + self._counted + ahead)
         most = self.row_limit or MAX_ROWS
         if min(most, used + max(0, ahead - free)) > self.row_capacity:
             self._add_chunks(min(most, used + max(0, ahead - free)), min(most, used + max(0, n - free)))
 
     def reserve(self, n: int) -> None:
         self.read_counters()
-        if n > self.slot_limit - self._removed_slots:
-            self._rehash(n)
+        if n + self._counted > self.slot_limit - self._removed_slots:
+            self._rehash(n + self._counted)
         if n > self.row_capacity:
             self._add_chunks(n)
 
@@ -227,17 +254,58 @@ class DeviceTable:
         self.read_counters()
 
     def rebuild_index(self, ids: Tensor, rows: Tensor) -> None:
-        """Replace the index by one that holds exactly these rows."""
+        """Replace the index by one that holds these rows and the ids that are counted."""
         # ids: int64 [n], distinct; rows: int32 [n].
+        if self.admits:
+            counted, values = self.counted_ids()
+            ids, rows = torch.cat([ids, counted]), torch.cat([rows.long(), values])
         slots = MIN_SLOTS
         while slots * 5 // 8 < ids.numel():
             slots *= 2
         entries = self._new_entries(slots)
-        if ids.numel():
-            index_kernels.insert_rows[grid(ids.numel(), BLOCK)](
-                entries, slots - 1, ids, rows, ids.numel(), BLOCK=BLOCK, num_warps=WARPS * 2
-            )
+        self._insert(entries, slots, ids, rows)
         self._replace_index(entries, slots)
+
+    def _insert(self, entries: Tensor, slots: int, ids: Tensor, values: Tensor) -> None:
+        n = ids.numel()
+        if n:
+            index_kernels.insert_rows[grid(n, BLOCK)](
+                entries, slots - 1, ids, values.long(), n, BLOCK=BLOCK, num_warps=WARPS * 2
+            )
+
+    # ---- ids without a row
+
+    def counted_ids(self) -> tuple[Tensor, Tensor]:
+        """Return the counted ids and their values, int64 each, in the order in which they were counted."""
+        entries = self.entries.view(-1, 2)
+        slots = (entries[:, 1] < -1).nonzero()[:, 0]
+        ids, values = entries[slots].unbind(1)
+        for slot, id in ((self.slots, EMPTY.value), (self.slots + 1, REMOVED.value)):
+            ids = torch.where(slots == slot, id, ids)
+        order = values.argsort(descending=True)
+        return ids[order], values[order]
+
+    def drop_counted(self, ids: Tensor) -> None:
+        """Forget counted ids, int64 [n], distinct."""
+        n = ids.numel()
+        if n:
+            index_kernels.remove_ids[grid(n, BLOCK)](
+                self.entries, self.slots - 1, ids, n, BLOCK=BLOCK, num_warps=WARPS
+            )
+            self.counters[COUNTED.value] -= n
+            self.counters[REMOVED_SLOTS.value] += n
+            self.read_counters()
+
+    def set_counted(self, ids: Tensor, counts: Tensor) -> None:
+        """Replace the counted ids. They have no row."""
+        # ids, counts: int64 [n], in the order in which they were counted.
+        n = ids.numel()
+        self.drop_counted(self.counted_ids()[0])
+        self.ensure_room(n)
+        numbers = torch.arange(n, dtype=torch.int64, device=self.device)
+        self._insert(self.entries, self.slots, ids, -2 - ((numbers << 32) | counts))
+        self.counters[COUNTED.value] = self.counters[SEQUENCE.value] = n
+        self.read_counters()
 
     def remove(self, ids: Tensor, rows: Tensor) -> None:
         # ids: int64 [n], distinct ids that have a row; rows: their rows, int32 [n].
@@ -437,6 +505,10 @@ class DeviceTable:
             self.search.data_ptr(),
             self.evicted_log.data_ptr(),
             self.evicted_log.numel(),
+            self._admission,
+            self._level,
+            self.refused_log.data_ptr(),
+            self.refused_log.numel(),
             layout.shift,
             layout.stride,
             layout.header,

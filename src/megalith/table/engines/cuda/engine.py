@@ -30,7 +30,13 @@ from megalith.table.engines.cuda.device_functions import SKIPPED
 from megalith.table.engines.cuda.device_table import COUNT, FLAGS, STEP, TIME, DeviceTable, write_chunk
 from megalith.table.engines.cuda.graphs import FoundTogether
 from megalith.table.engines.cuda.host_tier import HostTier
-from megalith.table.engines.cuda.launch_group import JoinedRows, LaunchGroup, RowSearch, assign_in_order
+from megalith.table.engines.cuda.launch_group import (
+    AdmissionCall,
+    JoinedRows,
+    LaunchGroup,
+    RowSearch,
+    assign_in_order,
+)
 from megalith.table.engines.cuda.pooling_plans import PlannedPooling, PoolingPlans, TableKind
 from megalith.table.engines.cuda.row_layout import CHUNK_BYTES, RowLayout
 from megalith.table.engines.cuda.streamed_snapshot import StreamedSnapshot, flag_rows
@@ -322,7 +328,6 @@ class CudaEngine(Engine):
             self.seed = seed
             self._key = self.table.key = table_key(seed, self.name)
             self.table.changed()
-            self.policies.set_key(self._key)
 
     # ---- rows
 
@@ -330,13 +335,8 @@ class CudaEngine(Engine):
         """Find the rows of ids, create missing ones, and make room for them if the table has a capacity."""
         # ids: int64 [n] on the device; fresh: int8 [n] of zeros; returns: int32 [n].
         sizes = [ids.numel()]
+        self.policies.make_room(ids)
         found = self.group.find(ids, sizes)
-        beyond = self.row_limit is not None and self.most_rows + ids.numel() > self.row_limit
-        if ids.numel() and (self.policies.active or beyond):
-            missing = first_occurrences(ids[found.rows < 0])[0]
-            if self.policies.make_place(missing.numel(), ids):
-                found = self.group.find(ids, sizes)
-            self.policies.created(missing)
         self.save_rows(found.rows)
         slots = self.create(ids, found, fresh=fresh)
         self.group.finish(slots, found, self.group.spans(sizes), keys=False)
@@ -344,15 +344,22 @@ class CudaEngine(Engine):
         return found.rows
 
     def create(
-        self, ids: Tensor, found: RowSearch, wanted: Tensor | None = None, fresh: Tensor | None = None
+        self,
+        ids: Tensor,
+        found: RowSearch,
+        wanted: Tensor | None = None,
+        fresh: Tensor | None = None,
+        decision: AdmissionCall | None = None,
     ) -> Tensor:
         """Create the rows of ids that have none; see `LaunchGroup.launch_create`."""
         sizes = [ids.numel()]
         self.group.make_room(sizes)
-        self.policies.expect_evictions(sizes[0])
+        self.policies.expect(sizes[0])
         save = None if self.open_snapshot is None else self.save_rows
-        slots = self.group.launch_create(ids, found, self.group.spans(sizes), wanted, fresh, save)
+        spans = self.group.spans(sizes)
+        slots = self.group.launch_create(ids, found, spans, wanted, fresh, save, decision)
         self.group.report()
+        self.policies.limit_counted()
         return slots
 
     def assign(self, ids: Tensor, rows: Tensor, *, add: bool, time: int) -> None:
@@ -466,7 +473,6 @@ class CudaEngine(Engine):
                 )
                 self.policies.collect()
             self.policies.removed += len(self)
-            self.policies.forget()
             self.table.empty()
             if self.tier is not None:
                 self.tier.forget()
@@ -483,7 +489,7 @@ class CudaEngine(Engine):
     def admitted(self, ids: Tensor, seen: Tensor, step: int) -> Tensor:
         with self.order:
             known = self.group.find(ids.to(self.device), [ids.numel()]).rows >= 0
-            return known | self.policies.admission.admits(ids.cpu(), seen.cpu(), step).to(self.device)
+            return known | self.policies.admits(ids, seen, step)
 
     def open_watch(self) -> int:
         with self.order:
@@ -549,20 +555,17 @@ class CudaEngine(Engine):
 
     def drain_refused(self) -> Tensor:
         with self.order:
-            return self.policies.admission.refused.take()
+            self.policies.collect()
+            return self.policies.refused_log.take()
 
     def pending(self) -> tuple[Tensor, Tensor]:
         with self.order:
-            counts = self.policies.admission.counts
-            ids, numbers = list(counts), list(counts.values())
-            return torch.tensor(ids, dtype=torch.int64, device="cpu"), torch.tensor(
-                numbers, dtype=torch.int64, device="cpu"
-            )
+            return self.policies.pending()
 
     def restore_pending(self, ids: Tensor, counts: Tensor) -> None:
         with self.order:
             absent = self.group.find(ids.to(self.device), [ids.numel()]).rows < 0
-            self.policies.count(ids.to(self.device)[absent].tolist(), counts.to(self.device)[absent].tolist())
+            self.policies.count(ids.to(self.device)[absent], counts.to(self.device)[absent])
 
     def counters(self) -> RowCounters:
         with self.order:

@@ -1,14 +1,15 @@
 """Kernels of the index: an open-addressing hash table with linear probing.
 
-A slot is two int64, a key and a value, so that one memory access reads both. The value is a row number or -1.
-Two slots after the others belong to the ids that equal the keys EMPTY and REMOVED.
+A slot is two int64, a key and a value, so that one memory access reads both. The value is a row number, -1,
+or below that for an id without a row that is counted (admission_kernels.py). Two slots after the others
+belong to the ids that equal the keys EMPTY and REMOVED.
 
 Creating rows takes several launches, because which thread claims a slot first is not deterministic and row
 numbers must be:
 
     claim_slots    each missing occurrence finds or claims the slot of its id; the value of a new slot becomes
                    PENDING - the position of its first occurrence (an atomic maximum, so any order will do)
-    count_new      number of first occurrences per block
+    count_new      number of first occurrences per block (or admission_kernels)
     number_new     prefix sum of these counts, one program per table; updates the table's counters
     (victim_kernels)  rows are removed, if the table has a capacity and the new ones do not fit
     create_rows    the first occurrences get row numbers in input order: free rows first, then unused ones
@@ -22,9 +23,12 @@ first position and its end.
 # mypy: ignore-errors
 
 from megalith.table.engines.cuda.device_functions import (
+    ADMISSION,
     BASE,
     CALL_COUNTERS,
     CALLS,
+    COUNTED,
+    COUNTED_AFTER,
     COUNTERS,
     CREATED,
     EMPTY,
@@ -44,10 +48,15 @@ from megalith.table.engines.cuda.device_functions import (
     NEW_ROWS,
     NUM_FREE,
     PROTECTED,
+    REFUSED,
+    REFUSED_BEFORE,
+    REFUSED_IDS,
     REMOVED,
     REMOVED_SLOTS,
     ROW_HEADER,
     ROW_LIMIT,
+    SEQUENCE,
+    SEQUENCE_BEFORE,
     SLOTS_BEFORE,
     SPAN_FIELDS,
     USED,
@@ -95,7 +104,7 @@ def search(tables, table, ids, at, inside, FIELDS: tl.constexpr, BLOCK: tl.const
         key = tl.load(entries + 2 * slot, mask=active, other=EMPTY)
         value = tl.load(entries + 2 * slot + 1, mask=active, other=-1)
         hit = active & ((key == id) | own)
-        row = tl.where(hit, value, row)
+        row = tl.where(hit, tl.maximum(value, -1), row)
         active = active & (key != EMPTY) & (hit == 0)
         slot = (slot + 1) & mask
     return row
@@ -135,13 +144,17 @@ def claim_slots(
     absent,
     wanted,
     slots,
+    prior,
+    older,
+    seen,
     FIELDS: tl.constexpr,
     ALL: tl.constexpr,
+    ADMITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Find or claim the slots of missing ids, whose positions are listed; others have no slot.
 
-    A few programs walk over the list.
+    A few programs walk over the list. ADMITS: prepares what admission_kernels.py needs.
     """
     table = tl.program_id(1)
     count = tl.load(missing + table)
@@ -182,7 +195,15 @@ def claim_slots(
         exists = lacks & (value >= 0) & (value < MAX_ROW)
         tl.store(rows + at, value.to(tl.int32), mask=exists)
         pending = lacks & (exists == 0)
-        tl.atomic_max(entries + 2 * slot + 1, PENDING - at, mask=pending)
+        old = tl.atomic_max(entries + 2 * slot + 1, PENDING - at, mask=pending)
+        if ADMITS:
+            known = pending & (old < -1)
+            tl.store(prior + at, tl.where(known, old, -1), mask=inside)
+            tl.store(older + at, tl.full((BLOCK,), -1, tl.int64), mask=inside)
+            tl.store(seen + at, tl.zeros((BLOCK,), tl.int64), mask=inside)
+            number = tl.sum(known.to(tl.int64), 0)
+            if number > 0:
+                tl.atomic_add(pointer_field(tables, table, FIELDS, COUNTERS, tl.int64) + COUNTED, -number)
         tl.store(slots + at, tl.where(pending, claimed, -1), mask=inside)
         block += tl.num_programs(0) * BLOCK
 
@@ -210,6 +231,21 @@ def count_new(tables, spans, rows, slots, missing, counts, FIELDS: tl.constexpr,
         tl.store(counts + block, tl.sum(first.to(tl.int32), 0))
 
 
+@triton.jit
+def scan_counts(counts, blocks, SCAN: tl.constexpr):
+    """Replace counts by their exclusive prefix sum; return the sum."""
+    total = tl.zeros((), tl.int32)
+    done = tl.zeros((), tl.int64)
+    while done < blocks:
+        at = done + tl.arange(0, SCAN)
+        own = at < blocks
+        count = tl.load(counts + at, mask=own, other=0)
+        tl.store(counts + at, total + tl.cumsum(count, 0) - count, mask=own)
+        total += tl.sum(count, 0)
+        done += SCAN
+    return total
+
+
 @launched
 @triton.jit
 def number_new(
@@ -217,11 +253,13 @@ def number_new(
     spans,
     missing,
     counts,
+    refusals,
     created,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
     EVICTS: tl.constexpr,
+    ADMITS: tl.constexpr,
 ):
     """Replace the counts of a table by their exclusive prefix sum; take rows from its counters.
 
@@ -233,15 +271,7 @@ def number_new(
     blocks = (size + BLOCK - 1) // BLOCK
     if tl.load(missing + table) == 0:
         blocks = blocks * 0
-    total = tl.zeros((), tl.int32)
-    done = tl.zeros((), tl.int64)
-    while done < blocks:
-        at = done + tl.arange(0, SCAN)
-        own = at < blocks
-        count = tl.load(counts + first + at, mask=own, other=0)
-        tl.store(counts + first + at, total + tl.cumsum(count, 0) - count, mask=own)
-        total += tl.sum(count, 0)
-        done += SCAN
+    total = scan_counts(counts + first, blocks, SCAN)
     counters = pointer_field(tables, table, FIELDS, COUNTERS, tl.int64)
     used = tl.load(counters + USED)
     free = tl.load(counters + NUM_FREE)
@@ -259,6 +289,23 @@ def number_new(
                 tl.store(counters + CALLS, tl.load(counters + CALLS) + 1)
                 tl.store(counters + PROTECTED, victims * 0)
     own = created + CALL_COUNTERS * table
+    if ADMITS:
+        refused = scan_counts(refusals + first, blocks, SCAN).to(tl.int64)
+        before = tl.load(counters + REFUSED)
+        sequence = tl.load(counters + SEQUENCE)
+        tl.store(counters + REFUSED, before + refused)
+        tl.store(counters + SEQUENCE, sequence + refused)
+        if field(tables, table, FIELDS, ADMISSION) == 2:
+            removed += refused
+            tl.store(counters + REMOVED_SLOTS, removed + victims)
+        tl.store(own + REFUSED_IDS, refused)
+        tl.store(own + REFUSED_BEFORE, before)
+        tl.store(own + SEQUENCE_BEFORE, sequence)
+    else:
+        tl.store(own + REFUSED_IDS, victims * 0)
+        tl.store(own + REFUSED_BEFORE, tl.load(counters + REFUSED))
+        tl.store(own + SEQUENCE_BEFORE, tl.load(counters + SEQUENCE))
+    tl.store(own + COUNTED_AFTER, tl.load(counters + COUNTED))
     tl.store(own + NEW_ROWS, total.to(tl.int64))
     tl.store(own + FREE_ROWS, free)
     tl.store(own + USED_ROWS, used)
@@ -345,7 +392,7 @@ def finish_keys(
         if tl.max(pending.to(tl.int32), 0) > 0:
             entries = pointer_field(tables, table, FIELDS, ENTRIES, tl.int64)
             value = tl.load(entries + 2 * tl.where(pending, slot, 0) + 1, mask=pending, other=0)
-            row = tl.where(pending, value, row)
+            row = tl.where(pending, tl.maximum(value, -1), row)
             tl.store(rows + at, row.to(tl.int32), mask=pending)
     if WITH_KEYS:
         taken = row >= 0
@@ -384,9 +431,9 @@ def remove_ids(entries, mask, ids, n, BLOCK: tl.constexpr):
 @launched
 @triton.jit(do_not_specialize=["n", "mask"])
 def insert_rows(entries, mask, ids, rows, n, BLOCK: tl.constexpr):
-    """Insert distinct ids with known rows into an index that does not have them."""
+    """Insert distinct ids with known values, int64, into an index that does not have them."""
     at, active, mask, id, own, slot = own_ids(ids, n, mask, BLOCK)
-    row = tl.load(rows + at, mask=active, other=-1).to(tl.int64)
+    row = tl.load(rows + at, mask=active, other=-1)
     while tl.max(active.to(tl.int32), 0) > 0:
         try_claim = active & (own == 0)
         expected = tl.where(try_claim, EMPTY, REMOVED)

@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.table.engines import reference_policies
-from megalith.table.engines.cuda import device_functions, index_kernels, row_kernels, victim_kernels
+from megalith.table.engines.cuda import (
+    admission_kernels,
+    device_functions,
+    index_kernels,
+    row_kernels,
+    update_kernels,
+    victim_kernels,
+)
 from megalith.table.engines.cuda.device_table import BLOCK, CALLS_AHEAD, WARPS, DeviceTable
 from megalith.table.engines.cuda.row_layout import SharedLayout
 from megalith.table.engines.cuda.streams import retire
@@ -88,6 +95,8 @@ MAX_PROGRAMS = 1 if INTERPRETED else 2112
 WINDOW_BLOCK = 1024
 """Rows of a search for low scores that one program visits at a time."""
 FEW_PROGRAMS = 528
+CALL_NUMBERS: int = update_kernels.RATES.value
+STEP_FIELD: int = update_kernels.STEP.value
 CALL_COUNTERS: int = device_functions.CALL_COUNTERS.value
 COUNTERS_AHEAD = 64
 REPORTED_AHEAD = max(1, CALLS_AHEAD // 2)
@@ -128,6 +137,13 @@ class JoinedRows(NamedTuple):
     sizes: list[int]  # Number of ids of each table
 
 
+class AdmissionCall(NamedTuple):
+    """What the admission policies of a call need."""
+
+    calls: Tensor  # The numbers of the call by table; see update_kernels.py
+    occurrences: Tensor | None = None  # int64 [n]: how many each id stands for; None: one each
+
+
 class CounterReport(NamedTuple):
     """Numbers of rows on their way to the host."""
 
@@ -154,6 +170,7 @@ class LaunchGroup(LaunchMemory):
         self._counters: list[Tensor] = []
         self._dims = np.array(self.layout.dims, dtype=np.int64)
         self.evicts = any(table.row_limit for table in tables)
+        self.admits = any(table.admits for table in tables)
         self._reporting = False  # whether the host should learn the numbers of rows soon
         # Programs for each table of a launch that does not know its size.
         self.few_programs = MAX_PROGRAMS // len(self.tables) + 1
@@ -303,15 +320,18 @@ class LaunchGroup(LaunchMemory):
         wanted: Tensor | None,
         fresh: Tensor | None,
         save: Callable[[Tensor], None] | None = None,
+        decision: AdmissionCall | None = None,
     ) -> Tensor:
         """Create the rows of ids without one, in the order of their first occurrences, after `make_room`."""
         # ids: int64 [n]; wanted: int8 [n], not 0 for ids that may get a row; fresh: int8 [n] of zeros; save:
-        # is called with the rows that make room, int32 [n], -1 after them, before they are removed.
+        # is called with the rows that make room, int32 [n], -1 after them, before they are removed; decision:
+        # None admits all ids.
         n = ids.numel()
         slots = self.scratch("slots", n, torch.int64)
         if not n:
             return slots
-        claim, count, number, create = self._creating(wanted is None, fresh is not None)
+        decides = self.admits and decision is not None
+        claim, number, create = self._creating(wanted is None, fresh is not None, decides)
         tables, fields, grid = self.descriptors(), spans.fields, spans.grid(BLOCK)
         counts = self.scratch("counts", spans.num_blocks(BLOCK), torch.int32)
         created = self.scratch("created", CALL_COUNTERS * len(self.tables), torch.int64)
@@ -319,9 +339,30 @@ class LaunchGroup(LaunchMemory):
         rows, missing = found.rows, found.missing
         chosen = rows if wanted is None else wanted
         few = min(self.few_programs, grid[0]), grid[1]
-        claim(few, tables, fields, ids, rows, missing, found.absent, chosen, slots)
-        count(grid, tables, fields, rows, slots, missing, counts)
-        number((len(self.tables),), tables, fields, missing, counts, created)
+        prior, older, seen = slots, slots, slots
+        refusals = counts
+        if self.admits:
+            prior, older, seen = (self.scratch(use, n, torch.int64) for use in ("prior", "older", "seen"))
+        claim(few, tables, fields, ids, rows, missing, found.absent, chosen, slots, prior, older, seen)
+        if decides:
+            assert decision is not None
+            refusals = self.scratch("refusals", spans.num_blocks(BLOCK), torch.int32)
+            refused = self.scratch("refused", n, torch.int8)
+            given = decision.occurrences
+            key = ("count seen", given is not None)
+            self.bound[key](
+                few, tables, fields, missing, found.absent, slots, slots if given is None else given, prior,
+                older, seen,
+            )  # fmt: skip
+            self.bound["count and decide",](
+                grid, tables, decision.calls, fields, ids, rows, slots, missing, seen, refused, counts,
+                refusals,
+            )  # fmt: skip
+        else:
+            self.bound["count",](grid, tables, fields, rows, slots, missing, counts)
+        number((len(self.tables),), tables, fields, missing, counts, refusals, created)
+        if decides:
+            self.bound["refuse",](grid, tables, fields, ids, slots, seen, older, refused, refusals, created)
         if self.evicts:
             self._launch_eviction(rows, spans, created, save)
         marked = rows if fresh is None else fresh
@@ -329,21 +370,31 @@ class LaunchGroup(LaunchMemory):
         self._initialize(new_rows, created, fields, n)
         return slots
 
-    def _creating(self, everyone: bool, marked: bool) -> tuple[Bound, Bound, Bound, Bound]:
+    def _creating(self, everyone: bool, marked: bool, decides: bool) -> tuple[Bound, Bound, Bound]:
         common = {"FIELDS": self.fields, "BLOCK": BLOCK}
         if ("claim", everyone) not in self.bound:
             # atomic_cas needs an element per thread
             self.bound["claim", everyone] = index_kernels.claim_slots.bind(
-                ALL=everyone, **common, num_warps=BLOCK // 32
+                ALL=everyone, ADMITS=self.admits, **common, num_warps=BLOCK // 32
             )
-        if ("create", marked) not in self.bound:
+        if ("number", decides) not in self.bound:
             self.bound["count",] = index_kernels.count_new.bind(**common, num_warps=WARPS)
-            self.bound["number",] = index_kernels.number_new.bind(SCAN=SCAN, EVICTS=self.evicts, **common)
+            self.bound["number", decides] = index_kernels.number_new.bind(
+                SCAN=SCAN, EVICTS=self.evicts, ADMITS=decides, **common
+            )
+        if decides and ("refuse",) not in self.bound:
+            common["num_warps"] = WARPS
+            for given in (True, False):
+                self.bound["count seen", given] = admission_kernels.count_seen.bind(GIVEN=given, **common)
+            self.bound["count and decide",] = admission_kernels.count_new.bind(
+                CALL_FIELDS=CALL_NUMBERS + 3 * self.layout.num_segments, STEP=STEP_FIELD, **common
+            )
+            self.bound["refuse",] = admission_kernels.refuse_ids.bind(**common)
+        if ("create", marked) not in self.bound:
             self.bound["create", marked] = index_kernels.create_rows.bind(
                 HEADER=self.layout.header, MARK=marked, BLOCK=BLOCK, num_warps=WARPS, **self.kinds
             )
-        first, last = self.bound["claim", everyone], self.bound["create", marked]
-        return first, self.bound["count",], self.bound["number",], last
+        return self.bound["claim", everyone], self.bound["number", decides], self.bound["create", marked]
 
     def _launch_eviction(
         self, rows: Tensor, spans: Spans, created: Tensor, save: Callable[[Tensor], None] | None
@@ -416,10 +467,11 @@ class LaunchGroup(LaunchMemory):
         if report is not None:
             numbers = report.numbers.view(-1, CALL_COUNTERS).tolist()
             for table, own, requested in zip(self.tables, numbers, report.requested, strict=True):
-                new, free, used, victims, evicted, slots = own
+                new, free, used, victims, evicted, slots, refused, before, _, counted = own
                 if requested > table.known_at:
-                    used, free = used + max(0, new - free), max(0, free - new)
-                    table.know(used, free, slots + victims, evicted + victims, requested)
+                    slots += victims + refused  # or fewer
+                    bounded = slots, evicted + victims, before + refused, counted
+                    table.know(used - free + new, bounded, requested)
 
     def _initialize(self, rows: Tensor, counts: Tensor, spans: Tensor, n: int) -> None:
         layout = self.layout

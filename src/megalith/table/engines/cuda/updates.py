@@ -37,7 +37,7 @@ from megalith.table.engines.cuda.device_table import (
     float_bits,
     write_chunk,
 )
-from megalith.table.engines.cuda.launch_group import IntArray, JoinedRows, LaunchGroup, Spans
+from megalith.table.engines.cuda.launch_group import AdmissionCall, IntArray, JoinedRows, LaunchGroup, Spans
 from megalith.table.engines.cuda.step_rules import NUM_SETTINGS, step_numbers
 from megalith.table.engines.cuda.streams import hold
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, Bound, padded
@@ -106,7 +106,7 @@ class SharedLaunches:
     def __init__(self, engines: Sequence[CudaEngine], group: LaunchGroup) -> None:
         self.engines, self.group = list(engines), group
         self.names = [engine.name for engine in engines]
-        self._active = any(engine.policies.active for engine in engines)
+        self._by_host = any(engine.policies.by_host for engine in engines)
         self._tiered = any(engine.tier is not None for engine in engines)
         self._counted = [(number, engine) for number, engine in enumerate(engines) if engine.config.counted]
         self._none = torch.empty(0, dtype=torch.int64, device=group.device)
@@ -167,7 +167,7 @@ class SharedLaunches:
         if not any(sizes):
             return lambda: None
         if self.group.layout.has_rules:
-            if not self._active:
+            if not self._by_host:
                 self.group.make_room(sizes)
             return partial(self._update, update, ids, sizes, rows, source, slot, looked_up)
         places = source.places(self.group.upload(source.fields), sum(sizes))
@@ -209,24 +209,25 @@ class SharedLaunches:
         fields = self._call_fields(update, source)
         calls = group.write(group.scratch("calls", fields.size, torch.int64)[: fields.size], fields)
         saves = order.num_snapshots > 0 and group.evicts
-        if self._active or saves:
-            slot = None  # the host needs the ids of this call
+        seen = self._occurrences(update, sizes)
+        if self._by_host or saves or seen is not None:
+            slot = None
         if slot is not None and rows is not None:
-            self._expect_evictions(sizes)
+            self._expect(sizes)
             launch = partial(self._launch, rows, source, calls)
         else:
             places = source.places(calls[self._numbers.size :], sum(sizes))
-            wanted = places.wanted
-            if self._active:
-                wanted = self._admitted(update, ids, sizes, wanted)
-                rows = None  # policies may have removed rows
-            if self._active or any(map(_was_counted, group.tables, sizes)):
+            if self._by_host:
+                self._make_room_on_host(update, ids, sizes, places.wanted)
+                rows = None  # some may have been removed
+            if self._by_host or any(map(_was_counted, group.tables, sizes)):
                 group.make_room(sizes)
-            self._expect_evictions(sizes)
+            self._expect(sizes)
             if rows is None:
                 rows = self.find(ids, sizes, looked_up)
             save = partial(self._save_rows, sizes=sizes) if saves else None
-            launch = partial(self._make_steps, rows, places, wanted, calls, save, aligned=source.aligned)
+            decision = AdmissionCall(calls, seen)
+            launch = partial(self._make_steps, rows, places, decision, save, aligned=source.aligned)
         if order.num_snapshots:
             self._save_rows(rows.search.rows, sizes)
         if slot is None:
@@ -234,6 +235,9 @@ class SharedLaunches:
         else:
             slot.run(("update", group, type(source), source.aligned), launch)
         group.report()
+        if group.admits:
+            for engine in self.engines:
+                engine.policies.limit_counted()
         order.writes += 1
         for number, engine in self._counted:
             if sizes[number]:  # the step of a table without ids is that of another table
@@ -241,13 +245,32 @@ class SharedLaunches:
 
     def _launch(self, rows: JoinedRows, source: GradientSource, calls: Tensor) -> None:
         places = source.places(calls[self._numbers.size :], rows.spans.n)
-        self._make_steps(rows, places, places.wanted, calls, None, aligned=source.aligned)
+        self._make_steps(rows, places, AdmissionCall(calls), None, aligned=source.aligned)
 
-    def _expect_evictions(self, sizes: Sequence[int]) -> None:
-        if self.group.evicts:
+    def _expect(self, sizes: Sequence[int]) -> None:
+        if self.group.evicts or self.group.admits:
             for engine, size in zip(self.engines, sizes, strict=True):
                 if size:
-                    engine.policies.expect_evictions(size)
+                    engine.policies.expect(size)
+
+    def _occurrences(self, update: Update, sizes: Sequence[int]) -> Tensor | None:
+        """Return how many occurrences each id stands for, int64 [n], if an admission policy needs it."""
+        if not self.group.admits or not update.occurrences:
+            return None
+        device = self.group.device
+        ones = [torch.ones(size, dtype=torch.int64, device=device) for size in sizes]
+        given = [update.occurrences.get(name) for name in self.names]
+        pairs = zip(given, ones, strict=True)
+        return torch.cat([one if own is None else own.to(device) for own, one in pairs])
+
+    def _make_room_on_host(
+        self, update: Update, ids: Mapping[str, Tensor], sizes: list[int], wanted: Tensor | None
+    ) -> None:
+        split = [None] * len(sizes) if wanted is None else wanted.split(sizes)
+        for engine, size, own in zip(self.engines, sizes, split, strict=True):
+            if size and engine.policies.by_host:
+                seen = update.occurrences.get(engine.name)
+                engine.policies.make_room(ids[engine.name], own, seen, update.step)
 
     def _save_rows(self, rows: Tensor, sizes: Sequence[int]) -> None:
         """Save rows of all tables for open snapshots, int32 [n or more]."""
@@ -258,28 +281,16 @@ class SharedLaunches:
         self,
         rows: JoinedRows,
         places: GradientPlaces,
-        wanted: Tensor | None,
-        calls: Tensor,
+        decision: AdmissionCall,
         save: Callable[[Tensor], None] | None,
         *,
         aligned: bool,
     ) -> None:
         group, spans = self.group, rows.spans
-        slots = group.launch_create(rows.ids, rows.search, spans, wanted, None, save)
+        wanted = places.wanted
+        slots = group.launch_create(rows.ids, rows.search, spans, wanted, None, save, decision)
         keys = group.finish(slots, rows.search, spans, wanted, keys=True)
-        step_rows(group, keys, spans, places, calls, aligned=aligned)
-
-    def _admitted(
-        self, update: Update, ids: Mapping[str, Tensor], sizes: list[int], wanted: Tensor | None
-    ) -> Tensor:
-        """Apply the admission policies; return which occurrences count, int8 [n]."""
-        split = [None] * len(sizes) if wanted is None else wanted.split(sizes)
-        pieces = []
-        for engine, size, own in zip(self.engines, sizes, split, strict=True):
-            column = ids[engine.name] if size else self._none
-            seen = update.occurrences.get(engine.name)
-            pieces.append(engine.policies.admit(column, own, seen, update.step))
-        return torch.cat(pieces)
+        step_rows(group, keys, spans, places, decision.calls, aligned=aligned)
 
     def _call_fields(self, update: Update, source: GradientSource) -> IntArray:
         """Return what differs between the calls of recorded launches: numbers, then fields of gradients."""
@@ -334,17 +345,12 @@ def _stage_in_torch(
     table.ensure_room(ids.numel())
     group.descriptors()
     inverse = torch.unique(ids, return_inverse=True)[1]
-    wanted, plan = places.wanted, None
-    if engine.policies.active:
-        plan = engine.policies.plan(ids, wanted, occurrences, step.step)
-        wanted = plan.wanted
+    wanted = places.wanted
     keys = inverse if wanted is None else torch.where(wanted != 0, inverse, table.row_capacity)
     first, sums = sum_rows(group, keys.to(group.key_type), source, places)
     own = ids[first]
     finite = torch.isfinite(sums).all(1)
-    skipped = int((~finite).sum())
-    if skipped:
-        own, sums = own[finite].contiguous(), sums[finite].contiguous()
+    skipped, own, sums = own[~finite], own[finite].contiguous(), sums[finite].contiguous()
     search = group.find(own, [own.numel()])
     engine.fetch(own, search.rows, counted=counted)
     weights, states = engine.complete_rows(own, search)
@@ -357,21 +363,27 @@ def _stage_in_torch(
         chunk.rows.copy_(round_step(config, table.key, own, chunk.rows, step.step))
 
     def write() -> None:
-        table.counters[SKIPPED.value] += skipped
-        if plan is not None:
-            engine.policies.apply(plan, ids)
+        if engine.policies.by_host:
+            engine.policies.make_room(ids, wanted, occurrences, step.step)
         found = group.find(ids, sizes)
         engine.save_rows(found.rows)
-        slots = engine.create(ids, found, wanted)
+        numbers = np.zeros(num_call_fields(group), dtype=np.int64)
+        numbers[update_kernels.STEP.value] = step.step
+        seen = None if occurrences is None else occurrences.to(group.device)
+        decision = AdmissionCall(group.upload(numbers), seen)
+        slots = engine.create(ids, found, wanted, decision=decision)
         group.finish(slots, found, group.spans(sizes), wanted, keys=False)
-        if own.numel():
-            rows = group.find(own, [own.numel()]).rows
+        table.counters[SKIPPED.value] += (group.find(skipped, [skipped.numel()]).rows >= 0).sum()
+        rows = group.find(own, [own.numel()]).rows
+        kept = rows >= 0  # others were refused
+        rows = rows[kept].contiguous()
+        if rows.numel():
             headers = table.headers(rows)
-            write_chunk(table, rows, chunk)
-            table.write_header(TIME, rows, torch.full_like(own, step.time))
+            write_chunk(table, rows, chunk.select(kept))
+            table.write_header(TIME, rows, torch.full_like(rows, step.time, dtype=torch.int64))
             table.write_header(FLAGS, rows, torch.full_like(rows, table.tracked), 1)
             table.write_header(COUNT, rows, (headers[3] + 1).clamp(max=MAX_COUNT))
-            table.write_header(STEP, rows, torch.full_like(own, min(step.step, MAX_COUNT)))
+            table.write_header(STEP, rows, torch.full_like(headers[4], min(step.step, MAX_COUNT)))
         engine.wrote(step.step)
 
     return write
