@@ -58,6 +58,7 @@ native-module: $(VENV)/build-tools
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/table_gpu.py $(GPU_OPTIONS)
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/mixed_dims_gpu.py
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/published_gpu.py
 
 test-integrations: $(VENV)/integrations build/clients/created
 	$(PYTEST) tests/integrations

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megalith import SGD, Capacity, TableConfig
+from megalith import SGD, Capacity, MinCount, TableConfig
 from megalith.ops import Bags, OutputSlice, Pooling
 from megalith.table.engines.cuda import engine as cuda_engine
 from megalith.table.engines.cuda import launch_group, triton_runtime
@@ -151,7 +151,8 @@ def main(names: list[str]) -> int:
     if "calls" in names:
         for name in ("segments", "float16", "zeros"):
             call_everything(CONFIGS[name], all_calls=True)
-        counted = TableConfig("t", dim=8, optimizer=SGD(0.1), eviction=Capacity(rows=10**6, score="lfu"))
+        policies = {"admission": MinCount(2), "eviction": Capacity(rows=10**6, score="lfu")}
+        counted = TableConfig("t", dim=8, optimizer=SGD(0.1), **policies)  # type: ignore[arg-type]
         call_everything(counted, all_calls=True)
         tiered = TableConfig("t", dim=64, optimizer=SGD(0.1), device_bytes=4096)
         call_everything(tiered, all_calls=True)

@@ -88,6 +88,9 @@ CONFIGS: dict[str, TableConfig] = {
     ),
     "ttl": TableConfig("t", dim=4, optimizer=SGD(0.5), eviction=TTL(5)),
     "min_count": TableConfig("t", dim=4, optimizer=Adam(0.1), admission=MinCount(3)),
+    "few_counted": TableConfig(
+        "t", dim=3, optimizer=SGD(0.5), admission=MinCount(3, max_ids=6), eviction=Capacity(rows=10)
+    ),
     "probability": TableConfig("t", dim=4, optimizer=SGD(0.5), admission=Probability(0.4)),
     "lru": TableConfig("t", dim=3, optimizer=SGD(0.5), eviction=Capacity(rows=10)),
     "lfu": TableConfig("t", dim=3, optimizer=Adagrad(0.1), eviction=(TTL(9), Capacity(rows=10, score="lfu"))),

@@ -209,6 +209,8 @@ class Program:
         for key in expected.state:
             self._close(got.state[key], expected.state[key], exact=False)
         assert self.tables[0].stats().counters == self.tables[1].stats().counters
+        refused, expected_ids = (table.drain_refused().tolist() for table in self.tables)
+        assert refused == expected_ids
         assert len(self.tables[0]) == len(self.tables[1])
 
     def _close(self, got: Tensor, expected: Tensor, *, exact: bool) -> None:

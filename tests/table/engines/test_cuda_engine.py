@@ -101,7 +101,7 @@ def test_a_score_function_gets_tensors_on_the_device_of_the_table() -> None:
     assert devices == {triton_runtime.find_device()}
 
 
-@pytest.mark.parametrize("name", cases(CONFIGS, "segments", "lfu"))
+@pytest.mark.parametrize("name", cases(CONFIGS, "segments", "lfu", "few_counted"))
 def test_programs_of_calls(name: str) -> None:
     for seed in range(2 if ON_GPU else 1):
         sizes = dict(SIZES) if CONFIGS[name].capacity is None else {"distinct": 20, "batch": 9}

@@ -29,8 +29,9 @@ from megalith import (
     TableConfig,
     Zeros,
 )
+from megalith.errors import UsageError
 from megalith.ops import Bags, OutputSlice, Pooling
-from megalith.table.engines.cuda import graphs
+from megalith.table.engines.cuda import graphs, updates
 from megalith.table.engines.cuda.engine_group import CudaEngineGroup
 from tests.table.engines.cuda_configs import ON_GPU
 from tests.table.engines.programs import everything
@@ -232,3 +233,37 @@ def test_ids_outside_of_bags_get_no_row(engine: str) -> None:
         lookup.pool(pooling)
         shards.apply_gradients(lookup, [torch.zeros(0, 1)], step=0, pooling=pooling)
     assert len(shards.local["t"]) == 0
+
+
+def test_rows_of_a_lookup_and_policies(recorded: Recorder) -> None:
+    chance = torch.Generator().manual_seed(3)
+    configs = [
+        TableConfig("a", dim=4, optimizer=SGD(0.5), eviction=Capacity(rows=20)),
+        TableConfig("b", dim=4, optimizer=SGD(0.5), admission=MinCount(2)),
+    ]
+    engines = [LocalShards(configs, engine=name) for name in ("cuda", "reference")]
+    for shards in engines:
+        shards.reserve({"a": 500, "b": 500})  # a table that grows is recorded again
+    for step in range(7):
+        ids = {name: torch.randint(0, 40, (BATCH,), generator=chance) for name in ("a", "b")}
+        grads = {name: torch.randint(-9, 9, (BATCH, 4), generator=chance).float() for name in ids}
+        rows = []
+        for shards in engines:
+            lookup = shards.lookup(ids)
+            rows.append([lookup.rows[name].cpu() for name in ids])
+            shards.apply_gradients(lookup, grads, step=step, time=step)
+        for got, expected in zip(*rows, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    for name in ("a", "b"):
+        got, expected = (shards.local[name] for shards in engines)
+        assert got.drain_evicted().tolist() == expected.drain_evicted().tolist()
+        assert got.drain_refused().tolist() == expected.drain_refused().tolist()
+        assert got.stats().counters == expected.stats().counters
+    assert recorded.replays > 4
+
+
+def test_an_update_in_a_graph_of_the_user_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = LocalShards([TableConfig("t", dim=2, optimizer=SGD(1.0))], engine="cuda")
+    monkeypatch.setattr(updates, "is_captured", lambda device: True)
+    with pytest.raises(UsageError, match="tables t: an update cannot be part of a CUDA graph of yours"):
+        shards.apply_gradients({"t": torch.tensor([1])}, {"t": torch.ones(1, 2)}, step=0)

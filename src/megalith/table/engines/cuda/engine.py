@@ -47,6 +47,7 @@ from megalith.table.engines.cuda.streams import (
     all_columns,
     block_rows,
     hold,
+    is_captured,
     with_columns,
 )
 from megalith.table.engines.cuda.triton_runtime import find_device
@@ -147,7 +148,7 @@ class CudaEngine(Engine):
         tier = self.tier
         if tier is None or not tier.active or not rows.numel():
             return
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured(self.device):
             return  # when the graph is replayed, the host does not note that rows moved
         # A thread that holds the lock to return memory waits for this one.
         with self._moving.without_waiting() as alone:

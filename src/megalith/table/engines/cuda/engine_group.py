@@ -28,7 +28,7 @@ from megalith.table.engines.cuda.pooling_plans import (
     are_aligned,
 )
 from megalith.table.engines.cuda.row_layout import launch_kind
-from megalith.table.engines.cuda.streams import hold
+from megalith.table.engines.cuda.streams import hold, is_captured
 from megalith.table.engines.cuda.updates import GradientSource, SharedLaunches
 from megalith.table.engines.group import EngineGroup, Found
 from megalith.table.engines.shard_capacity import check_capacity
@@ -229,8 +229,7 @@ class CudaEngineGroup(EngineGroup):
         hold(columns)
         planned.hold()
         # A user's graph that is replayed later must not overwrite what eager calls keep in a slot.
-        captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        kept = None if captured else self._slots.find(planned)
+        kept = None if is_captured(self._device) else self._slots.find(planned)
         slot = kept or SearchSlot(plan, [Room.of(sizes, padded=False) for sizes in planned.kind_sizes])
         addresses = [output.data_ptr() for output in outputs]
         aligned = are_aligned(addresses)

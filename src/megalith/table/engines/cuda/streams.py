@@ -56,6 +56,11 @@ def retire(*tensors: Tensor) -> None:
                     tensor.record_stream(stream)
 
 
+def is_captured(device: torch.device) -> bool:
+    """Return whether launches are being captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class StreamOrder:
     """A context manager around the launches of a call: a lock, and an order between CUDA streams.
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalith.errors import UsageError
 from megalith.table.engines.cuda import update_kernels
 from megalith.table.engines.cuda.device_functions import SKIPPED
 from megalith.table.engines.cuda.device_table import (
@@ -39,7 +40,7 @@ from megalith.table.engines.cuda.device_table import (
 )
 from megalith.table.engines.cuda.launch_group import AdmissionCall, IntArray, JoinedRows, LaunchGroup, Spans
 from megalith.table.engines.cuda.step_rules import NUM_SETTINGS, step_numbers
-from megalith.table.engines.cuda.streams import hold
+from megalith.table.engines.cuda.streams import hold, is_captured
 from megalith.table.engines.cuda.triton_runtime import INTERPRETED, PLAIN_ARITHMETIC, Bound, padded
 from megalith.table.engines.torch_step import update_chunk
 from megalith.table.policies import MAX_COUNT
@@ -166,6 +167,12 @@ class SharedLaunches:
         # slot: its memory, if launches may be recorded.
         if not any(sizes):
             return lambda: None
+        if is_captured(self.group.device):
+            raise UsageError(
+                f"tables {', '.join(self.names)}: an update cannot be part of a CUDA graph of yours, because "
+                "the host makes room for new rows before each one. Its launches are replayed as graphs "
+                "already: capture the dense part alone"
+            )
         if self.group.layout.has_rules:
             if not self._by_host:
                 self.group.make_room(sizes)
