@@ -244,7 +244,7 @@ def test_rows_of_a_lookup_and_policies(recorded: Recorder) -> None:
     engines = [LocalShards(configs, engine=name) for name in ("cuda", "reference")]
     for shards in engines:
         shards.reserve({"a": 500, "b": 500})  # a table that grows is recorded again
-    for step in range(7):
+    for step in range(8):
         ids = {name: torch.randint(0, 40, (BATCH,), generator=chance) for name in ("a", "b")}
         grads = {name: torch.randint(-9, 9, (BATCH, 4), generator=chance).float() for name in ids}
         rows = []
@@ -259,7 +259,7 @@ def test_rows_of_a_lookup_and_policies(recorded: Recorder) -> None:
         assert got.drain_evicted().tolist() == expected.drain_evicted().tolist()
         assert got.drain_refused().tolist() == expected.drain_refused().tolist()
         assert got.stats().counters == expected.stats().counters
-    assert recorded.replays > 4
+    assert recorded.replays >= 4
 
 
 def test_an_update_in_a_graph_of_the_user_raises(monkeypatch: pytest.MonkeyPatch) -> None:
