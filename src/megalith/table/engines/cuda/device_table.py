@@ -79,6 +79,7 @@ class DeviceTable:
         device: torch.device,
         device_bytes: int | None = None,
         row_limit: int | None = None,
+        log_ids: int = FIRST_LOG,
     ) -> None:
         limit = MAX_ROWS if device_bytes is None else max(1, device_bytes // (layout.stride << layout.shift))
         self._device_chunks = limit
@@ -105,8 +106,8 @@ class DeviceTable:
         elif isinstance(config.admission, Probability):
             self._admission, self._level = 2, config.admission.limit
         # Of `CudaPolicies`
-        self.evicted_log = torch.empty(FIRST_LOG if self.row_limit else 1, dtype=torch.int64, device=device)
-        self.refused_log = torch.empty(FIRST_LOG if self.admits else 1, dtype=torch.int64, device=device)
+        self.evicted_log = self._new_log(log_ids if self.row_limit else 1)
+        self.refused_log = self._new_log(log_ids if self.admits else 1)
         self.state_values = torch.tensor(initial or [0.0], dtype=torch.float32, device=device)
         self.empty()
 
@@ -127,6 +128,9 @@ class DeviceTable:
         self.search = torch.tensor(FIRST_SEARCH, dtype=torch.int64, device=self.device)
         self.read_counters()
         self.changed()
+
+    def _new_log(self, most: int) -> Tensor:
+        return torch.empty(min(most, FIRST_LOG), dtype=torch.int64, device=self.device)
 
     @property
     def admits(self) -> bool:

@@ -103,7 +103,10 @@ class CudaEngine(Engine):
         self.layout = RowLayout.of(config, chunk_bytes)
         self.order = StreamOrder(self.device)
         with self.order:  # calls on other streams wait until the memory is filled
-            self.table = DeviceTable(config, self.layout, self._key, self.device, budget, self.row_limit)
+            limits = self.limits
+            self.table = DeviceTable(
+                config, self.layout, self._key, self.device, budget, limits.rows, limits.log_ids
+            )
             self.tier = None if budget is None else HostTier(self.table)
         self.group = LaunchGroup([self.table])
         self._epoch = 0
