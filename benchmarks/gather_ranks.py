@@ -42,8 +42,8 @@ from torch import Tensor
 
 from megalith.compat.templar import write_payload
 from megalith.distributed.elastic_ranks import launch_ranks
-from megalith.gather import GatherPlan, Label, OuterUpdate, PayloadSchema, Record, Status, compress, merge
-from megalith.gather.result import make_partial
+from megalith.gather import GatherPlan, Label, OuterUpdate, PayloadSchema, Status, compress, merge
+from megalith.gather.result import Record, make_partial
 from megalith.gather.simulation import Simulation, write_job
 from megalith.gather.validate import validate
 from megalith.storage.bodies import Ledger, MemoryBody
@@ -137,7 +137,7 @@ def reference_step(weight: Tensor, objects: list[bytes]) -> None:
 
 
 def megalith_step(weight: Tensor, schema: PayloadSchema, payloads: list[bytes]) -> None:
-    plan = GatherPlan(run="bench", window=0, schema=schema.digest, primary=tuple(range(len(payloads))))
+    plan = GatherPlan(run="bench", window=0, schema=schema, primary=tuple(range(len(payloads))))
     ledger, fetched = Ledger(1 << 30, "benchmark"), []
     for uid, data in enumerate(payloads):
         checked = validate(MemoryBody(data), schema, plan, uid, ledger=ledger, work_bytes=32 << 20)

@@ -91,7 +91,7 @@ def together(windows: int, local_steps: int) -> float:
         plan = GatherPlan(
             run="diloco",
             window=window,
-            schema=schema.digest,
+            schema=schema,
             primary=(1, 2),
             update=UpdateConfig(optimizer="nesterov", lr=0.7, momentum=0.5, mean="peers"),
         )

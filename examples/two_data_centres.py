@@ -106,7 +106,7 @@ class DataCentre:
         plan = GatherPlan(
             run="centres",
             window=window,
-            schema=self.schema.digest,
+            schema=self.schema,
             primary=(1, 2),
             update=UpdateConfig(clip="none"),
         )

@@ -15,6 +15,7 @@ from typer.testing import Result
 
 from megalith.compat.templar import write_payload
 from megalith.gather import (
+    GatherConfig,
     GatherPlan,
     Label,
     OuterUpdate,
@@ -142,7 +143,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         update = {"w": torch.randn(8, 8, generator=torch.Generator().manual_seed(uid))}
         publish(open_object_store(folder), compress(update, schema), Label("demo", 5, uid, global_step=7))
     (folder / "payloads/demo/5/2.gather").write_bytes(b"not a payload" * 10)
-    plan = GatherPlan(run="demo", window=5, schema=schema.digest, primary=(1, 2), deadline=5.0)
+    plan = GatherPlan(run="demo", window=5, schema=schema, primary=(1, 2), gather=GatherConfig(deadline=5.0))
     stores = {"default": open_object_store(folder)}
     run_window(plan, weights, OuterUpdate(schema), stores, artifacts=open_object_store(folder))
     return folder
@@ -178,7 +179,7 @@ def test_credentials_are_options_of_inspect() -> None:
 
 
 def test_an_artifact(store: Path) -> None:
-    found = json.loads(run("inspect", str(store / "artifacts/demo/5/manifest.json"), "--json").stdout)
+    found = json.loads(run("inspect", str(store / "artifacts/demo/decisions/first.json"), "--json").stdout)
     assert (found["kind"], found["reason"], found["uids"]) == ("artifact", "GO", [1])
     assert found["skipped"] == {"2": "CORRUPT"}
 

@@ -59,6 +59,28 @@ def run_ranks(
     return [result for _, result in outcomes]
 
 
+def forked(work: Callable[..., Any], jobs: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """What `work` returns in a process for each job, all at once, by name; None if the process was killed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    started = {}
+    for name, args in jobs.items():
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_answer, args=(theirs, work, args))
+        process.start()
+        theirs.close()
+        started[name] = process, ours
+    try:
+        outcomes = {name: _receive(name, pipe, None) for name, (_, pipe) in started.items()}
+    finally:
+        for process, _ in started.values():
+            process.join(5)
+            process.kill()
+    errors = [said for good, said in outcomes.values() if not good]
+    assert not errors, "\n".join(errors)
+    return {name: result for name, (_, result) in outcomes.items()}
+
+
 def error_of(work: Callable[..., object], *args: Any, **options: Any) -> str:
     """The error that a call raises, as "InputError: text"; "" if it raises none."""
     try:
@@ -87,14 +109,23 @@ def wait_for(*keys: str) -> None:
     store().wait(list(keys), timedelta(seconds=PATIENT))
 
 
-def _receive(rank: int, pipe: Connection, lost: bool) -> tuple[bool, Any]:
+def _receive(rank: int | str, pipe: Connection, lost: bool | None) -> tuple[bool, Any]:
+    # lost: whether it is to be killed; None: it may be.
     try:
         if pipe.poll(SECONDS):
             outcome: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
             return outcome if not lost else (False, f"rank {rank}: was to be killed, but answered")
         return False, f"rank {rank}: no answer within {SECONDS} s"
     except EOFError:
-        return (True, None) if lost else (False, f"rank {rank}: ended without an answer")
+        return (True, None) if lost is not False else (False, f"rank {rank}: ended without an answer")
+
+
+def _answer(pipe: Connection, work: Any, args: Any) -> None:
+    signal.alarm(SECONDS)
+    try:
+        pipe.send_bytes(pickle.dumps((True, work(*args))))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
 
 
 def _rank(pipe: Connection, store: str, rank: int, world_size: int, work: Any, args: Any) -> None:

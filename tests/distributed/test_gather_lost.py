@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ import torch.distributed as dist
 from megalith.errors import MegalithError
 from megalith.gather import (
     ElasticRanks,
-    FetchOptions,
     Gatherer,
     GatherPlan,
     OuterUpdate,
+    RankOptions,
     open_object_store,
     partition,
     run_window,
@@ -33,7 +34,7 @@ UIDS = tuple(range(1, 8))
 PEERS = {**dict.fromkeys((*UIDS, 8, 9), "good"), 4: "corrupt"}
 SCENARIO = Scenario("seven peers, one bad", PEERS, UIDS, (8, 9))
 SIZE = 3
-OPTIONS = FetchOptions(request_timeout=10.0)
+OPTIONS = RankOptions(request_timeout=10.0)
 
 
 class Remote:
@@ -89,8 +90,7 @@ def survive(endpoint: str, victim: int, what: str, turn: int, snapshot: Any, lea
             update,
             here.stores,
             ranks=ranks,
-            options=OPTIONS,
-            snapshot=snapshot,
+            options=replace(OPTIONS, snapshot=snapshot),
         )
     except MegalithError as error:
         return {"error": f"{type(error).__name__}: {error}", "outer_step": update.outer_step}

@@ -14,11 +14,12 @@ import torch
 
 from megalith.gather import (
     ElasticRanks,
-    FetchOptions,
+    GatherConfig,
     GatherPlan,
     Label,
     OuterUpdate,
     PayloadSchema,
+    RankOptions,
     compress,
     open_object_store,
     payload_key,
@@ -82,7 +83,7 @@ def grown(
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     ranks = ElasticRanks.of_group(timeout=60.0)
     stores = {"default": open_object_store(folder)}
-    options = FetchOptions(spool_from=1)
+    options = RankOptions(spool_from=1)
     found, used, peak = [], [], 0
     weights = {"w": torch.zeros(side, side).add_(0.0)}  # every page of it is there before measuring
     schema = PayloadSchema.of(weights)
@@ -91,10 +92,9 @@ def grown(
         plan = GatherPlan(
             run=RUN,
             window=window,
-            schema=schema.digest,
+            schema=schema,
             primary=tuple(range(peers)),
-            memory_budget=budget,
-            deadline=120.0,
+            gather=GatherConfig(memory_budget=budget, deadline=120.0),
         )
         growth = Growth()
         report = run_window(

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from megalith.gather import (
     ElasticRanks,
-    FetchOptions,
     OuterUpdate,
     OverlapConfig,
     PayloadSchema,
+    RankOptions,
     UpdateConfig,
     WindowReport,
-    lines,
     metrics,
     open_object_store,
     run_window,
@@ -106,7 +105,7 @@ def world_of(scenario: Scenario, server: Any) -> World:
 def play(scenario: Scenario, endpoint: str, artifacts: Path, ranks: ElasticRanks | None) -> dict[str, Any]:
     """One rank's part of a scenario; what it came to, without clocks."""
     world = world_of(scenario, SimpleNamespace(bucket="gather", endpoint=endpoint))
-    plan = world.plan(scenario.primary, scenario.reserve, **scenario.more)
+    plan = world.plan(scenario.primary, scenario.reserve, skip=scenario.skip, **scenario.more)
     parameters = weights(shapes={spec.name: spec.shape for spec in scenario.schema.parameters})
     update, tables = OuterUpdate(scenario.schema), []
 
@@ -120,12 +119,11 @@ def play(scenario: Scenario, endpoint: str, artifacts: Path, ranks: ElasticRanks
         world.stores,
         ranks=ranks,
         artifacts=open_object_store(artifacts),
-        apply_rows=apply_rows,
-        options=FetchOptions(request_timeout=10.0),
-        skip=scenario.skip,
+        tables=apply_rows,
+        options=RankOptions(request_timeout=10.0),
     )
     if report.update is not None:
-        assert report.update.peak_bytes <= plan.memory_budget
+        assert report.update.peak_bytes <= plan.gather.memory_budget
     return facts(report, update, parameters) | {"tables": tables}
 
 
@@ -136,7 +134,7 @@ def facts(report: WindowReport, update: OuterUpdate, parameters: dict[str, Tenso
     return {
         "result": agreed(result),
         "duplicates": result.duplicate_uids,
-        "lines": [line.split(" tries=")[0] for line in lines(result)],
+        "lines": [line.split(" tries=")[0] for line in result.lines()],
         "metrics": found,
         "gram": None if overlap is None else overlap.gram.tolist(),
         "pairs": None if overlap is None else overlap.pairs,

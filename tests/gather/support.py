@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from megalith.gather.compress import Compressed, compress
 from megalith.gather.payload import Label, Payload
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import GatherPlan, Status
+from megalith.gather.plan import GatherConfig, GatherPlan, Status
 from megalith.gather.result import GatherResult, Record, make_partial, merge
 from megalith.gather.validate import validate
 from megalith.storage.bodies import Ledger, MemoryBody
@@ -22,6 +22,7 @@ from megalith.storage.json_codec import to_json
 
 RUN = "run-a"
 WINDOW = 3
+GATHER = {field.name for field in fields(GatherConfig)}
 SHAPES = {"linear.weight": (16, 24), "linear.bias": (16,), "odd": (7, 5), "scalar": ()}
 
 
@@ -82,8 +83,11 @@ def forged(schema: PayloadSchema, uid: int, number: int = 0, **parts: Tensor) ->
 def plan_of(
     schema: PayloadSchema, primary: Iterable[int], reserve: Iterable[int] = (), **more: Any
 ) -> GatherPlan:
-    settings = {"run": RUN, "window": WINDOW, "schema": schema.digest, **more}
-    return GatherPlan(primary=tuple(primary), reserve=tuple(reserve), **settings)
+    """A plan; `more` are fields of it or of its `gather`."""
+    own = {name: more.pop(name) for name in GATHER & more.keys()}
+    settings = {"run": RUN, "window": WINDOW, "schema": schema, **more}
+    config = GatherConfig(**own)
+    return GatherPlan(primary=tuple(primary), reserve=tuple(reserve), gather=config, **settings)
 
 
 def checked(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,19 @@ from torch import Tensor
 from megalith.errors import ArtifactError, StoreError, UsageError
 from megalith.gather.artifact import (
     ArtifactManifest,
-    artifact_key,
-    catch_up,
+    Artifacts,
     prune_artifacts,
     read_artifact_manifest,
-    write_manifest,
+    write_decision,
 )
 from megalith.gather.compress import peek, publish
-from megalith.gather.fetch import FetchOptions
+from megalith.gather.fetch import RankOptions
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import Fault, GatherPlan, OverlapConfig, Status, UpdateConfig, payload_key
 from megalith.gather.result import SkipReason
 from megalith.gather.update import OuterUpdate
-from megalith.gather.window import run_window
+from megalith.gather.window import catch_up, run_window, write_artifact
 from megalith.storage.object_store import ObjectStore, RequestFailure, StoreRequestError, open_object_store
 from megalith.storage.retries import run_async
 from tests.gather.fault_server import FaultServer, ServerFault
@@ -39,6 +39,11 @@ pytest.importorskip("obstore")
 LIMIT = 20.0
 CLOSES = datetime(2099, 1, 1, tzinfo=UTC)
 SCHEMA = small_schema(users=3)
+DECISION = f"artifacts/{RUN}/decisions/"
+
+
+def payload_place(window: int, uid: int, data: bytes) -> str:
+    return f"artifacts/{RUN}/{window}/payloads/{uid}-{data[32:64].hex()}.gather"
 
 
 def content(store: ObjectStore, key: str) -> bytes:
@@ -160,16 +165,15 @@ class Run:
 
     def step(self, plan: GatherPlan, **more: Any) -> Any:
         """Run a window that is over: a missing object is not waited for."""
-        options = FetchOptions(now=lambda: CLOSES + timedelta(seconds=1), **more.pop("fetch", {}))
+        options = RankOptions(now=lambda: CLOSES + timedelta(seconds=1), **more.pop("options", {}))
         return run_window(
             plan,
             self.weights,
             self.update,
             {"default": self.peers},
-            artifacts=self.artifacts,
-            apply_rows=self.take,
+            artifacts=Artifacts(self.artifacts, **more),
+            tables=self.take,
             options=options,
-            **more,
         )
 
 
@@ -190,8 +194,8 @@ def kept() -> Run:
 
 def assert_catches_up(run: Run) -> None:
     late, update, (table, take) = weights(), OuterUpdate(SCHEMA), taker()
-    done = catch_up(run.artifacts, late, update, run=RUN, windows=[1, 2, 3], apply_rows=take)
-    assert (done.applied, done.skipped, done.missing) == ((1, 3), (2,), ())
+    assert catch_up(run.artifacts, late, update, run=RUN, tables=take) == (1, 3)
+    assert catch_up(run.artifacts, late, update, run=RUN, tables=take) == ()
     assert update.outer_step == run.update.outer_step == 2
     for name, tensor in run.weights.items():
         assert torch.equal(late[name], tensor)
@@ -206,20 +210,31 @@ def test_who_catches_up_has_the_same_weights() -> None:
         assert_catches_up(three_windows(open_store=lambda: open_s3(address)))
 
 
+def test_peers_of_other_weights_are_not_applied() -> None:
+    run = Run()
+    for uid, seed in ((1, 0), (2, 5)):
+        hash = SCHEMA.fingerprint(weights(seed)).hash
+        publish(run.peers, peer_update(SCHEMA, uid), Label(RUN, 1, uid, weights=hash))
+    report = run.step(run.plan(1, (1, 2), ()))
+    assert (report.result.uids, report.result.records[2].status) == ((1,), Status.OTHER_WEIGHTS)
+    with pytest.raises(UsageError, match="the plan of window 2 is for weights 000000000000, these are"):
+        run.step(replace(run.plan(2), weights="0" * 64))
+
+
 def test_a_copying_peer_is_left_out_here_and_when_catching_up(tmp_path: Path) -> None:
     run = Run(overlap=OverlapConfig(exclude="mega"))
     for uid, seed in ((1, 1), (2, 2), (3, 1)):
         run.peer(1, uid, seed)
-    report = run.step(run.plan(1), fetch={"spool_directory": tmp_path, "spool_from": 1})
+    report = run.step(run.plan(1), options={"spool_directory": tmp_path, "spool_from": 1})
     (copying,) = report.update.excluded
     assert copying in (1, 3)
     sent = peer_update(SCHEMA, 2).to_bytes(Label(RUN, 1, 2))
-    assert content(run.artifacts, artifact_key(RUN, 1, 2)) == sent
+    assert content(run.artifacts, payload_place(1, 2, sent)) == sent
     manifest = read_artifact_manifest(run.artifacts, RUN, 1)
     assert manifest is not None
     assert [entry.uid for entry in manifest.entries if not entry.factors] == [copying]
     late, update, (_, take) = weights(), OuterUpdate(SCHEMA), taker()
-    catch_up(run.artifacts, late, update, run=RUN, windows=[1], apply_rows=take)
+    catch_up(run.artifacts, late, update, run=RUN, tables=take)
     assert all(torch.equal(late[name], run.weights[name]) for name in late)
 
 
@@ -234,7 +249,8 @@ def test_a_skipped_window_changes_nothing_and_is_recorded() -> None:
     assert manifest is not None
     assert (manifest.uids, manifest.reason, manifest.outer_step) == ((1,), SkipReason.BELOW_MIN_PEERS, 0)
     assert manifest.skipped == dict.fromkeys((2, 3, 8, 9), Status.NOT_FOUND)
-    assert manifest.weights == manifest.weights_before
+    assert report.fingerprint.hash == manifest.weights_before
+    assert run.update.last_window == (RUN, 1)
 
 
 def test_a_budget_too_small_for_the_update_skips() -> None:
@@ -250,45 +266,73 @@ def test_a_budget_too_small_for_the_update_skips() -> None:
 
 
 class Failing(ObjectStore):
-    """Refuses to write manifests."""
+    """Refuses to write what begins with a text."""
+
+    refused = "artifacts/"
 
     async def put(self, key: str, data: Any, *, create: bool = False, timeout: float) -> bool:
-        if key.endswith("manifest.json") or self.all_fail:
+        if self.refused and self.refused in key:
             raise StoreRequestError(RequestFailure.CHANGED, "no")
         return await super().put(key, data, create=create, timeout=timeout)
 
-    all_fail = False
 
-
-@pytest.mark.parametrize("all_fail", [False, True])
-def test_a_window_whose_artifact_fails_is_applied_once(all_fail: bool) -> None:
+@pytest.mark.parametrize("refused", ["/decisions/", "/payloads/"])
+def test_a_window_whose_artifact_fails_changes_nothing_and_can_be_run_again(refused: str) -> None:
     run = Run()
-    run.artifacts = Failing("memory:///")
-    run.artifacts.all_fail = all_fail
+    run.artifacts = store = Failing("memory:///")
+    store.refused = refused
     run.peer(1, 1, 1)
-    with pytest.raises(ArtifactError, match="the window itself is complete"):
-        run.step(run.plan(1), snapshot="host")
-    after = {name: t.clone() for name, t in run.weights.items()}
-    assert run.update.outer_step == 1
-    assert not torch.equal(after["odd"], weights()["odd"])
+    with pytest.raises(ArtifactError, match="nothing has changed: run the window again"):
+        run.step(run.plan(1))
+    assert all(torch.equal(tensor, weights()[name]) for name, tensor in run.weights.items())
+    assert (run.update.outer_step, run.update.last_window) == (0, None)
+    store.refused = ""
+    assert run.step(run.plan(1)).decision.go
     with pytest.raises(UsageError, match="window 1 was applied already"):
         run.step(run.plan(1))
-    assert all(torch.equal(run.weights[name], tensor) for name, tensor in after.items())
-    run.peer(2, 1, 2)
-    report = run.step(run.plan(2), on_artifact_error="warn")
-    assert report.decision.go
-    assert "cannot be written" in (report.artifact_error or "")
+    late = weights()
+    assert catch_up(store, late, OuterUpdate(SCHEMA), run=RUN, tables=taker()[1]) == (1,)
+    assert all(torch.equal(late[name], tensor) for name, tensor in run.weights.items())
+
+
+def test_an_artifact_that_failed_is_written_again_and_catching_up_continues_over_it() -> None:
+    run = Run()
+    run.artifacts = store = Failing("memory:///")
+    reports = []
+    for window in (1, 2, 3):
+        store.refused = {1: "", 2: "/decisions/1", 3: ""}[window]
+        run.peer(window, 1, window)
+        reports.append(run.step(run.plan(window), on_error="warn"))
+    assert [bool(each.artifact_error) for each in reports] == [False, True, False]
+    late, update = weights(), OuterUpdate(SCHEMA)
+    with pytest.raises(ArtifactError, match="the decision after window 1 is missing, but there are later"):
+        catch_up(store, late, update, run=RUN, tables=taker()[1])
+    for key in [key for key in everything(store) if "/2/payloads/" in key]:
+        run_async(store.delete(key, timeout=LIMIT))
+    write_artifact(reports[1], store, {"default": run.peers})
+    assert catch_up(store, late, update, run=RUN, tables=taker()[1]) == (2, 3)
+    assert all(torch.equal(late[name], tensor) for name, tensor in run.weights.items())
+    write_artifact(reports[1], store, {})  # everything is there
+    other = reports[1].manifest
+    assert other is not None
+    changed = replace(reports[1], manifest=replace(other, outer_step=7))
+    with pytest.raises(ArtifactError, match="another decision was written for window 2"):
+        write_artifact(changed, store, {})
 
 
 def test_old_artifacts_are_deleted() -> None:
     run = Run(fingerprint_every=2)
     for window in (1, 2, 9, 10):
         run.peer(window, 1, window)
-        report = run.step(run.plan(window), keep_artifacts=3)
+        report = run.step(run.plan(window), keep=3)
         assert (report.fingerprint is not None) == (window in (2, 10))  # weights are compared in every second
-    kept = {key.split("/")[2] for key in everything(run.artifacts)}
-    assert kept == {"2", "9", "10"}
+    names = {"/".join(key.split("/")[2:4]) for key in everything(run.artifacts)}
+    decisions = {"decisions/1.json", "decisions/2.json", "decisions/9.json"}
+    assert names == decisions | {"2/payloads", "2/weights", "9/payloads", "10/payloads", "10/weights"}
     assert prune_artifacts(run.artifacts, RUN, keep=1) == (2, 9)
+    assert {key for key in everything(run.artifacts) if "decisions" in key} == {f"{DECISION}9.json"}
+    with pytest.raises(ArtifactError, match="the first decision is missing, but there are later ones"):
+        catch_up(run.artifacts, weights(), OuterUpdate(SCHEMA), run=RUN)
     assert prune_artifacts(run.artifacts, RUN, keep=1) == ()
     assert read_artifact_manifest(run.artifacts, RUN, 10) is not None
     run_async(run.artifacts.delete("nothing/here", timeout=LIMIT))
@@ -296,12 +340,12 @@ def test_old_artifacts_are_deleted() -> None:
 
 def test_a_manifest_comes_back(kept: Run) -> None:
     run = kept
-    for window in (1, 2, 3):
+    for window, after in ((1, "first"), (2, 1), (3, 2)):
         manifest = read_artifact_manifest(run.artifacts, RUN, window)
         assert manifest is not None
         text = manifest.to_bytes()
         assert ArtifactManifest.from_bytes(text, "x") == manifest
-        assert content(run.artifacts, artifact_key(RUN, window)) == text
+        assert content(run.artifacts, f"{DECISION}{after}.json") == text
     assert manifest.uids == (2, 3, 8)
     assert read_artifact_manifest(run.artifacts, RUN, 4) is None
 
@@ -325,38 +369,39 @@ def test_a_manifest_comes_back(kept: Run) -> None:
         ("gram", [[-1, 0, 0]] * 3),
         ("reason", "WHY"),
         ("outer_step", -1),
-        ("weights", "x"),
-        ("fingerprint", []),
+        ("weights_before", "x"),
+        ("previous", 1),
     ],
 )
 def test_damaged_manifests_are_refused(kept: Run, field: str, value: Any) -> None:
-    data = json.loads(content(kept.artifacts, artifact_key(RUN, 1))) | {field: value}
+    data = json.loads(content(kept.artifacts, f"{DECISION}first.json")) | {field: value}
     with pytest.raises(ArtifactError):
         ArtifactManifest.from_bytes(json.dumps(data).encode(), "x")
 
 
 def test_uids_out_of_order_are_refused(kept: Run) -> None:
-    data = json.loads(content(kept.artifacts, artifact_key(RUN, 1)))
+    data = json.loads(content(kept.artifacts, f"{DECISION}first.json"))
     data["entries"].reverse()
     with pytest.raises(ArtifactError, match="canonical order"):
         ArtifactManifest.from_bytes(json.dumps(data).encode(), "x")
 
 
-def test_a_manifest_of_another_window_is_refused(kept: Run) -> None:
+def test_a_decision_in_the_wrong_place_is_refused(kept: Run) -> None:
     store = open_object_store("memory://")
-    run_async(store.put(artifact_key(RUN, 2), content(kept.artifacts, artifact_key(RUN, 1)), timeout=LIMIT))
-    with pytest.raises(ArtifactError, match="belongs to run 'run-a', window 1"):
-        read_artifact_manifest(store, RUN, 2)
+    first = content(kept.artifacts, f"{DECISION}first.json")
+    run_async(store.put(f"{DECISION}1.json", first, timeout=LIMIT))
+    update = OuterUpdate(SCHEMA)
+    update.last_window = (RUN, 1)
+    with pytest.raises(ArtifactError, match="is of run 'run-a' and follows window None"):
+        catch_up(store, weights(), update, run=RUN)
+    assert read_artifact_manifest(store, RUN, 7) is None
 
 
-def replay(
-    run: Run, tensors: dict[str, Tensor] | None = None, update: OuterUpdate | None = None, **more: Any
-) -> None:
-    settings = {"run": RUN, "windows": [1], "apply_rows": taker()[1], **more}
+def replay(run: Run, tensors: dict[str, Tensor] | None = None, update: OuterUpdate | None = None) -> None:
     given = weights() if tensors is None else tensors
     before = {name: tensor.clone() for name, tensor in given.items()}
     with pytest.raises(ArtifactError) as caught:
-        catch_up(run.artifacts, given, update or OuterUpdate(SCHEMA), **settings)
+        catch_up(run.artifacts, given, update or OuterUpdate(SCHEMA), run=RUN, tables=taker()[1])
     if "produced different weights" not in str(caught.value):
         assert all(torch.equal(given[name], tensor) for name, tensor in before.items())
     raise caught.value
@@ -364,56 +409,39 @@ def replay(
 
 def test_catching_up_refuses_what_does_not_fit() -> None:
     run = three_windows()
-    with pytest.raises(ArtifactError, match="no artifact of window 7"):
-        replay(run, windows=[7])
     with pytest.raises(ArtifactError, match="not those before window 1"):
         replay(run, weights(5))
     ahead = OuterUpdate(SCHEMA)
     ahead.outer_step = 4
     with pytest.raises(ArtifactError, match="window 1 is outer step 1"):
         replay(run, update=ahead)
-    key = artifact_key(RUN, 1, 2)
-    good = content(run.artifacts, key)
+    good = peer_update(SCHEMA, 12).to_bytes(Label(RUN, 1, 2))
+    key = payload_place(1, 2, good)
     run_async(run.artifacts.put(key, good[:-1] + b"x", timeout=LIMIT))
     with pytest.raises(ArtifactError, match="uid 2: table 'users', rows: the digest does not match"):
         replay(run)
     other = peer_update(SCHEMA, 99).to_bytes(Label(RUN, 1, 2))
     run_async(run.artifacts.put(key, other, timeout=LIMIT))
-    with pytest.raises(ArtifactError, match="not those of the manifest"):
+    with pytest.raises(ArtifactError, match="not those of the decision"):
         replay(run)
 
 
 def test_a_wrong_outcome_is_noticed() -> None:
     run = three_windows()
-    key = artifact_key(RUN, 1)
-    data = json.loads(content(run.artifacts, key)) | {"weights": "0" * 64}
-    run_async(run.artifacts.put(key, json.dumps(data).encode(), timeout=LIMIT))
-    with pytest.raises(ArtifactError, match="produced different weights"):
+    key = f"artifacts/{RUN}/1/weights/other-{'0' * 64}.json"
+    run_async(run.artifacts.put(key, b"{}", timeout=LIMIT))
+    with pytest.raises(ArtifactError, match="window 1 produced different weights than on node 'other'"):
         replay(run)
-
-
-def test_missing_windows_can_be_passed_over(kept: Run) -> None:
-    run = kept
-    done = catch_up(
-        run.artifacts,
-        weights(),
-        OuterUpdate(SCHEMA),
-        run=RUN,
-        windows=[1, 9],
-        apply_rows=taker()[1],
-        missing_ok=True,
-    )
-    assert done.missing == (9,)
 
 
 def test_a_store_that_fails_is_named(kept: Run) -> None:
     run = kept
     with FaultServer() as server:
-        store = server.open()
-        server.fail(artifact_key(RUN, 1), ServerFault("status", "*", times=1000))
+        store = Artifacts(server.open(), deadline=0.3)
+        server.fail(f"{DECISION}first.json", ServerFault("status", "*", times=1000))
         manifest = read_artifact_manifest(run.artifacts, RUN, 1)
         assert manifest is not None
         with pytest.raises(ArtifactError, match="cannot be written"):
-            write_manifest(store, manifest, deadline=0.3)
+            write_decision(store, manifest)
         with pytest.raises(ArtifactError, match="cannot be read"):
-            read_artifact_manifest(store, RUN, 1, deadline=0.3)
+            read_artifact_manifest(store, RUN, 1)

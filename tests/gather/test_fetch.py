@@ -15,13 +15,14 @@ import torch
 
 from megalith.errors import BudgetError, InputError, UsageError
 from megalith.gather import fetch as fetch_module
-from megalith.gather.fetch import FetchOptions, Gatherer, gather, least_budget
+from megalith.gather.fetch import Gatherer, RankOptions, gather, least_budget
+from megalith.gather.payload import Label, Payload
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import Location, Status, payload_key
-from megalith.gather.result import Record, to_penalise
+from megalith.gather.plan import Fault, Location, Status, payload_key
+from megalith.gather.result import Record
 from megalith.storage.bodies import FileBody, MemoryBody, SpoolWriter
 from tests.gather.fault_server import FaultServer, ServerFault
-from tests.gather.support import RUN, WINDOW, peer_bytes, plan_of, small_schema
+from tests.gather.support import RUN, WINDOW, peer_bytes, peer_update, plan_of, small_schema
 from tests.gather.virtual import START, ScriptedStore, run
 from tests.gather.world import CLOSES, EXPECTED, OPENS, World, spool_options
 
@@ -126,13 +127,13 @@ def test_large_bodies_go_to_the_spool_and_leave_no_trace(world: World, tmp_path:
 def test_small_bodies_stay_in_memory_as_far_as_the_budget_goes(world: World, tmp_path: Path) -> None:
     world.add(dict.fromkeys(range(3), "good"))
     size = len(peer_bytes(world.schema, 0))
-    options = FetchOptions(spool_directory=tmp_path)
+    options = RankOptions(spool_directory=tmp_path)
     kept = gather(world.plan([0, 1, 2]), world.schema, world.stores, options=options)
     assert all(isinstance(payload.body, MemoryBody) for payload in kept.payloads.values())
     few = world.plan([0, 1, 2], range(1000, 3000))
-    assert few.memory_budget // 4 // 2003 > size
-    tight = replace(few, memory_budget=least_budget(world.schema))
-    assert tight.memory_budget // 4 // 2003 < size
+    assert few.gather.memory_budget // 4 // 2003 > size
+    tight = replace(few, gather=replace(few.gather, memory_budget=least_budget(world.schema)))
+    assert tight.gather.memory_budget // 4 // 2003 < size
     spooled = gather(tight, world.schema, world.stores, options=options)
     assert all(isinstance(payload.body, FileBody) for payload in spooled.payloads.values())
 
@@ -187,7 +188,7 @@ def test_large_objects_are_downloaded_by_ranges_that_resume(
     world.add({1: "good", 2: "corrupt"})
     size = len(peer_bytes(world.schema, 1))
     world.server.fail(key(1), ServerFault("truncate"), ServerFault("status", code=503))
-    options = FetchOptions(request_timeout=5.0, spool_directory=tmp_path, ranged_from=1000)
+    options = RankOptions(request_timeout=5.0, spool_directory=tmp_path, ranged_from=1000)
     result = gather(world.plan([1, 2], memory_budget=64 << 20), world.schema, world.stores, options=options)
     assert [result.records[uid].status for uid in (1, 2)] == [Status.OK, Status.CORRUPT]
     asked = [r for r in world.server.log if r.method == "GET" and r.key == key(1)]
@@ -211,7 +212,7 @@ def test_baseline_objects_are_taken_if_the_plan_says_so(world: World, tmp_path: 
     world.server.put(key(9), test_baseline.DATA, OPENS)
     refused = gather(world.plan([9]), world.schema, world.stores)
     assert refused.records[9].status in (Status.CORRUPT, Status.TOO_LARGE)
-    for options in (FetchOptions(spool_directory=tmp_path), spool_options(tmp_path)):
+    for options in (RankOptions(spool_directory=tmp_path), spool_options(tmp_path)):
         taken = gather(
             world.plan([9], formats=("megalith", "templar")), world.schema, world.stores, options=options
         )
@@ -235,13 +236,13 @@ def scripted(count: int = 1) -> ScriptedStore:
 
 
 def fetched(
-    store: ScriptedStore, count: int = 1, *, options: FetchOptions | None = None, **more: Any
+    store: ScriptedStore, count: int = 1, *, options: RankOptions | None = None, **more: Any
 ) -> list[Record]:
     settings: dict[str, Any] = {"deadline": 90.0, "memory_budget": 64 << 20, **more}
     plan = plan_of(SCHEMA, range(count), **settings)
     gatherer = Gatherer(plan, SCHEMA, {"default": store}, options=options)
     run(gatherer.fetch_async(plan.primary))
-    assert gatherer.peak_bytes <= plan.memory_budget
+    assert gatherer.peak_bytes <= plan.gather.memory_budget
     return list(gatherer.partial().records.values())
 
 
@@ -265,14 +266,14 @@ def test_an_object_that_appears_is_taken() -> None:
 def test_after_the_window_and_its_grace_there_is_one_last_try() -> None:
     store = ScriptedStore()
     (one,) = fetched(
-        store, time_max=START, grace=3.0, options=FetchOptions(now=lambda: START + timedelta(seconds=3.1))
+        store, time_max=START, grace=3.0, options=RankOptions(now=lambda: START + timedelta(seconds=3.1))
     )
     assert (one.status, one.tries) == (Status.NOT_FOUND, 2)
     (two,) = fetched(
         ScriptedStore(),
         time_max=START,
         grace=3.0,
-        options=FetchOptions(now=lambda: START + timedelta(seconds=3)),
+        options=RankOptions(now=lambda: START + timedelta(seconds=3)),
     )
     assert two.tries > 2
 
@@ -295,21 +296,21 @@ def test_a_slow_download_has_time_by_its_size() -> None:
     (one,) = fetched(store)
     assert (one.status, one.tries) == (Status.OK, 2)
     store.script[key(0)] = [(0.0, None), (40.0, None)]
-    assert fetched(store, options=FetchOptions(slowest=1.0))[0].tries == 1
+    assert fetched(store, options=RankOptions(slowest=1.0))[0].tries == 1
 
 
 def test_stuck_peers_do_not_keep_others_waiting_for_ever() -> None:
     store = scripted(6)
     for uid in (0, 1):
         store.script[key(uid)] = [(1e9, None)] * 99
-    results = fetched(store, 6, options=FetchOptions(in_flight=2))
+    results = fetched(store, 6, options=RankOptions(in_flight=2))
     assert [each.status for each in results] == [Status.TIMEOUT] * 2 + [Status.OK] * 4
 
 
 def test_downloads_at_once_are_limited() -> None:
     store = scripted(20)
     store.delay = 1.0
-    results = fetched(store, 20, options=FetchOptions(in_flight=3))
+    results = fetched(store, 20, options=RankOptions(in_flight=3))
     assert all(each.status is Status.OK for each in results)
     assert store.most_open == 3
     store = scripted(20)
@@ -321,7 +322,7 @@ def test_downloads_at_once_are_limited() -> None:
 def test_a_turn_after_the_deadline_is_no_try() -> None:
     store = scripted(3)
     store.delay = 2.0
-    results = fetched(store, 3, deadline=3.0, options=FetchOptions(in_flight=1))
+    results = fetched(store, 3, deadline=3.0, options=RankOptions(in_flight=1))
     assert [each.status for each in results] == [Status.TIMEOUT] * 3
     assert [each.tries for each in results] == [1, 0, 0]
 
@@ -353,7 +354,7 @@ def test_an_object_that_is_not_what_was_announced_has_changed(kind: type[Scripte
 
 def test_wrong_options_name_the_field() -> None:
     with pytest.raises(InputError, match="in_flight must be an integer of at least 1"):
-        FetchOptions(in_flight=0)
+        RankOptions(in_flight=0)
 
 
 # ---- whose fault it is
@@ -364,7 +365,7 @@ def test_a_missing_object_is_not_found_also_if_the_last_try_is_cut_short() -> No
     for tenth in range(20):
         store = ScriptedStore()
         store.delay = 0.4  # an answer takes longer than what the last try may have left
-        records = fetched(store, 4, deadline=3.0 + 0.1 * tenth, options=FetchOptions(in_flight=2))
+        records = fetched(store, 4, deadline=3.0 + 0.1 * tenth, options=RankOptions(in_flight=2))
         assert {each.status for each in records} == {Status.NOT_FOUND}
 
 
@@ -393,7 +394,7 @@ def test_a_refusal_of_a_peers_own_bucket_is_its_fault(world: World) -> None:
     )
     store = world.stores["default"]
     result = gather(plan, world.schema, {"uid-1": store, "uid-2": store})
-    assert to_penalise(result) == (1, 2)
+    assert result.to_penalise == (1, 2)
 
 
 class Rude(ScriptedStore):
@@ -434,3 +435,39 @@ def test_a_closed_result_says_that_it_is_closed(world: World, tmp_path: Path) ->
         result.close()
         with pytest.raises(UsageError, match="payload of uid 1, window 3, was closed"):
             payload.lookup(0)
+
+
+# ---- weights
+
+
+def stating(world: World, uid: int, weights: str | None) -> bytes:
+    return peer_update(world.schema, uid).to_bytes(Label(RUN, WINDOW, uid, weights=weights))
+
+
+def test_a_payload_of_other_weights_is_not_accepted(world: World) -> None:
+    here, other = "a" * 64, "b" * 64
+    for uid, weights in enumerate((here, other, None)):
+        world.server.put(key(uid), stating(world, uid, weights), OPENS)
+    found = gather(world.plan([0, 1, 2], weights=here), world.schema, world.stores)
+    statuses = [found.records[uid].status for uid in (0, 1, 2)]
+    assert statuses == [Status.OK, Status.OTHER_WEIGHTS, Status.OK]  # version 1 states none
+    assert (
+        found.records[1].detail
+        == f"was computed from weights {other[:12]}, those of the window are {here[:12]}"
+    )
+    assert found.to_penalise == ()
+    strict = gather(world.plan([0, 2], weights=here, require_weights=True), world.schema, world.stores)
+    assert strict.records[2].status is Status.OTHER_WEIGHTS
+    assert gather(world.plan([0, 1]), world.schema, world.stores).uids == (0, 1)  # nothing to compare with
+
+
+def test_only_payloads_of_version_2_state_the_weights(world: World) -> None:
+    for weights, version in ((None, 1), ("c" * 64, 2)):
+        data = stating(world, 1, weights)
+        assert (data[8], Payload.open(MemoryBody(data)).header.label.weights) == (version, weights)
+        relabelled = bytearray(data)
+        relabelled[8] = 3 - version
+        with pytest.raises(Fault, match="CORRUPT"):
+            Payload.open(MemoryBody(bytes(relabelled)))
+    with pytest.raises(InputError, match="label: weights must be the hash of a fingerprint"):
+        Label(RUN, WINDOW, 1, weights="c")

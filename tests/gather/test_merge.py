@@ -22,11 +22,8 @@ from megalith.gather.result import (
     SkipReason,
     as_result,
     decide,
-    lines,
     make_partial,
     merge,
-    norm_medians,
-    to_penalise,
 )
 from megalith.gather.update import OuterUpdate
 from megalith.gather.window import metrics
@@ -65,9 +62,9 @@ OK = Status.OK
 def test_a_rank_without_valid_peers_still_counts_its_skipped() -> None:
     made = plan([1, 2, 3])
     empty = part(made, {2: Status.NOT_FOUND}, rank=1)
-    assert (empty.uids, empty.skipped_uids, empty.success_rate_part) == ((), (2,), 0.0)
+    assert (empty.uids, empty.skipped_uids) == ((), (2,))
     nothing = part(made, {}, rank=2)
-    assert (nothing.uids, nothing.skipped_uids, nothing.success_rate_part) == ((), (), None)
+    assert (nothing.uids, nothing.skipped_uids) == ((), ())
     result = merge([part(made, {1: OK, 3: OK}), empty, nothing])
     assert (result.uids, result.skipped_uids) == ((1, 3), (2,))
     assert result.success_rate == 2 / 3
@@ -105,7 +102,7 @@ def test_two_versions_of_one_payload_drop_the_peer() -> None:
     result = merge([part(made, {1: OK}), part(made, {1: OK, 2: OK}, rank=1, seed=5)])
     assert (result.uids, result.skipped_uids, result.conflicts) == ((2,), (1,), (1,))
     assert result.records[1].status is Status.DIGEST_CONFLICT
-    assert to_penalise(result) == ()
+    assert result.to_penalise == ()
 
 
 def test_a_lost_ranks_uids_are_taken_from_the_next_attempt() -> None:
@@ -126,7 +123,7 @@ def test_peers_of_a_rank_without_a_partial_are_lost_and_not_forgotten() -> None:
     assert (incomplete.uids, incomplete.skipped_uids) == ((1, 3), (2, 4))
     assert {incomplete.records[uid].status for uid in (2, 4)} == {Status.RANK_LOST}
     assert incomplete.records[2].detail == "its rank gave no partial"
-    assert to_penalise(incomplete) == ()
+    assert incomplete.to_penalise == ()
     assert merge([first, second]).uids == (1, 2, 3)
 
 
@@ -191,9 +188,9 @@ def test_consumers_take_an_aggregate_or_partials() -> None:
             (
                 fingerprint(tensors).hash,
                 find_overlap(given_).pairs,
-                norm_medians(given_),
+                as_result(given_).norm_medians,
                 {k: v for k, v in metrics(given_).items() if k != "gather/seconds"},
-                lines(given_),
+                as_result(given_).lines(),
             )
         )
     assert results[0] == results[1] == results[2]
@@ -211,8 +208,8 @@ def test_metrics_are_numbers_by_name() -> None:
     assert found["gather/status/CORRUPT"] == found["gather/status/TIMEOUT"] == 1
     assert found["overlap/pairs_checked"] == 1
     assert found["gather/min_median_norm"] <= found["gather/max_median_norm"]
-    assert to_penalise(result) == (2,)
-    assert "uid=2 tier=primary status=CORRUPT bytes=0 tries=0 detail='why'" in lines(result)[1]
+    assert result.to_penalise == (2,)
+    assert "uid=2 tier=primary status=CORRUPT bytes=0 tries=0 detail='why'" in result.lines()[1]
 
 
 # ---- the decision

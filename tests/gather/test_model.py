@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from megalith.errors import InputError
 from megalith.gather import (
-    FetchOptions,
     Gatherer,
     Label,
     OuterUpdate,
     PayloadSchema,
+    RankOptions,
     compress,
-    fingerprint,
     open_object_store,
     publish,
     run_window,
@@ -74,7 +73,8 @@ def test_wrappers_do_not_show(one_rank: None, wrapping: str) -> None:
     assert PayloadSchema.of(wrapped, keep=4) == PayloadSchema.of(plain, keep=4)
     found, expected = applied(wrapped, like=model), applied(plain, like=plain)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert OuterUpdate(PayloadSchema.of(plain)).fingerprint(wrapped).hash == fingerprint(expected).hash
+    schema = PayloadSchema.of(plain)
+    assert schema.fingerprint(wrapped).hash == schema.fingerprint(expected).hash
 
 
 def test_empty_parameters_are_no_trouble() -> None:
@@ -95,7 +95,7 @@ def test_cancelling_leaves_no_files(tmp_path: Path) -> None:
     for uid in plan.primary:
         store.objects[plan.location(uid).key] = peer_bytes(schema, uid)
     store.script[plan.location(2).key] = [(0.0, None), (1e3, None)]
-    options = FetchOptions(spool_directory=tmp_path, spool_from=1, request_timeout=1e6)
+    options = RankOptions(spool_directory=tmp_path, spool_from=1, request_timeout=1e6)
     gatherer = Gatherer(plan, schema, {"default": store}, options=options)
 
     async def cancelled() -> None:

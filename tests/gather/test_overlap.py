@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megalith.errors import BudgetError, InputError
 from megalith.gather.overlap import excluded_uids, find_overlap
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import OverlapConfig
+from megalith.gather.plan import GatherConfig, OverlapConfig
 from megalith.gather.result import GatherResult
 from megalith.ops.matrix_chunks import STEP_BYTES, common_positions, pack_indices
 from tests.gather import naive
@@ -33,7 +33,8 @@ def window(
 
 
 def gram(result: GatherResult, memory_budget: int | None = None) -> torch.Tensor:
-    plan = result.plan if memory_budget is None else replace(result.plan, memory_budget=memory_budget)
+    config = result.plan.gather if memory_budget is None else GatherConfig(memory_budget=memory_budget)
+    plan = replace(result.plan, gather=config)
     return find_overlap(replace(result, plan=plan)).gram
 
 

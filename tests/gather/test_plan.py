@@ -7,12 +7,16 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import InputError
+from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import (
+    GatherConfig,
     GatherPlan,
     Location,
     OverlapConfig,
@@ -35,7 +39,19 @@ def plan(primary: Any = (), reserve: Any = (), **more: Any) -> GatherPlan:
     )
 
 
+def gathering(**more: Any) -> dict[str, Any]:
+    return {"gather": GatherConfig(**more)}
+
+
 # ---- the plan
+
+
+def test_a_schema_and_numpy_uids_are_taken() -> None:
+    schema = PayloadSchema.of({"w": torch.zeros(4, 4)})
+    given = GatherPlan(run="r", window=5, schema=schema, primary=np.array([3, 1]), reserve=[np.int64(7)])
+    named = GatherPlan(run="r", window=5, schema=schema.digest, primary=(3, 1), reserve=(7,))
+    assert (given, given.to_bytes()) == (named, named.to_bytes())
+    assert given.location(np.int64(3)) == Location("payloads/r/5/3.gather")
 
 
 def test_repeated_uids_count_once_and_primaries_come_first() -> None:
@@ -53,6 +69,20 @@ def test_places_have_a_default() -> None:
         plan([1], locations=[1])
 
 
+CONFIGS: list[dict[str, Any]] = [
+    {"deadline": 1.0},
+    {"grace": 1.0},
+    {"max_object_bytes": 5},
+    {"max_value": 2.0},
+    {"min_peers": 2},
+    {"backfill_rounds": 2},
+    {"memory_budget": 7},
+    {"formats": ("templar",)},
+    {"require_weights": True},
+    {"fingerprint_every": 3},
+]
+
+
 def test_digest_covers_every_field() -> None:
     base = plan([1, 2], [3])
     now = datetime(2026, 1, 2, tzinfo=UTC)
@@ -66,23 +96,21 @@ def test_digest_covers_every_field() -> None:
         {"locations": {1: Location("k")}},
         {"time_min": now},
         {"time_max": now},
-        {"deadline": 1.0},
-        {"grace": 1.0},
-        {"max_object_bytes": 5},
-        {"max_value": 2.0},
-        {"min_peers": 2},
-        {"backfill_rounds": 2},
-        {"memory_budget": 7},
-        {"formats": ("templar",)},
-        {"fingerprint_every": 3},
+        {"skip": True},
+        {"weights": "ab" * 32},
+        *map(dict, [gathering(**each).items() for each in CONFIGS]),
         {"update": UpdateConfig(lr=0.5)},
         {"overlap": OverlapConfig(threshold=0.3)},
     ]
     assert set(to_json(base)) == {key for change in changes for key in change}
     digests = [replace(base, **change).digest for change in changes]
     assert len({base.digest, *digests}) == len(changes) + 1
+    names = {"gather": [next(iter(each)) for each in CONFIGS], "update": ["lr"], "overlap": ["threshold"]}
     for change in changes:
-        assert replace(base, **change).differences(base) == [k for k in change if k != "attempt"]
+        (name,) = change
+        expected = [] if name in ("attempt", "weights") else [name]
+        expected = [names[name].pop(0)] if name in names else expected
+        assert replace(base, **change).differences(base) == expected
 
 
 def test_a_plan_travels_as_bytes() -> None:
@@ -116,20 +144,26 @@ def test_a_plan_travels_as_bytes() -> None:
         ("locations", {"x": {"store": "s", "key": "k"}}),
         ("time_min", "yesterday"),
         ("time_max", "0001-01-01T00:00:00+23:59"),
-        ("deadline", -1),
-        ("max_value", 0),
-        ("max_value", 1e31),
-        ("min_peers", 0),
-        ("memory_budget", 0),
-        ("formats", ["x"]),
-        ("fingerprint_every", -1),
+        ("gather", {"deadline": -1}),
+        ("gather", {"max_value": 0}),
+        ("gather", {"max_value": 1e31}),
+        ("gather", {"min_peers": 0}),
+        ("gather", {"memory_budget": 0}),
+        ("gather", {"formats": ["x"]}),
+        ("gather", {"fingerprint_every": -1}),
+        ("weights", "ab"),
         ("update", {}),
         ("overlap", None),
         ("more", 1),
     ],
 )
 def test_wrong_plans_are_refused(field: str, value: Any) -> None:
-    data = to_json(plan([1], [2])) | {field: value}
+    data = to_json(plan([1], [2]))
+    if field == "gather":
+        (field,) = value
+        data["gather"] |= value
+    else:
+        data |= {field: value}
     with pytest.raises(InputError, match=field if field != "locations" else "location"):
         GatherPlan.from_bytes(json.dumps(data).encode())
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megalith import SGD, LocalShards, OneBit, TableConfig
 from megalith.distributed.tensor_parts import fingerprint
 from megalith.errors import BudgetError, InputError, UsageError
+from megalith.gather.fetch import RankOptions
 from megalith.gather.payload import Payload
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import UpdateConfig
@@ -182,7 +183,7 @@ def rows_of(result: GatherResult, **options: Any) -> dict[str, dict[int, np.ndar
         assert not taken[table] or ids[0] > max(taken[table])
         taken[table] |= dict(zip(ids.tolist(), rows.numpy(), strict=True))
 
-    stepped(result, apply_rows=take, **options)
+    stepped(result, tables=take, **options)
     return taken
 
 
@@ -271,7 +272,7 @@ def test_a_step_that_breaks_off_is_undone(
     momentum = {name: t.clone() for name, t in update.momentum.items()}
     broken(result, monkeypatch)
     with pytest.raises(Broken):
-        update.apply(tensors, result, snapshot=policy, snapshot_directory=tmp_path / "s")
+        update.apply(tensors, result, options=RankOptions(snapshot=policy, spool_directory=tmp_path / "s"))
     assert_same(tensors, before)
     assert_same(update.momentum, momentum)
     assert update.outer_step == 1

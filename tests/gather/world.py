@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megalith.gather.fetch import FetchOptions
+from megalith.gather.fetch import RankOptions
 from megalith.gather.payload_schema import PayloadSchema
 from megalith.gather.plan import GatherPlan, Status, payload_key
 from megalith.ops.matrix_chunks import pack_indices, unpack_indices
@@ -54,7 +54,7 @@ class World:
 
     server: FaultServer
     schema: PayloadSchema = field(default_factory=small_schema)
-    options: FetchOptions = field(default_factory=lambda: FetchOptions(request_timeout=0.3))
+    options: RankOptions = field(default_factory=lambda: RankOptions(request_timeout=0.3))
     prefix: str = ""
 
     @property
@@ -125,5 +125,5 @@ class World:
         }.get(kind, [])
 
 
-def spool_options(directory: Path, **more: Any) -> FetchOptions:
-    return FetchOptions(request_timeout=0.3, spool_directory=directory, spool_from=1, **more)
+def spool_options(directory: Path, **more: Any) -> RankOptions:
+    return RankOptions(request_timeout=0.3, spool_directory=directory, spool_from=1, **more)

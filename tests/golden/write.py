@@ -510,7 +510,7 @@ def bins_update() -> dict[str, Tensor]:
 
 def opened(data: bytes) -> Any:
     """A payload in memory."""
-    from megalith.gather import Payload
+    from megalith.gather.payload import Payload
     from megalith.storage.bodies import MemoryBody
 
     return Payload.open(MemoryBody(data))
@@ -579,6 +579,7 @@ UIDS = (1, 2, 3)
 def write_gather(root: Path) -> None:
     """Payloads of three peers, and the artifacts of a window, of one without an update, and of a third."""
     from megalith.gather import (
+        GatherConfig,
         GatherPlan,
         Label,
         OuterUpdate,
@@ -594,20 +595,25 @@ def write_gather(root: Path) -> None:
     with constants():
         for window, uids, least in ((1, UIDS, 1), (2, UIDS[:1], 2), (3, UIDS[1:], 1)):
             for uid in uids:
-                label = Label(RUN, window, uid, global_step=100 + uid, metadata={"host": "a", "rows": uid})
+                label = Label(
+                    RUN,
+                    window,
+                    uid,
+                    global_step=100 + uid,
+                    metadata={"host": "a", "rows": uid},
+                    weights=schema.fingerprint(weights).hash,
+                )
                 publish(peers, compressed(uid, schema), label)
             plan = GatherPlan(
                 run=RUN,
                 window=window,
-                schema=schema.digest,
+                schema=schema,
                 primary=uids,
-                min_peers=least,
-                deadline=30.0,
+                gather=GatherConfig(min_peers=least, deadline=30.0),
                 update=UpdateConfig(optimizer="nesterov", lr=0.5, momentum=0.5, clip="none"),
             )
-            run_window(
-                plan, weights, update, {"default": peers}, artifacts=artifacts, apply_rows=lambda *_: None
-            )
+            stores = {"default": peers}
+            run_window(plan, weights, update, stores, artifacts=artifacts, tables=lambda *_: None)
 
 
 def write_templar(root: Path) -> None:
@@ -621,7 +627,7 @@ def write_templar(root: Path) -> None:
     store = open_object_store("memory://")
     for uid in UIDS:
         publish(store, compressed(uid, schema), Label(RUN, 1, uid))
-    plan = GatherPlan(run=RUN, window=1, schema=schema.digest, primary=UIDS, deadline=30.0)
+    plan = GatherPlan(run=RUN, window=1, schema=schema, primary=UIDS)
     result = gather(plan, schema, {"default": store})
     (root / "aggregator.pt").write_bytes(write_aggregator(result))
     result.close()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalith import SGD, LocalShards, TableConfig, gather
 from megalith.compat import templar
-from megalith.gather import ElasticRanks, ErrorFeedback, GatherPlan, Label, OuterUpdate, PayloadSchema, Status
+from megalith.gather import ElasticRanks, ErrorFeedback, GatherPlan, Label, OuterUpdate, PayloadSchema
 from megalith.storage.bodies import MemoryBody
 from tests.gather.support import RUN, WINDOW, gathered, peer_bytes, peer_update
 from tests.valid_calls.sweep import Arguments, Call, Fresh, calls, methods
@@ -25,12 +25,13 @@ def weights() -> dict[str, Tensor]:
     return {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 
 
+QUICK = gather.GatherConfig(deadline=0.2)
 SCHEMA = PayloadSchema.of(weights(), chunk=4, keep=4, padding=False)
 TABLED = PayloadSchema.of(weights(), chunk=4, keep=4, tables={"a": 2})
 
 
 def plan(**more: Any) -> GatherPlan:
-    return GatherPlan(run=RUN, window=WINDOW, schema=SCHEMA.digest, primary=UIDS, deadline=0.2, **more)
+    return GatherPlan(run=RUN, window=WINDOW, schema=SCHEMA, primary=UIDS, gather=QUICK, **more)
 
 
 def result(schema: PayloadSchema = SCHEMA) -> gather.GatherResult:
@@ -56,17 +57,13 @@ def plan_calls() -> Iterator[Call]:
     text = plan().to_bytes()
     yield from methods(plan, {"*": {"uid": 1, "other": plan(), "text": text}})
     yield GatherPlan.from_bytes, {"text": text}
-    yield from calls(gather.UpdateConfig, gather.OverlapConfig, gather.FetchOptions)
+    yield from calls(gather.GatherConfig, gather.UpdateConfig, gather.OverlapConfig, gather.RankOptions)
     yield from methods(gather.OverlapConfig, {"level_of": {"shared": 1, "total": 2}})
     yield gather.Location, {"key": "k"}
     yield from calls(Label, gather.payload_key, **NAMES)
-    shaped = {"shape": (4, 4), "chunk": (2, 2), "keep": 2, "dim": 2}
-    yield from calls(gather.ParameterSpec, gather.TableSpec, name="w", **shaped)
     yield from calls(PayloadSchema, PayloadSchema.of, parameters=SCHEMA.parameters, model=weights())
-    yield from methods(lambda: SCHEMA, {"of": {"model": weights()}})
+    yield from methods(lambda: SCHEMA, {"*": {"model": weights()}})
     yield gather.partition, {"plan": plan(), "world_size": 2, "sizes": {1: 5}}
-    yield gather.backfill, {"plan": plan(reserve=(7,)), "statuses": [{1: Status.OK, 2: Status.CORRUPT}]}
-    yield gather.deal, {"uids": UIDS, "attempted": [0, 1]}
 
 
 def peer_calls() -> Iterator[Call]:
@@ -75,8 +72,6 @@ def peer_calls() -> Iterator[Call]:
     yield gather.compress, {"update": update, "schema": TABLED, "tables": rows, "feedback": ErrorFeedback()}
     made = peer_update(SCHEMA, 1)
     label = Label(RUN, WINDOW, 1)
-    file = Fresh(io.BytesIO)
-    yield from methods(lambda: made, {"*": {"file": file, "label": label}})
     yield gather.decompress, {"source": made}
 
     def feedback() -> ErrorFeedback:
@@ -90,10 +85,6 @@ def peer_calls() -> Iterator[Call]:
     yield from calls(gather.publish, store=empty, compressed=made, label=label, deadline=5.0)
     yield gather.peek, {"store": store_with_peers(), "key": gather.payload_key(RUN, WINDOW, 1)}
     yield gather.open_object_store, {"place": "memory://"}
-    body = Fresh(partial(MemoryBody, peer_bytes(TABLED, 1)))
-    span = {"number": 0, "start": 0, "stop": 1, "body": body}
-    yield from methods(lambda: gather.Payload.open(body.make()), {"*": span})
-    yield gather.Payload.open, {"body": body}
     yield gather.PeerTables, {"local": shards(), "shared": shards()}
     yield from methods(lambda: gather.PeerTables(shards(), shards()))
 
@@ -112,12 +103,8 @@ def window_calls() -> Iterator[Call]:
     yield gather.merge, {"partials": [partial_sum]}
     overlap = gather.find_overlap(found)
     yield gather.find_overlap, {"gathered": found, "matrix": overlap.gram}
-    yield from methods(lambda: overlap, {"at_least": {"level": "max"}})
-    yield gather.excluded_uids, {"overlap": overlap, "config": gather.OverlapConfig()}
     yield gather.metrics, {"gathered": found, "scores": {1: 0.5}, "overlap": overlap}
-    yield from calls(gather.decide, gather.norm_medians, gather.to_penalise, gather.lines, gathered=found)
-    yield gather.fingerprint, {"parameters": weights()}
-    yield from methods(lambda: gather.fingerprint(weights()))
+    yield gather.decide, {"gathered": found}
     yield OuterUpdate, {"schema": SCHEMA}
     update: Arguments = {"parameters": weights(), "gathered": found, "ranks": ElasticRanks.alone()}
     update |= {"plan": plan(), "state": OuterUpdate(SCHEMA).state_dict()}
@@ -133,17 +120,13 @@ def run_calls() -> Iterator[Call]:
     update, stores = Fresh(lambda: OuterUpdate(SCHEMA)), {"default": peers}
     window = {"plan": plan(), "stores": stores}
     yield gather.run_window, window | {"update": update, "parameters": weights()}
+    yield from calls(gather.Artifacts, gather.Artifacts.of, store=artifacts, given=artifacts)
     report = gather.run_window(update=update.make(), parameters=weights(), artifacts=artifacts, **window)
     assert report.decision.go
-    stored = {"store": artifacts, "run": RUN}
+    yield gather.write_artifact, {"report": report, "artifacts": artifacts, "stores": stores}
+    stored = {"artifacts": artifacts, "run": RUN}
     yield gather.read_artifact_manifest, stored | {"window": WINDOW}
-    manifest = gather.read_artifact_manifest(artifacts, RUN, WINDOW)
-    assert manifest is not None
-    yield gather.load_artifact, {"store": artifacts, "manifest": manifest}
-    text = {"text": manifest.to_bytes(), "where": "here"}
-    yield from methods(lambda: manifest, {"from_bytes": text})
-    yield gather.ArtifactManifest.from_bytes, text
-    yield from calls(gather.catch_up, **stored, windows=[WINDOW], parameters=Fresh(weights), update=update)
+    yield from calls(gather.catch_up, **stored, parameters=Fresh(weights), update=update)
     yield gather.prune_artifacts, stored | {"keep": 1}
 
 

@@ -105,7 +105,7 @@ _REASONS: Mapping[str, Iterable[str]] = {
         "TableShards",
         *_methods("TableShards", "assign_add drain_touched router track"),
     ],
-    "a field, whose value is a function": ["FetchOptions.now"],
+    "a field, whose value is a function": ["RankOptions.now"],
     "waits for the processes that a launcher has started": ["ElasticRanks.join"],
     "made by a method that is swept": ["LocalLookup", "SyncLookup", "ServerLookup", "SaveHandle"],
     "called by shards and engines, which have validated the input": _methods(

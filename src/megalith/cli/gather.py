@@ -22,7 +22,9 @@ from megalith.gather.artifact import (
     FORMAT,
     MAX_MANIFEST_BYTES,
     ArtifactManifest,
+    Artifacts,
     read_artifact_manifest,
+    weights_of_nodes,
 )
 from megalith.gather.compress import peek
 from megalith.gather.payload import MAGIC, Header, read_header
@@ -117,7 +119,7 @@ def inspect(
     Example:
       megalith gather inspect 7.gather
       megalith gather inspect gradient-5-7-v2.1.pt
-      megalith gather inspect artifacts/demo/5/manifest.json
+      megalith gather inspect artifacts/demo/decisions/4.json
       megalith gather inspect s3://bucket/peers --run demo --window 5
     """
     with exit_on_error():
@@ -313,7 +315,6 @@ def _manifest(manifest: ArtifactManifest) -> dict[str, Any]:
         "excluded": list(manifest.excluded),
         "plan": manifest.plan.digest,
         "weights_before": manifest.weights_before,
-        "weights": manifest.weights,
     }
 
 
@@ -338,12 +339,14 @@ def _store_window(store: ObjectStore, run: str, window: int) -> dict[str, Any]:
             entry |= {"uid": None, "digest": None, "problem": str(fault)}
         found.append(entry)
     manifest = read_artifact_manifest(store, run, window)
+    nodes = weights_of_nodes(Artifacts(store), run, window)
     return {
         "kind": "window",
         "run": run,
         "window": window,
         "payloads": found,
         "artifact": None if manifest is None else _manifest(manifest),
+        "weights": {node: sorted(hashes) for node, hashes in nodes.items()},
     }
 
 
@@ -362,6 +365,8 @@ def _print(data: dict[str, Any]) -> None:
             out.print("no artifact")
         else:
             _print(data["artifact"])
+        for node, hashes in data["weights"].items():
+            out.print(Text(f"weights of {node}: {', '.join(hashes)}"))
         return
     for key, value in data.items():
         if key == "parameters":

@@ -17,8 +17,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -118,6 +119,7 @@ class ParameterPrint:
 
     norm: float  # Its L2 norm, in float64
     mean: float
+    digest: bytes  # Its name, type and shape, and the hash of its bytes
     hash64: int  # 64 bits of the hash of its bytes, signed
 
 
@@ -127,11 +129,26 @@ class Fingerprint:
 
     Attributes:
         parameters: By name.
-        hash: SHA-256 of names, types, shapes and bytes.
     """
 
     parameters: dict[str, ParameterPrint]
-    hash: str
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of names, types, shapes and bytes."""
+        return self.hash_of(self.parameters)
+
+    def hash_of(self, names: Iterable[str]) -> str:
+        """Return the hash of some of the parameters.
+
+        Args:
+            names: Their names.
+
+        Returns:
+            What `hash` is of a fingerprint of these alone.
+        """
+        chosen = sorted(names)
+        return hashlib.sha256(b"".join(self.parameters[name].digest for name in chosen)).hexdigest()
 
     @property
     def norm(self) -> float:
@@ -158,7 +175,7 @@ def fingerprint(parameters: Mapping[str, Tensor], *, ranks: ElasticRanks | None 
     """
     together = ElasticRanks.or_alone(ranks)
     checks.mapping(parameters, "fingerprint: parameters", "{'weight': tensor}")
-    root, prints = hashlib.sha256(), {}
+    prints = {}
     for name in sorted(parameters):
         tensor = parameters[name]
         if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.is_complex():
@@ -171,13 +188,13 @@ def fingerprint(parameters: Mapping[str, Tensor], *, ranks: ElasticRanks | None 
             leaves = b"".join(together.exchange("leaves", leaves))
         found = list(_LEAF.iter_unpack(leaves))
         own = hashlib.sha256(b"".join(digest for digest, _, _ in found)).digest()
-        root.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + own)
         prints[name] = ParameterPrint(
             norm=math.sqrt(_sum([squares for _, _, squares in found])),
             mean=_sum([total for _, total, _ in found]) / max(1, tensor.numel()),
+            digest=f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + own,
             hash64=int.from_bytes(own[:8], "big", signed=True),
         )
-    return Fingerprint(prints, root.hexdigest())
+    return Fingerprint(prints)
 
 
 def _leaves(part: TensorPart, shape: tuple[int, ...], ranks: ElasticRanks) -> bytes:

@@ -1,49 +1,103 @@
-"""Artifacts: what a window leaves in a store, and catching up, which replays windows from it.
+"""Artifacts: the decisions of a run in a store, and what is needed to follow them.
 
-    artifacts/RUN/WINDOW/payloads/UID.gather    an accepted payload, written by the rank that holds it
-    artifacts/RUN/WINDOW/manifest.json          written last, by the first rank: the artifact is complete
+A decision says which payloads a window applies, or why it applies none. Nodes that share a run come to one
+sequence of decisions, because each is written under the window that it follows, and only if nothing is there:
 
-Payloads are uploaded in the background while the weights are stepped. Nothing in an artifact comes from a
-clock or a rank: its bytes do not depend on the number of ranks.
+    artifacts/RUN/WINDOW/payloads/UID-DIGEST.gather  an accepted payload, before the decision that names it
+    artifacts/RUN/decisions/AFTER.json               the decision that follows window AFTER ("first": none)
+    artifacts/RUN/WINDOW/weights/NODE-HASH.json      the fingerprint of a node's weights after the window
 
-Windows are replayed through the same update code with the same order, settings and factors, by one process or
-by ranks that share the work. The hashes of the weights before and after each window are compared. An error on
-one rank is raised on all, so that none waits for another.
+A node applies what the decision after its last window says, whoever wrote it. So nodes with equal weights
+stay equal; a node that missed windows catches up; a node that differs finds out by the hash of the weights
+before the window, which the decision states, or by the hashes that the nodes write after it. Nothing in a
+decision comes from a clock or a rank: its bytes do not depend on the number of ranks.
+
+Up to version 2 the manifest of a window was written after its step, as artifacts/RUN/WINDOW/manifest.json
+next to payloads/UID.gather. These are still followed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TypeVar
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from megalith.distributed.elastic_ranks import ElasticRanks
-from megalith.distributed.ranks import BrokenExchange
 from megalith.distributed.tensor_parts import Fingerprint
-from megalith.errors import ArtifactError, InputError, RankTimeoutError
-from megalith.gather.fetch import FetchOptions, Gatherer
-from megalith.gather.payload_schema import PayloadSchema, Weights
-from megalith.gather.plan import GatherPlan, Location, Status, deal
+from megalith.errors import ArtifactError, InputError
+from megalith.gather.payload_schema import PayloadSchema
+from megalith.gather.plan import GatherConfig, GatherPlan, Location, Status
 from megalith.gather.reduce import clip_factors
-from megalith.gather.result import Decision, Gathered, GatherResult, SkipReason, as_result
-from megalith.gather.table_rows import ApplyRows, TableShards
-from megalith.gather.update import OuterUpdate
+from megalith.gather.result import Decision, GatherResult, SkipReason
 from megalith.ops import checks
 from megalith.storage.bodies import ObjectBody, put_bodies
-from megalith.storage.json_codec import Sha256, canonical_json, from_json, parse_json_object, to_json
+from megalith.storage.json_codec import (
+    NOT_SAVED,
+    JsonFields,
+    Sha256,
+    canonical_json,
+    from_json,
+    parse_json_object,
+    to_json,
+)
 from megalith.storage.object_store import ObjectStore, RequestFailure, StoreRequestError
 from megalith.storage.retries import persist, run_async
 
 T = TypeVar("T")
 FORMAT = "megalith-gather-artifact"
-VERSION = 2
+VERSION = 3
 MAX_MANIFEST_BYTES = 1 << 28
-_DEADLINE = 30.0  # seconds at least for the payloads of a replay, for which nobody waits
+_LEAST_SECONDS = 30.0  # for the payloads of a decision that is followed: no peer is waited for
+# Fields of a plan up to version 2:
+_OF_GATHER = [each.name for each in fields(GatherConfig) if each.name != "require_weights"]
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """Where the decisions of a run are kept, and how this node takes part in them."""
+
+    store: ObjectStore
+    """The store, the same for all nodes of the run."""
+    _: KW_ONLY
+    node: str = "node"
+    """The name of this node, different on each: letters, digits, ".", "-" and "_"."""
+    wait: float = 0.0
+    """Seconds for which this node leaves a window to the others; then it decides itself. 0: at once."""
+    keep: int | None = None
+    """How many of the latest windows are kept; None: all."""
+    on_error: Literal["raise", "warn"] = "raise"
+    """What happens if a decision cannot be written: raise, and nothing has changed; or report it and go on,
+    which only a node that has the run to itself may do. `write_artifact` then writes it later."""
+    deadline: float = 60.0
+    """Seconds for which a request is repeated."""
+
+    def __post_init__(self) -> None:
+        checks.instance(self.store, ObjectStore, "artifacts: store")
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", checks.text(self.node, "artifacts: node")):
+            raise InputError(
+                f"artifacts: node must have 1 to 64 letters, digits, . - _, got {self.node!r:.80}"
+            )
+        checks.seconds(self.wait, "artifacts: wait", zero=True)
+        checks.seconds(self.deadline, "artifacts: deadline")
+        if self.keep is not None:
+            checks.integer(self.keep, "artifacts: keep")
+        checks.one_of(self.on_error, ("raise", "warn"), "artifacts: on_error")
+
+    @classmethod
+    def of(cls, given: Artifacts | ObjectStore) -> Artifacts:
+        """Return the artifacts of a node that has a store to itself, or what is given.
+
+        Args:
+            given: The artifacts, or their store.
+
+        Returns:
+            The artifacts.
+        """
+        return given if isinstance(given, Artifacts) else cls(given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,22 +112,22 @@ class ArtifactEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ArtifactManifest:
-    """The manifest of one window.
+    """The decision of one window.
 
     Attributes:
         plan: The plan, as of attempt 0.
         schema: The schema.
         entries: The accepted peers in canonical order.
         skipped: The status of each skipped peer.
-        excluded: Accepted peers that were left out.
+        excluded: Accepted peers that are left out.
         gram: The Gram matrix; empty if it was not computed.
-        reason: GO, or why the window had no update.
+        reason: GO, or why the window has no update.
         outer_step: The number of steps after the window.
-        weights_before: The hash of weights and momentum before the step; None if it was not computed.
-        weights: The hash after the step.
-        fingerprint: Norm, mean and 64 bits of the hash of each parameter.
+        weights_before: The hash of weights and momentum before the window; None if it was not computed.
+        previous: The window whose decision it follows; None if it is the first.
         format: FORMAT.
         version: VERSION.
+        weights: The hash after the step, which manifests state up to version 2.
     """
 
     plan: GatherPlan
@@ -85,13 +139,13 @@ class ArtifactManifest:
     reason: SkipReason
     outer_step: int
     weights_before: Sha256 | None
-    weights: Sha256 | None
-    fingerprint: Mapping[str, tuple[float | None, float | None, int]] = field(default_factory=dict)
+    previous: int | None
     format: str = FORMAT
     version: int = VERSION
+    weights: str | None = field(default=None, metadata=NOT_SAVED)
 
     def __post_init__(self) -> None:
-        if self.format != FORMAT or self.version != VERSION:
+        if self.format != FORMAT or self.version not in (2, VERSION):
             raise InputError(f"format must be {FORMAT!r}, version {VERSION}")
         uids, names = self.uids, self.schema.names
         known, primaries = {*self.plan.primary, *self.plan.reserve}, set(self.plan.primary)
@@ -112,10 +166,12 @@ class ArtifactManifest:
         if (self.gram and shapes != {len(uids)}) or any(n < 0 for row in self.gram for n in row):
             raise InputError(f"gram must be empty or {len(uids)} by {len(uids)} counts")
         checks.integer(self.outer_step, "outer_step", 0)
+        if self.previous is not None and not 0 <= self.previous < self.plan.window:
+            raise InputError(f"previous must be below window {self.plan.window}, got {self.previous}")
 
     @property
     def go(self) -> bool:
-        """Whether the window had an update."""
+        """Whether the window has an update."""
         return self.reason is SkipReason.GO
 
     @property
@@ -129,46 +185,82 @@ class ArtifactManifest:
 
     @classmethod
     def from_bytes(cls, text: bytes, where: str) -> ArtifactManifest:
-        """Read the file.
+        """Read the file; ArtifactError names a field that is missing or wrong."""
+        found = parse_json_object(text, lambda problem: ArtifactError(f"{where}: {problem}"))
+        earlier = found.data.get("version") == 2 and "previous" not in found.data  # or upgraded already
+        weights = _upgraded(found) if earlier else None
+        return from_json(cls, found, weights=weights)
 
-        Args:
-            text: Its content.
-            where: Its name, for messages.
+    def replay(self, memory_budget: int | None) -> GatherPlan:
+        """Return the plan by which its payloads are read from the store "artifacts"."""
+        plan, wanted = self.plan, set(self.uids) if self.go else set()
+        places = {each.uid: Location(self._key(each), "artifacts") for each in self.entries}
+        return replace(
+            plan,
+            primary=tuple(uid for uid in plan.primary if uid in wanted),
+            reserve=tuple(uid for uid in plan.reserve if uid in wanted),
+            locations=places,
+            time_min=None,
+            time_max=None,
+            gather=replace(
+                plan.gather,
+                deadline=max(plan.gather.deadline, _LEAST_SECONDS),
+                formats=("megalith",),
+                memory_budget=memory_budget or plan.gather.memory_budget,
+            ),
+        )
 
-        Returns:
-            The manifest.
+    def _key(self, entry: ArtifactEntry) -> str:
+        folder = f"artifacts/{self.plan.run}/{self.plan.window}/payloads"
+        return (
+            f"{folder}/{entry.uid}.gather"
+            if self.version == 2
+            else f"{folder}/{entry.uid}-{entry.digest}.gather"
+        )
 
-        Raises:
-            ArtifactError: A field is missing or wrong; the message names it.
-        """
-        fields = parse_json_object(text, lambda problem: ArtifactError(f"{where}: {problem}"))
-        return from_json(cls, fields)
+    def check(self, result: GatherResult) -> None:
+        """Raise ArtifactError unless a result has exactly the payloads that are named here."""
+        for entry in self.entries if self.go else ():
+            record, found = result.records.get(entry.uid), result.accepted.get(entry.uid)
+            if record is None or found is None:
+                problem = "no rank has fetched it" if record is None else record.detail or str(record.status)
+            elif (record.digest, found.norms) != (entry.digest, entry.norms):
+                problem = "its digest or norms are not those of the decision"
+            else:
+                continue
+            raise ArtifactError(f"window {self.plan.window}, payload of uid {entry.uid}: {problem}")
 
 
-def artifact_key(run: str, window: int, uid: int | None = None) -> str:
-    """Return the key of a manifest, or of a payload of an artifact."""
-    return f"artifacts/{run}/{window}/" + ("manifest.json" if uid is None else f"payloads/{uid}.gather")
+def _upgraded(given: JsonFields) -> str | None:
+    """Give a manifest of version 2 the fields of version 3; its hash of the weights after the step."""
+    data, plan = given.data, given.object("plan").data
+    plan["gather"] = {name: plan.pop(name) for name in _OF_GATHER if name in plan}
+    plan["gather"]["require_weights"] = False
+    plan |= {"skip": False, "weights": None}
+    given.object("fingerprint")
+    weights = None if data.get("weights", "") is None else given.sha256("weights")
+    for name in ("fingerprint", "weights"):
+        data.pop(name)
+    data["previous"] = None
+    return weights
 
 
 def make_manifest(
-    gathered: Gathered,
+    result: GatherResult,
     decision: Decision,
     *,
-    gram: Tensor | None = None,
-    excluded: Sequence[int] = (),
+    gram: Tensor | None,
+    excluded: tuple[int, ...],
     outer_step: int,
-    weights_before: str | None = None,
-    after: Fingerprint | None = None,
+    weights_before: str | None,
+    previous: int | None,
 ) -> ArtifactManifest:
-    """Make the manifest of a window."""
-    result = as_result(gathered)
-    plan = replace(result.plan, attempt=0)
-    left_out = set(excluded)
-    used = [uid for uid in result.uids if uid not in left_out]
-    factors = clip_factors(result.norm_table(used), plan.update).tolist()
+    """Make the decision of a window. outer_step: before it."""
+    used = [uid for uid in result.uids if uid not in excluded]
+    factors = clip_factors(result.norm_table(used), result.plan.update).tolist()
     by_uid = dict(zip(used, factors, strict=True))
     return ArtifactManifest(
-        plan=plan,
+        plan=replace(result.plan, attempt=0),
         schema=result.schema,
         entries=tuple(
             ArtifactEntry(
@@ -180,27 +272,27 @@ def make_manifest(
             for uid in result.uids
         ),
         skipped={uid: result.records[uid].status for uid in result.skipped_uids},
-        excluded=tuple(uid for uid in result.uids if uid in left_out),
+        excluded=tuple(uid for uid in result.uids if uid in excluded),
         gram=() if gram is None else tuple(map(tuple, gram.tolist())),
         reason=decision.reason,
-        outer_step=outer_step,
+        outer_step=outer_step + decision.go,
         weights_before=weights_before,
-        weights=None if after is None else after.hash,
-        fingerprint={} if after is None else after.to_json(),  # type: ignore[arg-type]
+        previous=previous,
     )
 
 
-def upload_payloads(store: ObjectStore, gathered: Gathered, *, deadline: float = 600.0) -> Future[None]:
+def upload_payloads(artifacts: Artifacts, result: GatherResult, deadline: float) -> Future[None]:
     """Start to write the payloads that this process holds, in the background."""
-    result = as_result(gathered)
-    run, window = result.plan.run, result.plan.window
-    bodies = {artifact_key(run, window, uid): each.body for uid, each in result.payloads.items()}
+    folder = f"artifacts/{result.plan.run}/{result.plan.window}/payloads"
+    bodies = {
+        f"{folder}/{uid}-{each.header.digest}.gather": each.body for uid, each in result.payloads.items()
+    }
 
     def write() -> None:
         try:
-            what = f"writing {len(bodies)} payloads"
-            run_async(put_bodies(store, bodies, deadline=deadline), what, deadline=deadline * len(bodies))
+            run_async(put_bodies(artifacts.store, bodies, create=True, deadline=deadline))
         except Exception as error:
+            window = result.plan.window
             raise ArtifactError(f"the artifact of window {window} cannot be written: {error}") from None
 
     pool = ThreadPoolExecutor(1, "megalith-artifact")
@@ -210,242 +302,161 @@ def upload_payloads(store: ObjectStore, gathered: Gathered, *, deadline: float =
         pool.shutdown(wait=False)
 
 
-def write_manifest(store: ObjectStore, manifest: ArtifactManifest, *, deadline: float = 120.0) -> None:
-    """Write the manifest: then the artifact is complete."""
-    key, data = artifact_key(manifest.plan.run, manifest.plan.window), manifest.to_bytes()
-    _request(lambda limit: store.put(key, data, timeout=limit), deadline, f"{key!r} cannot be written")
+def write_decision(artifacts: Artifacts, manifest: ArtifactManifest) -> bool:
+    """Write a decision unless there is one. Whether it holds: also if it was written before."""
+    key, data = _decision_key(manifest.plan.run, manifest.previous), manifest.to_bytes()
+    problem = f"the artifact of window {manifest.plan.window}, {key!r}, cannot be written"
+    if _request(artifacts, lambda limit: artifacts.store.put(key, data, create=True, timeout=limit), problem):
+        return True
+    return _read(artifacts, key) == data  # a request that was repeated may have written it
+
+
+def next_decision(
+    artifacts: Artifacts, run: str, last: int | None, *, wait: float = 0.0, earlier: bool = False
+) -> ArtifactManifest | None:
+    """Return the decision that follows a window; None if there is none within `wait` seconds."""
+    # earlier: look for manifests of version 2 also if there is no later decision.
+    key, end = _decision_key(run, last), time.monotonic() + wait
+    while (text := _read(artifacts, key)) is None:
+        left = end - time.monotonic()
+        if left <= 0:
+            return _manifest_after(artifacts, run, -1 if last is None else last, earlier=earlier)
+        time.sleep(min(left, max(0.02, min(1.0, wait / 50))))
+    manifest = ArtifactManifest.from_bytes(text, key)
+    if (manifest.plan.run, manifest.previous) != (run, last):
+        raise ArtifactError(f"{key!r} is of run {manifest.plan.run!r} and follows window {manifest.previous}")
+    return manifest
+
+
+def _manifest_after(artifacts: Artifacts, run: str, last: int, *, earlier: bool) -> ArtifactManifest | None:
+    """The manifest of version 2 that comes next. ArtifactError: only later decisions are there."""
+    problem = f"run {run!r} cannot be listed"
+    keys = [info.key for info in _listed(artifacts, f"artifacts/{run}/decisions", problem)]
+    later = any(number > last for number in _numbers(keys, run, "decisions/", ".json"))
+    if later or earlier:
+        keys = [info.key for info in _listed(artifacts, f"artifacts/{run}", problem)]
+        windows = [number for number in _numbers(keys, run, "", "/manifest.json") if number > last]
+        if windows:
+            return read_artifact_manifest(artifacts, run, min(windows))
+    if later:
+        what = "the first decision" if last < 0 else f"the decision after window {last}"
+        raise ArtifactError(
+            f"run {run!r}: {what} is missing, but there are later ones: if it was deleted, start from a "
+            "later checkpoint; if its upload failed, call write_artifact on the node that made it"
+        )
+    return None
+
+
+def record_weights(artifacts: Artifacts, plan: GatherPlan, found: Fingerprint) -> None:
+    """Write the fingerprint that this node has after a window."""
+    key = f"artifacts/{plan.run}/{plan.window}/weights/{artifacts.node}-{found.hash}.json"
+    data = canonical_json(found.to_json())
+    problem = f"the weights after window {plan.window} cannot be recorded"
+    _request(artifacts, lambda limit: artifacts.store.put(key, data, timeout=limit), problem)
+
+
+def weights_of_nodes(artifacts: Artifacts, run: str, window: int) -> dict[str, set[str]]:
+    """Return the hashes of the weights after a window, by node."""
+    prefix = f"artifacts/{run}/{window}/weights"
+    found: dict[str, set[str]] = {}
+    for info in _listed(artifacts, prefix, f"the weights after window {window} cannot be listed"):
+        node, _, hash = info.key.removeprefix(prefix + "/").removesuffix(".json").rpartition("-")
+        found.setdefault(node, set()).add(hash)
+    return found
 
 
 def read_artifact_manifest(
-    store: ObjectStore, run: str, window: int, *, deadline: float = 120.0
+    artifacts: Artifacts | ObjectStore, run: str, window: int
 ) -> ArtifactManifest | None:
-    """Read the manifest of a window.
+    """Read the decision of a window.
 
     Args:
-        store: Where artifacts are.
+        artifacts: The artifacts, or their store.
         run: The run.
         window: The window.
-        deadline: Seconds for each request.
 
     Returns:
-        The manifest; None if there is none.
+        The decision; None if there is none.
 
     Raises:
         ArtifactError: It is damaged or cannot be read.
     """
-    checks.instance(store, ObjectStore, "artifacts")
-    key = artifact_key(checks.text(run, "run"), checks.integer(window, "window", 0))
-    try:
-        body = ObjectBody(store, key, deadline=checks.seconds(deadline, "deadline"))
-        if body.size > MAX_MANIFEST_BYTES:
-            raise ArtifactError(f"{key!r} has {body.size} bytes, more than a manifest can have")
-        text = body.source()
-    except StoreRequestError as error:
-        if error.failure is RequestFailure.NOT_FOUND:
-            return None
-        raise ArtifactError(f"{key!r} cannot be read: {error}") from None
-    manifest = ArtifactManifest.from_bytes(text, key)
-    if (manifest.plan.run, manifest.plan.window) != (run, window):
-        raise ArtifactError(f"{key!r} belongs to run {manifest.plan.run!r}, window {manifest.plan.window}")
-    return manifest
+    given = Artifacts.of(artifacts)
+    checks.integer(window, "window", 0)
+    prefix = f"artifacts/{checks.text(run, 'run')}/decisions"
+    found = [info.key for info in _listed(given, prefix, f"run {run!r} cannot be listed")]
+    before = [number for number in _numbers(found, run, "decisions/", ".json") if number < window]
+    key = _decision_key(run, max(before, default=None))
+    for each in (key, f"artifacts/{run}/{window}/manifest.json"):
+        text = _read(given, each)
+        manifest = None if text is None else ArtifactManifest.from_bytes(text, each)
+        if manifest is not None and (manifest.plan.run, manifest.plan.window) == (run, window):
+            return manifest
+        if manifest is not None and each != key:
+            raise ArtifactError(
+                f"{each!r} belongs to run {manifest.plan.run!r}, window {manifest.plan.window}"
+            )
+    return None
 
 
-def prune_artifacts(store: ObjectStore, run: str, *, keep: int, deadline: float = 120.0) -> tuple[int, ...]:
+def prune_artifacts(artifacts: Artifacts | ObjectStore, run: str, *, keep: int) -> tuple[int, ...]:
     """Delete the artifacts of old windows.
 
     Args:
-        store: Where artifacts are.
+        artifacts: The artifacts, or their store.
         run: The run.
         keep: How many of the latest windows are kept.
-        deadline: Seconds for each request.
 
     Returns:
-        The windows that were deleted, ascending.
+        The windows whose payloads or fingerprints were deleted, ascending.
 
     Raises:
         ArtifactError: The store cannot be listed, or an object cannot be deleted.
     """
-    checks.integer(keep, "keep", 0)
-    checks.instance(store, ObjectStore, "artifacts")
-    checks.seconds(deadline, "deadline")
-    prefix = f"artifacts/{checks.text(run, 'run')}"
-    problem = f"old artifacts of run {run!r} cannot be deleted"
-    windows: dict[int, list[str]] = {}
-    for info in _request(lambda limit: store.list(prefix, timeout=limit), deadline, problem):
-        number = info.key.removeprefix(prefix + "/").partition("/")[0]
-        if number.isascii() and number.isdecimal():
-            windows.setdefault(int(number), []).append(info.key)
-    old = sorted(windows)[: max(0, len(windows) - keep)]
-    for window in old:
-        # The manifest first: an artifact without one is not complete.
-        for key in sorted(windows[window], key=lambda key: not key.endswith("/manifest.json")):
-            _request(lambda limit, key=key: store.delete(key, timeout=limit), deadline, problem)  # type: ignore[misc]
-    return tuple(old)
+    checks.integer(keep, "keep")
+    given = Artifacts.of(artifacts)
+    problem = f"old artifacts of run {checks.text(run, 'run')!r} cannot be deleted"
+    keys = [info.key for info in _listed(given, f"artifacts/{run}", problem)]
+    after = set(_numbers(keys, run, "decisions/", ".json"))
+    folders = set(_numbers(keys, run, "", "/"))
+    deleted = sorted(folders | after)[:-keep]
+    # A decision is stored under the window before: that of the last deleted window is the one to keep.
+    old = [_decision_key(run, number) for number in (None, *after) if deleted and (number or 0) < deleted[-1]]
+    old += [key for key in keys if any(key.startswith(f"artifacts/{run}/{window}/") for window in deleted)]
+    for key in old:  # decisions first: without it, payloads are not an artifact
+        _request(given, lambda limit, key=key: given.store.delete(key, timeout=limit), problem)  # type: ignore[misc]
+    return tuple(window for window in deleted if window in folders)
 
 
-@dataclass(frozen=True)
-class CatchUp:
-    """What catching up did.
-
-    Attributes:
-        applied: Windows that were applied.
-        skipped: Windows that had no update, by their manifests.
-        missing: Windows without an artifact.
-    """
-
-    applied: tuple[int, ...]
-    skipped: tuple[int, ...]
-    missing: tuple[int, ...]
+def _decision_key(run: str, last: int | None) -> str:
+    return f"artifacts/{run}/decisions/{'first' if last is None else last}.json"
 
 
-def catch_up(
-    store: ObjectStore,
-    parameters: Weights,
-    update: OuterUpdate,
-    *,
-    run: str,
-    windows: Iterable[int],
-    ranks: ElasticRanks | None = None,
-    tables: TableShards | None = None,
-    apply_rows: ApplyRows | None = None,
-    missing_ok: bool = False,
-    memory_budget: int | None = None,
-    options: FetchOptions | None = None,
-) -> CatchUp:
-    """Replay windows, in this order, on the weights before the first of them.
+def _numbers(keys: list[str], run: str, before: str, after: str) -> list[int]:
+    """The numbers in keys of a run, between two texts."""
+    pattern = re.compile(re.escape(f"artifacts/{run}/{before}") + r"(\d{1,19})" + re.escape(after))
+    return [int(found[1]) for found in map(pattern.match, keys) if found]
 
-    Args:
-        store: Where artifacts are.
-        parameters: The weights before the first window; they change in place, and may be sharded over ranks.
-        update: The outer optimizer as it was then, momentum included.
-        run: The run.
-        windows: The windows.
-        ranks: The ranks that share the work; all of them call this function.
-        tables: The tables to which changes of rows are added, each row once.
-        apply_rows: Called with all changes of rows, on every rank, instead of `tables`.
-        missing_ok: Pass over windows without an artifact. The weights are then not those of the others, which
-            the comparison of the next window reports.
-        memory_budget: The budget of this node, if not that of the plans; it does not change weights.
-        options: How to fetch.
 
-    Returns:
-        What was done with each window.
+def _listed(artifacts: Artifacts, prefix: str, problem: str) -> list[Any]:
+    return _request(artifacts, lambda limit: artifacts.store.list(prefix, timeout=limit), problem)
 
-    Raises:
-        ArtifactError: An artifact is missing, damaged or does not match, before its window changes anything;
-            or the outcome of a window is different.
-        InputError: An argument is wrong.
-        RankFailedError: Another rank raised an error.
-        RankTimeoutError: A rank was lost.
-    """
-    checks.instance(update, OuterUpdate, "update")
-    together = ElasticRanks.or_alone(ranks)
-    if memory_budget is not None:
-        checks.integer(memory_budget, "memory_budget")
-    applied, skipped, missing = [], [], []
+
+def _read(artifacts: Artifacts, key: str) -> bytes | None:
+    """An object of limited size; None if there is none."""
     try:
-        for window in checks.items(windows, "windows", "integers"):
-            read = partial(_next_manifest, store, run, window, update, missing_ok)
-            manifest = together.agree(read, "manifest")
-            if manifest is None:
-                missing.append(window)
-                continue
-            if not manifest.go:
-                skipped.append(window)
-                continue
-            if memory_budget is not None:
-                manifest = replace(manifest, plan=replace(manifest.plan, memory_budget=memory_budget))
-            together.agree(partial(update.parts, parameters, together), "parameters")
-            before, after = manifest.weights_before, manifest.weights
-            if before is not None and update.fingerprint(parameters, ranks=together).hash != before:
-                raise ArtifactError(f"the weights are not those before window {window}")
-            with closing(load_artifact(store, manifest, ranks=together, options=options)) as result:
-                update.apply(
-                    parameters,
-                    result,
-                    ranks=together,
-                    exclude=manifest.excluded,
-                    tables=tables,
-                    apply_rows=apply_rows,
-                )
-            if after is not None and update.fingerprint(parameters, ranks=together).hash != after:
-                raise ArtifactError(f"window {window} produced different weights than its manifest states")
-            applied.append(window)
-    except BrokenExchange as error:
-        raise RankTimeoutError(f"a rank was lost while catching up: {error}") from error
-    return CatchUp(tuple(applied), tuple(skipped), tuple(missing))
+        body = ObjectBody(artifacts.store, key, deadline=artifacts.deadline)
+        if body.size > MAX_MANIFEST_BYTES:
+            raise ArtifactError(f"{key!r} has {body.size} bytes, more than a manifest can have")
+        return body.source()
+    except StoreRequestError as error:
+        if error.failure is RequestFailure.NOT_FOUND:
+            return None
+        raise ArtifactError(f"{key!r} cannot be read: {error}") from None
 
 
-def load_artifact(
-    store: ObjectStore,
-    manifest: ArtifactManifest,
-    *,
-    ranks: ElasticRanks | None = None,
-    options: FetchOptions | None = None,
-) -> GatherResult:
-    """Load the payloads of an artifact, validated again. A collective call with ranks.
-
-    Args:
-        store: Where artifacts are.
-        manifest: The manifest.
-        ranks: The ranks, each of which fetches a share of the payloads.
-        options: How to fetch.
-
-    Returns:
-        A result like any other. Close it after use.
-
-    Raises:
-        ArtifactError: A payload is missing, damaged, or different from what the manifest names.
-    """
-    plan = checks.instance(manifest, ArtifactManifest, "manifest").plan
-    together = ElasticRanks.or_alone(ranks)
-    places = {uid: Location(artifact_key(plan.run, plan.window, uid)) for uid in manifest.uids}
-    replay = replace(
-        plan,
-        primary=tuple(uid for uid in plan.primary if uid in places),
-        reserve=tuple(uid for uid in plan.reserve if uid in places),
-        locations=places,
-        time_min=None,
-        time_max=None,
-        deadline=max(plan.deadline, _DEADLINE),
-        formats=("megalith",),
-    )
-
-    def fetch() -> Gatherer:
-        place, stores = {"rank": together.rank, "world_size": together.size}, {"default": store}
-        made = Gatherer(replay, manifest.schema, stores, **place, options=options)
-        made.fetch(deal(manifest.uids, [0] * together.size)[together.place])
-        return made
-
-    result = together.agree(fetch, "payloads", patience=replay.deadline).merge_with(together)
-    for entry in manifest.entries:
-        record = result.records[entry.uid]
-        problem = record.detail if record.status is not Status.OK else ""
-        if not problem and (record.digest, result.accepted[entry.uid].norms) != (entry.digest, entry.norms):
-            problem = "its digest or norms are not those of the manifest"
-        if problem:
-            result.close()
-            raise ArtifactError(f"window {plan.window}, payload of uid {entry.uid}: {problem}")
-    return result
-
-
-def _next_manifest(
-    store: ObjectStore, run: str, window: int, update: OuterUpdate, missing_ok: bool
-) -> ArtifactManifest | None:
-    """The manifest of a window, if it follows the steps so far; None if it is missing and may be."""
-    manifest = read_artifact_manifest(store, run, window)
-    if manifest is None and not missing_ok:
-        raise ArtifactError(f"run {run!r} has no artifact of window {window}: start from a later checkpoint")
-    if manifest is not None and manifest.go and update.outer_step + 1 != manifest.outer_step:
-        raise ArtifactError(
-            f"window {window} is outer step {manifest.outer_step}, "
-            f"the update has made {update.outer_step} steps"
-        )
-    return manifest
-
-
-def _request(call: Callable[[float], Awaitable[T]], deadline: float, problem: str) -> T:
+def _request(artifacts: Artifacts, call: Callable[[float], Awaitable[T]], problem: str) -> T:
     try:
-        return run_async(persist(call, deadline=deadline), problem, deadline=deadline)
+        return run_async(persist(call, deadline=artifacts.deadline))
     except StoreRequestError as error:
         raise ArtifactError(f"{problem}: {error}") from None

@@ -66,7 +66,7 @@ class Columns:
         spool_directory: Path | None = None,
     ) -> None:
         self.result = result
-        budget = result.plan.memory_budget
+        budget = result.plan.gather.memory_budget
         self.ledger = Ledger(budget, "the update", freed=budget)  # fetching may have used all of it
         self._ranks = ranks
         self._directory = spool_directory

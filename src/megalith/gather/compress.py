@@ -67,18 +67,7 @@ class Compressed:
     """Rows of tables, sorted by id."""
 
     def write(self, file: BinaryIO, label: Label) -> Header:
-        """Write the payload.
-
-        Args:
-            file: A seekable file.
-            label: Whose payload it is.
-
-        Returns:
-            Its header.
-
-        Raises:
-            UsageError: Another rank has the update.
-        """
+        """Write the payload."""
         if not hasattr(file, "seek"):
             raise InputError(f"file must be a seekable file, got {checks.kind(file)}")
         if len(self.parameters) != len(self.schema.parameters):
@@ -89,14 +78,7 @@ class Compressed:
         return write_payload_file(file, self.schema, checks.instance(label, Label, "label"), pieces, counts)
 
     def to_bytes(self, label: Label) -> bytes:
-        """Return the payload.
-
-        Args:
-            label: Whose payload it is.
-
-        Returns:
-            Its bytes.
-        """
+        """Return the payload."""
         file = io.BytesIO()
         self.write(file, label)
         return file.getvalue()

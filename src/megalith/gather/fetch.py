@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from megalith.distributed.elastic_ranks import ElasticRanks
 from megalith.errors import BudgetError, InputError
@@ -40,6 +40,7 @@ from megalith.storage.object_store import (
 from megalith.storage.retries import backoff, repeat, run_async
 from megalith.units import show_bytes
 
+SnapshotPolicy = Literal["none", "host", "disk"]
 Stores = Mapping[str, ObjectStore]
 """Stores by the names that plans use."""
 _STREAM_BYTES = 4 * DOWNLOAD_PIECE_BYTES  # a piece that arrives, one handed over, what the client keeps
@@ -50,15 +51,15 @@ _log = logging.getLogger("megalith.gather")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FetchOptions:
-    """How this rank fetches. Given enough time, nothing here changes what is accepted."""
+class RankOptions:
+    """How this rank works. Given enough time, nothing here changes what is accepted or the weights."""
 
     in_flight: int = 16
     """Downloads at once at most."""
     workers: int = 2
     """Threads that check payloads."""
     spool_directory: Path | None = None
-    """Where larger bodies go; None: the system's directory for temporary files."""
+    """Where larger bodies and snapshots go; None: the system's directory for temporary files."""
     spool_from: int = 8 << 20
     """Bodies of this many bytes and more go to the spool; smaller ones too if the budget is small."""
     ranged_from: int = 32 << 20
@@ -69,16 +70,24 @@ class FetchOptions:
     """Bytes per second below which a download is given up and tried again."""
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     """The clock that time_max is compared with."""
+    snapshot: SnapshotPolicy = "none"
+    """How weights are restored if a step fails: "none", "host" (a copy in memory) or "disk" (a spool)."""
 
     def __post_init__(self) -> None:
         for name in ("in_flight", "workers", "spool_from", "ranged_from"):
-            checks.integer(getattr(self, name), f"fetch options: {name}")
+            checks.integer(getattr(self, name), f"options: {name}")
         for name in ("request_timeout", "slowest"):
-            checks.seconds(getattr(self, name), f"fetch options: {name}")
+            checks.seconds(getattr(self, name), f"options: {name}")
         if self.spool_directory is not None:
-            where = checks.path(self.spool_directory, "fetch options: spool_directory")
+            where = checks.path(self.spool_directory, "options: spool_directory")
             object.__setattr__(self, "spool_directory", where)
-        checks.callback(self.now, "fetch options: now", required=True)
+        checks.callback(self.now, "options: now", required=True)
+        checks.one_of(self.snapshot, get_args(SnapshotPolicy), "options: snapshot")
+
+
+def rank_options(options: RankOptions | None) -> RankOptions:
+    """Return options that a caller gave, or the defaults."""
+    return RankOptions() if options is None else checks.instance(options, RankOptions, "options")
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ class Gatherer:
         rank: The rank.
         world_size: The number of ranks.
         options: How it fetches.
+        complete: Whether no object comes any more: a missing one is not waited for.
 
     Raises:
         BudgetError: The plan's memory budget is too small for the schema.
@@ -117,12 +127,13 @@ class Gatherer:
         *,
         rank: int = 0,
         world_size: int = 1,
-        options: FetchOptions | None = None,
+        options: RankOptions | None = None,
+        complete: bool = False,
     ) -> None:
         checks.instance(plan, GatherPlan, "plan")
         checks.instance(schema, PayloadSchema, "schema")
         if plan.schema != schema.digest:
-            raise InputError(f"the plan is for schema {plan.schema[:12]}, not {schema.digest[:12]}")
+            raise InputError(f"the plan is for schema {plan.schema!s:.12}, not {schema.digest[:12]}")
         given = checks.mapping(stores, "stores", '{"default": store}')
         for name, store in given.items():
             checks.instance(store, ObjectStore, f"stores[{name!r}]")
@@ -130,7 +141,7 @@ class Gatherer:
         missing = sorted({plan.location(uid).store for uid in uids} - set(given))
         if missing:
             raise InputError(f"the plan names store {missing[0]!r}: pass it in stores")
-        budget, least = plan.memory_budget, least_budget(schema)
+        budget, least = plan.gather.memory_budget, least_budget(schema)
         if budget < least:
             raise BudgetError(
                 f"fetching: a budget of {show_bytes(budget)} is too small, this schema takes "
@@ -141,9 +152,8 @@ class Gatherer:
         self._stores = given
         self._rank = checks.integer(rank, "rank", 0)
         self._world_size = checks.integer(world_size, "world_size")
-        self._options = (
-            FetchOptions() if options is None else checks.instance(options, FetchOptions, "options")
-        )
+        self._options = rank_options(options)
+        self._complete = checks.flag(complete, "complete")
         self._assigned: list[int] = []
         self._fetched: list[Fetched] = []
         self._start = time.monotonic()
@@ -177,7 +187,7 @@ class Gatherer:
             The status of every uid so far.
         """
         what = f"fetching window {self._plan.window}"
-        return run_async(self.fetch_async(uids), what, deadline=self._plan.deadline)
+        return run_async(self.fetch_async(uids), what, deadline=self._plan.gather.deadline)
 
     async def fetch_async(self, uids: Sequence[int]) -> dict[int, Status]:
         """Do the same as `fetch` in an event loop.
@@ -196,7 +206,7 @@ class Gatherer:
         fresh = [uid for uid in dict.fromkeys(map(int, given)) if uid not in set(self._assigned)]
         self._assigned += fresh
         with ThreadPoolExecutor(self._workers, "megalith-validate") as workers:
-            end = asyncio.get_running_loop().time() + self._plan.deadline
+            end = asyncio.get_running_loop().time() + self._plan.gather.deadline
             places, ranged = asyncio.Semaphore(self._in_flight), asyncio.Semaphore(self._ranged_at_once)
             phase = _Phase(end, places, ranged, workers)
             try:
@@ -352,7 +362,7 @@ class Gatherer:
                         )
                 except StoreRequestError as error:
                     # A download that began shortly before the deadline says nothing about the peer.
-                    had_time = loop.time() - start >= min(enough, self._plan.deadline / 2)
+                    had_time = loop.time() - start >= min(enough, self._plan.gather.deadline / 2)
                     status = Status.SLOW if had_time else Status.TIMEOUT
                     raise (
                         Fault(status, str(error)) if error.failure is RequestFailure.SLOW else error
@@ -363,7 +373,9 @@ class Gatherer:
     def _window_is_over(self) -> bool:
         """Whether the next try is the last one: a peer that has not written by now is late."""
         limit = self._plan.time_max
-        return limit is not None and self._options.now() > limit + timedelta(seconds=self._plan.grace)
+        return self._complete or (
+            limit is not None and self._options.now() > limit + timedelta(seconds=self._plan.gather.grace)
+        )
 
     def _check_info(self, info: ObjectInfo) -> None:
         """Refuse by time and size, before a download."""
@@ -372,8 +384,8 @@ class Gatherer:
             raise Fault(Status.TOO_EARLY, f"written at {written}, the window opened at {plan.time_min}")
         if plan.time_max is not None and written > plan.time_max:
             raise Fault(Status.TOO_LATE, f"written at {written}, the window closed at {plan.time_max}")
-        least, most = least_size(self._schema), plan.max_object_bytes
-        ours = plan.formats == ("megalith",)
+        least, most = least_size(self._schema), plan.gather.max_object_bytes
+        ours = plan.gather.formats == ("megalith",)
         if not self._schema.tables and ours:
             most = min(most, least + header_limit(self._schema))
         if info.size > most:
@@ -387,7 +399,7 @@ class Gatherer:
         """Convert if necessary, then validate; on a worker. The body is closed if a Fault is raised."""
         plan = self._plan
         try:
-            if "templar" in plan.formats and body.read(0, min(4, body.size)) == _TORCH_FILE:
+            if "templar" in plan.gather.formats and body.read(0, min(4, body.size)) == _TORCH_FILE:
                 body = self._converted(body, uid)
             return validate(body, self._schema, plan, uid, ledger=self._ledger, work_bytes=self._work_bytes)
         except BaseException:
@@ -418,7 +430,7 @@ class Gatherer:
 
 
 def gather(
-    plan: GatherPlan, schema: PayloadSchema, stores: Stores, *, options: FetchOptions | None = None
+    plan: GatherPlan, schema: PayloadSchema, stores: Stores, *, options: RankOptions | None = None
 ) -> GatherResult:
     """Gather a window in this process: primaries, then rounds of reserves for those that failed.
 
@@ -438,7 +450,7 @@ def gather(
     rank = Gatherer(plan, schema, stores, options=options)
     try:
         statuses = rank.fetch(partition(plan, 1)[0])
-        for _ in range(plan.backfill_rounds):
+        for _ in range(plan.gather.backfill_rounds):
             (more,) = backfill(plan, [statuses])
             if not more:
                 break

@@ -66,14 +66,7 @@ class Overlap:
         return len(self.pairs) / self.pairs_checked if self.pairs_checked else 0.0
 
     def at_least(self, level: Level) -> tuple[int, ...]:
-        """Return the blamed uids of a level or a higher one.
-
-        Args:
-            level: The level.
-
-        Returns:
-            The uids in canonical order.
-        """
+        """Return the blamed uids of a level or a higher one."""
         least = LEVELS.index(checks.one_of(level, LEVELS, "level"))
         return tuple(
             uid for uid in self.uids if uid in self.levels and LEVELS.index(self.levels[uid]) >= least
@@ -134,15 +127,7 @@ def find_overlap(gathered: Gathered, matrix: Tensor | None = None, *, exact: boo
 
 
 def excluded_uids(overlap: Overlap, config: OverlapConfig) -> tuple[int, ...]:
-    """Return the peers that are left out of the update for copying.
-
-    Args:
-        overlap: The overlaps.
-        config: The settings.
-
-    Returns:
-        Their uids.
-    """
+    """Return the peers that are left out of the update for copying."""
     checks.instance(overlap, Overlap, "overlap")
     exclude = checks.instance(config, OverlapConfig, "config").exclude
     return () if exclude == "none" else overlap.at_least(exclude)

@@ -38,7 +38,7 @@ from megalith.storage.json_codec import (
 from megalith.storage.tensor_files import raw_bytes, tensor_of
 
 MAGIC = b"MEGAGATH"
-VERSION = 1
+VERSIONS = (1, 2)  # 2 states the weights; 1 does not
 FORMAT = "megalith-gather-payload"
 PRELUDE_BYTES = 64
 MAX_HEADER_BYTES = 1 << 24
@@ -62,9 +62,13 @@ class Label:
     """The step counter of the peer."""
     metadata: Mapping[str, str | int] = field(default_factory=dict)
     """Up to 16 short texts or integers that the peer defines."""
+    weights: str | None = field(default=None, metadata=NOT_SAVED)
+    """The hash of the weights that the update was computed from: `schema.fingerprint(model).hash`."""
 
     def __post_init__(self) -> None:
         checks.text(self.run, "label: run", 128)
+        if self.weights is not None and len(checks.text(self.weights, "label: weights")) != 64:
+            raise InputError(f"label: weights must be the hash of a fingerprint, got {self.weights!r:.80}")
         for name in ("window", "uid", "global_step"):
             checks.integer(getattr(self, name), f"label: {name}", 0, MAX_INT)
         if not isinstance(self.metadata, Mapping) or len(self.metadata) > 16:
@@ -182,8 +186,8 @@ def read_header(body: Body, limit: int = MAX_HEADER_BYTES) -> Header:
     magic, version, header_bytes, size, spare, claimed = _PRELUDE.unpack(prelude)
     if magic != MAGIC:
         raise _corrupt(f"starts with {magic!r}, not {MAGIC!r}")
-    if version != VERSION or spare != 0:
-        raise _corrupt(f"has version {version}; this Megalith reads {VERSION}")
+    if version not in VERSIONS or spare != 0:
+        raise _corrupt(f"has version {version}; this Megalith reads {VERSIONS[0]} to {VERSIONS[-1]}")
     if header_bytes > limit or size < PRELUDE_BYTES + header_bytes:
         raise _corrupt(
             f"claims a header of {header_bytes} bytes in a file of {size}; at most {limit} are used"
@@ -195,9 +199,13 @@ def read_header(body: Body, limit: int = MAX_HEADER_BYTES) -> Header:
     if found.digest() != claimed:
         raise _corrupt("its header does not fit the digest in its prelude")
     known = {"header_bytes": header_bytes, "size": size, "digest": found.hexdigest()}
-    header = from_json(Header, parse_json_object(text, _corrupt), **known)
+    fields, weights = parse_json_object(text, _corrupt), None
+    if version > 1:
+        weights = fields.sha256("weights")
+        del fields.data["weights"]
+    header = from_json(Header, fields, **known)
     _check_layout(header)
-    return header
+    return replace(header, label=replace(header.label, weights=weights))
 
 
 class PackedRows(NamedTuple):
@@ -225,89 +233,36 @@ class Payload:
 
     @classmethod
     def open(cls, body: Body) -> Payload:
-        """Read the header of a body.
-
-        Args:
-            body: The payload.
-
-        Returns:
-            The payload, of which only the header was checked.
-
-        Raises:
-            Fault: CORRUPT, if it is not a payload.
-        """
+        """Read the header of a body."""
         if not isinstance(body, Body):
             raise InputError(f"body must be a Body, such as MemoryBody(data), got {checks.kind(body)}")
         return cls(read_header(body), body)
 
     def indices(self, number: int, start: int, stop: int) -> Tensor:
-        """Read packed indices of a parameter.
-
-        Args:
-            number: The number of the parameter.
-            start: The first row.
-            stop: The row after the last one.
-
-        Returns:
-            uint8 [stop - start, index_bytes].
-        """
+        """Read packed indices of a parameter."""
         entry = self._entry(self.header.parameters, number, start, stop)
         return self._bytes(entry.offset, entry.spec.index_bytes, start, stop)
 
     def lookup(self, number: int) -> Tensor:
-        """Read the value of each code of a parameter.
-
-        Args:
-            number: The number of the parameter.
-
-        Returns:
-            float32 [bins].
-        """
+        """Read the value of each code of a parameter."""
         entry = self._entry(self.header.parameters, number, 0, 0)
         offset = entry.offset + entry.spec.rows * entry.spec.index_bytes
         return tensor_of(self._read(offset, LOOKUP_BYTES * entry.spec.bins), torch.float32)
 
     def codes(self, number: int, start: int, stop: int) -> Tensor:
-        """Read packed codes of a parameter.
-
-        Args:
-            number: The number of the parameter.
-            start: The first row.
-            stop: The row after the last one.
-
-        Returns:
-            uint8 [stop - start, code_bytes].
-        """
+        """Read packed codes of a parameter."""
         entry = self._entry(self.header.parameters, number, start, stop)
         spec = entry.spec
         offset = entry.offset + spec.rows * spec.index_bytes + LOOKUP_BYTES * spec.bins
         return self._bytes(offset, spec.code_bytes, start, stop)
 
     def ids(self, number: int, start: int, stop: int) -> Tensor:
-        """Read ids of a table.
-
-        Args:
-            number: The number of the table.
-            start: The first row.
-            stop: The row after the last one.
-
-        Returns:
-            int64 [stop - start], ascending.
-        """
+        """Read ids of a table."""
         entry = self._entry(self.header.tables, number, start, stop)
         return tensor_of(self._read(entry.offset + 8 * start, 8 * (stop - start)), torch.int64)
 
     def rows(self, number: int, start: int, stop: int) -> Tensor:
-        """Read rows of a table.
-
-        Args:
-            number: The number of the table.
-            start: The first row.
-            stop: The row after the last one.
-
-        Returns:
-            float32 [stop - start, dim].
-        """
+        """Read rows of a table."""
         entry = self._entry(self.header.tables, number, start, stop)
         width = 4 * entry.spec.dim
         data = self._read(entry.offset + 8 * entry.num_rows + width * start, width * (stop - start))
@@ -373,8 +328,9 @@ def write_payload_file(
     if (rest := next(source, None)) is not None:
         raise UsageError(f"there is a piece of {len(rest)} bytes after the last section")
     header = _header(schema, label, entries)
-    text = canonical_json(to_json(header))
-    prelude = _PRELUDE.pack(MAGIC, VERSION, len(text), size, 0, bytes(32))[:32]
+    text = _text(header)
+    version = VERSIONS[label.weights is not None]
+    prelude = _PRELUDE.pack(MAGIC, version, len(text), size, 0, bytes(32))[:32]
     signed = hashlib.sha256(prelude + text)
     file.seek(0)
     file.write(prelude + signed.digest() + text)
@@ -423,7 +379,7 @@ def _place(schema: PayloadSchema, label: Label, table_rows: dict[str, int]) -> t
         for table in schema.tables:
             entries.append(TableSections(table, table_rows.get(table.name, 0), at))
             at += sum(length for _, length in entries[-1].sections)
-        text = canonical_json(to_json(_header(schema, label, entries)))
+        text = _text(_header(schema, label, entries))
         found = max(start, PRELUDE_BYTES + len(text))
     return entries, start
 
@@ -432,3 +388,8 @@ def _header(schema: PayloadSchema, label: Label, entries: Sequence[_Sections]) -
     parameters = tuple(each for each in entries if isinstance(each, ParameterSections))
     tables = tuple(each for each in entries if isinstance(each, TableSections))
     return Header(label, schema.digest, parameters, tables)
+
+
+def _text(header: Header) -> bytes:
+    weights = header.label.weights
+    return canonical_json(to_json(header) | ({} if weights is None else {"weights": weights}))

@@ -16,6 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalith.distributed.dense_parameters import dense_parameters, is_anchor
+from megalith.distributed.elastic_ranks import ElasticRanks
+from megalith.distributed.tensor_parts import Fingerprint, fingerprint
 from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.storage.json_codec import json_digest, to_json
@@ -198,6 +200,45 @@ class PayloadSchema:
     def digest(self) -> str:
         """The SHA-256 of names, shapes, chunks, keep, bins and transform, which two sides compare."""
         return json_digest(to_json(self))
+
+    def fingerprint(self, model: Weights, *, ranks: ElasticRanks | None = None) -> Fingerprint:
+        """Compute the fingerprint of the weights that are sent. A collective call if they are sharded.
+
+        Args:
+            model: The model, or its parameters by name. Rows of tables are not covered.
+            ranks: The ranks over which parameters are sharded.
+
+        Returns:
+            The fingerprint, equal for any number of ranks; `Label(weights=...)` takes its hash.
+        """
+        return fingerprint(self.weights(model), ranks=ranks)
+
+    def weights(self, model: Weights) -> dict[str, Tensor]:
+        """Return the parameters of the schema, detached.
+
+        Args:
+            model: The model, or its parameters by name.
+
+        Returns:
+            The tensors by name.
+
+        Raises:
+            InputError: A parameter is missing, or has another shape or type.
+        """
+        given, found = named_weights(model, frozen=True), {}
+        for spec in self.parameters:
+            tensor = given.get(spec.name)
+            if tensor is None:
+                raise InputError(f"parameter {spec.name!r} of the schema was not given")
+            if tuple(tensor.shape) != spec.shape or not tensor.is_floating_point():
+                raise InputError(
+                    f"parameter {spec.name!r} is {tensor.dtype} {tuple(tensor.shape)}, "
+                    f"its schema has floating point {spec.shape}"
+                )
+            if tensor.is_meta or not tensor.is_contiguous():
+                raise InputError(f"parameter {spec.name!r} is not contiguous: use .contiguous()")
+            found[spec.name] = tensor.detach()
+        return found
 
     @property
     def names(self) -> list[str]:

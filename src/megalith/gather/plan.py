@@ -12,7 +12,7 @@ that peer, and no further.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from fractions import Fraction
@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megalith.errors import InputError, MegalithError
+from megalith.gather.payload_schema import PayloadSchema
 from megalith.ops import checks
 from megalith.storage.json_codec import (
     MAX_INT,
@@ -58,6 +59,8 @@ class Status(StrEnum):
     """Not a payload, or a digest that does not match its bytes."""
     INVALID_SCHEMA = "INVALID_SCHEMA"
     """A payload of another model, window or peer."""
+    OTHER_WEIGHTS = "OTHER_WEIGHTS"
+    """Computed from other weights than those of this window."""
     INVALID_INDEX = "INVALID_INDEX"
     """An index out of range, repeated or out of order."""
     INVALID_VALUE = "INVALID_VALUE"
@@ -79,7 +82,14 @@ class Status(StrEnum):
 
 
 OUR_FAULTS = frozenset(
-    {Status.TIMEOUT, Status.STORE_ERROR, Status.LOCAL_ERROR, Status.RANK_LOST, Status.DIGEST_CONFLICT}
+    {
+        Status.OTHER_WEIGHTS,  # which of the two sides went astray is not known here
+        Status.TIMEOUT,
+        Status.STORE_ERROR,
+        Status.LOCAL_ERROR,
+        Status.RANK_LOST,
+        Status.DIGEST_CONFLICT,
+    }
 )
 """Statuses for which no peer may be penalised."""
 
@@ -226,6 +236,50 @@ def payload_key(run: str, window: int, uid: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatherConfig:
+    """How long payloads are waited for, which are accepted, and what that may cost."""
+
+    deadline: float = 90.0
+    """Seconds for the primaries, from the moment a rank has the plan, and for each round of reserves."""
+    grace: float = 3.0
+    """Seconds after time_max until which a missing object is still waited for."""
+    min_peers: int = 1
+    """With fewer accepted peers the window is skipped."""
+    backfill_rounds: int = 1
+    """Rounds of reserves at most."""
+    max_object_bytes: int = 1 << 32
+    """The size of an object at most."""
+    max_value: float = 1e6
+    """The magnitude of a value at most."""
+    memory_budget: int = 256 << 20
+    """Bytes that fetching and the update may each hold at once on a rank."""
+    formats: tuple[str, ...] = ("megalith",)
+    """Payload formats that are accepted: "megalith", and "templar" for the torch files of Templar."""
+    require_weights: bool = False
+    """Whether payloads that do not state the weights that they were computed from are refused."""
+    fingerprint_every: int = 1
+    """Compute and compare the fingerprint of the weights in every Nth window; 0: never."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("backfill_rounds", 0),
+            ("fingerprint_every", 0),
+            ("max_object_bytes", 1),
+            ("min_peers", 1),
+            ("memory_budget", 1),
+        ):
+            checks.integer(getattr(self, name), f"gather: {name}", least, MAX_INT)
+        for name in ("deadline", "grace"):
+            _number(self, "gather", name, 0.0, 1e9)
+        _number(self, "gather", "max_value", 1e-30, 1e30)
+        checks.flag(self.require_weights, "gather: require_weights")
+        if not isinstance(self.formats, tuple) or not self.formats:
+            raise InputError(f"gather: formats must be a tuple of names, got {self.formats!r:.80}")
+        for name in self.formats:
+            checks.one_of(name, ("megalith", "templar"), "gather: formats")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatherPlan:
     """The gather of one window. Repeated uids count once; a uid in both lists is a primary."""
 
@@ -233,79 +287,62 @@ class GatherPlan:
     """The name of the run: 1 to 128 characters without "/"."""
     window: int
     """The number of the window; windows are applied in ascending order."""
-    schema: Sha256
-    """The digest of the model's schema."""
+    schema: PayloadSchema | Sha256
+    """The model's schema, or its digest; the plan keeps the digest."""
     primary: tuple[int, ...]
     """The peers that are wanted."""
     reserve: tuple[int, ...] = ()
     """The peers that replace primaries that fail, in this order."""
-    attempt: int = 0
-    """Counts restarts after lost ranks."""
     locations: Mapping[int, Location] = field(default_factory=dict)
     """By uid; a peer without one is looked for at `payload_key` in the store "default"."""
     time_min: datetime | None = None
     """The earliest time at which an object may have been written; without a zone it is in UTC."""
     time_max: datetime | None = None
     """The latest such time."""
-    deadline: float = 90.0
-    """Seconds for the primaries, from the moment a rank has the plan, and for each round of reserves."""
-    grace: float = 3.0
-    """Seconds after time_max until which a missing object is still waited for."""
-    max_object_bytes: int = 1 << 32
-    """The size of an object at most."""
-    max_value: float = 1e6
-    """The magnitude of a value at most."""
-    min_peers: int = 1
-    """With fewer accepted peers the window is skipped."""
-    backfill_rounds: int = 1
-    """Rounds of reserves at most."""
-    memory_budget: int = 256 << 20
-    """Bytes that fetching and the update may each hold at once on a rank."""
-    formats: tuple[str, ...] = ("megalith",)
-    """Payload formats that are accepted: "megalith", and "templar" for the torch files of Templar."""
-    fingerprint_every: int = 1
-    """Compare the weights of all ranks in every Nth window; 0: never."""
+    gather: GatherConfig = field(default_factory=GatherConfig)
+    """How payloads are fetched and accepted."""
     update: UpdateConfig = field(default_factory=UpdateConfig)
     """The outer step."""
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     """The search for copies."""
+    skip: bool = False
+    """Gather and report, but leave the weights."""
+    weights: Sha256 | None = None
+    """The fingerprint of the weights before the window. `run_window` sets it; payloads that were computed
+    from other weights are refused."""
+    attempt: int = 0
+    """Counts restarts after lost ranks."""
 
     def __post_init__(self) -> None:
         primary = tuple(dict.fromkeys(_uids("primary", self.primary)))
-        taken = set(primary)
-        reserve = tuple(u for u in dict.fromkeys(_uids("reserve", self.reserve)) if u not in taken)
+        known = set(primary)
+        reserve = tuple(u for u in dict.fromkeys(_uids("reserve", self.reserve)) if u not in known)
+        known |= set(reserve)
         for name in ("time_min", "time_max"):
             moment = getattr(self, name)
             if moment is not None:
                 object.__setattr__(self, name, as_utc(checks.instance(moment, datetime, f"plan: {name}")))
-        known = taken | set(reserve)
-        places = {}
         if not isinstance(self.locations, Mapping):
             raise InputError(f"plan: locations must be a dict by uid, got {checks.kind(self.locations)}")
-        for uid, place in self.locations.items():
-            if uid in known:
-                places[uid] = checks.instance(place, Location, f"plan: locations[{uid}]")
+        places = {
+            int(uid): checks.instance(place, Location, f"plan: locations[{uid}]")
+            for uid, place in self.locations.items()
+            if uid in known
+        }
+        if isinstance(self.schema, PayloadSchema):
+            object.__setattr__(self, "schema", self.schema.digest)
         object.__setattr__(self, "primary", primary)
         object.__setattr__(self, "reserve", reserve)
         object.__setattr__(self, "locations", places)
-        self._check()
-
-    def _check(self) -> None:
         if "/" in checks.text(self.run, "plan: run", 128):
             raise InputError(f"plan: run must not have '/', got {self.run!r}")
-        if len(checks.text(self.schema, "plan: schema")) != 64:
-            raise InputError(f"plan: schema must be a schema's digest, got {self.schema!r:.80}")
-        for name in ("window", "attempt", "backfill_rounds", "fingerprint_every"):
+        for name in ("schema", "weights") if self.weights is not None else ("schema",):
+            if len(checks.text(getattr(self, name), f"plan: {name}")) != 64:
+                raise InputError(f"plan: {name} must be a digest, got {getattr(self, name)!r:.80}")
+        for name in ("window", "attempt"):
             checks.integer(getattr(self, name), f"plan: {name}", 0, MAX_INT)
-        for name in ("max_object_bytes", "min_peers", "memory_budget"):
-            checks.integer(getattr(self, name), f"plan: {name}", 1, MAX_INT)
-        for name in ("deadline", "grace"):
-            _number(self, "plan", name, 0.0, 1e9)
-        _number(self, "plan", "max_value", 1e-30, 1e30)
-        if not isinstance(self.formats, tuple) or not self.formats:
-            raise InputError(f"plan: formats must be a tuple of names, got {self.formats!r:.80}")
-        for name in self.formats:
-            checks.one_of(name, ("megalith", "templar"), "plan: formats")
+        checks.flag(self.skip, "plan: skip")
+        checks.instance(self.gather, GatherConfig, "plan: gather")
         checks.instance(self.update, UpdateConfig, "plan: update")
         checks.instance(self.overlap, OverlapConfig, "plan: overlap")
         if self.time_min is not None and self.time_max is not None and self.time_min > self.time_max:
@@ -319,7 +356,8 @@ class GatherPlan:
     @property
     def is_checked(self) -> bool:
         """Whether the weights are compared after this window."""
-        return self.fingerprint_every > 0 and self.window % self.fingerprint_every == 0
+        every = self.gather.fingerprint_every
+        return every > 0 and self.window % every == 0
 
     def location(self, uid: int) -> Location:
         """Return where the object of a peer is.
@@ -330,11 +368,11 @@ class GatherPlan:
         Returns:
             Its location.
         """
-        checks.integer(uid, "uid", 0)
-        return self.locations.get(uid) or Location(payload_key(self.run, self.window, uid))
+        (number,) = _uids("uid", [uid])
+        return self.locations.get(number) or Location(payload_key(self.run, self.window, number))
 
     def differences(self, other: GatherPlan) -> list[str]:
-        """Return the names of the fields that differ, sorted; `attempt` may differ.
+        """Return the names of the fields that differ, sorted; `attempt` and `weights` may differ.
 
         Args:
             other: The plan to compare with.
@@ -342,9 +380,10 @@ class GatherPlan:
         Returns:
             The names.
         """
-        checks.instance(other, GatherPlan, "other")
-        mine, theirs = to_json(replace(self, attempt=0)), to_json(replace(other, attempt=0))
-        return sorted(name for name in mine if mine[name] != theirs[name])
+        mine, theirs = to_json(self), to_json(checks.instance(other, GatherPlan, "other"))
+        groups = [mine, *(mine[name] for name in _GROUPS)], [theirs, *(theirs[name] for name in _GROUPS)]
+        flat = [{k: v for group in side for k, v in group.items() if k not in _LOCAL} for side in groups]
+        return sorted(name for name in flat[0] if flat[0][name] != flat[1][name])
 
     def to_bytes(self) -> bytes:
         """Return the canonical form."""
@@ -367,6 +406,10 @@ class GatherPlan:
             text, lambda problem: InputError(f"plan: {problem}"), max_bytes=MAX_PLAN_BYTES
         )
         return from_json(cls, fields)
+
+
+_GROUPS = ("gather", "update", "overlap")
+_LOCAL = {*_GROUPS, "attempt", "weights"}
 
 
 def partition(plan: GatherPlan, world_size: int, sizes: Mapping[int, int] | None = None) -> Shares:
@@ -402,13 +445,6 @@ def backfill(plan: GatherPlan, statuses: Sequence[Mapping[int, Status]]) -> Shar
     """Divide the next round of reserves over ranks.
 
     As many reserves are taken, in the plan's order, as primaries are missing; none is taken twice.
-
-    Args:
-        plan: The plan.
-        statuses: For each rank, the status of every uid that it attempted.
-
-    Returns:
-        The uids of each rank.
     """
     checks.instance(plan, GatherPlan, "plan")
     for share in checks.as_list(statuses, "statuses"):
@@ -421,15 +457,7 @@ def backfill(plan: GatherPlan, statuses: Sequence[Mapping[int, Status]]) -> Shar
 
 
 def deal(uids: Iterable[int], attempted: Sequence[int]) -> Shares:
-    """Deal uids in turn, first to the ranks that have attempted the fewest.
-
-    Args:
-        uids: The uids.
-        attempted: How many uids each rank has attempted.
-
-    Returns:
-        The uids of each rank.
-    """
+    """Deal uids in turn, first to the ranks that have attempted the fewest."""
     checks.sizes(attempted, "attempted", 0)
     checks.integer(len(attempted), "the number of ranks")
     order = sorted(range(len(attempted)), key=lambda rank: (attempted[rank], rank))

@@ -119,11 +119,6 @@ class Partial:
         return tuple(sorted(set(self.assigned) - set(self.accepted)))
 
     @property
-    def success_rate_part(self) -> float | None:
-        """Accepted divided by assigned; None if nothing was assigned."""
-        return len(self.accepted) / len(self.assigned) if self.assigned else None
-
-    @property
     def download_bytes(self) -> int:
         """Bytes of all objects that were downloaded, accepted or not."""
         return sum(record.bytes for record in self.records.values())
@@ -283,6 +278,28 @@ class GatherResult:
         telling = any(not spec.full and spec.rows for spec in self.schema.parameters)
         return tuple(tuple(group) for group in groups.values() if telling and len(group) > 1)
 
+    @property
+    def to_penalise(self) -> tuple[int, ...]:
+        """The skipped peers whose own fault it was, ascending."""
+        return tuple(uid for uid in self.skipped_uids if self.records[uid].status in PEER_FAULTS)
+
+    @property
+    def norm_medians(self) -> dict[str, float]:
+        """The median norm of each parameter and table, the lower of two; empty without peers."""
+        if not self.uids:
+            return {}
+        return dict(zip(self.schema.names, self.norm_table().median(dim=0).values.tolist(), strict=True))
+
+    def lines(self) -> list[str]:
+        """Return one line per attempted uid for a log, which begins with the digest of the plan."""
+        plan = self.plan
+        start = f"plan={plan.digest[:12]} window={plan.window}"
+        return [
+            f"{start} uid={uid} tier={record.tier} status={record.status} bytes={record.bytes} "
+            f"tries={record.tries}" + (f" detail={record.detail!r}" if record.detail else "")
+            for uid, record in sorted(self.records.items())
+        ]
+
     def norm_table(self, uids: Sequence[int] | None = None) -> Tensor:
         """Return norms as a tensor.
 
@@ -394,7 +411,7 @@ def _attributed(plan: GatherPlan, records: Mapping[int, Record]) -> dict[int, Re
     """The records, with refused and slow answers as our fault where nothing shows that this side works."""
     stores = {uid: plan.location(uid).store for uid in records}
     peers = Counter(plan.location(uid).store for uid in (*plan.primary, *plan.reserve))
-    silent = OUR_FAULTS | {Status.DENIED}
+    silent = OUR_FAULTS - {Status.OTHER_WEIGHTS} | {Status.DENIED}
     works = {stores[uid] for uid, record in records.items() if record.status not in silent}
     works |= {name for name, count in peers.items() if count == 1 and name != "default"}
     good = any(record.status is Status.OK for record in records.values())
@@ -432,6 +449,7 @@ class SkipReason(IntEnum):
     BUDGET_TOO_SMALL = 5
     DIGEST_CONFLICT = 6
     OPERATOR = 7
+    PASSED_OVER = 8
 
 
 @dataclass(frozen=True)
@@ -469,58 +487,11 @@ def decide(
     left_out = checks.sizes(excluded, "excluded", 0)
     count = sum(uid not in left_out for uid in result.uids)
     reason = checks.instance(refuse, SkipReason, "refuse")
-    if reason is SkipReason.GO and count < result.plan.min_peers:
+    if reason is SkipReason.GO and count < result.plan.gather.min_peers:
         reason = SkipReason.NO_PEERS if count == 0 else SkipReason.BELOW_MIN_PEERS
         lost = sum(record.status is Status.RANK_LOST for record in result.records.values())
-        if lost and count + lost >= result.plan.min_peers:
+        if lost and count + lost >= result.plan.gather.min_peers:
             reason = SkipReason.RANK_LOST
-        if result.conflicts and count + len(result.conflicts) >= result.plan.min_peers:
+        if result.conflicts and count + len(result.conflicts) >= result.plan.gather.min_peers:
             reason = SkipReason.DIGEST_CONFLICT
     return Decision(reason)
-
-
-def norm_medians(gathered: Gathered) -> dict[str, float]:
-    """Return the median norm of each parameter and table, the lower of two.
-
-    Args:
-        gathered: The result.
-
-    Returns:
-        By name; empty without peers.
-    """
-    result = as_result(gathered)
-    if not result.uids:
-        return {}
-    middles = result.norm_table().median(dim=0).values
-    return dict(zip(result.schema.names, middles.tolist(), strict=True))
-
-
-def to_penalise(gathered: Gathered) -> tuple[int, ...]:
-    """Return the skipped peers whose own fault it was.
-
-    Args:
-        gathered: The result.
-
-    Returns:
-        Their uids, ascending.
-    """
-    result = as_result(gathered)
-    return tuple(uid for uid in result.skipped_uids if result.records[uid].status in PEER_FAULTS)
-
-
-def lines(gathered: Gathered) -> list[str]:
-    """Return one line per attempted uid for a log.
-
-    Args:
-        gathered: The result.
-
-    Returns:
-        The lines, which begin with the digest of the plan.
-    """
-    result = as_result(gathered)
-    plan = result.plan
-    return [
-        f"plan={plan.digest[:12]} window={plan.window} uid={uid} tier={record.tier} status={record.status} "
-        f"bytes={record.bytes} tries={record.tries}" + (f" detail={record.detail!r}" if record.detail else "")
-        for uid, record in sorted(result.records.items())
-    ]

@@ -27,10 +27,10 @@ from torch import Tensor
 from megalith.distributed.elastic_ranks import ElasticRanks
 from megalith.errors import InputError
 from megalith.gather.compress import compress
-from megalith.gather.fetch import FetchOptions
+from megalith.gather.fetch import RankOptions
 from megalith.gather.payload import Label
 from megalith.gather.payload_schema import PayloadSchema
-from megalith.gather.plan import GatherPlan, OverlapConfig, UpdateConfig, payload_key
+from megalith.gather.plan import GatherConfig, GatherPlan, OverlapConfig, UpdateConfig, payload_key
 from megalith.gather.update import OuterUpdate
 from megalith.gather.window import WindowReport, metrics, run_window
 from megalith.ops import checks
@@ -169,15 +169,14 @@ def _plan(simulation: Simulation, window: int) -> GatherPlan:
     return GatherPlan(
         run=RUN,
         window=window,
-        schema=_schema().digest,
+        schema=_schema(),
         primary=tuple(range(wanted)),
         reserve=tuple(range(wanted, simulation.peers)),
         time_min=OPENS,
         time_max=CLOSES,
-        grace=0.0,
-        deadline=simulation.deadline,
-        max_object_bytes=1 << 24,
-        memory_budget=32 << 20,
+        gather=GatherConfig(
+            grace=0.0, deadline=simulation.deadline, max_object_bytes=1 << 24, memory_budget=32 << 20
+        ),
         update=UpdateConfig(lr=0.7, optimizer="nesterov"),
         overlap=OverlapConfig(exclude="max"),
     )
@@ -206,11 +205,11 @@ def _weights() -> dict[str, Tensor]:
 def run_rank(simulation: Simulation, directory: Path, ranks: ElasticRanks | None, report: Path | None) -> str:
     """Do one rank's part of all windows."""
     weights, update, store = _weights(), OuterUpdate(_schema()), _store(simulation, directory)
-    options = FetchOptions(in_flight=simulation.in_flight)
+    options = RankOptions(in_flight=simulation.in_flight, snapshot="host")
     leads = ranks is None or ranks.leads
     for window in range(simulation.windows):
         plan, stores = _plan(simulation, window) if leads else None, {"default": store}
-        done = run_window(plan, weights, update, stores, ranks=ranks, options=options, snapshot="host")
+        done = run_window(plan, weights, update, stores, ranks=ranks, options=options)
         if report is not None and leads:
             (report / f"window-{window}.json").write_text(json.dumps(_numbers(done)))
     found = update.fingerprint(weights).hash

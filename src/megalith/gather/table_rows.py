@@ -20,6 +20,8 @@ A peer that trains tables keeps two of them, of the same configuration and seed:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import isfunction, ismethod
 from typing import Any, Protocol
 
 import torch
@@ -48,66 +50,39 @@ class TableRouter(Protocol):
 
     num_shards: int
 
-    def owner(self, ids: Tensor) -> Tensor:
-        """Return the rank or server that holds each id."""
-        # ids: int64 [n]; returns: int32 [n].
+    def owner(self, ids: Tensor) -> Tensor: ...
 
 
 class TableShards(Protocol):
     """The part of `megalith.Shards` that gather needs."""
 
-    def assign_add(self, rows: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Add to rows. A collective call if the tables are divided over ranks.
+    def assign_add(self, rows: Mapping[str, tuple[Tensor, Tensor]]) -> None: ...
 
-        Args:
-            rows: By table: ids int64 [n] and what is added, float32 [n, dim].
-        """
+    def track(self, consumer: str) -> None: ...
 
-    def track(self, consumer: str) -> None:
-        """Start to record changed ids.
+    def drain_touched(self, consumer: str) -> Mapping[str, tuple[Tensor, Tensor]]: ...
 
-        Args:
-            consumer: The name under which they are recorded.
-        """
-
-    def drain_touched(self, consumer: str) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Take the ids that have changed since the last call.
-
-        Args:
-            consumer: The name.
-
-        Returns:
-            By table: changed ids and removed ids.
-        """
-
-    def router(self, table: str) -> TableRouter | None:
-        """Return how the ids of a table are divided over ranks or servers.
-
-        Args:
-            table: The name of the table.
-
-        Returns:
-            The router; None if this process holds all ids.
-        """
+    def router(self, table: str) -> TableRouter | None: ...
 
 
 def row_taker(
-    schema: PayloadSchema, ranks: ElasticRanks, tables: TableShards | None, apply_rows: ApplyRows | None
+    schema: PayloadSchema, ranks: ElasticRanks, tables: TableShards | ApplyRows | None
 ) -> ApplyRows | None:
     """Return what takes the changes of table rows."""
-    checks.callback(apply_rows, "apply_rows")
     if tables is None:
-        return apply_rows
-    if apply_rows is not None:
-        raise InputError("give tables or apply_rows, not both")
+        return None
+    if isfunction(tables) or ismethod(tables) or isinstance(tables, partial):
+        return tables
     for method in ("assign_add", "track", "drain_touched", "router"):
         if not callable(getattr(tables, method, None)):
             raise InputError(
-                f"tables must have the method {method}, as collection.shards has, got {checks.kind(tables)}"
+                f"tables must have the method {method}, as collection.shards has, or be a function of a "
+                f"table, ids and changes, got {checks.kind(tables)}"
             )
+    shared: Any = tables
     on_servers = not getattr(tables, "holds_rows", True)
     for table in schema.tables:
-        router = tables.router(table.name)
+        router = shared.router(table.name)
         shards = 1 if router is None or on_servers else router.num_shards
         if shards not in (1, ranks.size):
             raise InputError(
@@ -119,13 +94,13 @@ def row_taker(
         if on_servers:
             # All wait, so that no rank reads its tables before the others have written.
             part = slice(ranks.place, None, ranks.size)
-            ranks.agree(lambda: tables.assign_add({table: (ids[part], change[part])}), "table rows")
+            ranks.agree(lambda: shared.assign_add({table: (ids[part], change[part])}), "table rows")
             return
-        router = tables.router(table)
+        router = shared.router(table)
         if router is not None and router.num_shards > 1:
             own = router.owner(ids) == ranks.place
             ids, change = ids[own], change[own]
-        tables.assign_add({table: (ids, change)})
+        shared.assign_add({table: (ids, change)})
 
     return add
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,8 @@ from megalith.distributed.elastic_ranks import ElasticRanks
 from megalith.distributed.tensor_parts import Fingerprint, TensorPart, fingerprint, local_tensor, part_of
 from megalith.errors import InputError, UsageError
 from megalith.gather.columns import Columns
-from megalith.gather.payload_schema import PayloadSchema, Weights, named_weights
+from megalith.gather.fetch import RankOptions, rank_options
+from megalith.gather.payload_schema import PayloadSchema, Weights
 from megalith.gather.plan import GatherPlan
 from megalith.gather.reduce import clip_factors
 from megalith.gather.result import Gathered, GatherResult, as_result
@@ -30,24 +30,20 @@ from megalith.ops.matrix_chunks import as_matrix, step_chunks
 from megalith.storage.bodies import FileBody, SpoolWriter
 from megalith.storage.tensor_files import raw_bytes, tensor_of
 
-SnapshotPolicy = Literal["none", "host", "disk"]
-
 
 class TensorSnapshot:
     """A copy of tensors."""
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], policy: SnapshotPolicy, directory: Path | None = None
-    ) -> None:
-        checks.one_of(policy, ("none", "host", "disk"), "snapshot")
-        self.policy = policy
+    def __init__(self, tensors: Mapping[str, Tensor], options: RankOptions) -> None:
+        policy = options.snapshot
+        self.can_restore = policy != "none"
         self._tensors = tensors
         self._copies: dict[str, Tensor] = {}
         self._file: FileBody | None = None
         if policy == "host":
             self._copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
         elif policy == "disk":
-            spool = SpoolWriter(directory)
+            spool = SpoolWriter(options.spool_directory)
             try:
                 for tensor in tensors.values():
                     spool.write(raw_bytes(tensor))
@@ -55,11 +51,6 @@ class TensorSnapshot:
             except BaseException:
                 spool.discard()
                 raise
-
-    @property
-    def can_restore(self) -> bool:
-        """Whether there is a copy."""
-        return self.policy != "none"
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -117,14 +108,14 @@ class OuterUpdate:
     Attributes:
         outer_step: The number of steps so far.
         momentum: For nesterov, the momentum of each parameter: float32, a DTensor if the parameter is one.
-        last_applied: Run and window of the last step; None before the first.
+        last_window: Run and window of the last decision that was followed; None before the first.
     """
 
     def __init__(self, schema: PayloadSchema) -> None:
         self.schema = checks.instance(schema, PayloadSchema, "schema")
         self.outer_step = 0
         self.momentum: dict[str, Tensor] = {}
-        self.last_applied: tuple[str, int] | None = None
+        self.last_window: tuple[str, int] | None = None
 
     def apply(
         self,
@@ -133,10 +124,8 @@ class OuterUpdate:
         *,
         ranks: ElasticRanks | None = None,
         exclude: Sequence[int] = (),
-        tables: TableShards | None = None,
-        apply_rows: ApplyRows | None = None,
-        snapshot: SnapshotPolicy = "none",
-        snapshot_directory: Path | None = None,
+        tables: TableShards | ApplyRows | None = None,
+        options: RankOptions | None = None,
     ) -> UpdateReport:
         """Make one step of all weights, in place. A collective call with ranks.
 
@@ -145,11 +134,8 @@ class OuterUpdate:
             gathered: The result; the payloads are in this process, or each on one of the ranks.
             ranks: The ranks that share the work; all have the same result.
             exclude: Accepted uids to leave out.
-            tables: The tables to which changes of rows are added.
-            apply_rows: Called with changes of rows instead.
-            snapshot: How weights are restored if the step fails: "none", "host" or "disk". Rows of tables
-                are not restored.
-            snapshot_directory: Where "disk" stores the copy.
+            tables: The tables to which changes of rows are added, or a function that takes these changes.
+            options: How weights are restored if the step fails. Rows of tables are not restored.
 
         Returns:
             What the step did.
@@ -161,15 +147,16 @@ class OuterUpdate:
                 could not be undone.
         """
         result, together = as_result(gathered), ElasticRanks.or_alone(ranks)
+        settings = rank_options(options)
         left_out = set(checks.sizes(exclude, "exclude", 0))
         uids = tuple(uid for uid in result.uids if uid not in left_out)
 
         def prepare() -> tuple[dict[str, TensorPart], ApplyRows | None, TensorSnapshot, Columns]:
             parts = self.parts(parameters, together)
-            take = row_taker(self.schema, together, tables, apply_rows)
+            take = row_taker(self.schema, together, tables)
             self.prepare(result, uids, parts, take)
             columns = Columns(result, together, parts=parts)
-            saved = TensorSnapshot(self.local_tensors(parts), snapshot, snapshot_directory)
+            saved = TensorSnapshot(self.local_tensors(parts), settings)
             return parts, take, saved, columns
 
         parts, take, saved, columns = together.agree(prepare, "pre-update")
@@ -197,7 +184,7 @@ class OuterUpdate:
         Raises:
             InputError: A parameter does not match the schema, or is sharded over other ranks.
         """
-        return {name: part_of(name, each, ranks) for name, each in self._weights(parameters).items()}
+        return {name: part_of(name, each, ranks) for name, each in self.schema.weights(parameters).items()}
 
     def check_window(self, plan: GatherPlan) -> None:
         """Check that a window follows the last one that was applied.
@@ -208,7 +195,7 @@ class OuterUpdate:
         Raises:
             UsageError: It was applied already, or is older.
         """
-        run, window = self.last_applied or (None, 0)
+        run, window = self.last_window or (None, 0)
         if run == checks.instance(plan, GatherPlan, "plan").run and plan.window <= window:
             raise UsageError(
                 f"window {plan.window} of run {run!r} cannot be applied: window {window} was applied "
@@ -318,7 +305,7 @@ class OuterUpdate:
                 # Only parameters have momentum.
                 take(table.name, ids, (rows.sign() if config.optimizer == "sign" else rows) * -config.lr)
         self.outer_step += 1
-        self.last_applied = (result.plan.run, result.plan.window)
+        self.last_window = (result.plan.run, result.plan.window)
         return UpdateReport(
             uids=tuple(uids),
             excluded=tuple(uid for uid in result.uids if uid not in set(uids)),
@@ -338,7 +325,7 @@ class OuterUpdate:
         Returns:
             The fingerprint, equal for any number of ranks.
         """
-        return fingerprint(self._with_momentum(self._weights(parameters)), ranks=ranks)
+        return fingerprint(self._with_momentum(self.schema.weights(parameters)), ranks=ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """Return step counter, last window and momentum, as `load_state_dict` takes them.
@@ -347,7 +334,7 @@ class OuterUpdate:
         """
         return {
             "outer_step": self.outer_step,
-            "last_applied": self.last_applied,
+            "last_window": self.last_window,
             "momentum": dict(self.momentum),
         }
 
@@ -362,7 +349,8 @@ class OuterUpdate:
         """
         if not isinstance(state, Mapping) or not {"outer_step", "momentum"} <= set(state):
             raise InputError("state must be what OuterUpdate.state_dict() returned")
-        outer_step, last = checks.integer(state["outer_step"], "outer_step", 0), state.get("last_applied")
+        outer_step = checks.integer(state["outer_step"], "outer_step", 0)
+        last = state.get("last_window", state.get("last_applied"))  # its name in earlier versions
         momentum, shapes = {}, {spec.name: spec.shape for spec in self.schema.parameters}
         for name, tensor in checks.mapping(state["momentum"], "momentum", "{'weight': tensor}").items():
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else checks.kind(tensor)
@@ -370,26 +358,9 @@ class OuterUpdate:
                 raise InputError(f"momentum of {name!r} has shape {got}, the schema {shapes.get(name)}")
             momentum[name] = tensor.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
         if last is not None and (not isinstance(last, list | tuple) or len(last) != 2):
-            raise InputError(f"last_applied must be a run and a window, got {last!r:.80}")
+            raise InputError(f"last_window must be a run and a window, got {last!r:.80}")
         self.outer_step, self.momentum = outer_step, momentum
-        self.last_applied = None if last is None else (str(last[0]), int(last[1]))
-
-    def _weights(self, parameters: Weights) -> dict[str, Tensor]:
-        """The parameters of the schema by name, detached."""
-        given, found = named_weights(parameters, frozen=True), {}
-        for spec in self.schema.parameters:
-            tensor = given.get(spec.name)
-            if tensor is None:
-                raise InputError(f"parameter {spec.name!r} of the schema was not given")
-            if tuple(tensor.shape) != spec.shape or not tensor.is_floating_point():
-                raise InputError(
-                    f"parameter {spec.name!r} is {tensor.dtype} {tuple(tensor.shape)}, "
-                    f"its schema has floating point {spec.shape}"
-                )
-            if tensor.is_meta or not tensor.is_contiguous():
-                raise InputError(f"parameter {spec.name!r} is not contiguous: use .contiguous()")
-            found[spec.name] = tensor.detach()
-        return found
+        self.last_window = None if last is None else (str(last[0]), int(last[1]))
 
     def _with_momentum(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights and momentum, under the names that they have in fingerprints and snapshots."""

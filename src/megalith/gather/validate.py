@@ -50,10 +50,12 @@ def validate(
         header = _shared(header, schema)
     payload = Payload(header, body)
     norms = [
-        _check_parameter(payload, number, plan.max_value, ledger, work_bytes)
+        _check_parameter(payload, number, plan.gather.max_value, ledger, work_bytes)
         for number in range(len(header.parameters))
     ]
-    norms += [_check_table(payload, number, plan.max_value, ledger) for number in range(len(header.tables))]
+    norms += [
+        _check_table(payload, number, plan.gather.max_value, ledger) for number in range(len(header.tables))
+    ]
     return Payload(header, body, tuple(norms))
 
 
@@ -66,6 +68,13 @@ def _check_identity(header: Header, schema: PayloadSchema, plan: GatherPlan, uid
     ):
         if found != wanted:
             raise Fault(Status.INVALID_SCHEMA, f"is of {name} {found!r:.140}, not {wanted!r:.140}")
+    if label.weights is None and plan.gather.require_weights:
+        raise Fault(Status.OTHER_WEIGHTS, "does not state from which weights it was computed")
+    if label.weights is not None and plan.weights not in (None, label.weights):
+        stated, here = label.weights[:12], str(plan.weights)[:12]
+        raise Fault(
+            Status.OTHER_WEIGHTS, f"was computed from weights {stated}, those of the window are {here}"
+        )
     if header.schema == schema:
         return
     sent = {entry.spec.name: entry.spec for entry in header.parameters}

@@ -1,12 +1,17 @@
 """A window: gathered, searched for copies, decided, applied and published, by one process or by many ranks.
 
-There is one path; a process alone is a group of one rank.
+There is one path; a process alone is a group of one rank. Ranks share one copy of the weights and the work of
+a window. Nodes, each of one or more ranks, have weights of their own and share decisions (`artifact.py`).
 
-    plan -> ready -> fetch and statuses, until all uids have one -> partials -> indices -> decision
-    -> "pre-update" -> tiles -> fingerprints -> manifest
+    plan -> decision of another node? -> ready -> fingerprint
+      none:  -> fetch and statuses, until all uids have one -> partials -> indices -> pre-update -> decision
+      there: -> fetch what it names                         -> partials            -> pre-update
+    -> tiles -> fingerprints -> weights of the nodes
 
-Every arrow is an exchange in which all ranks take part, whatever happened to their own work. Everything that
-can refuse does so before "pre-update". The weights of a rank are in one of these stages:
+Every arrow is an exchange in which all ranks take part, whatever happened to their own work. A node leaves a
+window to the others for `Artifacts.wait` seconds. Then it decides itself; if another decision was written in
+the meantime, it drops its own and follows that one. Everything that can refuse does so before the decision
+is written. The weights of a rank are in one of these stages:
 
 | stage | meaning | if a rank is lost | if an error is raised |
 | --- | --- | --- | --- |
@@ -25,18 +30,25 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
-
-from torch import Tensor
 
 from megalith.distributed.elastic_ranks import ElasticRanks
 from megalith.distributed.ranks import BrokenExchange
 from megalith.distributed.tensor_parts import Fingerprint, TensorPart
 from megalith.errors import ArtifactError, BudgetError, InputError, RankTimeoutError, UsageError
-from megalith.gather.artifact import make_manifest, prune_artifacts, upload_payloads, write_manifest
+from megalith.gather.artifact import (
+    ArtifactManifest,
+    Artifacts,
+    make_manifest,
+    next_decision,
+    prune_artifacts,
+    record_weights,
+    upload_payloads,
+    weights_of_nodes,
+    write_decision,
+)
 from megalith.gather.columns import Columns
-from megalith.gather.fetch import FetchOptions, Gatherer, Stores
+from megalith.gather.fetch import Gatherer, RankOptions, Stores, rank_options
 from megalith.gather.overlap import Overlap, excluded_uids, find_overlap
 from megalith.gather.payload_schema import Weights
 from megalith.gather.plan import GatherPlan, Status, backfill, deal
@@ -44,15 +56,17 @@ from megalith.gather.result import (
     Decision,
     Gathered,
     GatherResult,
+    Record,
     SkipReason,
     as_result,
     decide,
-    norm_medians,
+    tier_of,
 )
 from megalith.gather.table_rows import ApplyRows, TableShards, row_taker
-from megalith.gather.update import TORN, OuterUpdate, SnapshotPolicy, TensorSnapshot, UpdateReport
+from megalith.gather.update import TORN, OuterUpdate, TensorSnapshot, UpdateReport
 from megalith.ops import checks
-from megalith.storage.object_store import ObjectStore
+from megalith.storage.bodies import ObjectBody
+from megalith.storage.object_store import ObjectStore, StoreRequestError
 
 Stage = Literal["fresh", "torn", "done", "final"]
 _log = logging.getLogger("megalith.gather")
@@ -64,18 +78,22 @@ class WindowReport:
 
     Attributes:
         result: The merged result; its payloads are closed.
-        overlap: The search for copies; None if the budget was too small.
+        overlap: The search for copies; None if the budget was too small, or another node decided.
         decision: Whether the update happened.
         update: What the step did; None if the window was skipped.
         fingerprint: The weights after the window; None if they were not compared.
-        artifact_error: Why the artifact could not be written, with on_artifact_error="warn".
+        manifest: The decision that was written or followed; None without artifacts.
+        differing: The nodes whose weights differed from those of this node, after this window or the last.
+        artifact_error: Why the decision could not be written, with `Artifacts(on_error="warn")`.
     """
 
     result: GatherResult
     overlap: Overlap | None
     decision: Decision
     update: UpdateReport | None
-    fingerprint: Fingerprint | None
+    fingerprint: Fingerprint | None = None
+    manifest: ArtifactManifest | None = None
+    differing: tuple[str, ...] = ()
     artifact_error: str | None = None
 
 
@@ -86,17 +104,14 @@ def run_window(
     stores: Stores,
     *,
     ranks: ElasticRanks | None = None,
-    artifacts: ObjectStore | None = None,
-    tables: TableShards | None = None,
-    apply_rows: ApplyRows | None = None,
-    options: FetchOptions | None = None,
-    snapshot: SnapshotPolicy = "none",
-    snapshot_directory: Path | None = None,
-    on_artifact_error: Literal["raise", "warn"] = "raise",
-    keep_artifacts: int | None = None,
-    skip: bool = False,
+    artifacts: Artifacts | ObjectStore | None = None,
+    tables: TableShards | ApplyRows | None = None,
+    options: RankOptions | None = None,
 ) -> WindowReport:
     """Gather a window and step the weights, in place. A skipped window leaves weights and counters unchanged.
+
+    With artifacts, the decision of the window is written to their store, or followed if another node has
+    written it; windows that this node has missed are applied first.
 
     Args:
         plan: The plan. With ranks, only the first one needs it; others that have one compare it.
@@ -104,15 +119,10 @@ def run_window(
         update: The outer optimizer.
         stores: Stores by the names that the plan uses.
         ranks: The ranks that share the work; all of them call this function.
-        artifacts: Where the window is published for nodes that catch up later.
-        tables: The tables to which changes of rows are added, each row once: `collection.shards`.
-        apply_rows: Called with all changes of rows, on every rank, instead of `tables`.
-        options: How to fetch.
-        snapshot: How weights are restored if the step fails: "none", "host" or "disk".
-        snapshot_directory: Where "disk" stores the copy.
-        on_artifact_error: With "warn", an artifact that cannot be written is logged and reported.
-        keep_artifacts: Delete the artifacts of all but this many of the latest windows; None: keep all.
-        skip: Gather and report, but leave the weights; that of the first rank counts.
+        artifacts: Where decisions are kept, for other nodes and for nodes that catch up later.
+        tables: The tables to which changes of rows are added, each row once: `collection.shards`. Or a
+            function that takes the name of a table, ids and changes, and is called on every rank.
+        options: How this rank works.
 
     Returns:
         The outcome.
@@ -121,52 +131,160 @@ def run_window(
         InputError: An argument does not match, before any request.
         BudgetError: The budget is too small for fetching, before any request.
         UsageError: The window was applied already, before any request; or weights may be inconsistent.
-        ArtifactError: The artifact cannot be written. The step is complete then, on all ranks.
+        ArtifactError: A decision cannot be written, read or followed; unless the message says otherwise,
+            nothing has changed.
         RankFailedError: Another rank raised an error.
         RankTimeoutError: Too few ranks are left.
     """
-    checks.instance(update, OuterUpdate, "update")
-    checks.one_of(on_artifact_error, ("raise", "warn"), "on_artifact_error")
     if plan is not None or ranks is None:
         checks.instance(plan, GatherPlan, "plan")
-    if artifacts is not None:
-        checks.instance(artifacts, ObjectStore, "artifacts")
-    if keep_artifacts is not None:
-        checks.integer(keep_artifacts, "keep_artifacts")
+    new_turn = _turns(parameters, update, stores, ranks, artifacts, tables, options)
+    while True:
+        turn = new_turn(given=plan)
+        report = turn.run()
+        if report is None:
+            continue
+        assert turn.plan is not None
+        if (
+            report.decision.reason is SkipReason.PLAN_MISMATCH
+            or report.result.plan.window >= turn.plan.window
+        ):
+            return report
+
+
+def catch_up(
+    artifacts: Artifacts | ObjectStore,
+    parameters: Weights,
+    update: OuterUpdate,
+    *,
+    run: str,
+    ranks: ElasticRanks | None = None,
+    tables: TableShards | ApplyRows | None = None,
+    options: RankOptions | None = None,
+    memory_budget: int | None = None,
+) -> tuple[int, ...]:
+    """Follow all decisions after the last window that the update has followed.
+
+    Args:
+        artifacts: Where decisions are kept, or their store.
+        parameters: The weights after that window; they change in place, and may be sharded over ranks.
+        update: The outer optimizer as it was then, momentum included.
+        run: The run.
+        ranks: The ranks that share the work; all of them call this function.
+        tables: See `run_window`.
+        options: How this rank works.
+        memory_budget: The budget of this node, if not that of the plans; it does not change weights.
+
+    Returns:
+        The windows that were applied. Windows that have no update, by their decision, are not among them.
+
+    Raises:
+        ArtifactError: A decision is missing, damaged or does not match, before its window changes anything;
+            or the weights after a window are not those of another node.
+        InputError: An argument is wrong.
+        RankFailedError: Another rank raised an error.
+        RankTimeoutError: Too few ranks are left.
+    """
+    checks.text(run, "run", 128)
+    if memory_budget is not None:
+        checks.integer(memory_budget, "memory_budget")
+    new_turn = _turns(parameters, update, {}, ranks, Artifacts.of(artifacts), tables, options)
+    applied = []
+    while (report := new_turn(given=None, late_run=run, budget=memory_budget).run()) is not None:
+        if report.decision.go:
+            applied.append(report.result.plan.window)
+        if report.decision.reason is SkipReason.PLAN_MISMATCH:
+            raise InputError(f"the ranks do not catch up from one state: {report.decision.detail}")
+        if report.differing:
+            raise ArtifactError(
+                f"window {report.result.plan.window} produced different weights than on node "
+                f"{report.differing[0]!r}: were the weights before the first window those of the others?"
+            )
+    return tuple(applied)
+
+
+def write_artifact(report: WindowReport, artifacts: Artifacts | ObjectStore, stores: Stores) -> None:
+    """Write the decision of a window again whose upload failed, with its payloads.
+
+    Args:
+        report: The outcome of the window, with its manifest.
+        artifacts: Where decisions are kept.
+        stores: The stores that the plan names, which must still hold the payloads that are not there yet.
+
+    Raises:
+        ArtifactError: A payload is gone or has changed, another decision was written, or the store fails.
+    """
+    to, manifest = Artifacts.of(artifacts), checks.instance(report, WindowReport, "report").manifest
+    if manifest is None:
+        raise InputError("the report has no manifest: its window ran without artifacts")
+    replay = manifest.replay(None)
+    places = {uid: manifest.plan.location(uid) for uid in manifest.uids}
+    for uid, place in replay.locations.items():
+        with suppress(StoreRequestError):
+            ObjectBody(to.store, place.key, deadline=to.deadline)
+            places[uid] = place
+    accept = replace(replay.gather, formats=manifest.plan.gather.formats)
+    wanted = replace(replay, locations=places, gather=accept)
+    limit = 2 * to.deadline
+    gatherer = Gatherer(wanted, manifest.schema, {**stores, "artifacts": to.store}, complete=True)
+    try:
+        gatherer.fetch((*wanted.primary, *wanted.reserve))
+        result = as_result(gatherer.partial())
+        manifest.check(result)
+        upload_payloads(to, result, to.deadline).result(limit)
+    except TimeoutError:
+        window = manifest.plan.window
+        raise ArtifactError(f"window {window}: payloads were not written within {limit:g} s") from None
+    finally:
+        gatherer.partial().close()
+    if not write_decision(to, manifest):
+        raise ArtifactError(f"another decision was written for window {manifest.plan.window}")
+    if report.fingerprint is not None:
+        record_weights(to, manifest.plan, report.fingerprint)
+
+
+def _turns(
+    parameters: Weights,
+    update: OuterUpdate,
+    stores: Stores,
+    ranks: ElasticRanks | None,
+    artifacts: Artifacts | ObjectStore | None,
+    tables: TableShards | ApplyRows | None,
+    options: RankOptions | None,
+) -> Callable[..., _Turn]:
+    checks.instance(update, OuterUpdate, "update")
     together = ElasticRanks.or_alone(ranks)
-    return _GatherWindow(
-        given=plan,
+    settings = rank_options(options)
+    return partial(
+        _Turn,
         parameters=parameters,
         update=update,
         stores=stores,
         ranks=together,
-        artifacts=artifacts,
-        row_taker=partial(row_taker, update.schema, together, tables, apply_rows),
-        options=FetchOptions() if options is None else checks.instance(options, FetchOptions, "options"),
-        snapshot=partial(TensorSnapshot, policy=snapshot, directory=snapshot_directory),
-        on_artifact_error=on_artifact_error,
-        keep_artifacts=keep_artifacts,
-        skip=checks.flag(skip, "skip"),
-    ).run()
+        artifacts=None if artifacts is None else Artifacts.of(artifacts),
+        row_taker=partial(row_taker, update.schema, together, tables),
+        options=settings,
+    )
 
 
 @dataclass(kw_only=True)
-class _GatherWindow:
-    """One window of one rank: the arguments of `run_window`, and what is known so far."""
+class _Turn:
+    """One decision that a rank makes or follows: the arguments of `run_window`, and what is known so far."""
 
     given: GatherPlan | None
     parameters: Weights
     update: OuterUpdate
     stores: Stores
     ranks: ElasticRanks
-    artifacts: ObjectStore | None
+    artifacts: Artifacts | None
     row_taker: Callable[[], ApplyRows | None]
-    options: FetchOptions
-    snapshot: Callable[[Mapping[str, Tensor]], TensorSnapshot]
-    on_artifact_error: str
-    keep_artifacts: int | None
-    skip: bool
-    plan: GatherPlan | None = None
+    options: RankOptions
+    late_run: str | None = None  # the run to catch up with, without a plan
+    budget: int | None = None
+    plan: GatherPlan | None = None  # that of the first rank
+    followed: ArtifactManifest | None = None  # the decision of another node
+    manifest: ArtifactManifest | None = None  # that, or the one that was made here
+    attempt: int = 0
     stage: Stage = "fresh"
     counters: tuple[int, tuple[str, int] | None] = (0, None)
     saved: TensorSnapshot | None = None
@@ -177,11 +295,11 @@ class _GatherWindow:
     rounds: int = 0
     error: str | None = None
     outcome: WindowReport | None = None
-    before: str | None = None
+    differing: set[str] = field(default_factory=set)
 
-    def run(self) -> WindowReport:
-        """The window, tried again without ranks that are lost."""
-        self.counters = (self.update.outer_step, self.update.last_applied)
+    def run(self) -> WindowReport | None:
+        """The outcome; None if there is nothing to follow, or another decision was written first."""
+        self.counters = (self.update.outer_step, self.update.last_window)
         try:
             while True:
                 try:
@@ -204,13 +322,14 @@ class _GatherWindow:
 
     # ---- the path of a window
 
-    def _attempt(self) -> WindowReport:
+    def _attempt(self) -> WindowReport | None:
         if self.stage == "fresh":
-            plan, mismatch = self._agree()
-            if mismatch:
-                nothing = GatherResult(plan=plan, schema=self.update.schema)
-                return WindowReport(nothing, None, Decision(SkipReason.PLAN_MISMATCH, mismatch), None, None)
-            self.outcome = self._gather_and_step(plan)
+            ready = self._agree()
+            if ready is None or isinstance(ready, WindowReport):
+                return ready
+            self.outcome = self._gather_and_step(ready)
+            if self.outcome is None:
+                return None
         assert self.outcome is not None
         outcome = self.outcome
         if outcome.result.plan.is_checked and (outcome.decision.go or self.artifacts is not None):
@@ -218,69 +337,171 @@ class _GatherWindow:
         if self.stage == "done":
             self.stage = "final"
         if self.artifacts is not None:
-            outcome = replace(outcome, artifact_error=self._commit(outcome, self.artifacts))
-        return outcome
+            self._publish_weights(outcome)
+        if self.manifest is not None:
+            plan = self.manifest.plan
+            outcome = replace(outcome, result=replace(outcome.result, plan=plan))
+            self.update.last_window = (plan.run, plan.window)  # also if it has no update
+        return replace(outcome, manifest=self.manifest, differing=tuple(sorted(self.differing)))
 
-    def _agree(self) -> tuple[GatherPlan, str]:
-        """The plan, and which ranks have different settings. An error of one rank is raised on all."""
-        own = self.plan or self.given
-        sent = self.ranks.exchange("plan", b"" if own is None else own.to_bytes())
-        found = next((each for each in sent if each), None)
-        if found is None:
-            raise InputError("no rank has a plan: the first one must pass it")
-        plan = self.plan = GatherPlan.from_bytes(found)
-        self.ranks.agree(lambda: self._prepare(plan), "ready")
+    def _agree(self) -> GatherPlan | WindowReport | None:
+        """The plan that is gathered, or the outcome without a gather. An error is raised on all ranks."""
+        if self.late_run is None:
+            own = self.plan or self.given
+            sent = self.ranks.exchange("plan", b"" if own is None else own.to_bytes())
+            found = next((each for each in sent if each), None)
+            if found is None:
+                raise InputError("no rank has a plan: the first one must pass it")
+            self.plan = replace(GatherPlan.from_bytes(found), attempt=self.attempt)
+        plan = self.plan
+        manifest = self._decision_to_follow()
+        if manifest is None and plan is None:
+            return None
+        if manifest is not None and plan is not None and manifest.plan.window > plan.window:
+            why = f"the nodes went on to window {manifest.plan.window} after {manifest.previous}"
+            return WindowReport(self._nothing(plan), None, Decision(SkipReason.PASSED_OVER, why), None)
+        if manifest != self.followed and self.gatherer is not None:  # a rank was lost after the decision
+            self.gatherer.partial().close()
+            self.gatherer, self.wanted, self.rounds = None, [], 0
+        self.followed = self.manifest = manifest
+        if manifest is not None:
+            budget = self.budget if plan is None else plan.gather.memory_budget
+            plan = replace(manifest.replay(budget), attempt=self.attempt)
+        assert plan is not None
+        work = plan
+        self.ranks.agree(lambda: self._prepare(work), "ready")
         state = {
-            "fields": [] if self.given is None else self.given.differences(plan),
+            "fields": [] if self.given is None or self.plan is None else self.given.differences(self.plan),
             "outer_step": self.update.outer_step,
-            "last_applied": self.update.last_applied,
+            "last_window": self.update.last_window,
         }
         replies = self.ranks.gather(state, "settings")
         differences = []
         for rank, each in zip(self.ranks.members, replies, strict=True):
-            counters = [name for name in ("outer_step", "last_applied") if each[name] != replies[0][name]]
+            counters = [name for name in ("outer_step", "last_window") if each[name] != replies[0][name]]
             if names := [*each["fields"], *counters]:
                 differences.append(f"rank {rank}: {', '.join(names)}")
-        return plan, "; ".join(differences)
+        if differences:
+            skip = Decision(SkipReason.PLAN_MISMATCH, "; ".join(differences))
+            return WindowReport(self._nothing(plan), None, skip, None)
+        return plan
+
+    def _nothing(self, plan: GatherPlan) -> GatherResult:
+        return GatherResult(plan=plan, schema=self.update.schema)
+
+    def _decision_to_follow(self) -> ArtifactManifest | None:
+        """What the nodes decided after the last window of this one, as far as it is known; on all ranks."""
+        artifacts, plan = self.artifacts, self.plan
+        if artifacts is None:
+            return None
+        run = self.late_run or ("" if plan is None else plan.run)
+        wait = 0.0 if plan is None else artifacts.wait
+
+        def look() -> bytes:
+            if not self.ranks.leads:
+                return b""
+            if plan is not None:
+                self.update.check_window(plan)
+            found = next_decision(artifacts, run, self._last(run), wait=wait, earlier=plan is None)
+            if found is None:
+                return b""
+            if found.go and found.outer_step != self.update.outer_step + 1:
+                raise ArtifactError(
+                    f"window {found.plan.window} is outer step {found.outer_step}, "
+                    f"the update has made {self.update.outer_step} steps"
+                )
+            weights = "" if found.weights is None else found.weights
+            return weights.encode().ljust(64) + found.to_bytes()
+
+        patience = wait + artifacts.deadline
+        own = self.ranks.agree(look, "decision of the nodes", patience=patience)
+        text = self.ranks.exchange("the decision", own)[0]
+        if not text:
+            return None
+        found = ArtifactManifest.from_bytes(text[64:], "the decision")
+        return replace(found, weights=text[:64].decode().strip() or None)
+
+    def _last(self, run: str) -> int | None:
+        """The last window of a run that this node has followed."""
+        last = self.update.last_window
+        return last[1] if last is not None and last[0] == run else None
 
     def _prepare(self, plan: GatherPlan) -> None:
         """Everything on this rank that can refuse before a request."""
         if self.gatherer is not None:
+            self.gatherer.use_plan(plan, self.ranks.size)
             return
         ranks, schema = self.ranks, self.update.schema
         self.parts = self.update.parts(self.parameters, ranks)
         self.update.check_window(plan)
         self.row_taker()
+        follows = self.followed is not None and self.artifacts is not None
         self.gatherer = Gatherer(
-            plan, schema, self.stores, rank=ranks.rank, world_size=ranks.size, options=self.options
+            plan,
+            schema,
+            {"artifacts": self.artifacts.store} if follows and self.artifacts is not None else self.stores,
+            rank=ranks.rank,
+            world_size=ranks.size,
+            options=self.options,
+            complete=follows,
         )
 
-    def _gather_and_step(self, plan: GatherPlan) -> WindowReport:
+    def _gather_and_step(self, plan: GatherPlan) -> WindowReport | None:
+        decided = self.followed
+        before = self._compare_weights() if plan.is_checked else None
+        if before is not None:
+            plan = self._with_weights(plan, before)
         result = self._gather(plan)
+        if decided is not None:
+            decided.check(result)
+            result = _as_decided(result, decided)
+        elif self.artifacts is not None:
+            self.upload = upload_payloads(self.artifacts, result, self.ranks.timeout)
         columns, overlap, refuse = None, None, SkipReason.GO
-        spool = self.options.spool_directory
         try:
             try:
-                columns = Columns(result, self.ranks, parts=self.parts, spool_directory=spool)
-                gram, exact = columns.gram()
-                overlap = find_overlap(result, gram, exact=exact)
+                if decided is None or decided.go:
+                    columns = Columns(
+                        result, self.ranks, parts=self.parts, spool_directory=self.options.spool_directory
+                    )
+                if columns is not None and decided is None:
+                    gram, exact = columns.gram()
+                    overlap = find_overlap(result, gram, exact=exact)
             except BudgetError as error:
+                if decided is not None:
+                    raise
                 _log.warning("window %d: %s", plan.window, error)
                 refuse = SkipReason.BUDGET_TOO_SMALL
-            left_out = _left_out(overlap, plan)
+            left_out: tuple[int, ...] = ()
+            if decided is not None:
+                left_out, decision = decided.excluded, Decision(decided.reason)
+            else:
+                left_out = () if overlap is None else excluded_uids(overlap, plan.overlap)
+                refuse = SkipReason.OPERATOR if plan.skip else refuse
+                reason = decide(result, excluded=left_out, refuse=refuse).reason
+                decision = Decision(SkipReason(self.ranks.gather(int(reason), "decision")[0]))
             uids = tuple(uid for uid in result.uids if uid not in left_out)
-            refuse = SkipReason.OPERATOR if self.skip else refuse
-            reason = decide(result, excluded=left_out, refuse=refuse).reason
-            decision = Decision(SkipReason(self.ranks.gather(int(reason), "decision")[0]))
-            if self.artifacts is not None and plan.is_checked:
-                self.before = self.update.fingerprint(self.parameters, ranks=self.ranks).hash
             take = self.ranks.agree(lambda: self._before_update(result, uids, decision), "pre-update")
+            problem = None
+            if decided is None and self.artifacts is not None:
+                self.manifest = make_manifest(
+                    result,
+                    decision,
+                    gram=None if overlap is None else overlap.gram,
+                    excluded=left_out,
+                    outer_step=self.update.outer_step,
+                    weights_before=None if before is None else before.hash,
+                    previous=self._last(plan.run),
+                )
+                problem = self._write_decision(self.manifest, self.artifacts)
+                if problem == _OTHER:
+                    return None
             report = None
             if decision.go:
                 assert columns is not None
                 report = self.update.step(columns, uids, self.parts, take, self._tear)
                 self.stage = "done"
-            return WindowReport(result, overlap, decision, report, None)
+            return WindowReport(result, overlap, decision, report, artifact_error=problem)
         finally:
             if columns is not None:
                 columns.close()
@@ -288,11 +509,34 @@ class _GatherWindow:
     def _tear(self) -> None:
         self.stage = "torn"
 
+    def _with_weights(self, plan: GatherPlan, before: Fingerprint) -> GatherPlan:
+        """The plan, with the weights that this node has; it must be those that the others have."""
+        decided = self.followed
+        if decided is not None and decided.weights_before not in (None, before.hash):
+            raise ArtifactError(
+                f"the weights are not those before window {plan.window}, as its decision states: reload a "
+                "checkpoint of another node and catch up"
+            )
+        hash = before.hash_of(spec.name for spec in self.update.schema.parameters)
+        if plan.weights not in (None, hash):
+            raise UsageError(
+                f"the plan of window {plan.window} is for weights {str(plan.weights)[:12]}, these are "
+                f"{hash[:12]}: catch up, or reload a checkpoint"
+            )
+        if self.artifacts is not None:
+            self._compare_nodes(plan.run, self._last(plan.run), before)
+        plan = replace(plan, weights=plan.weights if decided is not None else hash)
+        assert self.gatherer is not None
+        self.gatherer.use_plan(plan, self.ranks.size)
+        return plan
+
     def _gather(self, plan: GatherPlan) -> GatherResult:
         """The merged result, equal on all ranks."""
         gatherer, ranks = self.gatherer, self.ranks
         assert gatherer is not None
-        self.wanted = self.wanted or sorted(plan.primary)
+        self.wanted = self.wanted or sorted(
+            plan.primary if self.followed is None else (*plan.primary, *plan.reserve)
+        )
         while share := self._next_share(plan, gatherer):
             try:
                 gatherer.fetch(share[ranks.place])
@@ -308,14 +552,14 @@ class _GatherWindow:
             "wanted": self.wanted,
             "rounds": self.rounds,
         }
-        replies = self.ranks.gather(mine, "statuses", patience=plan.deadline)
+        replies = self.ranks.gather(mine, "statuses", patience=plan.gather.deadline)
         # After a rank was lost, some may know of a round that others do not know.
         self.wanted = max((each["wanted"] for each in replies), key=len)
         self.rounds = max(each["rounds"] for each in replies)
         statuses = [{int(u): Status(s) for u, s in each["statuses"].items()} for each in replies]
         known = {uid for each in statuses for uid in each}
         pending = [uid for uid in self.wanted if uid not in known]
-        if not pending and self.rounds < plan.backfill_rounds:
+        if not pending and self.followed is None and self.rounds < plan.gather.backfill_rounds:
             pending = [uid for share in backfill(plan, statuses) for uid in share]
             pending.sort(key=plan.reserve.index)
             self.wanted = self.wanted + pending
@@ -330,18 +574,33 @@ class _GatherWindow:
         self, result: GatherResult, uids: tuple[int, ...], decision: Decision
     ) -> ApplyRows | None:
         """The last steps on this rank that can refuse; what takes the changes of table rows."""
-        if self.artifacts is not None:
-            self.upload = upload_payloads(self.artifacts, result, deadline=self.ranks.timeout)
         take = self.row_taker()
         if decision.go:
             self.update.prepare(result, uids, self.parts, take)
             if self.saved is not None:
                 self.saved.close()
-            self.saved = self.snapshot(self.update.local_tensors(self.parts))
+            self.saved = TensorSnapshot(self.update.local_tensors(self.parts), self.options)
         return take
 
+    def _write_decision(self, manifest: ArtifactManifest, artifacts: Artifacts) -> str | None:
+        """Write the decision when the payloads of all ranks are there. The problem; _OTHER: there is one."""
+        patience = self.ranks.timeout + artifacts.deadline
+        own = _problem_of(self.upload.result) if self.upload is not None else None
+        problems = self.ranks.gather(own, "payloads", patience=patience)
+        problem: str | None = next((each for each in problems if each), None)
+        if problem is None and self.ranks.leads:
+            written: list[bool] = []
+            problem = _problem_of(lambda: written.append(write_decision(artifacts, manifest)))
+            problem = _OTHER if written == [False] else problem
+        problem = self.ranks.gather(problem, "the decision is written", patience=patience)[0]
+        if problem not in (None, _OTHER):
+            if artifacts.on_error == "raise":
+                raise ArtifactError(f"{problem}; nothing has changed: run the window again")
+            _log.warning("window %d: %s", manifest.plan.window, problem)
+        return problem
+
     def _compare_weights(self) -> Fingerprint:
-        """The fingerprint of the weights. All ranks raise UsageError if theirs differ."""
+        """The fingerprint of weights and momentum. All ranks raise UsageError if theirs differ."""
         found = self.update.fingerprint(self.parameters, ranks=self.ranks)
         hashes = self.ranks.gather(found.hash, "fingerprints")
         others = [rank for rank, each in zip(self.ranks.members, hashes, strict=True) if each != found.hash]
@@ -352,35 +611,55 @@ class _GatherWindow:
             )
         return found
 
-    def _commit(self, outcome: WindowReport, store: ObjectStore) -> str | None:
-        """Wait for the payloads of all ranks, then write the manifest. Returns the problem."""
-        patience = self.ranks.timeout
-        own = _problem_of(self.upload.result) if self.upload is not None else None
-        problems = self.ranks.gather(own, "payloads", patience=patience)
-        problem: str | None = next((each for each in problems if each), None)
-        if problem is None and self.ranks.leads:
-            problem = _problem_of(lambda: self._write_manifest(outcome, store))
-        problem = self.ranks.gather(problem, "manifest", patience=patience)[0]
-        if problem is not None and self.on_artifact_error == "raise":
-            raise ArtifactError(f"{problem}; the window itself is complete")
-        if problem is not None:
-            _log.warning("window %d: %s", outcome.result.plan.window, problem)
-        return problem
+    def _publish_weights(self, outcome: WindowReport) -> None:
+        """Record the weights of this node after the window, and compare those of the others."""
+        plan, artifacts, found = outcome.result.plan, self.artifacts, outcome.fingerprint
+        assert artifacts is not None
+        if self.late_run is None and outcome.artifact_error is None:
 
-    def _write_manifest(self, outcome: WindowReport, store: ObjectStore) -> None:
-        result = outcome.result
-        manifest = make_manifest(
-            result,
-            outcome.decision,
-            gram=None if outcome.overlap is None else outcome.overlap.gram,
-            excluded=_left_out(outcome.overlap, result.plan),
-            outer_step=self.update.outer_step,
-            weights_before=self.before,
-            after=outcome.fingerprint,
-        )
-        write_manifest(store, manifest, deadline=self.ranks.timeout)
-        if self.keep_artifacts is not None:
-            prune_artifacts(store, result.plan.run, keep=self.keep_artifacts)
+            def record() -> None:
+                if self.ranks.leads and found is not None:
+                    record_weights(artifacts, plan, found)
+                if self.ranks.leads and artifacts.keep is not None:
+                    prune_artifacts(artifacts, plan.run, keep=artifacts.keep)
+
+            problems = self.ranks.gather(_problem_of(record), "weights recorded", patience=artifacts.deadline)
+            if problems[0] is not None:
+                self._fail_after(problems[0])
+        if found is not None:
+            self._compare_nodes(plan.run, plan.window, found)
+
+    def _compare_nodes(self, run: str, window: int | None, found: Fingerprint) -> None:
+        """Note and log the nodes that had other weights after a window."""
+        artifacts = self.artifacts
+        assert artifacts is not None
+        others: list[str] = []
+
+        def compare() -> None:
+            nodes = weights_of_nodes(artifacts, run, window) if window is not None else {}
+            others.extend(node for node, hashes in nodes.items() if hashes != {found.hash})
+            stated = None if self.followed is None else self.followed.weights
+            if self.stage == "final" and stated not in (None, found.hash):
+                others.append("the writer of the manifest")
+
+        problem = _problem_of(compare) if self.ranks.leads else None
+        problem, named = self.ranks.gather(
+            [problem, others], "weights of the nodes", patience=artifacts.deadline
+        )[0]
+        if problem is not None:
+            self._fail_after(problem)
+        if named:
+            _log.error(
+                "node %s: after window %s other weights on %s", artifacts.node, window, ", ".join(named)
+            )
+            self.differing |= set(named)
+
+    def _fail_after(self, problem: str) -> None:
+        assert self.artifacts is not None
+        done = "the window itself is complete" if self.stage == "final" else "nothing has changed"
+        if self.artifacts.on_error == "raise":
+            raise ArtifactError(f"{problem}; {done}")
+        _log.warning("%s; %s", problem, done)
 
     # ---- losing a rank
 
@@ -388,7 +667,7 @@ class _GatherWindow:
         """Continue with the ranks that are left, or raise on all of them why that is not possible."""
         what, _, _ = str(broken).partition(":")
         plan = self.plan
-        patience = max(self.ranks.timeout, 0.0 if plan is None else plan.deadline)
+        patience = max(self.ranks.timeout, 0.0 if plan is None else plan.gather.deadline)
         lost: list[int] = []
         while True:
             lost += self.ranks.reform(what, patience)
@@ -397,7 +676,7 @@ class _GatherWindow:
             mine = {
                 "stage": self.stage,
                 "undo": can_undo and not self.update.schema.tables,
-                "attempt": -1 if plan is None else plan.attempt,
+                "attempt": -1 if plan is None and self.late_run is None else self.attempt,
             }
             try:
                 states = self.ranks.gather(mine, "stages")
@@ -409,10 +688,8 @@ class _GatherWindow:
             raise RankTimeoutError(
                 f"{what}: lost ranks: {named}; no other rank has their parts of parameters"
             )
-        if plan is not None:
-            self.plan = replace(plan, attempt=max(each["attempt"] for each in states) + 1)
-            if self.gatherer is not None:
-                self.gatherer.use_plan(self.plan, self.ranks.size)
+        if plan is not None or self.late_run is not None:
+            self.attempt = max(each["attempt"] for each in states) + 1
         stages = {each["stage"] for each in states}
         if stages == {"fresh"} or stages <= {"done", "final"}:
             return
@@ -424,7 +701,7 @@ class _GatherWindow:
         """Undo a step that is not final, if a snapshot can."""
         if self.stage in ("torn", "done") and self.saved is not None and self.saved.can_restore:
             self.saved.restore()
-            self.update.outer_step, self.update.last_applied = self.counters
+            self.update.outer_step, self.update.last_window = self.counters
             self.stage = "fresh"
 
     def _torn(self, why: str) -> UsageError:
@@ -433,7 +710,10 @@ class _GatherWindow:
         return UsageError(f"{TORN}{why}")
 
 
-def _problem_of(work: Callable[[], None]) -> str | None:
+_OTHER = "another node has decided"
+
+
+def _problem_of(work: Callable[[], object]) -> str | None:
     try:
         work()
     except (ArtifactError, OSError) as error:
@@ -441,8 +721,13 @@ def _problem_of(work: Callable[[], None]) -> str | None:
     return None
 
 
-def _left_out(overlap: Overlap | None, plan: GatherPlan) -> tuple[int, ...]:
-    return () if overlap is None else excluded_uids(overlap, plan.overlap)
+def _as_decided(result: GatherResult, manifest: ArtifactManifest) -> GatherResult:
+    """A result with the records that the decision has: skipped peers were not fetched here."""
+    skipped = {
+        uid: Record(uid, tier_of(manifest.plan, uid), status, "by the decision that was followed")
+        for uid, status in manifest.skipped.items()
+    }
+    return replace(result, records={**result.records, **skipped})
 
 
 def metrics(
@@ -473,7 +758,7 @@ def metrics(
     }
     statuses = Counter(str(record.status) for record in result.records.values())
     found |= {f"gather/status/{name}": count for name, count in sorted(statuses.items())}
-    middles = norm_medians(result).values()
+    middles = result.norm_medians.values()
     if middles:
         found |= {"gather/min_median_norm": min(middles), "gather/max_median_norm": max(middles)}
     if scores is not None:

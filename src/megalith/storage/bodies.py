@@ -270,14 +270,14 @@ async def put_body(
 
 
 async def put_bodies(
-    store: ObjectStore, bodies: Mapping[str, Body], *, deadline: float, at_once: int = 4
+    store: ObjectStore, bodies: Mapping[str, Body], *, create: bool = False, deadline: float, at_once: int = 4
 ) -> None:
     """Write bodies to a store, some at a time."""
     places = asyncio.Semaphore(at_once)
 
     async def write(key: str, body: Body) -> None:
         async with places:
-            await put_body(store, key, body, deadline=deadline, request_timeout=deadline)
+            await put_body(store, key, body, create=create, deadline=deadline, request_timeout=deadline)
 
     await asyncio.gather(*(write(key, body) for key, body in bodies.items()))
 

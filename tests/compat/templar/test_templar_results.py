@@ -14,11 +14,11 @@ from torch import Tensor
 from megalith.compat import templar
 from megalith.errors import ArtifactError, InputError
 from megalith.gather import (
-    FetchOptions,
     GatherPlan,
     Label,
     OuterUpdate,
     PayloadSchema,
+    RankOptions,
     UpdateConfig,
     compress,
     decompress,
@@ -26,10 +26,10 @@ from megalith.gather import (
     gather,
     open_object_store,
     run_window,
-    to_penalise,
 )
 from megalith.storage.retries import run_async
 from tests.compat.templar.test_templar_payloads import SCHEMA, SHAPES, saved, templar_object
+from tests.gather.support import plan_of
 
 VERSION = "2.1.3"
 
@@ -45,15 +45,9 @@ def buckets() -> dict[str, Any]:
 
 
 def plan(**more: Any) -> GatherPlan:
-    return GatherPlan(
-        run="r",
-        window=7,
-        schema=SCHEMA.digest,
-        primary=(1, 2, 3),
-        locations=templar.peer_locations(7, (1, 2, 3), VERSION),
-        formats=("megalith", "templar"),
-        **more,
-    )
+    places = templar.peer_locations(7, (1, 2, 3), VERSION)
+    formats = ("megalith", "templar")
+    return plan_of(SCHEMA, (1, 2, 3), run="r", window=7, locations=places, formats=formats, **more)
 
 
 def test_the_outer_step_is_that_of_templars_objects(buckets: dict[str, Any]) -> None:
@@ -84,7 +78,7 @@ def test_results_have_real_lists_that_templars_consumers_accept(buckets: dict[st
     assert (float(shift), scale, offset, lookup.shape, dtype) == (0.0, 1.0, 2, (4,), torch.float32)
     assert torch.equal(dequantised(found, 1), templar_object(2)[1]["w"])
     result.close()
-    nothing = gather(plan(time_max=None, max_object_bytes=1, deadline=0.2), SCHEMA, buckets)
+    nothing = gather(plan(max_object_bytes=1, deadline=0.2), SCHEMA, buckets)
     assert templar.gather_result(nothing) is None
 
 
@@ -131,7 +125,7 @@ def test_aggregator_objects_of_templar_are_read_and_applied() -> None:
     data = aggregator_of_templar([2, 3, 1], torch.bfloat16)  # 1 is a reserve
     config = UpdateConfig(clip="none", lr=0.5, mean="peers")
     result = templar.read_aggregator(data, SCHEMA, run="r", window=7, update=config)
-    assert (result.uids, result.skipped_uids, to_penalise(result)) == ((2, 3, 1), (9,), ())
+    assert (result.uids, result.skipped_uids, result.to_penalise) == ((2, 3, 1), (9,), ())
     assert result.global_steps == (77, 77, 77)
     weights = {name: torch.ones(shape) for name, shape in SHAPES.items()}
     OuterUpdate(SCHEMA).apply(weights, result)
@@ -175,7 +169,7 @@ def test_keys_and_buckets() -> None:
 
 
 def test_metric_names(buckets: dict[str, Any]) -> None:
-    result = gather(plan(), SCHEMA, buckets, options=FetchOptions(in_flight=1))
+    result = gather(plan(), SCHEMA, buckets, options=RankOptions(in_flight=1))
     found = templar.templar_metrics(result, scores={1: 3.0}, overlap=find_overlap(result))
     assert found["validator/gather/success_rate"] == 100.0
     assert found["validator/gather/intended_mean_final"] == 1.0

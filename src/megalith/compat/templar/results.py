@@ -27,7 +27,6 @@ from megalith.gather.result import (
     as_result,
     make_partial,
     merge,
-    norm_medians,
     tier_of,
 )
 from megalith.gather.validate import validate
@@ -189,7 +188,7 @@ def templar_metrics(
         "validator/overlap/max": "overlap/max",
     }
     found = {name: own[key] for name, key in names.items() if key in own}
-    if middles := norm_medians(gathered).values():
+    if middles := as_result(gathered).norm_medians.values():
         found["compress/min_median_block_norm"] = min(middles)
         found["compress/max_median_block_norm"] = max(middles)
     return found
