@@ -213,8 +213,10 @@ def write_artifact(report: WindowReport, artifacts: Artifacts | ObjectStore, sto
 
     Raises:
         ArtifactError: A payload is gone or has changed, another decision was written, or the store fails.
+        InputError: An argument is wrong.
     """
     to, manifest = Artifacts.of(artifacts), checks.instance(report, WindowReport, "report").manifest
+    given = checks.mapping(stores, "stores", '{"default": store}')
     if manifest is None:
         raise InputError("the report has no manifest: its window ran without artifacts")
     replay = manifest.replay(None)
@@ -226,7 +228,7 @@ def write_artifact(report: WindowReport, artifacts: Artifacts | ObjectStore, sto
     accept = replace(replay.gather, formats=manifest.plan.gather.formats)
     wanted = replace(replay, locations=places, gather=accept)
     limit = 2 * to.deadline
-    gatherer = Gatherer(wanted, manifest.schema, {**stores, "artifacts": to.store}, complete=True)
+    gatherer = Gatherer(wanted, manifest.schema, {**given, "artifacts": to.store}, complete=True)
     try:
         gatherer.fetch((*wanted.primary, *wanted.reserve))
         result = as_result(gatherer.partial())
