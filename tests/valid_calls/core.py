@@ -80,6 +80,9 @@ def table_calls() -> Iterator[Call]:
         yield policy, arguments
         yield from methods(partial(policy, **arguments))
     yield from calls(table.PolynomialDecay, initial=0.1, decay_steps=10, end=0.0)
+    yield table.TableLR, {"lr": 0.1}
+    rate = table.TableLR(0.1)
+    yield rate.follow, {"optimizer": torch.optim.SGD([rate.parameter], lr=0.1)}
     yield from calls(table.Warmup, then=0.1, steps=3, start=0.0)
     yield from calls(table.Piecewise, boundaries=[1], rates=[0.1, 0.2])
     schedules = table.PolynomialDecay(0.1, 10), table.Warmup(0.1, 3), table.Piecewise((1,), (0.1, 0.2))

@@ -144,6 +144,6 @@ def training_calls() -> Iterator[Call]:
     made = partial(training.Run, config, Path("run"), start_over=True)
     yield from methods(made, {"resume": {"directory": Path("trained")}})
     yield training.Watcher, {}
-    given = {"samples": 1, "loss": 0.5, "record": {}, "report": None, "rows": 1, "pushed": None}
+    given = {"samples": 1, "loss": 0.5, "record": {}, "best": True, "report": None, "rows": 1, "pushed": None}
     yield from methods(training.Watcher, {"*": given})
     yield from methods(lambda: training.evaluate(model, source.test))

@@ -133,12 +133,16 @@ _REASONS: Mapping[str, Iterable[str]] = {
     "needs an accelerator": _methods("Batch Ragged", "pin_memory"),
     "checks nothing, on purpose: for columns that were validated before": ["Ragged.trusted"],
     "checks nothing, on purpose: for arguments that passed Servable.check": ["Servable.write"],
+    "for `predict`; opening the files finds columns that they lack": [
+        *_methods("ColumnReader", "carrying carried_column")
+    ],
     "for the subscriber, whose message has checked the form of the tensors": ["Servable.check_values"],
     "for the sender, with the layout that a server reports": ["Publisher.find_parts"],
     "the dense part, for torch.compile and torch.export; `forward` validates its input": _methods(
         "Model DeepFM DLRM DCNv2 DIN", "score"
     ),
     "passes its arguments to torch.compile": ["Model.compile"],
+    "calls the closure that it is given, as torch's optimizers do": ["TableLR.step"],
 }
 CANNOT_BE_CALLED = {name: reason for reason, names in _REASONS.items() for name in names}
 """Public names that the sweep leaves out, and why."""

@@ -72,12 +72,13 @@ def event_loop() -> asyncio.AbstractEventLoop:
 def _loop_of(process: int) -> asyncio.AbstractEventLoop:  # a forked process needs its own
     loop: asyncio.AbstractEventLoop = import_extra("uvloop", "serving needs uvloop", "serve").new_event_loop()
     aio = import_extra("grpc.aio", "serving needs grpcio", "serve")
-    # gRPC has one poller for all loops of a process. Without this reference it would end with the last
-    # server, in whatever thread collects that server.
-    aio.init_grpc_aio()
 
     def run() -> None:
         asyncio.set_event_loop(loop)
+        # gRPC has one poller for all loops of a process. Without this reference it would end with the last
+        # server, in whatever thread collects that server. It asks for the loop of the thread that calls it,
+        # and a caller's thread may have none any more (after asyncio.run).
+        aio.init_grpc_aio()
         loop.run_forever()
 
     thread = threading.Thread(target=run, name="megalith-loop", daemon=True)
