@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +10,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from megalith import SGD, EmbeddingCollection, Feature, Table, TableConfig, Zeros
+from megalith import (
+    SGD,
+    Capacity,
+    EmbeddingCollection,
+    Feature,
+    MinCount,
+    Probability,
+    Table,
+    TableConfig,
+    Zeros,
+)
 from megalith.table.engines.cuda.device_table import CALLS_AHEAD, DeviceTable
 from megalith.table.engines.cuda.engine import CudaEngine
+from megalith.table.engines.cuda.launch_group import CounterReport
 from tests.table.engines.cuda_configs import gpu_or_soak
 
 CONFIG = TableConfig("t", dim=2, optimizer=SGD(1.0), initializer=Zeros())
@@ -118,3 +130,30 @@ def test_an_update_of_several_tables_without_memory_changes_none(monkeypatch: py
         with pytest.raises(torch.OutOfMemoryError):
             loss.backward()
     assert [len(collection.tables[name]) for name in ("a", "b")] == [0, 0]
+
+
+@pytest.mark.parametrize("admission", [MinCount(2), Probability(0.3)], ids=str)
+def test_a_report_says_the_numbers_of_the_counters(admission: Any) -> None:
+    # More would leave a negative room, for which a call without ids of the table cannot make any.
+    config = TableConfig(
+        "t", dim=2, optimizer=SGD(1.0), admission=admission, eviction=Capacity(rows=8, score="lru")
+    )
+    table = Table(config, engine="cuda")
+    for step in (1, 2, 3):
+        ids = torch.arange(5 * step, 5 * step + 8)
+        table.apply_gradients(ids, torch.ones(8, 2), step=step)
+    engine, memory = table.engine_impl, memory_of(table)
+    assert isinstance(engine, CudaEngine)
+    memory.read_counters()
+
+    def known() -> list[int]:
+        return [memory.room, memory.most_rows, memory.most_evicted, memory.most_refused, memory.most_counted]
+
+    exact = known()
+    memory.know(0, [0, 0, 0, 0], memory.requested - 1)
+    arrived: Any = SimpleNamespace(query=lambda: True)
+    numbers = engine.group.scratch("created", 1, torch.int64).cpu()
+    engine.group._reports.append(CounterReport(arrived, numbers, [memory.requested]))
+    engine.group.make_room([0])
+    assert known() == exact
+    assert memory.most_refused > 0

@@ -469,8 +469,7 @@ class LaunchGroup(LaunchMemory):
             for table, own, requested in zip(self.tables, numbers, report.requested, strict=True):
                 new, free, used, victims, evicted, slots, refused, before, _, counted = own
                 if requested > table.known_at:
-                    slots += victims + refused  # or fewer
-                    bounded = slots, evicted + victims, before + refused, counted
+                    bounded = slots + victims, evicted + victims, before + refused, counted
                     table.know(used - free + new, bounded, requested)
 
     def _initialize(self, rows: Tensor, counts: Tensor, spans: Tensor, n: int) -> None:
