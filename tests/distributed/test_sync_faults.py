@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -512,3 +513,32 @@ def slow(transport: str) -> list[float]:
 @pytest.mark.parametrize("transport", ["gloo", "auto"])
 def test_a_slow_rank_is_waited_for(transport: str) -> None:
     assert run_ranks(slow, transport) == [[-6.0] * 6, [-6.0] * 6]
+
+
+class EndsWithSlice:
+    """A collective that completes when a wait for it has just timed out."""
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.waits = work, 0
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self, limit: timedelta) -> None:
+        self.work.wait(timedelta(seconds=PATIENT))
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+
+
+def gather_as_slices_end() -> list[int]:
+    exchange, start = Exchange(transport="gloo", timeout=PATIENT), dist.all_to_all_single
+    dist.all_to_all_single = lambda *given, **named: EndsWithSlice(start(*given, **named))
+    try:
+        return exchange.gather(dist.get_rank())
+    finally:
+        dist.all_to_all_single = start
+
+
+def test_a_collective_that_completes_as_a_wait_for_it_ends_is_complete() -> None:
+    assert run_ranks(gather_as_slices_end) == [[0, 1], [0, 1]]

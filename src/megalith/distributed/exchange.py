@@ -253,15 +253,17 @@ class Exchange(Ranks):
 
     def _wait(self, work: Any, what: str) -> None:
         """Wait for a collective of gloo, which sometimes waits on for a rank that was killed in it."""
+        completed = False
         while True:
             try:
                 work.wait(_SLICE)
                 return
             except RuntimeError:
-                if work.is_completed():
+                if completed:
                     self._raise_if_left(what, range(self.size), seconds=min(1.0, self.timeout))
                     raise
-            if self._left(range(self.size)):
+            completed = work.is_completed()  # perhaps since the slice ended: the next wait tells how
+            if not completed and self._left(range(self.size)):
                 with suppress(RuntimeError):
                     work.wait(_SLICE)  # what that rank has sent before may still arrive
                     return

@@ -155,5 +155,5 @@ def _leave(sockets: dict[int, socket.socket], completed: list[int]) -> None:
         text = f"its program ended with {type(error).__name__}: {error}"
     for peer in sockets.values():
         with suppress(OSError):
-            peer.send(f"{completed[0]} {text}".encode()[:_LONGEST])
+            peer.send(f"{completed[0]} {text}".encode(errors="replace")[:_LONGEST])
     _close(sockets)
