@@ -55,12 +55,15 @@ def test_a_read_that_does_not_end_is_an_error_and_does_not_hold_up_the_loop(
     monkeypatch.setattr(batches_module, "LEAVE_SECONDS", 0.05)
     go_on = threading.Event()
 
-    def stuck() -> Iterator[Batch]:
-        go_on.wait(60)
-        yield from SyntheticReader(batch_size=4, num_batches=1)
+    class Stuck(SyntheticReader):
+        def __iter__(self) -> Iterator[Batch]:
+            go_on.wait(60)
+            yield from super().__iter__()
 
-    batches = read_ahead(stuck(), timeout=0.1)
-    with pytest.raises(TimeoutError, match=r"generator: no batch was read within 0\.1 s: check the storage"):
+    ranks = Ranks()
+    ranks.timeout = 0.1
+    batches = iter(RunBatches(Stuck(batch_size=4, num_batches=1), ranks, ahead=True))
+    with pytest.raises(TimeoutError, match=r"Stuck: no batch was read within 0\.1 s: check the storage"):
         next(batches)
     assert "its thread still reads a batch" in caplog.text
     go_on.set()

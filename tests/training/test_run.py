@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(
     assert parts == complete
     steps = [line["step"] for line in log_of(tmp_path / "parts") if line["kind"] == "train"]
     assert steps == sorted({stop_at, 4, 8, 12, 16, 20, 24})  # the part before the stop has its own line
+
+
+def test_a_run_that_was_killed_before_it_kept_its_best_checkpoint_keeps_it_when_it_resumes(
+    tmp_path: Path,
+) -> None:
+    run = Run(config(**VALIDATING), tmp_path / "run")
+    run.train(StopAt(run, 3))
+    shutil.rmtree(tmp_path / "run" / "best")
+    Run.resume(tmp_path / "run").close()
+    assert checkpoint.read_manifest(tmp_path / "run" / "best").progress["step"] == 3
 
 
 def test_policies_act_in_a_run_and_are_counted_also_after_a_resume(tmp_path: Path) -> None:

@@ -156,7 +156,8 @@ class RunBatches:
             return
         if self._at is not None:  # the last loop was left early
             self.reader.seek(self._at)
-        for step in read_ahead(self._copied(self.reader), timeout=self.ranks.timeout):
+        name = type(self.reader).__name__
+        for step in read_ahead(self._copied(self.reader), timeout=self.ranks.timeout, name=name):
             self._at = step.batch.position
             yield step
         self._at = None
@@ -272,7 +273,7 @@ _SECONDS = 0.1
 """How often a thread that waits for room looks whether the caller has left."""
 
 
-def read_ahead(batches: Iterable[T], *, timeout: float = 600.0) -> Iterator[T]:
+def read_ahead(batches: Iterable[T], *, timeout: float = 600.0, name: str | None = None) -> Iterator[T]:
     """Yield the same batches, read in a thread; TimeoutError if one takes more than `timeout` seconds."""
     # Reading and computing overlap where the caller waits for a GPU. The reader is ahead of what was yielded:
     # `batch.position` tells where to continue, `reader.position` does not.
@@ -280,7 +281,7 @@ def read_ahead(batches: Iterable[T], *, timeout: float = 600.0) -> Iterator[T]:
     left = threading.Event()
     thread = threading.Thread(target=_read, args=(batches, waiting, left), name="read-ahead", daemon=True)
     thread.start()
-    source = type(batches).__name__
+    source = name or type(batches).__name__
     try:
         while True:
             try:

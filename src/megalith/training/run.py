@@ -214,6 +214,8 @@ class Run:
     def _continue_logs(self) -> None:
         self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=self.step)
         self.frequencies = IdFrequencies.load(self.directory / FREQUENCIES, self.step)
+        if self._is_best:
+            keep_best(self.directory)  # in case the run was killed between its save and this
 
     def _open(self, config: RunConfig) -> None:
         check_publishing(config)
@@ -573,7 +575,7 @@ class Run:
         if self._servers is not None:
             self._servers.save()
         step = self.step
-        is_best = self.config.train.keep_best and self.best.step == step
+        is_best = self._is_best
 
         def keep() -> None:
             if self.ranks.rank == 0:
@@ -602,6 +604,11 @@ class Run:
             self._publishing.saved(self._save.id)
         if wait:
             self._finish_save()
+
+    @property
+    def _is_best(self) -> bool:
+        best = self.best
+        return self.config.train.keep_best and best.value is not None and best.step == self.step
 
     def _fetch_dense(self) -> None:
         """Copy the dense weights of parameter servers into the model."""
