@@ -21,7 +21,8 @@ import torch
 from megalith import checkpoint
 from megalith.cli.main import COMMANDS, import_command
 from megalith.cli.train import PANELS
-from megalith.data import SyntheticReader
+from megalith.data import ParquetReader, Schema, SyntheticReader
+from megalith.errors import InputError
 from megalith.models import DeepFM
 from megalith.serving.export.signature import Signature
 from megalith.training import DataConfig, Run, TrainConfig
@@ -123,6 +124,31 @@ def test_predict_keeps_columns_of_the_file_with_the_rows_that_it_skips_left_out(
     assert "column 'none' is missing; the file has row, user, item" in error(
         "predict", run, new, out, "--keep", "none"
     )
+
+
+def test_columns_that_predict_keeps_have_one_type_and_are_text(tmp_path: Path) -> None:
+    words("train", *csv_flags(tmp_path, "click,user\n" + "1,ann\n0,bob\n" * 8))
+    new, out = tmp_path / "new.csv", tmp_path / "out.csv"
+    new.write_bytes("row,user\n7,ann\nß,bob\n".encode("latin-1"))
+    keep = "predict", tmp_path / "run", new, out, "--keep"
+    words(*keep, "user,user")
+    assert [line.partition(",")[0] for line in out.read_text().splitlines()] == ["user", "ann", "bob"]
+    assert "predict: column 'row' has text that is not UTF-8, so it cannot be kept" in error(*keep, "row")
+
+    folder = tmp_path / "days"
+    folder.mkdir()
+    for number, kind in enumerate((pa.int32(), pa.int64(), pa.string())):
+        columns = {"user": ["ann", "bob"], "row": pa.array([1, 2]).cast(kind)}
+        parquet.write_table(pa.table(columns), folder / f"{number}.parquet")
+    schema = Schema(features={"user": "user"}, label=None)
+    reader = ParquetReader(folder, schema, batch_size=2).carrying(["row"])
+    assert len(list(reader)) == 3
+    with pytest.raises(InputError, match=r"'row' has types that cannot be joined \(int32, int64, string\)"):
+        reader.carried_column("row")
+    (folder / "2.parquet").unlink()
+    reader = ParquetReader(folder, schema, batch_size=2).carrying(["row"])
+    assert len(list(reader)) == 2
+    assert reader.carried_column("row").to_pylist() == [1, 2, 1, 2]
 
 
 def test_validation_stops_the_run_early_keeps_the_best_and_is_a_curve_of_the_report(

@@ -127,7 +127,15 @@ class ColumnReader(Reader):
         return other
 
     def carried_column(self, name: str) -> Any:
-        return arrow().chunked_array([batch.column(name) for batch in self.carried[1]])
+        pa = arrow()
+        parts = [pa.table({name: batch.column(name)}) for batch in self.carried[1]]
+        try:  # files may hold integers or floats of several widths
+            return pa.concat_tables(parts, promote_options="permissive").column(name)
+        except pa.ArrowTypeError:
+            types = ", ".join(dict.fromkeys(str(part.schema.types[0]) for part in parts))
+            raise InputError(
+                f"column {name!r} has types that cannot be joined ({types}): predict its files one by one"
+            ) from None
 
     @property
     def _columns(self) -> list[str]:

@@ -199,12 +199,13 @@ def predict_file(
             raise InputError(
                 "predict: a column named 'probability' cannot be kept: the scores have this name"
             )
+        columns = list(dict.fromkeys(columns))
         reader = reader.carrying(columns)
     scores = torch.cat([torch.empty(0, device="cpu"), *_scores(model, reader, on_batch)])
     temporary = out.with_name(out.name + ".tmp")
     kept: dict[str, Any] = {}
     if isinstance(reader, ColumnReader) and scores.numel():
-        kept = {name: _text(reader.carried_column(name)) for name in columns}
+        kept = {name: _text(name, reader.carried_column(name)) for name in columns}
     _write(temporary, out.suffix, kept or {name: [] for name in columns}, scores)
     os.replace(temporary, out)
     return scores.numel()
@@ -225,10 +226,17 @@ def _scores(model: Model, reader: Reader, on_batch: Callable[[int], None] | None
             on_batch(done)
 
 
-def _text(column: Any) -> Any:
+def _text(name: str, column: Any) -> Any:
     """Columns of CSV files are bytes: the text of the file."""
     pa = arrow()
-    return column.cast(pa.string()) if column.type == pa.binary() else column
+    if column.type != pa.binary():
+        return column
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowInvalid:
+        raise InputError(
+            f"predict: column {name!r} has text that is not UTF-8, so it cannot be kept: leave it out"
+        ) from None
 
 
 def _write(path: Path, suffix: str, columns: Mapping[str, Any], scores: Tensor) -> None:
@@ -237,7 +245,7 @@ def _write(path: Path, suffix: str, columns: Mapping[str, Any], scores: Tensor) 
         table = pa.table({**columns, "probability": pa.array(scores.numpy())})
         arrow("pyarrow.parquet").write_table(table, path)
         return
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([*columns, "probability"])
         lists = [column.to_pylist() if len(column) else [] for column in columns.values()]
