@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from megalith.errors import InputError, RemoteError
-from megalith.serving.server import model_server, repository
+from megalith.serving.server import batching, model_server, repository
 from megalith.serving.server.batching import Batcher
-from megalith.serving.server.http import event_loop
+from megalith.serving.server.http import event_loop, run_on_loop
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.server_config import Batching, ServerConfig
@@ -204,6 +204,47 @@ def test_closing_computes_what_is_queued_and_refuses_the_rest() -> None:
         assert asked.result(LIMIT) == 10
         with pytest.raises(RequestError, match="shutting down"):
             submit(batcher, 2).result(LIMIT)
+
+
+def test_a_small_request_that_is_alone_is_computed_in_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "INLINE_SECONDS", LIMIT - 1)  # a busy machine may take longer than that
+    found: list[tuple[str, list[int]]] = []
+    ended = threading.Event()
+
+    def compute(batch: Sequence[int]) -> list[int | Exception]:
+        found.append(("loop" if threading.current_thread().name == "megalith-loop" else "thread", [*batch]))
+        return [InputError(f"{x} is negative") if x < 0 else 10 * x for x in batch]
+
+    batcher: Batcher[int, int] = Batcher(compute, Batching(), name="test", inline=True, on_end=ended.set)
+    monkeypatch.setattr(batcher, "_last_seconds", 0.0)
+
+    async def together() -> list[int]:
+        return await asyncio.gather(*(batcher.submit(x, timeout=LIMIT) for x in (5, 6)))
+
+    async def leave() -> None:
+        task = asyncio.create_task(batcher.submit(7, timeout=LIMIT))
+        await asyncio.sleep(0)  # it is queued
+        task.cancel()
+
+    assert submit(batcher, 1).result(LIMIT) == 10
+    with pytest.raises(InputError, match="-2 is negative"):
+        submit(batcher, -2).result(LIMIT)
+    run_on_loop(leave(), LIMIT, "leaving")
+    assert submit(batcher, 3, rows=batching.INLINE_ROWS + 1).result(LIMIT) == 30
+    assert submit(batcher, 4, timeout=LIMIT).result(LIMIT) == 40
+    assert run_on_loop(together(), LIMIT, "two requests") == [50, 60]
+    batcher.close()
+    assert ended.wait(LIMIT)
+    alone = [("loop", [1]), ("loop", [-2]), ("thread", [3]), ("loop", [4])]
+    assert found == [*alone, ("thread", [5, 6])]
+
+
+def test_a_request_while_another_is_computed_does_not_block_the_event_loop() -> None:
+    with busy(inline=True) as (_, gate, ask):
+        asked = ask(1)
+        gate.go.release(2)
+        assert asked.result(LIMIT) == 10
+        assert gate.batches == [[0], [1]]
 
 
 # ---- the server

@@ -4,6 +4,9 @@ Requests come from an event loop, and threads compute them. A thread takes the q
 as one batch and passes the results to the loop in one call. The queue is bounded by rows, and by the bytes
 that the computation gathers. A request whose caller no longer waits is not computed.
 
+With `inline`, a small request that is alone is computed in the event loop, which saves passing it to a thread
+and back, if the last batch took less than INLINE_SECONDS.
+
     event                              effect
     the caller's deadline passes       DEADLINE_EXCEEDED; the request is skipped when its turn comes
     the caller is cancelled            the request is skipped when its turn comes
@@ -31,6 +34,8 @@ Result = TypeVar("Result")
 
 SETTLE_SECONDS, MAX_SETTLE_SECONDS = 0.0002, 0.004
 """Seconds without a further request after which a busy server computes; and the longest wait for it."""
+INLINE_ROWS, INLINE_BYTES, INLINE_SECONDS = 16, 1 << 16, 0.002
+"""Largest request, and longest time of the batch before it, that the event loop computes."""
 
 
 class _QueuedRequest(Generic[Work, Result]):
@@ -54,12 +59,14 @@ class Batcher(Generic[Work, Result]):
         *,
         name: str,
         combines: bool = True,
+        inline: bool = False,
         on_batch: Callable[[int], object] = lambda rows: None,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self._compute = compute
         self._settings = settings
         self._combines = combines
+        self._inline = inline and not settings.max_wait
         self._on_batch = on_batch
         self._on_end = on_end
         self._queue: deque[_QueuedRequest[Work, Result]] = deque()
@@ -68,6 +75,9 @@ class Batcher(Generic[Work, Result]):
         self._cost = 0
         self._last_size = 1
         """Number of requests of the last batch."""
+        self._last_seconds = INLINE_SECONDS
+        self._computing = 0
+        """Number of batches that are being computed."""
         self._closed = False
         self._running = settings.workers
         """Number of threads that have not ended."""
@@ -92,6 +102,7 @@ class Batcher(Generic[Work, Result]):
         """Wait for the result of a request."""
         self.check(rows, cost)
         queued: _QueuedRequest[Work, Result] = _QueuedRequest(work, rows, cost)
+        loop = queued.future.get_loop()
         with self._changed:
             if self._closed:
                 raise RequestError(Code.UNAVAILABLE, "the server is shutting down")
@@ -100,12 +111,16 @@ class Batcher(Generic[Work, Result]):
                 raise RequestError(
                     Code.RESOURCE_EXHAUSTED, f"{self._rows} rows are already queued; try again later"
                 )
+            inline = timeout > INLINE_SECONDS and self._computes_inline(rows, cost)
             self._queue.append(queued)
             self._rows += rows
             self._cost += cost
-            self._changed.notify()
+            if inline:  # unless the loop has further requests now
+                loop.call_soon(self._compute_inline)
+            else:
+                self._changed.notify()
         # Cheaper than asyncio.timeout, which cancels the task.
-        timer = queued.future.get_loop().call_later(max(timeout, 0.0), _expire, queued.future)
+        timer = loop.call_later(max(timeout, 0.0), _expire, queued.future)
         try:
             return await queued.future
         finally:
@@ -117,27 +132,59 @@ class Batcher(Generic[Work, Result]):
             self._closed = True
             self._changed.notify_all()
 
+    def _computes_inline(self, rows: int, cost: int) -> bool:
+        return (
+            self._inline
+            and not self._queue
+            and not self._computing
+            and self._last_size == 1
+            and self._last_seconds < INLINE_SECONDS
+            and rows <= INLINE_ROWS
+            and cost <= INLINE_BYTES
+            and self._settings.threads in (None, torch.get_num_threads())
+        )
+
+    def _compute_inline(self) -> None:
+        """Compute a queued request here if it is alone."""
+        with self._changed:
+            if len(self._queue) != 1 or self._computing:
+                self._changed.notify()
+                return
+            batch = self._cut()
+            self._computing += 1
+        waiting, results = self._fill(batch)
+        _deliver(waiting, results)
+
     def _work(self) -> None:
         if self._settings.threads is not None:
             torch.set_num_threads(self._settings.threads)
         while batch := self._take():
-            waiting = [queued for queued in batch if not queued.future.done()]
+            waiting, results = self._fill(batch)
             if waiting:
-                self._fill(waiting)
+                waiting[0].future.get_loop().call_soon_threadsafe(_deliver, waiting, results)
         with self._changed:
             self._running -= 1
             is_last = not self._running
         if is_last:
             self._on_end()
 
-    def _fill(self, waiting: Sequence[_QueuedRequest[Work, Result]]) -> None:
-        results: Sequence[Result | Exception]
+    def _fill(
+        self, batch: Sequence[_QueuedRequest[Work, Result]]
+    ) -> tuple[Sequence[_QueuedRequest[Work, Result]], Sequence[Result | Exception]]:
+        """Compute a batch; return the requests whose callers wait, and their results."""
+        waiting = [queued for queued in batch if not queued.future.done()]
+        results: Sequence[Result | Exception] = []
+        started = time.monotonic()
         try:
-            self._on_batch(sum(queued.rows for queued in waiting))
-            results = self._compute([queued.work for queued in waiting])
+            if waiting:
+                self._on_batch(sum(queued.rows for queued in waiting))
+                results = self._compute([queued.work for queued in waiting])
         except Exception as error:
             results = [error] * len(waiting)
-        waiting[0].future.get_loop().call_soon_threadsafe(_deliver, waiting, results)
+        with self._changed:
+            self._computing -= 1
+            self._last_seconds = time.monotonic() - started
+        return waiting, results
 
     def _take(self) -> list[_QueuedRequest[Work, Result]]:
         """Wait for the next batch; empty once the queue is closed and empty."""
@@ -154,6 +201,7 @@ class Batcher(Generic[Work, Result]):
                     self._wait_for_arrivals()
                 batch = self._cut()
             self._last_size = len(batch)
+            self._computing += 1
             return batch
 
     def _cut(self) -> list[_QueuedRequest[Work, Result]]:

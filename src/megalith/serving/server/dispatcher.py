@@ -5,11 +5,12 @@ full or shutting down. Any error becomes a RequestError with the status code tha
 of a burst of large requests is returned to the operating system with malloc_trim; otherwise the allocator
 would keep it forever.
 
-Nothing here blocks the event loop, so that health and metrics are answered however busy the server is:
+Nothing here blocks the event loop for long: health and metrics are answered however busy the server is.
 
     work                                          runs in
     reading a small request                       the event loop
-    scores                                        the threads of the version (batching.py)
+    scores                                        the threads of the version; a small request that is alone
+                                                  and takes little time, the event loop (batching.py)
     reading a large request, looking up rows      READ_THREADS threads
     writes                                        WRITE_THREADS threads
 

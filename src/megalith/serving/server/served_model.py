@@ -132,6 +132,7 @@ class Version:
             config.batching,
             name=f"{self.signature.name}-{self.number}",
             combines=self.signature.batchable,
+            inline=fetcher is None,  # other servers may take long to answer
             on_batch=on_batch,
             on_end=self._close,
         )
