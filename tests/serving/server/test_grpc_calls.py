@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +14,8 @@ import pytest
 
 from megalith.errors import RemoteError
 from megalith.serving.server import grpc_calls
-from megalith.serving.server.grpc_calls import MAX_CONTROLS, MAX_REFLECTIONS, REQUESTS
+from megalith.serving.server.grpc_calls import MAX_CONTROLS, MAX_REFLECTIONS, REQUESTS, GrpcCall
+from megalith.serving.server.http import run_on_loop
 from megalith.serving.server.model_server import SPARE_REQUESTS, ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from tests.serving.exports import INPUTS, ServerClient, is_healthy, silent, wait_until
@@ -108,3 +112,44 @@ def test_places_come_back(server: ModelServer) -> None:
                 return str(error.code)
 
         assert {future.result() for future in [pool.submit(score) for _ in range(60)]} == {"2"}
+
+
+def test_a_call_that_is_ended_twice_is_cancelled_once() -> None:
+    async def end_twice() -> tuple[int, str]:
+        async def wait() -> None:
+            call = GrpcCall()
+            call.end("too slow")
+            call.end("another call needs its slot")
+            try:
+                await asyncio.sleep(60)  # it is cancelled before
+            except asyncio.CancelledError:
+                found.append((call.task.uncancel(), call.reason))
+
+        found: list[tuple[int, str]] = []
+        await asyncio.create_task(wait())
+        return found[0]
+
+    # Cancellations that are left count as the client's, which gets no status.
+    assert run_on_loop(end_twice(), 30.0, "two ends") == (0, "too slow")
+
+
+_FIRST_USE = """
+import threading
+from megalith.serving.server.http import event_loop
+
+barrier, found = threading.Barrier(16), []
+def ask():
+    barrier.wait(60)
+    found.append(event_loop())
+threads = [threading.Thread(target=ask) for _ in range(16)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(60)
+loops = [thread.name for thread in threading.enumerate()].count("megalith-loop")
+assert (len(found), len(set(found)), loops) == (16, 1, 1), (found, loops)
+"""
+
+
+def test_threads_that_use_the_event_loop_first_share_it() -> None:
+    subprocess.run([sys.executable, "-c", _FIRST_USE], check=True, timeout=60)

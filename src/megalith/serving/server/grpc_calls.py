@@ -109,8 +109,9 @@ class GrpcCall:
         self.end(f"no message arrived in {seconds:g} s")
 
     def end(self, reason: str) -> None:
-        self.reason = reason
-        self.task.cancel()
+        if not self.reason:  # a second cancellation would count as the client's
+            self.reason = reason
+            self.task.cancel()
 
     def end_wait(self) -> None:
         if self.timer is not None:

@@ -65,7 +65,11 @@ _FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: c
 
 def event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of all servers of this process."""
-    return _loop_of(os.getpid())
+    with _starting:  # threads that ask at the same time must get the same loop
+        return _loop_of(os.getpid())
+
+
+_starting = threading.Lock()
 
 
 @functools.cache

@@ -16,6 +16,7 @@ A server is used once.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -296,8 +297,7 @@ class ModelServer:
                 server.start()
 
     async def _stop_grpc(self) -> None:
-        for server in self._servers:
-            await server.stop(LAST_SECONDS)
+        await asyncio.gather(*(server.stop(LAST_SECONDS) for server in self._servers))
 
     async def _add_port(self, port: int, *, writes: bool) -> int:
         """Make a gRPC server of a port; return the number of the port."""

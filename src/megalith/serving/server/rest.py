@@ -23,7 +23,7 @@ from megalith import __version__
 from megalith.errors import InputError
 from megalith.library import import_extra
 from megalith.serving.server.access_log import TRACEPARENT
-from megalith.serving.server.dispatcher import Dispatcher, ScoreRequest
+from megalith.serving.server.dispatcher import Dispatcher, ScoreRequest, ScoreResult
 from megalith.serving.server.grpc_calls import MISSING_IDS
 from megalith.serving.server.http import (
     GZIP,
@@ -73,7 +73,7 @@ class HttpReply:
     code: str = "OK"
     headers: dict[str, str] = field(default_factory=dict)
     size: int = 0
-    """About how many bytes the JSON has, if that may be many."""
+    """About how many bytes the response has, if that may be many."""
 
 
 Endpoint = Callable[["Request", bytes], Awaitable[HttpReply]]
@@ -253,8 +253,9 @@ class RestServer(HttpServer):
         asked = InferBody(body, request.headers.get(HEADER_LENGTH))
         asked.request = _score_request(request, name, number, body, asked.read)
         scored = await self._dispatcher.predict(asked.request)
-        data, tensors = asked.response(scored)
-        return HttpReply(data, tensors, size=len(body))
+        size = max(len(body), _size(scored))
+        data, tensors = await self._dispatcher.in_thread(lambda: asked.response(scored), size)
+        return HttpReply(data, tensors, size=size)
 
     async def _predict(self, request: Request, body: bytes) -> HttpReply:
         path = TFPath.parse(request.path_params["selected"].split("/"))
@@ -266,7 +267,9 @@ class RestServer(HttpServer):
             _score_request(request, path.model, path.version, body, asked.read)
         )
         headers = {MODEL_VERSION: str(scored.version)}
-        return HttpReply(asked.response(scored), headers=headers, size=len(body))
+        size = max(len(body), _size(scored))
+        data = await self._dispatcher.in_thread(lambda: asked.response(scored), size)
+        return HttpReply(data, headers=headers, size=size)
 
     def _check_scores(self, request: Request, body: bytes) -> None:
         self._dispatcher.permit(request.headers.get("authorization"), Permission.READ)
@@ -282,6 +285,10 @@ def _score_request(
     request: Request, model: str, version: int | str | None, body: bytes, read: Any
 ) -> ScoreRequest:
     return ScoreRequest(model, version, len(body), read, reports_missing=MISSING_IDS in request.headers)
+
+
+def _size(scored: ScoreResult) -> int:
+    return sum(array.nbytes for array in scored.outputs.values())
 
 
 async def _live(request: Request, body: bytes) -> HttpReply:
