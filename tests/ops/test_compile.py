@@ -227,8 +227,11 @@ INSIDE_OTHERS = {
     "monolith_aligned_flat_split",
     "unique_key_with_value_and_offset",
 }
-# Strings are not tensors; `pool` and `unpool` are references of `pool_rows`, for tables.
-NOT_COMPILED = {"hash_bytes", "hash_strings", "pool", "unpool"}
+# Strings and contexts are not tensors; `pool` and `unpool` are references of `pool_rows`, for tables.
+NOT_COMPILED = {"get_default_parser_ctx", "hash_bytes", "hash_strings", "pool", "unpool"}
+NOT_COMPILED |= {
+    "sharding_sparse_fids_with_context"
+}  # it reads a context variable, then shards as without one
 
 SLOW = {
     *("aligned_flat_split", "fid_v1_to_v2", "fill_with_offset_map_gradient"),

@@ -69,11 +69,11 @@ CALLBACKS = {"attach", "callback", "cancel", "on_batch", "on_bytes", "on_complet
 
 _RESULT = "a result, and data that the calls which take it validate"
 _RESULTS = """
-ArtifactManifest Bags Batch Bucketized CalibrationBins CatchUp Chunk CommReport Compressed DataSource
-Decision Deduped Difference Evaluation Fingerprint FusedLookup FusedReorder GatherResult Header HostTierUse
-ImportReport ListedCheckpoint LoadReport Manifest MemoryUse MergeCounts MovieLens OffsetMap Overlap Partial
-Payload Pooling PreparedIds Published Record RowCounters ShardedFids ShardingSparseFidsOpParams ShardsPart
-State SyntheticBatch TableReport TableStats UniqueKeys UpdateReport Verification WindowReport
+Bags Batch Bucketized CalibrationBins Chunk CommReport DataSource Deduped Difference Evaluation FusedLookup
+FusedReorder GatherResult HostTierUse ImportReport ListedCheckpoint LoadReport Manifest MemoryUse
+MergeCounts MovieLens OffsetMap Partial Pooling PreparedIds RowCounters ShardedFids
+ShardingSparseFidsOpParams ShardsPart State SyntheticBatch TableReport TableStats UniqueKeys Verification
+WindowReport
 """
 _BASES = """
 Admission Combiner Discovery Eviction Initializer Lookup Model MonolithCombiner Optimizer Reader
@@ -100,10 +100,6 @@ _REASONS: Mapping[str, Iterable[str]] = {
         *_methods("Ranks ElasticRanks", "agree all_to_all gather"),
         *_methods("ElasticRanks", "exchange from_one reform total"),
         "Ranks.broadcast",
-    ],
-    "a protocol, satisfied by Shards": [
-        "TableShards",
-        *_methods("TableShards", "assign_add drain_touched router track"),
     ],
     "a field, whose value is a function": ["RankOptions.now"],
     "waits for the processes that a launcher has started": ["ElasticRanks.join"],

@@ -20,7 +20,16 @@ from megalith.serving.server import repository
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.server_config import ServerConfig
 from megalith.serving.sync.protocol import MessageHeader, string_array
-from tests.serving.exports import ServerClient, export_version, fails, logits, request_of, rows, serving
+from tests.serving.exports import (
+    ServerClient,
+    export_version,
+    fails,
+    logits,
+    request_of,
+    rows,
+    serving,
+    wait_until,
+)
 
 FEATURES, DENSE = rows(4)
 INPUTS = {**FEATURES, "dense": DENSE}
@@ -176,7 +185,7 @@ def test_a_version_in_use_delays_no_other_model(tmp_path: Path) -> None:
             server.refresh()
             assert [version_of(ask, model=name) for name in ("films", "songs")] == [2, 2]
             assert ask.status("films") == {2: (30, ""), 1: (40, "")}
-        assert ask.status("films") == {2: (30, ""), 1: (50, "")}
+        wait_until(lambda: ask.status("films") == {2: (30, ""), 1: (50, "")})
 
 
 def test_a_version_that_could_not_be_opened_is_tried_again(
