@@ -8,10 +8,12 @@ import functools
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megalith import SGD, LocalShards, TableConfig
 from megalith.gather import (
     ElasticRanks,
     GatherConfig,
@@ -20,6 +22,7 @@ from megalith.gather import (
     OuterUpdate,
     PayloadSchema,
     RankOptions,
+    UpdateConfig,
     compress,
     open_object_store,
     payload_key,
@@ -27,7 +30,7 @@ from megalith.gather import (
 )
 from tests.distributed.ranks import run_ranks
 
-RUN = "memory"
+RUN, DIM = "memory", 64
 OVERHEAD = 4 << 20  # the interpreter's own objects, and what the allocator rounds up
 # The C library keeps freed blocks in its heap, and small objects split them, so that the next block takes new
 # memory: up to 24 MiB were measured for a budget of 16 before the ledger returned freed memory.
@@ -64,10 +67,14 @@ class Growth:
         return bytes_of("VmHWM") - self.before - (bytes_of("RssFile") - self.files)
 
 
-def write(folder: Path, side: int, windows: tuple[int, ...], peers: int) -> None:
-    schema = PayloadSchema.of({"w": torch.zeros(side, side)})
+def write(folder: Path, side: int, windows: tuple[int, ...], peers: int, rows: int = 0) -> None:
+    schema = PayloadSchema.of({"w": torch.zeros(side, side)}, tables={"t": DIM} if rows else {})
     make = torch.Generator().manual_seed(0)
-    made = [compress({"w": torch.randn(side, side, generator=make)}, schema) for _ in range(4)]
+    made = []
+    for _ in range(4):
+        ids = torch.randperm(4 * rows, generator=make)[:rows]
+        tables = {"t": (ids, torch.randn(rows, DIM, generator=make))} if rows else {}
+        made.append(compress({"w": torch.randn(side, side, generator=make)}, schema, tables=tables))
     for window in windows:
         for uid in range(peers):
             path = folder / payload_key(RUN, window, uid)
@@ -76,7 +83,7 @@ def write(folder: Path, side: int, windows: tuple[int, ...], peers: int) -> None
 
 
 def grown(
-    folder: str, side: int, windows: list[tuple[int, int]], budget: int
+    folder: str, side: int, windows: list[tuple[int, int]], budget: int, rule: Any = "mean", rows: int = 0
 ) -> tuple[list[int], list[int], int]:
     """For each window (number, peers): growth, and what was in use before; and the ledger's peak."""
     # Heaps of several threads settle only after some ten windows; growth is within the budget from the first.
@@ -86,7 +93,11 @@ def grown(
     options = RankOptions(spool_from=1)
     found, used, peak = [], [], 0
     weights = {"w": torch.zeros(side, side).add_(0.0)}  # every page of it is there before measuring
-    schema = PayloadSchema.of(weights)
+    schema = PayloadSchema.of(weights, tables={"t": DIM} if rows else {})
+    tables: Any = None
+    if rows:
+        tables = LocalShards([TableConfig("t", dim=DIM, optimizer=SGD(0.1))])
+        tables.assign_add({"t": (torch.arange(4 * rows), torch.zeros(4 * rows, DIM))})
     update = OuterUpdate(schema)
     for window, peers in windows:
         plan = GatherPlan(
@@ -95,10 +106,17 @@ def grown(
             schema=schema,
             primary=tuple(range(peers)),
             gather=GatherConfig(memory_budget=budget, deadline=120.0),
+            update=UpdateConfig(rule=rule),
         )
         growth = Growth()
         report = run_window(
-            plan if ranks.leads else None, weights, update, stores, ranks=ranks, options=options
+            plan if ranks.leads else None,
+            weights,
+            update,
+            stores,
+            ranks=ranks,
+            tables=tables,
+            options=options,
         )
         found.append(growth.found())
         used.append(growth.before)
@@ -136,6 +154,18 @@ def test_a_window_stays_within_its_budget(
         assert ledger <= budget
         assert max(found) <= budget + OVERHEAD, found
         assert used[-1] - used[1] <= FLAT, used  # nothing accumulates; the first window makes threads
+
+
+@needs_linux
+@pytest.mark.parametrize("rule", ["mean", "median", "trimmed"])
+@pytest.mark.parametrize("rows", [0, 4000], ids=["weights", "and rows of tables"])
+def test_every_rule_stays_within_small_and_large_budgets(tmp_path: Path, rule: str, rows: int) -> None:
+    write(tmp_path, 1024, (1, 2), 8, rows)
+    for budget in (8 << 20, 16 << 20, 32 << 20):
+        given = str(tmp_path), 1024, [(1, 8), (2, 8)], budget, rule, rows
+        for found, _, ledger in run_ranks(grown, *given, world_size=2 if rows else 1):
+            assert ledger <= budget
+            assert max(found) <= budget + OVERHEAD, (budget, found)
 
 
 @needs_linux

@@ -237,6 +237,11 @@ def test_refusals_leave_everything_as_it_was() -> None:
             update.apply(given_, gathered_)
     with pytest.raises(BudgetError, match="raise memory_budget"):
         update.apply(tensors, window(memory_budget=100)[0])
+    wide, median, ignore = small_schema(users=40_000), UpdateConfig(rule="median"), lambda *rows: None
+    with pytest.raises(BudgetError, match="one row of table 'users' of 5 peers"):
+        OuterUpdate(wide).apply(
+            tensors, window(wide, update=median, memory_budget=16 << 20)[0], tables=ignore
+        )
     assert_same(tensors, weights())
     assert update.outer_step == 0
     assert update.momentum == {}

@@ -37,6 +37,7 @@ from megalith.gather.reduce import (
     reduce_rows,
     reduce_table,
     row_bytes,
+    table_row_bytes,
 )
 from megalith.gather.result import GatherResult
 from megalith.ops.matrix_chunks import STEP_BYTES, common_positions
@@ -82,6 +83,13 @@ class Columns:
         self._sharded = {name for name, part in (parts or {}).items() if part.span is not None}
         self._spool: FileBody | None = None
         self._offsets: dict[tuple[Block, int], int] = {}
+        for table in result.schema.tables:
+            each = table_row_bytes(table, result.plan.update, len(result.uids))
+            if each > budget:
+                raise BudgetError(
+                    f"the update: one row of table {table.name!r} of {len(result.uids)} peers takes {each} "
+                    f"bytes, the budget is {budget}: raise memory_budget"
+                )
         self._blocks = [list(self._cut(number)) for number in range(len(result.schema.parameters))]
 
     def close(self) -> None:

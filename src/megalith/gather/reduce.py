@@ -25,7 +25,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megalith.errors import BudgetError
 from megalith.gather.payload import PackedRows
 from megalith.gather.payload_schema import ParameterSpec, TableSpec
 from megalith.gather.plan import UpdateConfig
@@ -43,7 +42,7 @@ TablePart = Literal["ids", "rows"]
 BLOCK_BYTES = 32 << 20
 """Memory of a block at most, also with a larger budget: larger blocks are not faster."""
 _PEER_BYTES = 48  # one kept position of a peer, unpacked: index, place, code, value
-_ENTRY_BYTES = 72  # one value of a robust rule: place and value, sorted, ranked
+_ENTRY_BYTES = 84  # one value of a robust rule: place and value, sorted, ranked
 _GRAM_ENTRY_BYTES = 64  # one position in the count of common positions: key, place, peer, comparison
 
 
@@ -98,10 +97,9 @@ def reduce_table(
     # read: reads the ids, int64 [n], or the rows, float32 [n, dim], that a peer sent, sorted by id; factors:
     # float32 [peers], the factor of each peer's rows; yields: ids int64 [n], ascending over all blocks, and
     # their reduced rows float32 [n, dim].
-    each = len(counts) * (48 + (24 if config.rule == "mean" else 112) * table.dim)
-    most = (ledger.budget - ledger.used) // each if counts else 0
-    if counts and most < 1:
-        raise BudgetError(f"the update: one row of table {table.name!r} of each peer takes {each} bytes")
+    each = table_row_bytes(table, config, len(counts))
+    # The tables that take the rows need memory, too.
+    most = max(1, min((ledger.budget - ledger.used) // 2, BLOCK_BYTES) // max(1, each))
     at, peers = [0] * len(counts), range(len(counts))
     while any(at[peer] < counts[peer] for peer in peers):
         with ledger.hold(most * each, "rows of a table"):
@@ -119,6 +117,11 @@ def reduce_table(
             )
             yield found, _reduce_table_rows(sent, len(found), table.dim, len(peers), config)
             at = [at[peer] + len(taken[peer]) for peer in peers]
+
+
+def table_row_bytes(table: TableSpec, config: UpdateConfig, num_peers: int) -> int:
+    """Return the memory of one row of each peer, from ids to the step."""
+    return num_peers * (48 + (24 if config.rule == "mean" else 36 + _ENTRY_BYTES) * table.dim)
 
 
 class Travel(NamedTuple):
@@ -139,7 +142,7 @@ def row_bytes(
     if config.rule == "mean":
         reduction += 8 * spec.size + _PEER_BYTES * spec.keep
     else:
-        reduction += 28 * spec.size + (_PEER_BYTES + _ENTRY_BYTES * num_peers) * spec.keep
+        reduction += 36 * spec.size + (_PEER_BYTES + _ENTRY_BYTES * num_peers) * spec.keep
     decoding = 12 * spec.size if spec.dct else 0
     delivery = (12 if travel.received else 8) * spec.size  # the tile keeps its counts
     most = max(exchange, reduction, decoding, delivery)
@@ -198,8 +201,10 @@ def trimmed_mean(
     order = order[places[order].argsort(stable=True)]
     places, values = places[order], values[order]
     del order
-    count = torch.bincount(places, minlength=size)
-    number = torch.arange(places.numel(), device=places.device) - (count.cumsum(0) - count)[places]
+    count = torch.bincount(places, minlength=size).to(torch.int32)  # int64 would take most of the memory
+    first = count.cumsum(0, dtype=torch.int32) - count
+    number = torch.arange(places.numel(), dtype=torch.int32, device=places.device) - first[places]
+    del first
     rank = number
     if senders is not None:
         # Zeros that were not sent are between the negative and the positive values.
@@ -212,7 +217,8 @@ def trimmed_mean(
             out[places[chosen]] = values[chosen]
         return (low + high) * 0.5
     share = Fraction(str(trim))
-    cuts = torch.tensor([floor(share * n) for n in range(most + 1)], device=places.device)[count]
+    dropped = [floor(share * n) for n in range(most + 1)]
+    cuts = torch.tensor(dropped, dtype=torch.int32, device=places.device)[count]
     kept = (rank >= cuts[places]) & (rank < (count - cuts)[places])
     total = values.new_zeros(size)
     for turn in range(int(number.max()) + 1 if number.numel() else 0):
