@@ -129,6 +129,16 @@ def test_a_run_that_was_killed_before_it_kept_its_best_checkpoint_keeps_it_when_
     assert checkpoint.read_manifest(tmp_path / "run" / "best").progress["step"] == 3
 
 
+def test_a_run_that_has_ended_is_not_validated_again(tmp_path: Path) -> None:
+    run = Run(config(train_max_steps=5, **VALIDATING), tmp_path / "run")
+    run.train()
+    for _ in range(2):
+        run = Run.resume(tmp_path / "run")
+        run.train()
+    steps = [line["step"] for line in log_of(tmp_path / "run") if line["kind"] == "eval"]
+    assert steps == [3, 5]
+
+
 def test_policies_act_in_a_run_and_are_counted_also_after_a_resume(tmp_path: Path) -> None:
     limited = replace(
         config(train_admission="min_count=2", train_max_steps=12),

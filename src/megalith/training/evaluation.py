@@ -134,11 +134,13 @@ class BestValidation:
     step: int = 0
     since: int = 0
     """Number of validations since then."""
+    last: int = 0
+    """Step of the last validation."""
 
     def update(self, result: Evaluation, metric: str, step: int) -> bool:
         """Add a validation; return whether it is the best."""
         value = -result.log_loss if metric == "log_loss" else result.auc
-        self.since += 1
+        self.since, self.last = self.since + 1, step
         if math.isnan(value) or not (self.value is None or value > self.value):
             return False
         self.value, self.step, self.since = value, step, 0

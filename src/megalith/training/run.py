@@ -396,8 +396,7 @@ class Run:
             else:
                 self.epoch += 1
                 self._check_not_empty()
-        every = self.config.train.validate_every
-        if every is not None and self.step % every and not self.stopped:
+        if self._validation is not None and self.best.last != self.step and not self.stopped:
             started += self._validate(scalars, watcher)
         if window.samples:  # the batches since the last line: the log covers every sample
             self._log_window(window, scalars, watcher)
