@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from megalith import Ragged
+from megalith import LocalShards, Ragged, TableConfig
 from megalith.compat.monolith.distributed_ps import PartitionedHashTable
 from megalith.compat.monolith.distribution_utils import FLAGS, update_session_config_for_gpu
 from megalith.compat.monolith.parsers import ParserCtx, sharding_sparse_fids_with_context
 from tests.compat.monolith.test_distributed_ps import SLICES, params
+
+
+def reference_tables(_: int, configs: dict[str, TableConfig]) -> LocalShards:
+    """Tables that need no native module, which the machine with the GPU may lack."""
+    return LocalShards(list(configs.values()), engine="reference")
 
 
 @pytest.mark.parametrize("split_ahead", [False, True])
@@ -26,10 +31,8 @@ def test_gpu_emb_has_the_layouts_of_the_cpu(native: bool, split_ahead: bool) -> 
     for context, on_gpu in zip(contexts, (True, False), strict=True):
         options = {"num_ps": 1, "enable_gpu_emb": on_gpu, "use_gpu": on_gpu}
         context.sharding_sparse_fids_op_params = params(native, **options)
-    on_gpu, on_cpu = (
-        PartitionedHashTable(number, None, native, parser_ctx=context)
-        for number, context in zip((1, 0), contexts, strict=True)
-    )
+    on_gpu = PartitionedHashTable(1, None, native, parser_ctx=contexts[0])
+    on_cpu = PartitionedHashTable(1, reference_tables, native, parser_ctx=contexts[1])
     assert on_gpu.shards.device.type == "cuda"
     generator = torch.Generator().manual_seed(1)
     for step in range(3):  # the last lookup shows the second round's rows
@@ -55,7 +58,7 @@ def test_gpu_emb_has_the_layouts_of_the_cpu(native: bool, split_ahead: bool) -> 
 def test_tensors_move_to_the_gpu() -> None:
     context = ParserCtx()
     context.sharding_sparse_fids_op_params = params(False, num_ps=1)
-    table = PartitionedHashTable(1, lambda i, configs: configs, False, parser_ctx=context)
+    table = PartitionedHashTable(1, reference_tables, False, parser_ctx=context)
     values: dict[str, Any] = {"a": torch.ones(1), "batch_size": torch.ones(1), "b": 3}
     table.tensor_move_to_gpu(((values, ["batch_size"]),))
     assert (values["a"].is_cuda, values["batch_size"].is_cuda, values["b"]) == (True, False, 3)
