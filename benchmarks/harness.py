@@ -311,7 +311,6 @@ def run_sections(
         parser.error(f"no section {', '.join(unknown)}; there are {', '.join(sections)}")
     content: dict[str, Any] = {
         "benchmark": benchmark,
-        "date": date.today().isoformat(),
         "command": command_line(arguments),
         "machine": machine(),
         "versions": versions(packages),
@@ -347,9 +346,10 @@ def result_path(name: str) -> Path:
 
 
 def write_result(path: Path, content: Mapping[str, Any]) -> None:
-    """Saves a result as JSON; dataclasses become objects, long floats are rounded."""
+    """Saves a result as JSON with its date; dataclasses become objects, long floats are rounded."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_plain(content), indent=1) + "\n")
+    dated = {"date": date.today().isoformat(), **content}
+    path.write_text(json.dumps(_plain(dated), indent=1) + "\n")
 
 
 def _plain(value: Any) -> Any:

@@ -1,29 +1,33 @@
 """Checks that initial rows are bit-identical on a GPU and on the CPU, and records the result.
 
-Needs CUDA: python benchmarks/initial_rows_gpu.py [OUTPUT.json]. CI has no GPU; the dated result file in
-benchmarks/results is the record.
+    python benchmarks/initial_rows_gpu.py [--ids N] [--output PATH]
+
+Needs CUDA. CI has no GPU; the dated result file in benchmarks/results is the record.
 """
 
-import datetime
-import json
-import platform
+import argparse
 import sys
 from pathlib import Path
 
 import torch
+from harness import Bar, command_line, machine, print_bars, versions, write_result
 
 from megalith import Constant, Normal, Table, TableConfig, TruncatedNormal, Uniform
 from megalith.table.initializers import initial_rows, table_key
 from megalith.table.optimizers import SGD
 
-IDS, DIM = 1_000_000, 24
+DIM = 24
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="benchmarks/initial_rows_gpu.py")
+    parser.add_argument("--ids", type=int, default=1_000_000)
+    parser.add_argument("--output", type=Path, help="where to save the result")
+    options = parser.parse_args()
     extremes = torch.tensor([0, -1, 1, 2**63 - 1, -(2**63)])
-    ids = torch.cat([extremes, torch.randint(-(2**62), 2**62, (IDS,))])
+    ids = torch.cat([extremes, torch.randint(-(2**62), 2**62, (options.ids,))])
     key = table_key(7, "t")
-    checks: dict[str, dict[str, object]] = {}
+    checks: dict[str, dict[str, int]] = {}
     for initializer in (Constant(0.3), Uniform(), Normal(0.1, 2.0), TruncatedNormal(0.0, 0.01)):
         on_cpu = initial_rows(key, ids, [(DIM, initializer)])
         on_gpu = initial_rows(key, ids.cuda(), [(DIM, initializer)]).cpu()
@@ -36,17 +40,21 @@ def main() -> None:
             "gpu_differs": int((bits[0] != bits[1]).sum()),
             "native_differs": int((bits[0] != bits[2]).sum()),
         }
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "checks": checks,
-    }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(text + "\n")
-    assert all(c["gpu_differs"] == 0 and c["native_differs"] == 0 for c in checks.values())
+    differ = {side: sum(c[side] for c in checks.values()) for side in ("gpu_differs", "native_differs")}
+    bars = [Bar(side, number, 0, at_most=True) for side, number in differ.items()]
+    print_bars(bars)
+    if options.output:
+        content = {
+            "benchmark": "initial_rows_gpu",
+            "command": command_line(sys.argv[1:]),
+            "machine": machine(),
+            "versions": versions(("megalith", "torch")),
+            "gpu": torch.cuda.get_device_name(),
+            "checks": checks,
+            "bars": bars,
+        }
+        write_result(options.output, content)
+    assert not any(differ.values()), checks
 
 
 if __name__ == "__main__":

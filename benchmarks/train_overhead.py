@@ -1,6 +1,6 @@
 """Python per step of `megalith train`: the time of a step less the time that it waits for the device.
 
-    python benchmarks/train_overhead.py --device cuda --steps 500
+    python benchmarks/train_overhead.py [--device cuda] [--steps 500] [--output PATH]
 
 The bar on a GPU is 1.5 ms a step. On a CPU the numbers include the computation itself.
 """
@@ -8,9 +8,13 @@ The bar on a GPU is 1.5 ms a step. On a CPU the numbers include the computation 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
+
+from harness import Bar, command_line, machine, versions, write_result
 
 from megalith.cli.train import TrainingBar
 from megalith.training import Run, RunConfig, steps
@@ -21,6 +25,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--data", default="synthetic", choices=("synthetic", "movielens"))
+    parser.add_argument("--output", type=Path, help="where to save the result")
     given = parser.parse_args()
     waited = 0.0
 
@@ -46,6 +51,16 @@ def main() -> None:
     each, wait = seconds / given.steps * 1e3, waited / given.steps * 1e3
     print(f"{given.device}: {each:.2f} ms a step, of which {wait:.2f} ms wait for the device")
     print(f"Python per step: {each - wait:.2f} ms")
+    if given.output:
+        required = 1.5 if given.device == "cuda" else None
+        content = {
+            "benchmark": "train_overhead",
+            "command": command_line(sys.argv[1:]),
+            "machine": machine(),
+            "versions": versions(("megalith", "torch", "triton")),
+            "bars": [Bar("Python per step, ms", each - wait, required, at_most=True)],
+        }
+        write_result(given.output, content)
 
 
 if __name__ == "__main__":

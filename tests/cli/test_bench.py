@@ -1,4 +1,5 @@
-"""megalith bench comm: the data of each exchange, measurements of real processes, output and plots."""
+"""megalith bench: suites as processes, their results and page; comm: the data of each exchange, measurements
+of real processes, output and plots."""
 
 from __future__ import annotations
 
@@ -6,8 +7,11 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
+import textwrap
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalith.cli import bench
 from megalith.distributed.comm_bench import PATTERNS, TRANSPORTS, CommSettings, RankLink, measure_local
 from megalith.distributed.exchange import Exchange
 from megalith.errors import RankFailedError
-from tests.cli.support import as_json, error, words
+from tests.cli.support import as_json, error, megalith, words
 from tests.distributed.ranks import run_ranks
 
 LIMIT = 120
@@ -184,3 +189,91 @@ def test_a_launcher_that_does_not_suit_is_an_error(
 )
 def test_wrong_flags_are_one_line_and_exit_code_1(flags: list[str], printed: str) -> None:
     assert printed in error(*COMM, *flags)
+
+
+# ---- suites
+
+
+ROOT = Path(__file__).parents[2]
+HELPERS = {"serving_roles": "the processes of serving.py"}
+
+
+def test_every_script_that_measures_is_a_suite() -> None:
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
+    assert {suite.script for suite in bench.SUITES.values()} == scripts - HELPERS.keys()
+
+
+def test_without_a_suite_the_suites_and_their_peers_are_listed() -> None:
+    printed = words("bench")
+    for name, suite in bench.SUITES.items():
+        assert name in printed
+        assert all(peer in printed for peer in suite.peers)
+    assert f"scripts: {ROOT / 'benchmarks'}" in printed
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with a small benchmark in the place of that of tables."""
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    shutil.copy(ROOT / "benchmarks" / "harness.py", folder)
+    script = """
+        import sys
+        from harness import Run, run_sections
+        def find(run):
+            run.bar("find vs <peer>", 1.25 if run.quick else 2.5, 2.0)
+        def step(run):
+            run.bar("seconds", 0.5, 1.0, at_most=True)
+            run.bar("reported", 3.0)
+        def broken(run):
+            raise ValueError("no rows")
+        sections = {"find": find, "step": step}
+        if "find,broken" in sys.argv:
+            sections["broken"] = broken
+        run_sections("table_cpu", sys.argv[1:], Run, sections, ("torch", "torchrec"))
+    """
+    (folder / "table_cpu.py").write_text(textwrap.dedent(script))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_suite_saves_its_result_and_shows_every_target(checkout: Path) -> None:
+    printed = words("bench", "table")
+
+    today = date.today().isoformat()
+    result = json.loads((checkout / "benchmarks" / "results" / f"table_cpu-{today}.json").read_text())
+    assert [bar["verdict"] for bar in result["bars"]] == ["met", "met", "reported"]
+    assert result["command"] == "python benchmarks/table_cpu.py"
+    assert re.search(r"peers: fbgemm-gpu-cpu .*, torchrec ", printed)
+    assert re.search(
+        rf"machine: cpu .*cores {os.cpu_count()}.* versions: .*torch {re.escape(torch.__version__)}", printed
+    )
+    assert re.search(
+        "table │ find vs <peer> │ 2.5 │ at least 2 │ met .* seconds │ 0.5 │ at most 1 │ met", printed
+    )
+    page = (checkout / "benchmarks" / "results" / f"bench-table-{today}.html").read_text()
+    assert "find vs &lt;peer&gt;" in page
+    assert re.findall(r'<i style="width:([0-9.]+)%', page) == ["41.7", "66.7"]  # 2.5 / 2 and 1 / 0.5 of 3
+
+
+def test_a_partial_run_does_not_replace_the_committed_results(checkout: Path) -> None:
+    assert "1.25 │ at least 2 │ MISSED" in words("bench", "table", "--quick")
+    assert "seconds" not in words("bench", "table", "--only", "find")
+    assert not (checkout / "benchmarks" / "results").exists()
+    assert len(list((checkout / "runs" / "bench").iterdir())) == 2  # the second run replaces the first
+
+
+def test_a_suite_that_fails_is_an_error_and_the_rest_is_shown(checkout: Path) -> None:
+    result = megalith("bench", "table", "--only", "find,broken", "--output", checkout)
+    assert result.exit_code == 1
+    assert "find vs <peer>" in result.stdout
+    assert "error: these suites failed: table. Their output above has the reason" in result.stderr
+
+
+def test_a_wheel_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megalith.__file__", str(tmp_path / "site-packages" / "megalith" / "__init__.py"))
+    assert "a wheel does not contain them. Run the command in a checkout of Megalith" in error(
+        "bench", "table"
+    )
+    assert "scripts: not here: run the command in a checkout of Megalith" in words("bench")

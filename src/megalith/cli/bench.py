@@ -1,4 +1,9 @@
-"""megalith bench: measures this machine. `comm` measures collectives between ranks."""
+"""megalith bench: measures this machine, and compares it with other libraries.
+
+`comm` measures collectives between ranks. The other suites are the scripts in `benchmarks/` of a checkout.
+Each runs as a process and saves a result as JSON; this command finds the peers, runs the scripts one after
+the other, and shows the targets of all results as a table and a page.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,15 @@ import json
 import os
 import platform
 import re
+import subprocess
+import sys
 import warnings
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
 from html import escape
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +28,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+import megalith
 from megalith.cli.config_options import config_options
-from megalith.cli.output import AsJson, console, exit_on_error, grid, progress
+from megalith.cli.output import AsJson, console, exit_on_error, grid, print_json, print_line, progress
 from megalith.distributed.comm_bench import (
     PATTERNS,
     TRANSPORTS,
@@ -35,7 +45,226 @@ from megalith.reporting import charts
 from megalith.reporting.charts import Axis, Series, line_chart
 from megalith.units import show_bytes
 
-app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
+app = typer.Typer()
+
+
+# ---- suites: the scripts of a checkout
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A benchmark with a result file. Its peers are packages; comparisons with absent ones are left out."""
+
+    script: str  # its file in benchmarks/, without .py; the result file has the same name
+    measures: str
+    peers: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ("--quick",)
+    gpu: bool = False
+
+
+_FBGEMM, _TORCHREC = "fbgemm-gpu-cpu", "torchrec"
+SUITES = {
+    "table": Suite("table_cpu", "steps, lookups and growth of a table", (_FBGEMM, _TORCHREC)),
+    "touched": Suite("touched_cpu", "changed rows, drained while a table is trained"),
+    "policies": Suite("policies_cpu", "every optimizer against torch.optim; admission and eviction"),
+    "ops": Suite("ops_cpu", "ops on ids and rows", (_FBGEMM,)),
+    "train": Suite("train_cpu", "a whole model of 26 features in one process", (_FBGEMM, _TORCHREC)),
+    "overhead": Suite("overhead", "Python per step", quick=("--batch", "1024")),
+    "train-overhead": Suite(
+        "train_overhead", "Python per step of `megalith train`", quick=("--steps", "20"), gpu=True
+    ),
+    "sync": Suite("sync_cpu", "exchanges and steps on two ranks", (_FBGEMM, _TORCHREC)),
+    "servers": Suite("servers", "lookups and pushes of parameter servers", ("ray",)),
+    "server-training": Suite("server_training", "AUC of asynchronous and synchronous workers", ("ray",)),
+    "checkpoint": Suite(
+        "checkpoint_cpu", "saves and loads, and torch.save", quick=("--rows", "100000", "--rounds", "1")
+    ),
+    "records": Suite(
+        "records_cpu", "Monolith's records", ("protobuf",), quick=("--examples", "2000", "--rounds", "2")
+    ),
+    "gather": Suite("gather_ranks", "downloads, checks and outer steps of peers' updates"),
+    "serving": Suite("serving", "requests per second, latency, parameter sync, staleness", ("grpcio",)),
+    "sync-interval": Suite("sync_interval", "AUC by how often servers are synchronised", ("grpcio",)),
+    "quality": Suite("quality", "AUC of separate rows, remapped and hashed ids"),
+    "quality-policies": Suite("quality_policies", "AUC and memory with admission and a capacity"),
+    "table-gpu": Suite("table_gpu", "steps, lookups and scans on a GPU", ("triton",), gpu=True),
+    "mixed-dims-gpu": Suite("mixed_dims_gpu", "tables of different dims on a GPU", ("triton",), gpu=True),
+    "published-gpu": Suite("published_gpu", "DynamicEmb's published benchmark", ("triton",), gpu=True),
+    "initial-rows-gpu": Suite(
+        "initial_rows_gpu", "bits of initial rows on a GPU and on the CPU", quick=("--ids", "1000"), gpu=True
+    ),
+}
+"""Name of the command -> the suite, in the order of `megalith bench all`."""
+
+_LONGEST = 4 * 3600
+"""Seconds after which a suite is stopped."""
+_OTHER_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Small sizes, to see that it runs: no numbers to quote.")
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory for results and the page. Default: benchmarks/results of the checkout for complete "
+        "runs, runs/bench for others."
+    ),
+]
+
+
+@app.callback(invoke_without_command=True)
+def bench(context: typer.Context) -> None:
+    """Measure this machine, side by side with the libraries that are installed.
+
+    Without a suite, the suites and their peers are listed. `comm` measures collectives between ranks and
+    needs nothing else. The other suites are scripts in benchmarks/ of a checkout; wheels do not contain them.
+
+    \b
+    Example:
+      megalith bench
+      megalith bench train
+      megalith bench table --only find,step --output runs/bench
+      megalith bench all --quick
+    """
+    if context.invoked_subcommand is None:
+        table = grid(("suite", "measures", "peers"), left=("suite", "measures", "peers"))
+        table.add_row("comm", "collectives between ranks", "-")
+        for name, suite in SUITES.items():
+            table.add_row(name, suite.measures, _peers([suite]) or "-")
+        console().print(table)
+        print_line(f"scripts: {_scripts() or 'not here: run the command in a checkout of Megalith'}")
+
+
+@app.command("all", context_settings=_OTHER_ARGUMENTS)
+def all_suites(context: typer.Context, quick: Quick = False, output: Output = None) -> None:
+    """Run all suites, one after the other: those for a GPU only if there is one. It takes an hour or more.
+
+    \b
+    Example:
+      megalith bench all --quick
+    """
+    chosen = [name for name, suite in SUITES.items() if torch.cuda.is_available() or not suite.gpu]
+    _run_suites(chosen, context.args, quick, output)
+
+
+def _add_command(name: str, suite: Suite) -> None:
+    about = (
+        f"Measure {suite.measures}.\n\nOther options: `python benchmarks/{suite.script}.py --help`.\n\n"
+        f"\b\nExample:\n  megalith bench {name} --quick"
+    )
+
+    @app.command(name, context_settings=_OTHER_ARGUMENTS, help=about)
+    def command(context: typer.Context, quick: Quick = False, output: Output = None) -> None:
+        _run_suites([name], context.args, quick, output)
+
+
+for _name, _suite in SUITES.items():
+    _add_command(_name, _suite)
+
+
+def _run_suites(names: Sequence[str], arguments: Sequence[str], quick: bool, output: Path | None) -> None:
+    with exit_on_error():
+        scripts = _scripts()
+        if scripts is None:
+            raise InputError(
+                "the scripts of the benchmarks are not here: a wheel does not contain them. Run the command "
+                "in a checkout of Megalith; `megalith bench comm` runs anywhere"
+            )
+        partial = quick or bool(arguments)
+        folder = (output or (Path("runs/bench") if partial else scripts / "results")).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        print_line(f"peers: {_peers(SUITES[name] for name in names) or 'none'}")
+        results, failed = {}, []
+        for name in names:
+            suite = SUITES[name]
+            path = folder / f"{suite.script}-{date.today().isoformat()}.json"
+            before = path.stat().st_mtime_ns if path.exists() else None
+            chosen = [*(suite.quick if quick else ()), *arguments, "--output", str(path)]
+            print_line(f"{name}: {suite.measures}")
+            done = subprocess.run([sys.executable, scripts / f"{suite.script}.py", *chosen], timeout=_LONGEST)
+            if done.returncode:
+                failed.append(name)
+            if path.exists() and path.stat().st_mtime_ns != before:
+                results[name] = json.loads(path.read_text(encoding="utf-8"))
+        if results:
+            title = names[0] if len(names) == 1 else "all"
+            page = folder / f"bench-{title}-{date.today().isoformat()}.html"
+            page.write_text(_results_page(results), encoding="utf-8")
+            _print_results(results)
+            print_line(f"results: {folder}\npage: {page}")
+        if failed:
+            raise InputError(f"these suites failed: {', '.join(failed)}. Their output above has the reason")
+
+
+def _scripts() -> Path | None:
+    """The folder of the benchmarks: of the working directory, or of the checkout that is installed."""
+    roots = (Path.cwd(), Path(megalith.__file__).parents[2])
+    return next(
+        (root / "benchmarks" for root in roots if (root / "benchmarks" / "harness.py").exists()), None
+    )
+
+
+def _peers(suites: Iterable[Suite]) -> str:
+    found = []
+    for package in dict.fromkeys(peer for suite in suites for peer in suite.peers):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{package} (not installed)")
+    return ", ".join(found)
+
+
+_RESULT_HEAD = ("suite", "measurement", "measured", "target", "verdict")
+
+
+def _result_rows(results: Mapping[str, Any]) -> list[tuple[tuple[str, ...], float | None]]:
+    """For each measurement its columns of _RESULT_HEAD, and how far it exceeds its target: 1 reaches it."""
+    rows: list[tuple[tuple[str, ...], float | None]] = []
+    for name, content in results.items():
+        for bar in content.get("bars", ()):
+            measured, required = bar["measured"], bar["required"]
+            sign = "at most" if bar["at_most"] else "at least"
+            target = "-" if required is None else f"{sign} {required:g}"
+            reached = None
+            if required and measured:
+                reached = required / measured if bar["at_most"] else measured / required
+            rows.append(((name, bar["name"], f"{measured:.3g}", target, bar["verdict"]), reached))
+    return rows
+
+
+def _facts(results: Mapping[str, Any]) -> dict[str, str]:
+    """The machine and the versions of all results."""
+    first = next(iter(results.values()))
+    versions = {key: value for content in results.values() for key, value in content["versions"].items()}
+    return {
+        title: ", ".join(f"{key} {value}" for key, value in found.items())
+        for title, found in (("machine", first.get("machine", {})), ("versions", versions))
+    }
+
+
+def _print_results(results: Mapping[str, Any]) -> None:
+    for title, text in _facts(results).items():
+        print_line(f"{title}: {text}")
+    table = grid(_RESULT_HEAD, left=("suite", "measurement", "verdict"))
+    for cells, _ in _result_rows(results):
+        table.add_row(*map(Text, cells))
+    console().print(table)
+
+
+def _results_page(results: Mapping[str, Any]) -> str:
+    """Return a self-contained HTML page: every measurement, and a bar that shows it divided by its target."""
+    rows = [_html_row("th", (*_RESULT_HEAD, "measured / target, 3 at most; the line is the target"))]
+    for cells, reached in _result_rows(results):
+        share = 0.0 if reached is None else min(reached, 3.0) / 3.0
+        mark = "" if reached is None else f'<div class="bar"><i style="width:{share:.1%}"></i></div>'
+        rows.append(_html_row("td", cells, mark))
+    facts = "".join(f"<p>{escape(title)}: {escape(text)}</p>" for title, text in _facts(results).items())
+    return _document(
+        f"Benchmarks: {', '.join(results)}", f"{facts}<main><table>{''.join(rows)}</table></main>"
+    )
+
+
+# ---- comm: collectives between ranks
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -116,7 +345,7 @@ def comm(
     if as_json:
         about = {"ranks": num_ranks, "machine": _machine(), "settings": asdict(chosen)}
         results = [asdict(measurement) for measurement in found]
-        typer.echo(json.dumps({**about, "results": results, "left_out": left_out}, indent=1))
+        print_json({"date": date.today().isoformat(), **about, "results": results, "left_out": left_out})
         return
     out = console()
     out.print(_grid(num_ranks, found))
@@ -174,7 +403,9 @@ _STYLE = (
     "font:15px/1.5 system-ui,'DejaVu Sans',sans-serif} table{border-collapse:collapse;margin-top:24px}"
     ".plots{display:grid;gap:20px;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}"
     "th,td{padding:2px 16px 2px 0;text-align:right;font-size:13px;white-space:nowrap}"
-    "th:first-child,td:first-child{text-align:left} main{overflow-x:auto}"
+    "th:nth-child(-n+2),td:nth-child(-n+2){text-align:left} main{overflow-x:auto}"
+    ".bar{width:240px;height:11px;background:linear-gradient(90deg,transparent 79px,currentColor 79px,"
+    "currentColor 81px,transparent 81px)} .bar i{display:block;height:11px;background:#2a6fbb;opacity:.75}"
 )
 
 
@@ -218,16 +449,22 @@ def _page(ranks: int, found: Sequence[Measurement]) -> str:
             line_chart(f"Latency by size, {name}", latency, x, Axis("latency, us", log=True)),
             line_chart(f"Goodput by size, {name}", goodput, x, Axis("goodput, MB/s", log=True)),
         ]
-    rows = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in _HEAD)}</tr>"]
-    for each in found:
-        texts = (_PATTERN_NAMES[each.pattern], *_cells(each))
-        rows.append(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>")
-    heading = f"Communication: {_title(ranks)}"
+    rows = [_html_row("th", _HEAD)]
+    rows += [_html_row("td", (_PATTERN_NAMES[each.pattern], *_cells(each))) for each in found]
+    body = f'<div class="plots">{"".join(plots)}</div><main><table>{"".join(rows)}</table></main>'
+    return _document(f"Communication: {_title(ranks)}", body)
+
+
+def _html_row(cell: str, texts: Sequence[str], last: str = "") -> str:
+    """Return a row of a table; `last` is the HTML of one more cell."""
+    cells = "".join(f"<{cell}>{escape(text)}</{cell}>" for text in texts)
+    return f"<tr>{cells}{f'<{cell}>{last}</{cell}>' if last else ''}</tr>"
+
+
+def _document(heading: str, body: str) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(heading)}</title>'
-        f"<style>{_STYLE}{charts.STYLE}</style></head><body><h1>{escape(heading)}</h1>"
-        f'<div class="plots">{"".join(plots)}</div><main><table>{"".join(rows)}</table></main>'
-        "</body></html>\n"
+        f"<style>{_STYLE}{charts.STYLE}</style></head><body><h1>{escape(heading)}</h1>{body}</body></html>\n"
     )
 
 

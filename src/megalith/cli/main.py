@@ -27,7 +27,7 @@ COMMANDS = {
     "versions": "Show the versions of an export, and set their labels; servers follow within a second.",
     "workers": "Change the number of workers of a run that trains on parameter servers.",
     "checkpoint": "List, verify, compare and rewrite checkpoints.",
-    "bench": "Measure this machine.",
+    "bench": "Measure this machine, side by side with the libraries that are installed.",
     "gather": "Gather the updates of peers: run ranks, inspect windows, simulate a run.",
     "servers": "Parameter servers that run on a Ray cluster.",
 }
