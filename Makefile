@@ -171,6 +171,6 @@ $(VENV)/bench: $(VENV)/installed benchmarks/requirements.txt
 	$(BIN)/pip install -q --no-deps torchrec==1.8.0
 	@touch $@
 
-$(VENV)/docs: $(VENV)/created docs/requirements.txt
+$(VENV)/docs: $(VENV)/installed docs/requirements.txt
 	$(BIN)/pip install -q -r docs/requirements.txt
 	@touch $@

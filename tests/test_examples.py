@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import re
 import runpy
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -77,6 +79,20 @@ def test_online(capsys: pytest.CaptureFixture[str]) -> None:
     found = re.search(r"differ by (\S+) at most", last)
     assert found is not None, last
     assert float(found[1]) < 1e-4
+
+
+def test_the_notebook_runs_without_jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    cells = json.loads((EXAMPLES / "first_model.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.ExitStack() as stack:
+        scope: dict[str, Any] = {}
+        stack.callback(lambda: [scope[name].close() for name in ("publisher", "client") if name in scope])
+        stack.callback(lambda: scope["server"].stop() if "server" in scope else None)
+        for number, source in enumerate(code):
+            exec(compile(source, f"first_model.ipynb cell {number}", "exec"), scope)
+    assert "AUC on the last day: 0." in printed.getvalue()
+    assert "item-brand-new: 0." in printed.getvalue()
 
 
 def one_of_many_ranks(folder: Path) -> str:
