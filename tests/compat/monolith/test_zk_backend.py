@@ -282,6 +282,9 @@ class FakeClient:
         self.nodes[path] = value
         self._fire(path, parent)
 
+    def ensure_path(self, path: str) -> None:
+        self.create(path, makepath=True)
+
     def set(self, path: str, value: bytes) -> None:
         self.nodes[path] = value
         self._fire(path)
@@ -318,15 +321,16 @@ class FakeClient:
 def test_replica_watcher_of_a_fake_client() -> None:
     client = FakeClient()
     client.start()
-    config = AgentConfig(bzid="demo", base_name="test_ffm_model", num_ps=2, replica_id=0)
+    config = AgentConfig(bzid="demo", base_name="test_ffm_model", deploy_type="ps", replica_id=0, num_ps=10)
     assert config.replica_id == -1  # there is no pod
+    assert config.path_prefix == f"/{config.bzid}/service/{config.base_name}"
+    client.ensure_path(path := f"{config.path_prefix}/ps:1/{config.replica_id}")
     meta = ReplicaMeta(address="localhost:8500", stat=AVAILABLE)
-    client.create(f"{config.path_prefix}/ps:1/{config.replica_id}", meta.to_json(), makepath=True)
+    client.set(path, meta.to_json())
     watcher = ReplicaWatcher(client, config, use_archon=False, zk_watch_address_family="ipv4")
-    backend = watcher.to_sync_wrapper()
-    backend.start()
+    watcher.watch_data()
 
-    found = ClientConfig.FromString(refresh_sync_config(backend, 1))
+    found = ClientConfig.FromString(refresh_sync_config(watcher.to_sync_wrapper(), 1))
     assert (found.model_name, list(found.targets), found.timeout_in_ms) == ("ps_1", ["localhost:8500"], 3000)
     assert found.targets_extra_info[0].replica_id == -1
 

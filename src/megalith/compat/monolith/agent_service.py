@@ -455,6 +455,7 @@ class AgentConfig:
         idc: The data centre; None if it is unknown.
         cluster: The cluster; None if it is unknown.
         dc_aware: Whether there is a level idc:cluster between the service and its tasks.
+        deploy_type: Ignored; in Monolith the parts that this process serves.
     """
 
     bzid: str
@@ -466,6 +467,7 @@ class AgentConfig:
     idc: str | None = None
     cluster: str | None = None
     dc_aware: bool = False
+    deploy_type: str | None = None
 
     def __post_init__(self) -> None:
         for part in (*checks.text(self.bzid, "AgentConfig: bzid").split("/"), self.base_name):
