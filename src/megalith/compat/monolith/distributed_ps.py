@@ -15,9 +15,8 @@ The lists are those of `sharding_sparse_fids`; `auxiliary_bundle` carries them f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from hashlib import md5
-from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -175,6 +174,19 @@ def _make_tables(
         return LocalShards(made)
     options: dict[str, Any] = {} if millis == DEADLINE_MILLIS else {"timeout": millis / 1000}
     return ServerShards(made, num_servers=count, wire="float16" if half else "float32", **options)
+
+
+def pairs_of(value: Any, what: str, of: str = "(gradient, layout)") -> list[Any]:
+    """Check a list of pairs."""
+    found = checks.as_list(value, what)
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in found):
+        raise InputError(f"{what} must be a list of {of}")
+    return found
+
+
+def _columns(parts: Mapping[str, list[tuple[Any, Any]]]) -> Iterator[tuple[str, list[Any]]]:
+    """Turn the pairs of each name into two lists."""
+    return ((name, list(zip(*pairs, strict=True))) for name, pairs in parts.items())
 
 
 def _leaf(rows: Tensor) -> Tensor:
@@ -381,9 +393,11 @@ class PartitionedHashTable(MonolithTables):
                 millis=max_rpc_deadline_millis,
                 native=native,
             )
-        if found.enable_gpu_emb and (shards.device.type != "cuda" or shards.world_size != found.num_ps):
+        engines = {table.engine for table in shards.local.values()}
+        if found.enable_gpu_emb and (engines != {"cuda"} or shards.world_size != found.num_ps):
             raise InputError(
-                f"{where}: with enable_gpu_emb the tables need the engine 'cuda' on {found.num_ps} ranks"
+                f"{where}: with enable_gpu_emb the tables need the engine 'cuda' on {found.num_ps} ranks: "
+                "start as many, with a process group, or give gen_feature_configs their number as num_ps"
             )
         self._take(shards, queue_configs)
         self._router = Router("roundrobin", found.num_ps)
@@ -447,7 +461,7 @@ class PartitionedHashTable(MonolithTables):
         enable_gpu_emb: bool = False,
         use_gpu: bool = False,
     ) -> ShardingSparseFidsOpParams:
-        """Decide which table each feature uses; see `table_grouping`.
+        """Decide which table each feature uses; see the table of the module.
 
         Args:
             num_ps: The number of servers; 0 counts as 1.
@@ -552,7 +566,10 @@ class PartitionedHashTable(MonolithTables):
             if features:
                 self._split(features, bundle)
             return lambda auxiliary_bundle, features: self._later(bundle_of(auxiliary_bundle), features)
-        self._split(features, bundle)
+        try:
+            self._split(features, bundle)
+        except Exception as error:  # the other ranks look up
+            self._fail(error, 0 if late else ahead)
         if late:
             lookup = self.shards.lookup(self._ids(bundle))
             lookup.fetch()
@@ -574,8 +591,8 @@ class PartitionedHashTable(MonolithTables):
             if isinstance(features, Mapping):
                 features = features.get(f"{PREFIX}sparse_features", features)
             found = self.shard(features)
-        lists = lists_of(found, self.params)
-        names, count = self.params.feature_configs.table_names, self.params.num_ps
+        lists, configs, count = lists_of(found, self.params), self.params.feature_configs, self.params.num_ps
+        names = configs.table_names
         splits: Any = found.fid_list_row_splits
         if isinstance(splits, Mapping):
             splits = [splits.get(f"{table}:{ps}") for table in names for ps in range(count)]
@@ -583,68 +600,56 @@ class PartitionedHashTable(MonolithTables):
             raise InputError(f"features must have {PREFIX}shards_row_split of every list of native tables")
         for number, fids in enumerate(lists):
             table, ps = names[number // count], number % count
-            bundle[f"{PREFIX}shards@{ps}@{table}"] = fids
-            if not export_context.is_exporting():
-                bundle[f"{PREFIX}{table}:{ps}:fids"] = fids
+            own: dict[str, Any] = {f"shards@{ps}@{table}": fids, f"{table}:{ps}:fids": fids}
             if self._shares_lists:
-                bundle[f"{PREFIX}shards_row_split@{ps}@{table}"] = splits[number]
                 size = torch.tensor([splits[number].shape[0]], device="cpu")
-                bundle[f"{PREFIX}shards_row_split_size@{ps}@{table}"] = size
-                if not export_context.is_exporting():
-                    bundle[f"{PREFIX}{table}:{ps}:fids_row_split"] = splits[number]
+                own |= {f"shards_row_split@{ps}@{table}": splits[number]}
+                own |= {f"shards_row_split_size@{ps}@{table}": size}
+                own |= {f"{table}:{ps}:fids_row_split": splits[number]}
+            for key, value in own.items():
+                if key.startswith("shards") or not export_context.is_exporting():
+                    bundle[PREFIX + key] = value
         for name in (*OFFSETS, *SIZES, "fid_list_emb_row_lenth"):
             if getattr(found, name) is not None:
-                bundle[f"{PREFIX}{name}"] = getattr(found, name)
-        bundle[_SPLIT] = lists, splits
+                bundle[PREFIX + name] = getattr(found, name)
+        if self._shares_lists:
+            bounds = [split.tolist() for split in splits]
+            parts = {
+                name: [(ps, *bounds[ps][f : f + 2]) for ps in range(count)]
+                for f, name in enumerate(configs.feature_names)
+            }
+        else:
+            numbers = {table: range(t * count, (t + 1) * count) for t, table in enumerate(names)}
+            parts = {table: [(k, 0, lists[k].numel()) for k in own] for table, own in numbers.items()}
+        bundle[_SPLIT] = lists, parts
 
     def _ids(self, bundle: Bundle) -> dict[str, Tensor]:
-        device = self.shards.device
+        lists, parts = bundle[_SPLIT]
         return {
-            table: torch.cat([fids[a:b] for fids, a, b in parts]).to(device)
-            for table, parts in self._parts(*bundle[_SPLIT])
+            table: torch.cat([lists[k][a:b] for k, a, b in own]).to(self.shards.device)
+            for table, own in parts.items()
         }
 
-    def _parts(
-        self, lists: Sequence[Tensor], splits: Sequence[Tensor]
-    ) -> list[tuple[str, list[tuple[Tensor, int, int]]]]:
-        """Return for each table the lists, and ranges of them, that hold its ids, in order."""
-        count = self.params.num_ps
-        if not self._shares_lists:
-            return [
-                (table, [(fids, 0, fids.numel()) for fids in lists[t * count : (t + 1) * count]])
-                for t, table in enumerate(self.params.feature_configs.table_names)
-            ]
-        bounds = [list(pairwise(split.tolist())) for split in splits]
-        return [
-            (name, [(lists[ps], *bounds[ps][f]) for ps in range(count)])
-            for f, name in enumerate(self.params.feature_configs.feature_names)
-        ]
-
-    def _numbers(self, table: str) -> range:
-        """Return the lists that hold ids of a table."""
-        count = self.params.num_ps
-        first = 0 if self._shares_lists else self.params.feature_configs.table_names.index(table)
-        return range(first * count, (first + 1) * count)
-
     def _layouts(self, lookup: Lookup, bundle: Bundle) -> Layouts:
-        lists, splits = bundle[_SPLIT]
+        lists, parts = bundle[_SPLIT]
         pieces: list[list[Tensor]] = [[] for _ in lists]
-        for table, parts in self._parts(lists, splits):
-            own = lookup.rows[table].split_with_sizes([b - a for _, a, b in parts])
-            for number, piece in zip(self._numbers(table), own, strict=True):
-                pieces[number].append(piece.reshape(-1))
-        embeddings = [torch.cat(each) if each else torch.empty(0, device="cpu") for each in pieces]
+        for table, own in parts.items():
+            rows = lookup.rows[table].split_with_sizes([b - a for _, a, b in own])
+            for (k, _, _), piece in zip(own, rows, strict=True):
+                pieces[k].append(piece.reshape(-1))
+        embeddings = [torch.cat(each) for each in pieces]
         if self.params.use_gpu and torch.cuda.is_available():
             embeddings = [each.cuda() for each in embeddings]
-        for key, rows in zip(self._keys("embs"), embeddings, strict=True):
-            bundle[key] = rows
+        bundle.update(zip(self._embs, embeddings, strict=True))
         bundle[_LOOKUP] = lookup
         found = fused_embedding_to_layout(embeddings, None, **self._encoding(bundle))
         return self.nest_layout([_leaf(each) for each in found])
 
-    def _keys(self, what: str) -> list[str]:
+    @property
+    def _embs(self) -> list[str]:
+        """The keys of the rows of each list."""
         tables, count = self.params.feature_configs.table_names, self.params.num_ps
-        return [f"{PREFIX}{table}:{ps}:{what}" for table in tables for ps in range(count)]
+        return [f"{PREFIX}{table}:{ps}:embs" for table in tables for ps in range(count)]
 
     def _encoding(self, bundle: Bundle) -> dict[str, Any]:
         return {name: bundle[f"{PREFIX}{name}"] for name in OFFSETS if name != "batch_size"} | {
@@ -660,14 +665,8 @@ class PartitionedHashTable(MonolithTables):
         Args:
             tensors: Pairs of a dict, which is changed, and the keys that stay where they are.
         """
-        pairs = tensors if isinstance(tensors, list | tuple) else [None]
-        if not all(
-            isinstance(each, list | tuple) and len(each) == 2 and isinstance(each[0], MutableMapping)
-            for each in pairs
-        ):
-            raise InputError("tensor_move_to_gpu: tensors must be a list of (dict, keys that stay)")
-        for values, kept in tensors:
-            for key, value in values.items():
+        for values, kept in pairs_of(tensors, "tensor_move_to_gpu: tensors", "(dict, keys that stay)"):
+            for key, value in bundle_of(values).items():
                 if isinstance(value, Tensor) and key not in kept and torch.cuda.is_available():
                     values[key] = value.cuda()
 
@@ -680,7 +679,7 @@ class PartitionedHashTable(MonolithTables):
         async_function_mgr: object = None,
         async_push: bool = False,
         grad_scale: float | Tensor | None = None,
-    ) -> PartitionedHashTable:
+    ) -> Self:
         """Make one optimizer step per distinct id with the gradients of the layouts of a lookup.
 
         Args:
@@ -696,43 +695,48 @@ class PartitionedHashTable(MonolithTables):
             InputError: The gradients do not match the layouts.
         """
         bundle = bundle_of(auxiliary_bundle)
-        later = checks.flag(async_push, "apply_gradients: async_push") or self._push
         lookup = bundle.get(_LOOKUP)
         if not isinstance(lookup, Lookup):
             raise UsageError("apply_gradients: auxiliary_bundle must be the one that lookup has filled")
-        if not isinstance(layout_grads_and_vars, list | tuple) or not all(
-            isinstance(pair, list | tuple) and len(pair) == 2 for pair in layout_grads_and_vars
-        ):
-            raise InputError("apply_gradients: layout_grads_and_vars must be a list of (gradient, layout)")
-        step, time = step_of(global_step), seconds_of(req_time)
-        grads = fused_embedding_to_layout_grad(
-            embeddings_list=[bundle[key] for key in self._keys("embs")],
-            fid_list_row_split=None,
-            layout_tensors_grad=[grad for grad, _ in layout_grads_and_vars],
-            layout_tensors_grad_scale=grad_scale,
-            **self._encoding(bundle),
-        )
-        taken = [0] * len(grads)
-        by_table: dict[str, Tensor] = {}
-        for table, parts in self._parts(*bundle[_SPLIT]):
-            dim = self.shards.configs[table].dim
-            pieces = []
-            for number, (_, a, b) in zip(self._numbers(table), parts, strict=True):
-                pieces.append(grads[number][taken[number] :][: (b - a) * dim].view(-1, dim))
-                taken[number] += (b - a) * dim
-            by_table[table] = torch.cat(pieces).to(self.shards.device)
-        self.shards.apply_gradients(lookup, by_table, step=step, time=time, wait=not later)
+        try:
+            later = checks.flag(async_push, "apply_gradients: async_push") or self._push
+            pairs = pairs_of(layout_grads_and_vars, "apply_gradients: layout_grads_and_vars")
+            step, time = step_of(global_step), seconds_of(req_time)
+            grads = self._gradients([grad for grad, _ in pairs], grad_scale, bundle)
+        except Exception as error:  # the other ranks have gradients
+            lookup.fail(error)
+        self.shards.apply_gradients(lookup, grads, step=step, time=time, wait=not later)
         if not later:
             self.shards.flush()
         return self
 
+    def _gradients(self, layouts: list[Tensor], scale: Any, bundle: Bundle) -> dict[str, Tensor]:
+        """Return the gradients of the rows of each table."""
+        grads = fused_embedding_to_layout_grad(
+            embeddings_list=[bundle[key] for key in self._embs],
+            fid_list_row_split=None,
+            layout_tensors_grad=layouts,
+            layout_tensors_grad_scale=scale,
+            **self._encoding(bundle),
+        )
+        begins = [0] * len(grads)
+        found = {}
+        for table, parts in bundle[_SPLIT][1].items():
+            dim, pieces = self.shards.configs[table].dim, []
+            for k, a, b in parts:
+                pieces.append(grads[k][begins[k] : begins[k] + (b - a) * dim].view(-1, dim))
+                begins[k] += (b - a) * dim
+            found[table] = torch.cat(pieces).to(self.shards.device)
+        return found
+
     # ---- rows
 
-    def assign(self, data: ByServer) -> PartitionedHashTable:
+    def assign(self, data: ByServer) -> Self:
         """Set rows. Of repeated ids the last one wins.
 
         Args:
-            data: (fids int64 [n], embeddings float32 [n, dim]) by server and table.
+            data: (fids int64 [n], embeddings float32 [n, dim]) by server and table; a server is a rank with
+                enable_gpu_emb, and each rank may give rows of all ranks.
 
         Raises:
             InputError: An id is not one of that server, or something else is wrong.
@@ -740,47 +744,46 @@ class PartitionedHashTable(MonolithTables):
         self.shards.assign(self._merged(data))
         return self
 
-    def assign_add(self, data: ByServer) -> PartitionedHashTable:
+    def assign_add(self, data: ByServer) -> Self:
         """Add to rows."""
         self.shards.assign_add(self._merged(data))
         return self
 
     def _merged(self, data: ByServer) -> dict[str, tuple[Tensor, Tensor]]:
         parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        for ps, tables in self._by_server(data):
-            for name, pair in tables.items():
-                ids, rows = self.shards.checks[name].ids_and_rows(pair)
-                self._check_owner(ps, name, ids)
-                parts.setdefault(name, []).append((ids, rows))
-        return {
-            name: (torch.cat([ids for ids, _ in each]), torch.cat([rows for _, rows in each]))
-            for name, each in parts.items()
-        }
+        for ps, name, pair in self._by_server(data):
+            ids, rows = self.shards.checks[name].ids_and_rows(pair)
+            parts.setdefault(name, []).append((self._owned(ps, name, ids), rows))
+        return {name: (torch.cat(ids), torch.cat(rows)) for name, (ids, rows) in _columns(parts)}
 
-    def _by_server(self, data: ByServer) -> list[tuple[int, Mapping[str, Any]]]:
-        good = isinstance(data, Mapping) and all(isinstance(tables, Mapping) for tables in data.values())
-        if not good:
+    def _by_server(self, data: ByServer) -> list[tuple[int, str, Any]]:
+        if not isinstance(data, Mapping) or not all(isinstance(tables, Mapping) for tables in data.values()):
             raise InputError(f"data must be {{server: {{table: ...}}}}, got {checks.kind(data)}")
-        for ps, tables in data.items():
-            if isinstance(ps, bool) or not isinstance(ps, int) or not 0 <= ps < self.params.num_ps:
-                raise InputError(f"data: there is no server {ps!r}; there are {self.params.num_ps}")
-            for name in tables:
-                self.shards.check_name(name)
-        return list(data.items())
+        found = [(ps, name, value) for ps, tables in data.items() for name, value in tables.items()]
+        for ps in data:
+            checks.integer(ps, "data: a server", 0, self.params.num_ps - 1)
+        for _, name, _ in found:
+            self.shards.check_name(name)
+        return found
 
-    def _check_owner(self, ps: int, table: str, ids: Tensor) -> None:
+    def _owned(self, ps: int, table: str, ids: Tensor) -> Tensor:
         wrong = ids[self._router.owner(ids) != ps]
         if wrong.numel():
             raise InputError(f"table {table!r}: id {int(wrong[0])} is not one of server {ps}")
+        return ids
 
     def _lookup_raw(self, lookup_data_on_wk: ByServer) -> dict[int, dict[str, Tensor]]:
         """Read rows by server and table: {server: {table: ids}} -> {server: {table: rows}}."""
-        found: dict[int, dict[str, Tensor]] = {}
-        for ps, tables in self._by_server(lookup_data_on_wk):
-            for name, ids in tables.items():
-                self._check_owner(ps, name, self.shards.checks[name].ids(ids))
-            rows = self.shards.lookup(tables).rows
-            found[ps] = {name: rows[name] for name in tables}
+        parts: dict[str, list[tuple[int, Tensor]]] = {}
+        for ps, name, ids in self._by_server(lookup_data_on_wk):
+            parts.setdefault(name, []).append((ps, self._owned(ps, name, self.shards.checks[name].ids(ids))))
+        columns = dict(_columns(parts))
+        rows = self.shards.lookup({name: torch.cat(ids) for name, (_, ids) in columns.items()}).rows
+        found: dict[int, dict[str, Tensor]] = {ps: {} for ps in lookup_data_on_wk}
+        for name, (servers, ids) in columns.items():
+            own = rows[name].split_with_sizes([each.numel() for each in ids])
+            for ps, piece in zip(servers, own, strict=True):
+                found[ps][name] = piece
         return found
 
     # ---- layouts

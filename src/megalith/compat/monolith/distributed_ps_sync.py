@@ -15,7 +15,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -149,6 +149,10 @@ class MonolithTables:
         if len(self._pending) > ahead:
             self._pending.popleft().fetch()
         return late
+
+    def _fail(self, error: Exception, rows_ahead: int = 0) -> NoReturn:
+        """Fail a lookup that this rank cannot make: the other ranks make it."""
+        self.shards.fail(error, series=self._current_series() if max(self._ahead, rows_ahead) else None)
 
     def _current_series(self) -> LookupSeries:
         """Return the series of lookups in progress; a new one if there are none, the same on all ranks."""
@@ -345,7 +349,7 @@ class DistributedMultiTypeHashTableMpi(MonolithSlotTables):
         try:
             pack = self._check_pack(slot_to_id, early_reorder_indicies_res_pack)
         except Exception as error:  # the other ranks look up
-            self.shards.fail(error, series=self._current_series() if self._ahead else None)
+            self._fail(error)
         summaries = {
             "all_fids_size": sum(ids.numel() for ids in pack.ids),
             "shard_sizes": pack.shard_sizes,
