@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from functools import cache
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from megalith.compat import monolith
 
 TESTS = Path(__file__).parents[2]
 PAGE = TESTS.parent / "docs" / "coming-from-monolith.md"
+CASES = Path(__file__).with_name("cases.md")
 COLUMNS = ["Monolith's name", "ours", "what differs", "test", "cost"]
 
 # Copied by hand from Monolith's modules: each must be in a row under its heading.
@@ -118,10 +119,10 @@ class Row(NamedTuple):
         return f"{self.heading}: {next(iter(self.cells.values()))}"
 
 
-def read() -> list[Row]:
+def read(page: Path = PAGE) -> list[Row]:
     """All rows of all tables, with their second-level heading."""
     rows = []
-    for heading, section in re.findall(r"^##? (.+?)\n(.*?)(?=^##? |\Z)", PAGE.read_text(), re.M | re.S):
+    for heading, section in re.findall(r"^##? (.+?)\n(.*?)(?=^##? |\Z)", page.read_text(), re.M | re.S):
         for is_table, lines in groupby(section.splitlines(), lambda line: line.startswith("|")):
             if is_table:
                 columns, _, *table = [[c.strip() for c in line.strip("|").split("|")] for line in lines]
@@ -229,6 +230,24 @@ def test_importing_reads_no_environment_variable() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["SEEN"]  # the one read that the script itself makes, to show that it looks
+
+
+def collected(test: str) -> bool:
+    """Whether a test exists, with its parameters in brackets as pytest names them."""
+    file, name, _, parameters = re.fullmatch(r"([^:]+)::(\w+)(\[(.+)\])?", test).groups()  # type: ignore[union-attr]
+    if name not in functions(file) or parameters is None:
+        return name in functions(file)
+    function = getattr(importlib.import_module("tests." + file.removesuffix(".py").replace("/", ".")), name)
+    marks = [mark for mark in function.pytestmark if mark.name == "parametrize"]
+    names = [[ids(x) for x in mark.args[1]] if callable(ids := mark.kwargs["ids"]) else ids for mark in marks]
+    return parameters in {"-".join(each) for each in product(*names)}
+
+
+def test_each_of_monoliths_own_cases_has_a_test() -> None:
+    found = [row for row in read(CASES) if "case" in row.cells]
+    assert len({(row.heading, row.cells["case"]) for row in found}) == len(found) == 69
+    tests = [test for row in found for cell in list(row.cells.values())[1:] for test in spans(cell)]
+    assert [test for test in tests if not collected(test)] == []
 
 
 def test_named_tests_exist() -> None:

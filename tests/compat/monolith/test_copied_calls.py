@@ -258,24 +258,26 @@ def test_parameter_sync_as_monoliths_own_test_makes_it() -> None:
     with (
         monolith.DummySyncServer("localhost:0") as one,
         monolith.create_dummy_sync_server("localhost:0") as two,
-        monolith.parameter_sync_client_from_config() as client,
     ):
         servers = (one, two)
-        config = ClientConfig(model_name="m", signature_name="hashtable_assign", timeout_in_ms=3000)
+        config = ClientConfig()
         config.targets.extend(f"localhost:{server.get_port()}" for server in servers)
-        table = Table(TableConfig("t", dim=3, optimizer=SGD(0.1), initializer=Zeros()))
-        client.attach(table)
-        table.apply_gradients(torch.tensor([0, 0, 1]), -torch.ones(3, 3), step=0)
-        sync_client = monolith.ParameterSyncClient(client)
-        text = sync_client.create_sync_op(config_str=config.SerializeToString())
-        assert "\n" in text  # pretty
-        assert json.loads(text)["responses"] == [
-            {"status_code": 0, "target": target, "update_num": 2} for target in config.targets
-        ]
+        with monolith.parameter_sync_client_from_config(config=config) as handle:
+            client = monolith.ParameterSyncClient(handle)
+            table = Table(TableConfig("t", dim=3, optimizer=SGD(0.1), initializer=Zeros()))
+            client.attach(table)
+            table.apply_gradients(torch.tensor([0, 0, 1]), -torch.ones(3, 3), step=0)
+            text = client.create_sync_op(config.SerializeToString())
+            assert "\n" in text  # pretty
+            assert json.loads(text)["responses"] == [
+                {"status_code": 0, "target": target, "update_num": 2} for target in config.targets
+            ]
+            for server in servers:
+                (request,) = server.wait()
+                pushed, rows = request.tables["t"]
+                assert (pushed.tolist(), rows.tolist()) == ([0, 1], table.lookup(pushed).tolist())
+                torch.testing.assert_close(rows, torch.tensor([[0.2] * 3, [0.1] * 3]))
+            assert client.handle is handle.handle
         for server in servers:
-            (request,) = server.wait()
-            pushed, rows = request.tables["t"]
-            assert (pushed.tolist(), rows.tolist()) == ([0, 1], table.lookup(pushed).tolist())
-            torch.testing.assert_close(rows, torch.tensor([[0.2] * 3, [0.1] * 3]))
-        assert sync_client.handle is client.handle
-        assert one.handle is one
+            assert server.handle is server
+            server.shutdown()

@@ -198,24 +198,30 @@ def test_distributed_multi_type_hash_table(case: Callable[[Make, bool], None], n
     case(in_this_process, native)
 
 
-@pytest.mark.parametrize("mode", list(ExportMode))
-def test_serving(mode: ExportMode) -> None:
-    """Monolith's three tests of exports: DISTRIBUTED, STANDALONE and training."""
-    context = ExportContext()
-    with enter_export_mode(mode, context) as entered:
-        table = DistributedMultiTypeHashTable(
-            0 if mode == ExportMode.NONE else 2, {"1": sgd(dim=1), "2": sgd()}, lambda i, configs: configs
+@pytest.mark.parametrize("native", [False, True], ids=["not native", "native"])
+def test_export_model(native: bool) -> None:
+    """Monolith's test of exports: DISTRIBUTED, then STANDALONE, then training."""
+
+    def table(num_ps: int) -> DistributedMultiTypeHashTable:
+        own = {"1": sgd(dim=1), "2": sgd()}
+        return DistributedMultiTypeHashTable(
+            num_ps, own, lambda i, configs: configs, use_native_multi_hash_table=native
         )
-        assert table.lookup({"1": ints(1, 2)})["1"].shape == (2, 1)
-        assert entered is context is export_context.get_current_export_ctx()
-    distributed = mode == ExportMode.DISTRIBUTED
-    assert context.sub_graph_num == (2 if distributed else 0)
-    if distributed:
-        assert sorted(context.sub_graph("ps_1").signatures) == ["lookup", "raw_lookup"]
-        assert (context.sub_graph_num, context.with_remote_gpu) == (2, False)
-        with enter_export_mode(mode), pytest.raises(UsageError, match="cannot be nested"):
-            enter_export_mode(mode, context).__enter__()
+
+    for mode, parts in ((ExportMode.DISTRIBUTED, 2), (ExportMode.STANDALONE, 0)):
+        context = ExportContext()
+        with enter_export_mode(mode, context) as entered:
+            exported = table(2)
+            assert context.sub_graph_num == parts
+            assert exported.lookup({"1": ints(1, 2)})["1"].shape == (2, 1)
+            assert entered is context is export_context.get_current_export_ctx()
+            with pytest.raises(UsageError, match="cannot be nested"):
+                enter_export_mode(mode, context).__enter__()
+        if parts:
+            assert sorted(context.sub_graph("ps_1").signatures) == ["lookup", "raw_lookup"][: 1 + native]
+            assert (context.sub_graph_num, context.with_remote_gpu) == (2, False)
     assert not export_context.is_exporting()
+    assert table(0).lookup({"1": ints(1)})["1"].tolist() == [[0]]
 
 
 def test_wrong_factories_raise() -> None:
@@ -267,9 +273,24 @@ def params(native: bool, num_ps: int = 2, **options: Any) -> Any:
     )
 
 
+def context_of(own: Any) -> ParserCtx:
+    context = ParserCtx(True)
+    context.parser_type = "example"
+    context.sharding_sparse_fids_op_params = own
+    return context
+
+
 def made(factory: Factory, native: bool) -> PartitionedHashTable:
-    context = SimpleNamespace(sharding_sparse_fids_op_params=params(native))
-    return PartitionedHashTable(2, factory, native, parser_ctx=context)
+    return PartitionedHashTable(2, factory, native, parser_ctx=context_of(params(native)))
+
+
+def layouts_of(table: PartitionedHashTable, bundle: dict[str, Any] | None = None) -> Any:
+    """The layouts of the batch, whose ids Monolith's parser splits."""
+    features: dict[str, Any] = {}
+    sharding_sparse_fids_with_context(batch(), features, context_of(table.params))
+    found = table.lookup(features, auxiliary_bundle=bundle)
+    assert all(x.is_cuda == (table.params.use_gpu and torch.cuda.is_available()) for x in found.values())
+    return found
 
 
 def batch() -> dict[str, Ragged]:
@@ -309,13 +330,13 @@ def assign_and_add(table: PartitionedHashTable) -> None:
 
 def look_up(table: PartitionedHashTable) -> None:
     table.assign(data(table, constant(2.0)))
-    found = table.lookup(batch())
+    found = layouts_of(table)
     bias, vec = torch.full((6, 3), 2.0), torch.full((6, 12), 2.0)
     bias[4:, 0] = 0  # uids 12 and 15 have no row
     vec[4:, :4] = 0
     assert list(found) == ["bias", "deep", "vec"]
     for name, expected in {"bias": bias, "vec": vec, "deep": torch.full((6, 16), 2.0)}.items():
-        assert torch.equal(found[name].detach(), expected)
+        assert torch.equal(found[name].detach().cpu(), expected)
     fids = {key: x.tolist() for key, x in table.shard(batch()).fid_list.items()}  # type: ignore[union-attr]
     uids, others = ([0, 6, 12], [3, 9, 15]), ([2, 8, 14, 4, 10, 16], [5, 11, 17, 1, 7, 13])
     if table.params.use_native_multi_hash_table:
@@ -328,7 +349,7 @@ def apply_gradients(table: PartitionedHashTable) -> None:
     assigned = data(table, constant(3.0))
     table.assign(assigned)
     bundle: dict[str, Any] = {}
-    flat = table.flatten_layout(table.lookup(batch(), bundle))
+    flat = table.flatten_layout(layouts_of(table, bundle))
     pairs = [(torch.full_like(x, 2.0), x) for x in flat]
     assert table.apply_gradients(pairs, 0, req_time=torch.tensor([3, 7]), auxiliary_bundle=bundle) is table
     n = 0.1 + 2.0**2

@@ -74,25 +74,54 @@ def test_reorder_by_indices_reverses_each_shard_and_compares_first_columns() -> 
 
 
 ONE = [0, 1, 2, 2, 3, 5]
+MERGED = [[0, 1, 4, 5], [2, 3, 6, 7]]
 REORDERS = {
-    "one": ([ONE], 3, [0, 3, 1, 2, 5], [2, 1, 2], [2, 1, 2], [0, 4, 6, 6, 2, 8]),
-    "an empty one": ([ONE, []], 3, [0, 3, 1, 2, 5], [2, 1, 2], [2, 0, 1, 0, 2, 0], [0, 4, 6, 6, 2, 8]),
+    "one": ([ONE], 3, [2], [0, 3, 1, 2, 5], [2, 1, 2], [2, 1, 2], [0, 4, 6, 6, 2, 8]),
+    "an empty one": (
+        [ONE, []],
+        3,
+        [2, 2],
+        [0, 3, 1, 2, 5],
+        [2, 1, 2],
+        [2, 0, 1, 0, 2, 0],
+        [0, 4, 6, 6, 2, 8],
+    ),
     "two": (
         [ONE, [6, 7, 8, 8, 9, 11]],
         3,
+        [2, 2],
         [0, 3, 6, 9, 1, 7, 2, 5, 8, 11],
         [4, 2, 4],
         [2, 2, 1, 1, 2, 2],
         [0, 8, 12, 12, 2, 14, 4, 10, 16, 16, 6, 18],
     ),
-    "nothing": ([[], []], 2, [], [0, 0], [0, 0, 0, 0], []),
+    "nothing": ([[], []], 2, [2, 2], [], [0, 0], [0, 0, 0, 0], []),
     "two shards": (
-        [[0, 1, 4, 5], [2, 3, 6, 7]],
+        MERGED,
         2,
+        [2, 2],
         [0, 4, 2, 6, 1, 5, 3, 7],
         [4, 4],
         [2, 2, 2, 2],
         [0, 8, 2, 10, 4, 12, 6, 14],
+    ),
+    "three dims": (
+        [[0, 1, 0], [3, 2, 3], [5, 6, 7]],
+        2,
+        [1, 2, 3],
+        [0, 2, 6, 1, 3, 5, 7],
+        [3, 4],
+        [1, 1, 1, 1, 1, 2],
+        [0, 6, 0, 7, 1, 7, 9, 3, 12],
+    ),
+    "two dims": (  # the offsets of the fused gather below
+        [[2, 3, 1, 2, 7, 2], [5, 8, 4, 4, 5, 11, 6]],
+        3,
+        [3, 2],
+        [3, 6, 1, 7, 4, 2, 5, 8, 11],
+        [2, 3, 4],
+        [1, 1, 2, 1, 1, 3],
+        [13, 0, 5, 13, 8, 13, 16, 18, 11, 11, 16, 20, 3],
     ),
 }
 
@@ -100,15 +129,24 @@ REORDERS = {
 @pytest.mark.parametrize("case", REORDERS.values(), ids=REORDERS.keys())
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_fused_reorder_by_indices(case: tuple, dtype: torch.dtype) -> None:  # type: ignore[type-arg]
-    inputs, shards, output, shard_sizes, slot_sizes, offsets = case
+    inputs, shards, dims, output, shard_sizes, slot_sizes, offsets = case
     found = monolith.fused_reorder_by_indices(
-        [torch.tensor(i, dtype=dtype) for i in inputs], shards, [2] * len(inputs)
+        [torch.tensor(i, dtype=dtype) for i in inputs], num_of_shards=shards, dim_sizes=dims
     )
     assert found.output.tolist() == output
     assert found.shard_sizes.tolist() == shard_sizes
     assert found.sharded_slot_sizes.tolist() == slot_sizes
     assert found.emb_offset_sz.tolist() == [len(i) for i in inputs]
     assert found.fused_emb_offset.tolist() == offsets
+
+
+def test_fused_reorder_of_the_values_of_ragged_columns() -> None:
+    a, b, c, d = (Ragged.from_lists([[2 * n], [2 * n + 1]]) for n in range(4))
+    merged = [torch.cat([a.values, c.values]), torch.cat([b.values, d.values])]
+    assert [each.tolist() for each in merged] == MERGED
+    found = monolith.fused_reorder_by_indices(merged, 2, [2, 2])
+    assert found.output.tolist() == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert (found.shard_sizes.tolist(), found.sharded_slot_sizes.tolist()) == ([4, 4], [2] * 4)
 
 
 def reorder_model(inputs: list[list[int]], router: Router, dims: list[int]) -> tuple[list[int], ...]:

@@ -24,6 +24,13 @@ def test_monoliths_vectors() -> None:
     assert first.tolist() == [[[1], [0]], [[2], [3]], [[4], [5]]]
 
 
+def test_first_n_of_a_batch_of_any_size() -> None:
+    """Monolith's test of unknown shapes: [None, 2, 6] for embeddings [None, 6]."""
+    for batch in (0, 1, 3):
+        key = Ragged.from_lengths(torch.zeros(batch, dtype=torch.int64), torch.ones(batch, dtype=torch.int64))
+        assert FirstN(2).combine(key, torch.ones(batch, 6)).shape == (batch, 2, 6)
+
+
 def test_max_seq_length() -> None:
     assert [c.max_seq_length for c in (ReduceSum(), ReduceMean(), FirstN(3))] == [0, 0, 3]
     for wrong in (0, -1, True, 1.5):
