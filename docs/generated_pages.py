@@ -105,9 +105,19 @@ def default_of(parameter: Any) -> str:
     value = parameter.default
     if parameter.required:
         return "required"
+    if isinstance(value, bool):
+        return "on" if value else "off"
     if value is None or callable(value) or (isinstance(value, list | tuple) and not value):
         return "none"
     return f"`{cell(value)}`" if value != "" else "empty"
+
+
+def help_of(command: Any) -> str:
+    """Return the help of a command: its text, then its examples as code."""
+    lines = [line.strip() for line in inspect.cleandoc(command.help or "").replace("\b", "").splitlines()]
+    examples = [line.removeprefix("Example: ") for line in lines if line.startswith("Example: ")]
+    text = "\n".join(line for line in lines if not line.startswith("Example: ")).strip() + "\n"
+    return text + ("\n```\n" + "\n".join(examples) + "\n```\n" if examples else "")
 
 
 def options_page() -> str:
@@ -115,11 +125,7 @@ def options_page() -> str:
     text = "# Options of the commands\n\n[Commands](../guides/commands.md) shows how the commands are used.\n"
     for name, command in commands():
         text += f"\n## {name}\n\n"
-        help_text = inspect.cleandoc(command.help or "").replace("\b", "").strip()
-        text += (
-            "\n".join(line if line.startswith("    ") else line.strip() for line in help_text.splitlines())
-            + "\n"
-        )
+        text += help_of(command)
         rows = []
         for parameter in command.params:
             if getattr(parameter, "hidden", False) or parameter.name == "help":
