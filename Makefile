@@ -156,6 +156,7 @@ $(VENV)/dev: $(VENV)/installed
 
 $(VENV)/integrations: $(VENV)/dev
 	$(BIN)/pip install -q -c constraints.txt lightning accelerate
+	$(BIN)/pip install -q -c constraints.txt nbclient ipykernel  # run the notebook
 	@touch $@
 
 # Clients of servers, in an environment of their own: they need another protobuf. tensorflow-serving-api asks for
