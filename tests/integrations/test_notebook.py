@@ -24,7 +24,5 @@ def test_the_notebook_runs_in_a_kernel(tmp_path: Path, monkeypatch: pytest.Monke
 
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
 
-    printed = "".join(
-        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ())
-    )
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
     assert "item-brand-new: 0." in printed
