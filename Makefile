@@ -155,7 +155,8 @@ $(VENV)/dev: $(VENV)/installed
 	@touch $@
 
 $(VENV)/integrations: $(VENV)/dev
-	$(BIN)/pip install -q -c constraints.txt lightning accelerate
+	$(BIN)/pip install -q -c constraints.txt lightning accelerate wandb mlflow-skinny opentelemetry-sdk \
+	  onnx onnxscript onnxruntime
 	$(BIN)/pip install -q -c constraints.txt nbclient ipykernel  # run the notebook
 	@touch $@
 

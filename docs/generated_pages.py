@@ -33,6 +33,7 @@ PACKAGES = {
     "megalith.compat.monolith": "compat.monolith",
     "megalith.compat.torchrec": "compat.torchrec",
     "megalith.compat.dynamicemb": "compat.dynamicemb",
+    "megalith.integrations.trackers": "integrations.trackers",
     "megalith.compat.templar": "compat.templar",
 }
 """The packages whose `__all__` is public, with the titles of their pages."""

@@ -35,6 +35,7 @@ PUBLIC = [
     "megalith.compat.templar",
     "megalith.data",
     "megalith.gather",
+    "megalith.integrations.trackers",
     "megalith.models",
     "megalith.nn",
     "megalith.ops",

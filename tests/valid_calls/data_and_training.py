@@ -15,6 +15,7 @@ import torch
 from megalith import TTL, Layout, Mean, MinCount, Slice, data, models, training
 from megalith.compat import monolith
 from megalith.data.movielens import SUMS
+from megalith.integrations import trackers
 from tests.data.test_movielens import grouplens
 from tests.valid_calls.core import column
 from tests.valid_calls.sweep import Arguments, Call, Given, calls, ids, methods
@@ -143,6 +144,9 @@ def training_calls() -> Iterator[Call]:
     yield training.load_trained, {"path": Path("trained")}
     made = partial(training.Run, config, Path("run"), start_over=True)
     yield from methods(made, {"resume": {"directory": Path("trained")}})
+    yield from methods(training.Tracker, {"*": {"metrics": {"loss": 0.5}, "values": {"a": [1.0]}}})
+    yield training.Tracker, {}
+    yield trackers.PrometheusTracker, {"address": "127.0.0.1:0"}
     yield training.Watcher, {}
     given = {"samples": 1, "loss": 0.5, "record": {}, "best": True, "report": None, "rows": 1, "pushed": None}
     yield from methods(training.Watcher, {"*": given})

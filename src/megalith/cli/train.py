@@ -167,7 +167,7 @@ PANELS = {
         *("validation_path", "validate_every", "metric", "patience", "keep_best"),
     ),
     "Logs and checkpoints": (
-        *("log_every", "save_every", "save_interval", "save_async", "keep_last", "keep_every"),
+        *("log_every", "tracker", "save_every", "save_interval", "save_async", "keep_last", "keep_every"),
     ),
     "Several ranks (torchrun)": (
         *("micro_batches", "dist_type", "block_size", "wire", "comm_metrics", "timeout"),
@@ -240,6 +240,8 @@ def train(
     Example: megalith train --config run.toml --epochs 2 --run runs/mine
 
     Example: megalith train --config run.toml --save-every 1000 --keep-last 3 --keep-every 10000
+
+    Example: megalith train --config run.toml --tracker wandb,prometheus:127.0.0.1:9464
 
     Example: megalith train --config run.toml --admission min_count=3 --eviction ttl=2592000,capacity=1000000
 

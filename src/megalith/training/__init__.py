@@ -6,6 +6,7 @@ from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.log import Watcher
 from megalith.training.model import load_trained
 from megalith.training.run import Run
+from megalith.training.trackers import Tracker
 
 __all__ = [
     "DataConfig",
@@ -14,6 +15,7 @@ __all__ = [
     "ModelConfig",
     "Run",
     "RunConfig",
+    "Tracker",
     "TrainConfig",
     "Watcher",
     "evaluate",

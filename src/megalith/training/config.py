@@ -38,6 +38,7 @@ from megalith.training.table_settings import (
     parse_serving,
     parse_tables,
 )
+from megalith.training.trackers import tracker_names
 
 
 def check_options(
@@ -166,6 +167,9 @@ class TrainConfig:
     torch's setting (OMP_NUM_THREADS, or the number of cores). On a busy machine 1 is often the fastest."""
     log_every: int = 50
     """Batches between two lines of metrics.jsonl."""
+    tracker: str | None = None
+    """Where metrics go besides metrics.jsonl and TensorBoard: wandb, mlflow, opentelemetry, prometheus (or
+    prometheus:HOST:PORT, default 127.0.0.1:9464), several separated by commas. An empty value: nowhere."""
     validate_every: int | None = None
     """Batches between two validations, which are lines of metrics.jsonl and a curve in the report. Default:
     none."""
@@ -256,7 +260,7 @@ METRICS = ("log_loss", "auc")
 MAY_CHANGE = (
     *("admission", "eviction", "evict_every", "precision", "rounding", "serving"),
     *("huge_pages", "device_bytes", "deterministic", "epochs", "max_steps", "device", "threads"),
-    *("log_every", "save_every", "save_interval", "save_async", "keep_last", "keep_every"),
+    *("log_every", "tracker", "save_every", "save_interval", "save_async", "keep_last", "keep_every"),
     *("validate_every", "patience", "keep_best"),
     *("micro_batches", "block_size", "wire", "comm_metrics", "timeout"),
     *("servers", "workers", "server_mode", "staleness", "server_log", "ray_address"),
@@ -297,6 +301,7 @@ class RunConfig:
         check_one_of(self.train.table_optimizer, TABLE_OPTIMIZERS, "train.table_optimizer")
         check_one_of(self.train.device, ("cpu", "cuda", "auto"), "train.device")
         check_one_of(self.train.metric, METRICS, "train.metric")
+        tracker_names(self.train.tracker)
         for name in ("patience", "keep_best"):
             if getattr(self.train, name) and self.train.validate_every is None:
                 flag = name.replace("_", "-")

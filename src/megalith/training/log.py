@@ -1,19 +1,17 @@
-"""What a run reports: events, metrics.jsonl, TensorBoard scalars and histograms, and numbers of its tables.
+"""What a run reports: events, metrics.jsonl, and numbers of its tables.
 
 A `Watcher` receives the events. `LogWindow` holds loss and AUC since the last line of metrics.jsonl, and
 `TableNumbers` the rows, counters and bytes of all tables on all ranks together; its calls are collective.
-The frequencies of ids are in `id_frequencies.py`.
+Metrics for other systems are in `trackers.py`, the frequencies of ids in `id_frequencies.py`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megalith.distributed.ranks import Ranks
 from megalith.metrics import BinnedAUC
@@ -104,64 +102,6 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return records
-
-
-class ScalarWriter:
-    """Writes the numbers of records as TensorBoard scalars, and histograms, if tensorboard is installed."""
-
-    def __init__(self, directory: Path, first_step: int) -> None:
-        self._writer: Any = None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return
-        self._writer = SummaryWriter(str(directory), purge_step=first_step or None)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Add the numbers of a record of metrics.jsonl at its step."""
-        if self._writer is None:
-            return
-        rows = {f"rows/{table}": n for table, n in record["rows"].items()}
-        speed = record["samples"] / record["seconds"] if record["seconds"] else None
-        scalars = {
-            "loss": record["loss"],
-            "auc": record["auc"],
-            "memory": record["memory"],
-            "samples/s": speed,
-        }
-        counters = {
-            f"{kind}/{table}": n
-            for table, counts in record["counters"].items()
-            for kind, n in counts.items()
-            if kind != "removed"
-        }
-        parts = {f"memory/{part}": n for part, n in record["memory_parts"].items()}
-        tiers = {
-            f"{kind}/{table}": use[kind]
-            for table, use in record.get("host_tier", {}).items()
-            for kind in ("hit_rate", "device_rows", "host_rows")
-        }
-        self.add({**scalars, **rows, **counters, **parts, **tiers}, record["step"])
-
-    def add(self, scalars: Mapping[str, float | None], step: int) -> None:
-        """Add numbers by name. None is left out."""
-        if self._writer is None:
-            return
-        for name, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
-
-    def add_histograms(self, values: Mapping[str, Sequence[float]], step: int) -> None:
-        """Add the distribution of values by name."""
-        if self._writer is None:
-            return
-        for name, each in values.items():
-            if each:
-                self._writer.add_histogram(name, torch.tensor(each, device="cpu"), step)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
 
 
 class LogWindow:

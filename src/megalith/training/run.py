@@ -16,7 +16,7 @@ import math
 import random
 import shutil
 import time as clock
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -46,7 +46,7 @@ from megalith.training.data_source import DataSource, open_source
 from megalith.training.directory import BEST, CHECKPOINT, KEPT_CHECKPOINTS, RunCheckpoints, RunLock, keep_best
 from megalith.training.evaluation import BestValidation, Evaluation, evaluate, evaluate_batches
 from megalith.training.id_frequencies import FREQUENCIES, IdFrequencies, keep_only
-from megalith.training.log import LogWindow, MetricsLog, ScalarWriter, TableNumbers, Watcher
+from megalith.training.log import LogWindow, MetricsLog, TableNumbers, Watcher
 from megalith.training.model import (
     config_of,
     device_of,
@@ -59,6 +59,7 @@ from megalith.training.model import (
 from megalith.training.ps import RunServers
 from megalith.training.publishing import Publishing, check_publishing
 from megalith.training.steps import PartBatches, Steps, WholeBatches
+from megalith.training.trackers import TRACKER_RUNS, RunTrackers, Tracker, metrics_of, open_trackers
 from megalith.training.worker_batches import DoneStep, WorkerBatches
 
 T = TypeVar("T")
@@ -146,7 +147,8 @@ class Run:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.json").write_text(json.dumps(self.config.to_dict(), indent=1))
         self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=0)
-        for name in ("evaluation.json", "frequencies.json", "report.html"):  # of the replaced run
+        # Of the replaced run:
+        for name in ("evaluation.json", "frequencies.json", "report.html", TRACKER_RUNS):
             (self.directory / name).unlink(missing_ok=True)
         for folder in (BEST, KEPT_CHECKPOINTS, FREQUENCIES, "tensorboard"):
             shutil.rmtree(self.directory / folder, ignore_errors=True)
@@ -259,6 +261,7 @@ class Run:
         self._saved = None
         self._last_save = clock.monotonic()
         self._publishing: Publishing | None = None
+        self._trackers: RunTrackers | None = None  # None: this rank does not train, or is not rank 0
         self._numbers = TableNumbers(shards, self.ranks)
 
     def _open_source(self, config: RunConfig) -> DataSource:
@@ -326,20 +329,34 @@ class Run:
 
     # ---- training
 
-    def train(self, watcher: Watcher | None = None) -> None:
+    def train(self, watcher: Watcher | None = None, *, trackers: Sequence[Tracker] = ()) -> None:
         """Train until the last epoch ends, max_steps is reached or `stop` is called, then save.
 
         Args:
             watcher: Receives the events of the run.
+            trackers: Receive its metrics, on rank 0, besides those of train.tracker.
 
         Raises:
             InputError: A row or the loss is bad, or the data has no valid row.
-            UsageError: Another process trains in the directory of the run.
+            UsageError: Another process trains in the directory of the run, or the package of a tracker is
+                not installed.
         """
         watcher = _watcher(watcher)
+        given = [checks.instance(t, Tracker, "run: a tracker") for t in checks.as_list(trackers, "trackers")]
         with ExitStack() as stack:
             lock = self._on_rank_0(lambda: stack.enter_context(RunLock(self.directory)))
             stack.enter_context(using_threads(self.threads))
+            config = self.config
+            self._trackers = self._on_rank_0(
+                lambda: RunTrackers(
+                    [
+                        *open_trackers(config.train.tracker, self.directory, config.to_dict(), self.step),
+                        *given,
+                    ]
+                )
+            )
+            if self._trackers is not None:
+                stack.callback(self._trackers.close)
             if self._servers is not None:
                 self._servers.begin(self.model, self.optimizer)
             self._train_and_publish(watcher, lock)
@@ -373,7 +390,6 @@ class Run:
     def _train(self, watcher: Watcher) -> None:
         self.model.train()
         window = LogWindow()
-        scalars = ScalarWriter(self.directory / "tensorboard", self.step) if self.ranks.rank == 0 else None
         started = clock.perf_counter() - self.seconds
         while not self._done():
             for batch in self.batches:
@@ -384,11 +400,11 @@ class Run:
                     self._publishing.step()
                 logged = self.step % self.config.train.log_every == 0
                 if logged:
-                    self._log_window(window, scalars, watcher)
+                    self._log_window(window, watcher)
                     window = LogWindow()
                 every = self.config.train.validate_every
                 if every is not None and self.step % every == 0 and self.batches.settle():
-                    started += self._validate(scalars, watcher)
+                    started += self._validate(watcher)
                 if self._save_is_due(logged) and self.batches.settle():
                     self.save(watcher, wait=not self.config.train.save_async)
                 if self._done():
@@ -397,27 +413,26 @@ class Run:
                 self.epoch += 1
                 self._check_not_empty()
         if self._validation is not None and self.best.last != self.step and not self.stopped:
-            started += self._validate(scalars, watcher)
+            started += self._validate(watcher)
         if window.samples:  # the batches since the last line: the log covers every sample
-            self._log_window(window, scalars, watcher)
+            self._log_window(window, watcher)
         self.save(watcher)
-        if scalars is not None:
+        if self._trackers is not None:
             self.frequencies.write(self.directory / "frequencies.json", self.samples)
-            scalars.close()
 
-    def _validate(self, scalars: ScalarWriter | None, watcher: Watcher) -> float:
+    def _validate(self, watcher: Watcher) -> float:
         """Validate, and save if this is the best validation; return the seconds that it took."""
         assert self._validation is not None
         began = clock.perf_counter()
         self._fetch_dense()
         result = evaluate_batches(self.model, self._validation, None, self.ranks)
         best = self.best.update(result, self.config.train.metric, self.step)
-        if scalars is not None:
+        if self._trackers is not None:
             finite = result.to_dict()
             numbers = {"loss": finite["log_loss"], "auc": finite["auc"]}
             record = {"kind": "eval", "step": self.step, "samples": result.samples, **numbers}
             self.log.write(record)
-            scalars.add({f"validation/{name}": value for name, value in numbers.items()}, self.step)
+            self._trackers.log({f"validation/{name}": x for name, x in numbers.items()}, self.step)
             watcher.validated(record, best)
         if best and self.config.train.keep_best:
             self.save(watcher, wait=not self.config.train.save_async)
@@ -487,17 +502,17 @@ class Run:
         window.add(scored, loss, step.rows)
         return loss
 
-    def _log_window(self, window: LogWindow, scalars: ScalarWriter | None, watcher: Watcher) -> None:
+    def _log_window(self, window: LogWindow, watcher: Watcher) -> None:
         record = self._record(window)
         report = None if self._comm is None else self._comm.collect(self.step)
-        if scalars is None:
+        if self._trackers is None:
             return
         self.log.write(record if report is None else {**record, "comm": report.scalars()})
-        scalars.write(record)
+        self._trackers.log(metrics_of(record), self.step)
         watcher.logged(record)
         if report is not None:
-            scalars.add(report.scalars(), self.step)
-            scalars.add_histograms(report.histograms(), self.step)
+            self._trackers.log(report.scalars(), self.step)
+            self._trackers.log_histograms(report.histograms(), self.step)
             watcher.communicated(report)
 
     def rows(self) -> dict[str, int]:
