@@ -400,6 +400,7 @@ def gather() -> Diagram:
     d.box(720, 138, 160, 60, "merge", "within a budget")
     d.box(530, 138, 160, 60, "decision", "one for all nodes", kind="green")
     d.arrow((470, 70), (528, 70))
+    d.arrow((470, 136), (500, 136), (500, 88), (528, 88))
     d.arrow((690, 74), (718, 74))
     d.arrow((800, 104), (800, 136))
     d.arrow((720, 168), (692, 168))
