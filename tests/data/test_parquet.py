@@ -82,6 +82,10 @@ def test_options_of_a_feature(tmp_path: Path) -> None:
     a, b = hashes("a", "b")
     assert ids_of(path, FeatureColumn("t", separator="|")) == [[a, b, a], []]
     assert ids_of(path, FeatureColumn("t", separator="|", slot=1)) == [[fid(1, a), fid(1, b), fid(1, a)], []]
+    lists = write(tmp_path / "l.parquet", {"c": [[1, None, 2, 3], [], None, [4, 5], [6, 7, 8]]})
+    assert ids_of(lists, FeatureColumn("c", max_length=2)) == [[1, 2], [], [], [4, 5], [6, 7]]
+    assert ids_of(lists, FeatureColumn("c", max_length=2, keep="last")) == [[2, 3], [], [], [4, 5], [7, 8]]
+    assert ids_of(lists, FeatureColumn("c", max_length=9)) == ids_of(lists, FeatureColumn("c"))
     path = write(tmp_path / "b.parquet", {"c": ["12", " 18446744073709551615 ", None]})
     assert ids_of(path, FeatureColumn("c", hash=False)) == [[12], [-1], []]
 

@@ -320,6 +320,13 @@ def test_a_stopped_run_on_a_file_continues_on_another_number_of_servers(
     assert alone.exit_code == 0, alone.output
     assert_same_checkpoints(tmp_path / "a", tmp_path / "b")
 
+    write_clicks(tmp_path / "more.parquet", 4, 2)  # both continue with other data
+    for run, place in (("a", ("--servers", 1)), ("b", ())):
+        said = megalith("train", "--from", tmp_path / run, "--path", tmp_path / "more.parquet", *place)
+        assert said.exit_code == 0, said.output
+    assert checkpoint.read_manifest(tmp_path / "a" / "checkpoint").progress["step"] == 12
+    assert_same_checkpoints(tmp_path / "a", tmp_path / "b")
+
 
 def test_processes_of_ray_have_the_priority_of_the_run() -> None:
     """With Ray's own default, 15, they get no CPU while other tests compute, and runs exceed their limits."""

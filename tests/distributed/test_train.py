@@ -64,6 +64,15 @@ def resume(folder: Path) -> int:
     return run.step
 
 
+def continue_from(base: Path, folder: Path) -> list[dict[str, Any]]:
+    """A rank stops in the midst of the new data, and the run is resumed."""
+    changes: dict[str, Any] = {"data_options": {"num_batches": 4, "seed": 9}, "train_progressive": "4"}
+    run = Run.continue_from(base, folder, **changes)
+    run.train(At(STEPS + 2, run.stop) if run.ranks.rank else None)
+    Run.resume(folder).train()
+    return [line for line in log(folder) if line["kind"] == "period"]
+
+
 class At(Watcher):
     """Does something after a step."""
 
@@ -162,6 +171,18 @@ def test_a_run_that_lost_a_rank_goes_on_with_the_same_bits_on_any_number(tmp_pat
         assert steps == [STEPS] * ranks
         assert_same_checkpoints(again, whole)
         assert losses(again)[-1] == losses(whole)[-1]
+
+
+def test_a_run_continues_on_other_data_with_the_same_bits_on_ranks_and_scores_rows_before(
+    tmp_path: Path, whole: Path
+) -> None:
+    alone = continue_from(whole, tmp_path / "alone")
+    spread, _ = run_ranks(continue_from, whole, tmp_path / "spread", world_size=2)
+
+    assert_same_checkpoints(tmp_path / "spread", tmp_path / "alone")
+    for lines in (alone, spread):
+        assert sum(line["samples"] for line in lines) == 4 * 61  # two epochs, of which one is scored
+    assert alone[0]["period"] == spread[0]["period"] == "steps 12 to 15"
 
 
 def test_ranks_validate_together_stop_early_at_the_same_step_and_keep_the_best(tmp_path: Path) -> None:

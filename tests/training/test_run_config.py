@@ -7,7 +7,23 @@ from typing import Any
 
 import pytest
 
-from megalith import TTL, Adam, Capacity, DelayCompensated, FixedPoint, MinCount, MinNorm, OneBit
+from megalith import (
+    FTRL,
+    TTL,
+    Adagrad,
+    Adam,
+    Capacity,
+    Constant,
+    DelayCompensated,
+    FixedPoint,
+    MinCount,
+    MinNorm,
+    Momentum,
+    Normal,
+    OneBit,
+    Uniform,
+    Zeros,
+)
 from megalith.errors import InputError, UnknownNameError
 from megalith.models import TableSettings
 from megalith.table.optimizers import OPTIMIZERS
@@ -80,6 +96,8 @@ WRONG_TRAIN: list[tuple[dict[str, Any], str]] = [
     ({"table_options": "eps=x"}, r"table_options: .*eps"),
     # Precisions and policies.
     ({"precision": "float8"}, r"train\.precision must be one of float32, float16, bfloat16, got 'float8'"),
+    ({"initializer": "normal.mean"}, r"train\.initializer: unknown initializer 'normal\.mean'"),
+    ({"missing": "none"}, r"train\.missing must be one of initial, zeros"),
     ({"rounding": "up"}, r"train\.rounding must be one of nearest, stochastic"),
     ({"rounding": "stochastic"}, r"train\.rounding .* float32 is not rounded"),
     ({"serving": "int8"}, r"train\.serving must be one of float32, .*fixed_point=VALUE"),
@@ -131,6 +149,15 @@ WRONG_TABLE: list[tuple[Any, str]] = [
     ({"device_bytes": 5}, r"tables\.t\.device_bytes limits GPU memory"),
     ({"device_bytes": True}, r"tables\.t\.device_bytes must be an integer"),
     ({"deterministic": False}, r"tables\.t\.deterministic = false"),
+    ({"optimizer": "adm"}, r"tables\.t\.optimizer: unknown optimizer 'adm' \(known: sgd, "),
+    ({"optimizer": "adam=fast"}, r"tables\.t\.optimizer\.adam: .*lr"),
+    ({"optimizer": {"adam": {"epsilon": 1}}}, r"unknown key 'epsilon' \(known: lr, betas, eps"),
+    ({"optimizer": "adam=1, sgd=1"}, "has 2 optimizers, but a table has at most one"),
+    ({"initializer": "gauss"}, r"tables\.t\.initializer: unknown initializer 'gauss' \(known: zeros, ones"),
+    ({"initializer": "zeros=1"}, r"tables\.t\.initializer\.zeros has no argument, got 1"),
+    ({"initializer": ["normal.std=-1"]}, r"initializer\.normal: Normal: std must not be negative"),
+    ({"missing": "none"}, r"tables\.t\.missing must be one of initial, zeros"),
+    ({"dist_type": "continuous"}, r"tables\.t\.dist_type must be one of roundrobin, hash_roundrobin"),
 ]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"trane": {}}, r"\[trane\].*known: data, model, train"),
@@ -211,6 +238,47 @@ def test_precisions_of_tables() -> None:
     assert RunConfig.from_dict(config.to_dict()) == config
     changes = {"rounding": "nearest", "serving": "float16"}
     assert config.changes_to(config.changed(train_rounding="nearest", train_serving="float16")) == changes
+
+
+def test_all_settings_of_tables_reach_the_tables() -> None:
+    train = {
+        "table_optimizer": "adagrad",
+        "table_lr": 0.5,
+        "initializer": "normal=1, normal.std=0.5",
+        "missing": "zeros",
+    }
+    tables = {
+        "user": {"optimizer": "adam", "initializer": "zeros", "missing": "initial"},
+        "item": {"optimizer": ["ftrl=0.1, ftrl.beta=2", "adam.eps=1e-6, adam.betas=0.8:0.9"]},
+        "shop": {
+            "optimizer": {"momentum": {"lr": 0.2, "nesterov": True}},
+            "initializer": [{"constant": 2.0}, "uniform=-1, uniform.high=1"],
+            "dist_type": "hash_roundrobin",
+        },
+    }
+    config = RunConfig.from_dict({"train": train, "tables": tables, "model": {"dim": 4}})
+    found = model_for(config, ["user", "item", "shop", "city"], 0).embeddings.configs
+    rows = {
+        name: [(each.optimizer, each.initializer) for each in own.segments] for name, own in found.items()
+    }
+    assert rows == {
+        "user": [(Adam(0.5), Zeros()), (Adam(0.5), Zeros())],
+        "item": [
+            (FTRL(0.1, beta=2.0), Zeros()),
+            (Adam(0.5, eps=1e-6, betas=(0.8, 0.9)), Normal(1.0, 0.5)),
+        ],
+        "shop": [
+            (Momentum(0.2, nesterov=True), Constant(2.0)),
+            (Momentum(0.2, nesterov=True), Uniform(-1.0, 1.0)),
+        ],
+        "city": [(Adagrad(0.5), Zeros()), (Adagrad(0.5), Normal(1.0, 0.5))],
+    }
+    assert {name: own.missing for name, own in found.items()} == {
+        **dict.fromkeys(found, "zeros"),
+        "user": "initial",
+    }
+    assert [own.dist_type for own in found.values()].count("hash_roundrobin") == 1
+    assert RunConfig.from_dict(config.to_dict()) == config
 
 
 def test_policies_may_change_when_a_run_is_resumed() -> None:

@@ -143,7 +143,8 @@ def training_calls() -> Iterator[Call]:
     training.Run(config, "trained", start_over=True).train()
     yield training.load_trained, {"path": Path("trained")}
     made = partial(training.Run, config, Path("run"), start_over=True)
-    yield from methods(made, {"resume": {"directory": Path("trained")}})
+    more = {"base": Path("trained"), "directory": Path("run"), "config": config, "start_over": True}
+    yield from methods(made, {"resume": {"directory": Path("trained")}, "continue_from": more})
     yield from methods(training.Tracker, {"*": {"metrics": {"loss": 0.5}, "values": {"a": [1.0]}}})
     yield training.Tracker, {}
     yield trackers.PrometheusTracker, {"address": "127.0.0.1:0"}

@@ -17,7 +17,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -48,7 +48,10 @@ def config_options(
     arguments: dict[str, str] = {}
     options = []
     panel_of = {name: panel for panel, names in (panels or {}).items() for name in names}
+    # An option of a field that is a text or a list of texts may be repeated.
     types, texts = get_type_hints(config), field_docstrings(config)
+    repeated = {name for name, kind in types.items() if list[str] in get_args(kind)}
+    types |= dict.fromkeys(repeated, list[str])
     for name, default in (known | dict(defaults or {})).items():
         if name in omit:
             continue
@@ -56,7 +59,10 @@ def config_options(
             raise ValueError(f"{config.__name__}.{name} needs a docstring: it is the help of the option")
         flag = flags.get(name, "--" + name.replace("_", "-"))
         option = typer.Option(
-            flag, help=texts[name], metavar=metavars.get(name), rich_help_panel=panel_of.get(name)
+            flag,
+            help=texts[name],
+            metavar=metavars.get(name, "<str>" if name in repeated else None),
+            rich_help_panel=panel_of.get(name),
         )
         arguments[name] = flag.partition("/")[0].lstrip("-").replace("-", "_")
         options.append(
@@ -72,6 +78,9 @@ def config_options(
         @functools.wraps(command)
         def run(**given: Any) -> Any:
             values = {name: given.pop(argument) for name, argument in arguments.items()}
+            for name in repeated & values.keys():
+                texts = values[name] or None
+                values[name] = texts[0] if texts is not None and len(texts) == 1 else texts
             if only_given:
                 values = {name: value for name, value in values.items() if value is not None}
             return command(**given, **{parameter: values})

@@ -40,7 +40,7 @@ from megalith.errors import CheckpointError
 from megalith.reporting.report import write_report
 from megalith.table import HostTierUse
 from megalith.training import DataConfig, Evaluation, ModelConfig, Run, RunConfig, TrainConfig, Watcher
-from megalith.training.directory import BEST, CHECKPOINT
+from megalith.training.directory import BEST, CHECKPOINT, find_checkpoint, run_of
 from megalith.training.model import config_of, device_of
 from megalith.training.publishing import Pushed
 
@@ -62,7 +62,7 @@ class TrainingBar(Watcher):
     """Shows the progress of a run and of a slow save, with numbers of the last line of its log."""
 
     def __init__(self, run: Run) -> None:
-        rows = run.source.train.num_rows
+        rows = run.source.train.num_rows if run.config.data.split_time is None else None
         total = None if rows is None else rows * run.config.train.epochs
         limit = run.config.train.max_steps
         if limit is not None:
@@ -120,6 +120,14 @@ class TrainingBar(Watcher):
             numbers += f"  AUC {record['auc']:.4f}"
         self._progress.console.print(f"step {record['step']:,}: {numbers}{'  (best)' if best else ''}")
 
+    def period(self, record: Mapping[str, Any]) -> None:
+        def show(numbers: Mapping[str, Any]) -> str:
+            return "-" if numbers["auc"] is None else f"{numbers['auc']:.4f}"
+
+        line = f"{record['period']}: {record['samples']:,} rows scored before training, AUC {show(record)}"
+        new = [f"{name} {show(each)}" for name, each in record["new"].items() if each["samples"]]
+        self._progress.console.print(line + (f"; rows with new ids: {', '.join(new)}" if new else ""))
+
     def saving(self, rows: int) -> None:
         self._began = time.monotonic()
         self._save = self._progress.add_task("saving", total=rows, note="", visible=False)
@@ -160,11 +168,12 @@ class TrainCommand(TyperCommand):
 PANELS = {
     "Data": ("on_error",),
     "Tables": (
-        *("table_options", "admission", "eviction", "evict_every", "precision", "rounding", "serving"),
-        *("huge_pages", "device_bytes", "deterministic"),
+        *("table_options", "initializer", "missing", "admission", "eviction", "evict_every"),
+        *("precision", "rounding", "serving", "huge_pages", "device_bytes", "deterministic"),
     ),
     "Validation and early stopping": (
-        *("validation_path", "validate_every", "metric", "patience", "keep_best"),
+        *("validation_path", "split_time", "validate_every", "progressive", "metric", "patience"),
+        "keep_best",
     ),
     "Logs and checkpoints": (
         *("log_every", "tracker", "save_every", "save_interval", "save_async", "keep_last", "keep_every"),
@@ -205,14 +214,35 @@ PANELS = {
 )
 def train(
     # torchrun reads --run, even after the command, as an abbreviation of one of its own options.
-    run: Annotated[Path, typer.Option("--run", "--run-dir", help="Directory of the run.")] = Path("runs/run"),
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run", "--run-dir", help="Directory of the run. Default: runs/run, or with --from that run."
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file. Flags override its values.")
     ] = None,
     *,
     data: dict[str, Any],
+    label: Annotated[str | None, typer.Option(help="Label column of parquet and csv files.")] = None,
+    features: Annotated[
+        str | None,
+        typer.Option(help="Columns of ids: user,item, or with names of features user=user_id,item=item_id."),
+    ] = None,
+    dense: Annotated[str | None, typer.Option(help="Columns of numbers: price,age.")] = None,
+    weight: Annotated[str | None, typer.Option(help="Column of row weights.", rich_help_panel="Data")] = None,
+    time: Annotated[str | None, typer.Option(help="Column of event times.", rich_help_panel="Data")] = None,
     model: dict[str, Any],
     training: dict[str, Any],
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Continue a run that has ended with other data (--path): its tables, dense weights, "
+            "optimizers and step. With --resume, do nothing that is already done.",
+        ),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -237,6 +267,10 @@ def train(
 
     Example: megalith train --data movielens --run runs/demo
 
+    Example: megalith train --path clicks.parquet --label clicked --features user,item,tags
+
+    Example: megalith train --from runs/mine --path week49 --run runs/week49
+
     Example: megalith train --config run.toml --epochs 2 --run runs/mine
 
     Example: megalith train --config run.toml --save-every 1000 --keep-last 3 --keep-every 10000
@@ -255,13 +289,20 @@ def train(
     flags = {
         f"{section}_{key}": value for section, values in sections.items() for key, value in values.items()
     }
-    with exit_on_error(), launched(run, training.get("timeout") or TrainConfig.timeout) as ranks:
+    columns = {"label": label, "features": features, "dense": dense, "weight": weight, "time": time}
+    where = run or (Path("runs/run") if base is None else run_of(find_checkpoint(base)))
+    with exit_on_error(), launched(where, training.get("timeout") or TrainConfig.timeout) as ranks:
         out = console() if ranks.rank == 0 else Console(quiet=True)
-        begun = (run / CHECKPOINT / "manifest.json").exists()
-        if resume and (begun or config is None):
-            opened = _resume(run, config, flags)
-        else:
-            opened = _start(run, config, flags, start_over, fallback, out)
+        wanted = None if config is None else RunConfig.from_toml(config)
+        options: dict[str, Any] = {"resume": resume, "start_over": start_over}
+        try:
+            opened = _open(where, base, wanted, flags, columns, **options)
+        except DataUnavailableError as error:
+            if not fallback or resume or base is not None:
+                raise
+            out.print(f"[yellow]{error}[/]")
+            out.print("Training on synthetic data instead.")
+            opened = _open(where, base, wanted, {**flags, "data_kind": "synthetic"}, columns, **options)
         with opened:
             stopped = _train(opened, out)
             if not stopped:
@@ -270,24 +311,66 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
-def _start(
-    run: Path, config: Path | None, flags: dict[str, Any], start_over: bool, fallback: bool, out: Console
+def _open(
+    where: Path,
+    base: Path | None,
+    config: RunConfig | None,
+    flags: dict[str, Any],
+    columns: dict[str, str | None],
+    *,
+    resume: bool,
+    start_over: bool,
 ) -> Run:
-    chosen = (RunConfig() if config is None else RunConfig.from_toml(config)).changed(**flags)
-    try:
-        return Run(chosen, run, start_over=start_over)
-    except DataUnavailableError as error:
-        if not fallback:
-            raise
-        out.print(f"[yellow]{error}[/]")
-        out.print("Training on synthetic data instead.")
-        return Run(chosen.changed(data_kind="synthetic"), run, start_over=start_over)
+    """Resume the run, continue another one with other data, or start one."""
+    if resume and ((where / CHECKPOINT / "manifest.json").exists() or (config is None and base is None)):
+        saved = config_of(checkpoint.read_manifest(where / CHECKPOINT), where)
+        asked = (saved if config is None else config).changed(**flags)
+        in_place = base is not None and run_of(find_checkpoint(base)).resolve() == where.resolve()
+        if not in_place or asked.data.path == saved.data.path:
+            return Run.resume(where, saved.changes_to(asked))
+    if base is not None:
+        saved = config_of(checkpoint.read_manifest(find_checkpoint(base)), base)
+        flags = {**flags, **_schema_flag(saved if config is None else config, columns)}
+        return Run.continue_from(base, where, config=config, start_over=start_over, **flags)
+    chosen = RunConfig() if config is None else config
+    if config is None and "data_path" in flags and "data_kind" not in flags:
+        flags = {**flags, "data_kind": _kind_of(flags["data_path"])}
+    return Run(chosen.changed(**flags, **_schema_flag(chosen, columns)), where, start_over=start_over)
 
 
-def _resume(run: Path, config: Path | None, flags: dict[str, Any]) -> Run:
-    saved = config_of(checkpoint.read_manifest(run / CHECKPOINT), run)
-    wanted = (saved if config is None else RunConfig.from_toml(config)).changed(**flags)
-    return Run.resume(run, saved.changes_to(wanted))
+def _kind_of(path: str | list[str]) -> str | None:
+    """Return the kind of data of files or directories by their suffixes; None if they do not show it."""
+    first = Path(path if isinstance(path, str) else path[0])
+    files = first.rglob("*") if first.is_dir() else [first]
+    suffixes = {suffix for file in files for suffix in file.suffixes}
+    kinds = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv"}
+    return next((kind for suffix, kind in kinds.items() if suffix in suffixes), None)
+
+
+def _schema_flag(config: RunConfig, columns: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return data_schema with the columns that flags name, if there are any; other settings stay."""
+    schema = dict(config.data.schema)
+    for key, given in columns.items():
+        if given is None:
+            continue
+        names = [name.strip() for name in given.split(",") if name.strip()]
+        if key == "features":
+            pairs = [name.partition("=") for name in names]
+            named = {name.strip(): column.strip() or name.strip() for name, _, column in pairs}
+            before = schema.get("features", {})
+            before = before if isinstance(before, Mapping) else {}
+            schema[key] = {name: _column(before.get(name), column) for name, column in named.items()}
+        elif key == "dense":
+            before = schema.get("dense", [])
+            before = before if len(before) == len(names) else [None] * len(names)
+            schema[key] = [_column(old, name) for old, name in zip(before, names, strict=True)]
+        else:
+            schema[key] = given
+    return {} if schema == config.data.schema else {"data_schema": schema}
+
+
+def _column(before: Any, name: str) -> Any:
+    return {**before, "column": name} if isinstance(before, Mapping) else name
 
 
 def _train(run: Run, out: Console) -> bool:
@@ -298,7 +381,7 @@ def _train(run: Run, out: Console) -> bool:
             return False
         out.print(
             f"nothing was left to do: the run ended at step {run.step:,}; raise --epochs or --max-steps to "
-            "continue it"
+            "continue it, or train on other data with --from"
         )
         return False
     train = run.config.train

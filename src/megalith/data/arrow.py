@@ -137,6 +137,11 @@ def ids(array: Any, feature: FeatureColumn) -> tuple[Ragged, list[ColumnFault]]:
     if feature.slot is not None:
         values = fid(feature.slot, values)
     counts = np.bincount(rows, minlength=len(lengths))
+    most = feature.max_length
+    if most is not None and counts.size and counts.max() > most:
+        ends, at = np.cumsum(counts), np.arange(len(rows))
+        place = at - (ends - counts)[rows] if feature.keep == "first" else ends[rows] - 1 - at
+        values, counts = values[torch.from_numpy(place < most)], np.minimum(counts, most)
     return Ragged.from_lengths(values, torch.from_numpy(counts)), faults
 
 

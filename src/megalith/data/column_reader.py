@@ -81,7 +81,7 @@ class ColumnReader(Reader):
 
     @classmethod
     def from_config(
-        cls, path: str, schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
+        cls, path: str | list[str], schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
     ) -> Self:
         checks.mapping(schema, "config: [data.schema]", '{"features": {"user": "user"}, "label": "clicked"}')
         if not schema.get("features"):
@@ -249,7 +249,10 @@ class ColumnReader(Reader):
             if name not in kinds:
                 have = ", ".join(list(kinds)[:20]) + (", ..." if len(kinds) > 20 else "")
                 role = "label column" if name == schema.label else "column"
-                return "missing column", f"{file}: {role} {name!r} is missing; the file has {have}"
+                return (
+                    "missing column",
+                    f"{file}: {role} {name!r} is missing; the file has {have}{self._rename(name)}",
+                )
         problems = [(name, why_not_numbers(kinds[name])) for name in (schema.label, schema.weight) if name]
         problems += [(x.column, why_not_numbers(kinds[x.column])) for x in schema.dense_columns]
         problems += [(x.column, why_not_ids(kinds[x.column])) for x in schema.feature_columns.values()]
@@ -259,6 +262,13 @@ class ColumnReader(Reader):
             if why is not None:
                 return "wrong type", f"{file}: column {name!r} {why}"
         return self._ids_fault(kinds, file)
+
+    def _rename(self, name: str) -> str:
+        """The remedy for a column that is missing."""
+        roles = {getattr(self.schema, role): f"{role} COLUMN" for role in ("label", "weight", "time")}
+        roles |= {column.column: "dense COLUMN" for column in self.schema.dense_columns}
+        roles |= {x.column: f"features {key}=COLUMN" for key, x in self.schema.feature_columns.items()}
+        return f"; name its column in the schema (command line: --{roles[name]})" if name in roles else ""
 
     def _ids_fault(self, kinds: dict[str, Any], file: Path) -> tuple[str, str] | None:
         """Reason and message if a file has other ids than those recorded in the schema. Records the first."""

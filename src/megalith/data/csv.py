@@ -362,7 +362,7 @@ class CriteoReader(CsvReader):
 
     @classmethod
     def from_config(
-        cls, path: str, schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
+        cls, path: str | list[str], schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
     ) -> Self:
         # A schema with features replaces the default one: it is fitted.
         checks.mapping(schema, "config: [data.schema]", '{"features": {"C1": "C1"}}')

@@ -35,6 +35,22 @@ class RowBlock:
     numbers: NDArray[np.int64] | None = None
     """Increasing numbers of the rows, int64 [n], comparable with those of bad rows of the block (`_bad`)."""
 
+    def between(self, start: int | None, end: int | None) -> RowBlock:
+        """Return the rows with start <= time < end."""
+        times = self.samples.times
+        if times is None:
+            raise InputError("reader: the rows have no times; name the time column in the schema")
+        taken = torch.ones_like(times, dtype=torch.bool)
+        if start is not None:
+            taken &= times >= start
+        if end is not None:
+            taken &= times < end
+        rows = taken.nonzero().view(-1)
+        if len(rows) == len(times):
+            return self
+        numbers = None if self.numbers is None else self.numbers[rows.numpy()]
+        return RowBlock(self.samples.select(rows), lambda k: self.after(int(rows[k - 1]) + 1), numbers)
+
 
 class Reader(IterableDataset[Batch], ABC):
     """Yields batches, continues exactly where it stopped, and can be sharded over ranks.
@@ -80,6 +96,7 @@ class Reader(IterableDataset[Batch], ABC):
         self.skipped, self.skipped_before = Counter(), Counter()
         self._unpassed: list[_BadRows] = []
         self.first_skipped = {}
+        self._times: tuple[int | None, int | None] = None, None
         self._at: Position | None = None
 
     # ---- implemented by subclasses
@@ -113,12 +130,12 @@ class Reader(IterableDataset[Batch], ABC):
 
     @classmethod
     def from_config(
-        cls, path: str, schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
+        cls, path: str | list[str], schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
     ) -> Self:
         """Open files as a config describes them.
 
         Args:
-            path: File, directory or pattern.
+            path: File, directory or pattern, or several in their order.
             schema: The columns, for readers that take a schema: the JSON form of a `Schema`.
             labelled: Whether to read labels. Readers of formats that always have labels ignore it.
             **options: Further arguments of the reader.
@@ -179,6 +196,27 @@ class Reader(IterableDataset[Batch], ABC):
         other.rank, other.world_size = rank, world_size
         return other
 
+    def between(self, start: int | None = None, end: int | None = None) -> Self:
+        """Return a reader of the rows of a time span, of the same shard at its start.
+
+        It reads all rows and leaves out the others, so `num_rows` counts both.
+
+        Args:
+            start: Time of the first rows, in seconds. None: no limit.
+            end: Time of the first rows that are left out, in seconds. None: no limit.
+
+        Returns:
+            A new reader. Reading rows without times raises InputError.
+        """
+        for name, value in (("start", start), ("end", end)):
+            if value is not None:
+                checks.integer(value, f"reader: {name}", least=0)
+        if (start, end) != (None, None) and type(self).__iter__ is not Reader.__iter__:
+            raise InputError(f"{type(self).__name__}: its rows have no times of their own")
+        other = self._copy()
+        other._times = start, end
+        return other
+
     def _copy(self) -> Self:
         """A reader of the same shard at its start."""
         other = copy.copy(self)
@@ -195,6 +233,8 @@ class Reader(IterableDataset[Batch], ABC):
         self._unpassed = []
         for part in self._row_blocks(position):
             self._end_block(earlier)
+            if self._times != (None, None):
+                part = part.between(*self._times)
             done = 0
             while done < len(part.samples):
                 whole = done == 0 and len(part.samples) <= missing

@@ -44,6 +44,10 @@ class FeatureColumn:
     text too. False accepts only integers, also those written as text."""
     separator: str | None = None
     """Splits a text into several ids: "|" splits "a|b"."""
+    max_length: int | None = None
+    """Largest number of ids of a row; further ids are dropped. None: no limit."""
+    keep: Literal["first", "last"] = "first"
+    """Which ids of a row `max_length` keeps: the first or the last of the list."""
     ids: IdSource | None = None
     """Whether the ids are integers as they are or hashes of text. A reader records it when it opens its first
     file, and refuses files with other ids: they would name other rows. None: no file has been opened."""
@@ -57,6 +61,9 @@ class FeatureColumn:
             raise InputError(f"schema: hash of column {self.column!r} must be True, False or None")
         if self.separator is not None and (not isinstance(self.separator, str) or not self.separator):
             raise InputError(f"schema: separator of column {self.column!r} must be non-empty text")
+        if self.max_length is not None:
+            checks.integer(self.max_length, f"schema: max_length of column {self.column!r}")
+        checks.one_of(self.keep, ("first", "last"), f"schema: keep of column {self.column!r}")
         if self.ids is not None:
             checks.one_of(self.ids, get_args(IdSource), f"schema: ids of column {self.column!r}")
         if self.ids is not None and self.hash is not None and (self.ids == "xxhash64") != self.hash:

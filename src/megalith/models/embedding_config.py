@@ -39,7 +39,7 @@ Serving = ServingPrecision | str
 
 @dataclass(frozen=True)
 class TableSettings:
-    """The policies and the precision of one table."""
+    """The settings of one table. Where a value is for a segment, a list has one for each segment of a row."""
 
     admission: Admission | None = None
     """Which new ids get a row, as for TableConfig."""
@@ -59,6 +59,15 @@ class TableSettings:
     """Bytes of rows in GPU memory, as for TableConfig; 0: no limit; None: as all tables."""
     deterministic: bool | None = None
     """Whether updates on a GPU add in a fixed order, as for TableConfig; None: as all tables."""
+    optimizer: Optimizer | Sequence[Optimizer | None] | None = None
+    """The optimizer of all segments that have that of all tables, or one for each segment of a row; None: as
+    all tables."""
+    initializer: Initializer | Sequence[Initializer | None] | None = None
+    """The initializer of the embedding, or one for each segment of a row; None: as all tables."""
+    missing: str | None = None
+    """What an id without a row reads as, as for TableConfig; None: as all tables."""
+    dist_type: str | None = None
+    """How rows are spread over ranks, as for TableConfig; None: as all tables."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,8 @@ class EmbeddingConfig:
     """The optimizer of all tables."""
     initializer: Initializer = field(default_factory=Uniform)
     """The initializer of all embeddings."""
+    missing: str = "initial"
+    """What an id without a row reads as, as for TableConfig."""
     precision: str = "float32"
     """The stored type of all embeddings, as for Segment."""
     rounding: str = "nearest"
@@ -241,7 +252,8 @@ class EmbeddingConfig:
             segments=row if own is None else self._own_segments(name, row, own),
             admission=self.admission if own is None else own.admission,
             eviction=self.eviction if own is None else own.eviction,
-            dist_type=self.dist_type,
+            missing=chosen("missing"),
+            dist_type=chosen("dist_type"),
             trainable=own is None or own.trainable,
             huge_pages=chosen("huge_pages"),
             device_bytes=chosen("device_bytes") or None,
@@ -249,34 +261,36 @@ class EmbeddingConfig:
         )
 
     def _own_segments(self, name: str, row: Sequence[Segment], own: TableSettings) -> list[Segment]:
-        """Return the segments of a row with the precisions and the rounding of one table."""
-        precisions = self._of_segments(name, row, "precision", own.precision)
-        servings = self._of_segments(name, row, "serving", own.serving)
+        """Return the segments of a row with the settings of one table."""
+        found = []
+        for number, each in enumerate(row):
+            values = {
+                field: self._of_segment(name, row, number, field, getattr(own, field))
+                for field in ("optimizer", "initializer", "precision", "serving")
+            }
+            rounding = self.rounding if own.rounding is None else own.rounding
+            values["rounding"] = "nearest" if values["precision"] == "float32" else rounding
+            found.append(replace(each, **values))
         # Shared rounding does not apply to a table of float32; its own rounding must have an effect.
-        if own.rounding not in (None, "nearest") and all(each == "float32" for each in precisions):
+        if own.rounding not in (None, "nearest") and all(each.precision == "float32" for each in found):
             raise InputError(f"table {name!r}: float32 is not rounded; set precision to float16 or bfloat16")
-        rounding = self.rounding if own.rounding is None else own.rounding
-        return [
-            replace(
-                each,
-                precision=precision,
-                rounding="nearest" if precision == "float32" else rounding,
-                serving=serving,
-            )
-            for each, precision, serving in zip(row, precisions, servings, strict=True)
-        ]
+        return found
 
-    def _of_segments(self, name: str, row: Sequence[Segment], field: str, given: Any) -> Sequence[Any]:
-        """Return a setting of one table for each segment of a row; one value is that of the embedding."""
-        if not isinstance(given, list | tuple):
-            usual, embedding = getattr(self, field) if given is None else given, self.segment()
-            return [usual if each == embedding else getattr(each, field) for each in row]
-        if len(given) != len(row):
-            raise InputError(
-                f"table {name!r}: {field} must be one value, or one for each of the {len(row)} segments of a "
-                f"row, got {given!r}"
-            )
-        return given
+    def _of_segment(self, name: str, row: Sequence[Segment], number: int, field: str, given: Any) -> Any:
+        """Return a setting of one table for a segment of a row; one value is that of the embedding."""
+        segment, shared = row[number], getattr(self, field)
+        if isinstance(given, list | tuple):
+            if len(given) != len(row):
+                raise InputError(
+                    f"table {name!r}: {field} must be one value, or one for each of the {len(row)} segments "
+                    f"of a row, got {given!r}"
+                )
+            value = given[number]
+            # None is a value of serving; elsewhere it stands for that of the segment.
+            return getattr(segment, field) if value is None and field != "serving" else value
+        if segment == self.segment() or (field == "optimizer" and segment.optimizer == shared):
+            return shared if given is None else given
+        return getattr(segment, field)
 
     def _check_id_sources(self, features: Sequence[Feature]) -> None:
         first: dict[str, str] = {}

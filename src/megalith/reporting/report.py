@@ -172,6 +172,7 @@ def html_table(
 
 MAX_POINTS, MEAN_POINTS = 300, 60
 MAX_SERIES = 6
+MAX_PERIODS = 14
 MAX_AGE_CHARTS = 4
 RUN_FILES = ("config.json", "metrics.jsonl", "evaluation.json", "frequencies.json", "checkpoint")
 DASH = "\N{EN DASH}"
@@ -189,6 +190,7 @@ def write_report(run_dir: Path, out: Path | None = None, *, comparison: Path | N
     target = run_dir / "report.html" if out is None else out
     sections = [
         section("Learning", lambda: _learning(run)),
+        *([section("Scored before training", lambda: _periods(run))] if run.of_kind("period") else []),
         section("Calibration", lambda: _calibration(run)),
         section("Table growth", lambda: _growth(run)),
         section("Id frequency", lambda: _frequency(run)),
@@ -230,6 +232,41 @@ def _curves(run: RunFiles, title: str, field: str, label: str) -> str:
         return card(title, f'<p class="muted">No record has {escape(field)}.</p>')
     of = "the training and the validation data" if held_out else "the training data"
     return card(f"{title} of {of}", line_chart(f"{title} over steps", series, Axis("step"), Axis(label)))
+
+
+def _periods(run: RunFiles) -> str:
+    """AUC by period of rows scored before the model was trained on them, and of those with new ids."""
+    lines: list[dict[str, dict[str, Any]]] = []
+    for record in run.of_kind("period"):
+        new = record["new"] if isinstance(record.get("new"), dict) else {}
+        known = {f"new {name}": numbers for name, numbers in new.items() if isinstance(numbers, dict)}
+        lines.append({"all rows": record, **known})
+    found: dict[str, list[tuple[float, float]]] = {}
+    for line in lines:
+        step = finite_number(line["all rows"].get("step"))
+        for name, numbers in line.items():
+            auc = finite_number(numbers.get("auc"))
+            if step is not None and auc is not None:
+                found.setdefault(name, []).append((step, auc))
+    shown = dict(list(found.items())[:MAX_SERIES])
+    if not shown:
+        raise Absent("no period has rows of both labels")
+    series = [Series(name, thin(points, MAX_POINTS), "line and points") for name, points in shown.items()]
+    chart = line_chart("AUC by period", series, Axis("step at the end of the period"), Axis("AUC"))
+    rows = [
+        [
+            str(line["all rows"].get("period")),
+            _or_dash(finite_number(line["all rows"].get("samples")), show_number),
+            _or_dash(finite_number(line["all rows"].get("loss")), _four_places),
+            *(_or_dash(finite_number(line.get(name, {}).get("auc")), _four_places) for name in shown),
+        ]
+        for line in lines[-MAX_PERIODS:]
+    ]
+    table = html_table(["period", "samples", "log loss", *(f"AUC, {name}" for name in shown)], rows)
+    note = "Each batch before the model was trained on it. New: rows with an id that had no row yet."
+    left = len(found) - len(shown)
+    note += f" Features not shown: {left}." if left else ""
+    return plots([card("AUC by period", chart), card("Last periods", table)], note)
 
 
 def _calibration(run: RunFiles) -> str:
@@ -511,15 +548,19 @@ def _held_out_name(run: RunFiles) -> str:
         return ""
     path = _named(run.config, "data", ("test_path",))
     name = path if path != DASH else f"the held-out part of {_named(run.config, 'data', ('kind', 'name'))}"
+    time = _named(run.config, "data", ("split_time",))
+    name = f"rows since {time}" if path == DASH and time != DASH else name
     samples = _or_dash(finite_number(run.evaluation.get("samples")), show_number)
     return f'<p class="muted">{escape(f"Held-out data: {samples} samples of {name}.")}</p>'
 
 
 def _named(config: Mapping[str, Any] | None, key: str, names: Sequence[str]) -> str:
-    """config[key], or the first of `names` in it, if it is a string."""
+    """config[key], or the first of `names` in it, if it is a string or a list."""
     found = (config or {}).get(key)
     if isinstance(found, dict):
-        found = next((found[name] for name in names if isinstance(found.get(name), str)), None)
+        found = next((found[name] for name in names if isinstance(found.get(name), str | list)), None)
+    if isinstance(found, list):
+        found = ", ".join(map(str, found))
     return found if isinstance(found, str) and found else DASH
 
 

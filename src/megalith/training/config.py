@@ -14,10 +14,12 @@ import inspect
 import math
 import tomllib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from megalith.data import DenseColumn, Schema
 from megalith.data.reader_registry import FILE_READERS
 from megalith.errors import InputError, UnknownNameError
 from megalith.models import TableSettings
@@ -26,6 +28,8 @@ from megalith.ps.recovery import LOGS
 from megalith.ps.shards import MODES as SERVER_MODES
 from megalith.routing import MODES
 from megalith.shards.row_encoding import check_wire
+from megalith.table import Initializer, Uniform
+from megalith.table.config import MISSING
 from megalith.table.optimizers import OPTIMIZERS, Optimizer
 from megalith.training.table_settings import (
     build_optimizer,
@@ -33,6 +37,7 @@ from megalith.training.table_settings import (
     needs_passes,
     parse_admission,
     parse_eviction,
+    parse_initializer,
     parse_precision,
     parse_rounding,
     parse_serving,
@@ -67,12 +72,17 @@ class DataConfig:
 
     kind: str = "movielens"
     """Kind of data: movielens, synthetic, parquet, csv, criteo or monolith."""
-    path: str | None = None
-    """File, directory or pattern to train on. For movielens, its directory; downloaded if not given."""
-    test_path: str | None = None
+    path: str | list[str] | None = None
+    """File, directory or pattern to train on, or several in their order (--path a --path b). For movielens,
+    its directory; downloaded if not given."""
+    test_path: str | list[str] | None = None
     """Data to evaluate on. Without it, movielens and synthetic data hold out their last part."""
-    validation_path: str | None = None
+    validation_path: str | list[str] | None = None
     """Data to validate on during training (--validate-every). Default: the data to evaluate on."""
+    split_time: str | None = None
+    """Time of the time column, such as 2026-11-08 or 2026-11-08T12:00 (UTC), or seconds since 1970. Rows of
+    that time or later are not trained on: they are the data to validate on and, without test_path, to
+    evaluate on."""
     batch_size: int = 1024
     """Rows per batch."""
     on_error: str = "raise"
@@ -84,6 +94,30 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _check_types("data", self)
+
+    @property
+    def split_seconds(self) -> int | None:
+        """`split_time` in seconds since 1970."""
+        given = self.split_time
+        if given is None or given.isdecimal():
+            return None if given is None else int(given)
+        try:
+            time = datetime.fromisoformat(given)
+        except ValueError:
+            raise InputError(
+                "config: data.split_time must be a time such as 2026-11-08 or 2026-11-08T12:00, or seconds "
+                f"since 1970, got {given!r}"
+            ) from None
+        return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp())
+
+    @property
+    def title(self) -> str:
+        """The kind and the paths of the training data, for the user."""
+        if self.path is None:
+            return f"{self.kind} data"
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        return f"{self.kind} files {', '.join(paths[:3])}{more}"
 
 
 @dataclass(frozen=True)
@@ -118,9 +152,9 @@ class TrainConfig:
     """
 
     epochs: int = 1
-    """Number of passes over the data."""
+    """Number of passes over the data. A run that continues another one (--from) counts its own."""
     max_steps: int | None = None
-    """Stop after this number of batches."""
+    """Stop after this number of batches. A run that continues another one (--from) counts its own."""
     lr: float = 1e-3
     """Learning rate of Adam for the dense weights."""
     table_optimizer: str = "adagrad"
@@ -138,6 +172,13 @@ class TrainConfig:
     several separated by commas, further arguments as in capacity.score=lfu. Default: none."""
     evict_every: int = 1000
     """Number of batches in which ttl and min_norm pass over the tables, a small part after each batch."""
+    initializer: str | None = None
+    """How the embeddings of a new row are drawn, in tables without their own value: zeros, ones, constant=X,
+    uniform=LOW (further arguments as in uniform.high=0.05), normal=MEAN or truncated_normal=MEAN (as in
+    normal.std=0.01). Default: uniform from -0.05 to 0.05."""
+    missing: str = "initial"
+    """What an id without a row reads as, in tables without their own value: initial (its initial row) or
+    zeros."""
     precision: str = "float32"
     """Stored type of embeddings, in tables without their own value: float32, float16 or bfloat16."""
     rounding: str = "nearest"
@@ -170,6 +211,10 @@ class TrainConfig:
     tracker: str | None = None
     """Where metrics go besides metrics.jsonl and TensorBoard: wandb, mlflow, opentelemetry, prometheus (or
     prometheus:HOST:PORT, default 127.0.0.1:9464), several separated by commas. An empty value: nowhere."""
+    progressive: str | None = None
+    """Score each batch before the model is trained on it, and report AUC and log loss by period: hour, day or
+    week of the time column, or a number of batches. In one process also for rows with ids that have no row
+    yet."""
     validate_every: int | None = None
     """Batches between two validations, which are lines of metrics.jsonl and a curve in the report. Default:
     none."""
@@ -242,25 +287,31 @@ def _check_types(name: str, section: Any) -> None:
     hints = get_type_hints(type(section))
     for key, value in vars(section).items():
         hint = hints[key]
-        allowed = (get_origin(hint),) if get_origin(hint) in (dict, list) else get_args(hint) or (hint,)
+        kinds = (hint,) if get_origin(hint) in (dict, list) else get_args(hint) or (hint,)
+        allowed = tuple(get_origin(kind) or kind for kind in kinds)
         if isinstance(value, int) and not isinstance(value, bool) and float in allowed:
             continue
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             wanted = " or ".join("nothing" if t is type(None) else t.__name__ for t in allowed)
             raise InputError(f"config: {name}.{key} must be {wanted}, got {value!r}")
+        if isinstance(value, list) and not all(isinstance(each, str) for each in value):
+            raise InputError(f"config: {name}.{key} must be a list of texts, got {value!r}")
 
 
 KINDS = ("movielens", "synthetic", *FILE_READERS)
 TABLE_OPTIMIZERS = tuple(sorted(OPTIMIZERS))
 """The optimizers of tables that a run can choose by name."""
 
+PERIODS = {"hour": 3600, "day": 86_400, "week": 604_800}
+"""Seconds of a period by its name."""
 MAX_THREADS = 1024
 METRICS = ("log_loss", "auc")
 
 MAY_CHANGE = (
-    *("admission", "eviction", "evict_every", "precision", "rounding", "serving"),
+    *("admission", "eviction", "evict_every", "precision", "rounding", "serving", "initializer", "missing"),
     *("huge_pages", "device_bytes", "deterministic", "epochs", "max_steps", "device", "threads"),
-    *("log_every", "tracker", "save_every", "save_interval", "save_async", "keep_last", "keep_every"),
+    *("log_every", "tracker", "progressive", "save_every", "save_interval", "save_async"),
+    *("keep_last", "keep_every"),
     *("validate_every", "patience", "keep_best"),
     *("micro_batches", "block_size", "wire", "comm_metrics", "timeout"),
     *("servers", "workers", "server_mode", "staleness", "server_log", "ray_address"),
@@ -268,7 +319,10 @@ MAY_CHANGE = (
 )
 """Keys of [train] that may change when a run is resumed; the sections [tables.NAME] may change too."""
 
-FIXED_DATA = ("kind", "path", "test_path", "validation_path", "schema", "options")
+MAY_CHANGE_WITH_DATA = (*MAY_CHANGE, "lr", "table_lr", "metric", "seed")
+"""Keys of [train] that may change when a run continues another one with other data, as [data] may."""
+
+FIXED_DATA = ("kind", "path", "test_path", "validation_path", "split_time", "schema", "options")
 """Keys of [data] that belong to a trained model, or that `eval` and `predict` take as arguments."""
 
 
@@ -287,11 +341,10 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     """Section [train]."""
     tables: dict[str, Any] = field(default_factory=dict)
-    """Sections [tables.NAME]: `admission`, `eviction`, `precision`, `rounding`, `serving`, `huge_pages`,
-    `device_bytes`, `deterministic` and `trainable` (false: the table does not change) of single tables.
-    Policies and `serving` are text as in [train], or sections such as [tables.user.eviction.ttl];
-    `precision` and `serving` may be lists with one value for each segment of a row. A key that is missing has
-    the value of [train]."""
+    """Sections [tables.NAME]: the fields of `megalith.models.TableSettings` for single tables. Optimizers,
+    initializers, policies and `serving` are text as in [train], or sections such as
+    [tables.user.eviction.ttl]; `optimizer`, `initializer`, `precision` and `serving` may be lists with one
+    value for each segment of a row. A key that is missing has the value of [train]."""
 
     def __post_init__(self) -> None:
         for name, kind in _SECTIONS.items():
@@ -327,11 +380,14 @@ class RunConfig:
             rate = getattr(self.train, name)
             if not (math.isfinite(rate) and rate >= 0):
                 raise InputError(f"config: train.{name} must be a finite number of 0 or more, got {rate}")
+        _ = self.data.split_seconds, self.period  # raises for wrong values
         self._check_ranks()
         self._check_servers()
         if not isinstance(self.tables, Mapping):
             raise InputError("config: [tables] must be a section")
-        _ = self.shared_settings, self.table_settings, self.table_optimizer  # raises for wrong values
+        check_one_of(self.train.missing, MISSING, "train.missing")
+        _ = self.shared_settings, self.initializer  # raises for wrong values
+        _ = self.table_settings, self.table_optimizer
         self._check_gpu_settings()
 
     def _check_gpu_settings(self) -> None:
@@ -431,15 +487,34 @@ class RunConfig:
         )
 
     @property
+    def initializer(self) -> Initializer:
+        """The initializer of the embeddings."""
+        return parse_initializer(self.train.initializer, "train.initializer") or Uniform()
+
+    @property
     def table_settings(self) -> dict[str, TableSettings]:
-        """The policies and the precision of the tables with their own section."""
-        return parse_tables(self.tables, self.shared_settings)
+        """The settings of the tables with their own section."""
+        return parse_tables(self.tables, self.shared_settings, self.train.table_lr)
 
     @property
     def evict_every(self) -> int | None:
         """`train.evict_every`, or None if no policy needs passes over a table."""
         used = (self.shared_settings, *self.table_settings.values())
         return self.train.evict_every if any(needs_passes(tuple(p.eviction)) for p in used) else None
+
+    @property
+    def period(self) -> tuple[str, int] | None:
+        """`train.progressive`: the unit of a period, "seconds" or "steps", and their number."""
+        given = self.train.progressive
+        if given is None:
+            return None
+        if given in PERIODS:
+            return "seconds", PERIODS[given]
+        if given.isdecimal() and int(given):
+            return "steps", int(given)
+        raise InputError(
+            f"config: train.progressive must be {', '.join(PERIODS)} or a number of batches, got {given!r}"
+        )
 
     @property
     def wire(self) -> str | dict[str, str]:
@@ -574,12 +649,76 @@ class RunConfig:
                 if value == here[section][key] or (section, key) == ("data", "schema"):
                     continue
                 if section != "train" or key not in MAY_CHANGE:
+                    remedy = "start over, or choose another directory"
+                    if section == "data":
+                        remedy = "--from trains the model of a run on other data"
                     raise InputError(
                         f"{section}.{key} is {here[section][key]!r} in the resumed run and {value!r} now; it "
-                        "cannot change when a run is resumed; start over, or choose another directory"
+                        f"cannot change when a run is resumed; {remedy}"
                     )
                 changes[key] = value
         return changes
+
+    def continued(self, wanted: RunConfig) -> RunConfig:
+        """Return the config of a run that trains the model of this one on other data.
+
+        Args:
+            wanted: The wanted config. [data] may differ: its schema may name other columns for the same
+                features, and it gets the fitted means and the kinds of ids of this config. In [train],
+                `MAY_CHANGE_WITH_DATA` lists the keys that may differ; [tables.NAME] may differ too.
+
+        Returns:
+            A new config.
+
+        Raises:
+            InputError: A key differs that belongs to the model; the message names it.
+        """
+        checks.instance(wanted, RunConfig, "config: wanted")
+        here, there = self.to_dict(), wanted.to_dict()
+        for section in ("model", "train"):
+            for key, value in there[section].items():
+                if value != here[section][key] and (section == "model" or key not in MAY_CHANGE_WITH_DATA):
+                    raise InputError(
+                        f"{section}.{key} is {here[section][key]!r} in the run that is continued and "
+                        f"{value!r} now; it belongs to the trained model: leave it out, or start a new run"
+                    )
+        return wanted.changed(data_schema=_continued_schema(self.data.schema, wanted.data.schema))
+
+
+def _continued_schema(own: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return the wanted columns with the fitted means and kinds of ids of a trained model."""
+    if not wanted or not own or wanted == own:
+        return wanted or own
+    old, new = Schema.from_dict(own), Schema.from_dict({"label": None, **wanted})
+    if list(old.feature_columns) != list(new.feature_columns):
+        raise InputError(
+            f"config: [data.schema] has the features {', '.join(new.feature_columns) or 'none'}, but the run "
+            f"that is continued has {', '.join(old.feature_columns) or 'none'}: name the same features in "
+            'the same order; a column of another name is user = "user_id" (--features user=user_id)'
+        )
+    features = {}
+    for name, column in new.feature_columns.items():
+        before = old.feature_columns[name]
+        if column.slot != before.slot:
+            raise InputError(
+                f"config: [data.schema]: feature {name!r} has slot {column.slot}, but slot {before.slot} in "
+                "the run that is continued: its ids would name other rows"
+            )
+        features[name] = replace(column, ids=before.ids)
+    if [_kind(column) for column in old.dense_columns] != [_kind(column) for column in new.dense_columns]:
+        raise InputError(
+            "config: [data.schema] has other dense columns than the run that is continued: it needs "
+            f"{len(old.dense_columns)} with the same normalise and indicator, in the same order"
+        )
+    dense = [
+        replace(column, mean=before.mean, std=before.std)
+        for column, before in zip(new.dense_columns, old.dense_columns, strict=True)
+    ]
+    return replace(new, features=features, dense=dense).to_dict()
+
+
+def _kind(column: DenseColumn) -> tuple[str, bool]:
+    return column.normalise, column.indicator
 
 
 def _section(name: str, kind: Any, data: Any) -> Any:

@@ -61,14 +61,18 @@ def open_test(config: RunConfig) -> Reader | None:
     data = config.data
     if data.kind in _DATASETS:
         return open_source(config).test
-    return None if data.test_path is None else _file_reader(data, data.test_path)
+    if data.test_path is not None:
+        return _file_reader(data, data.test_path)
+    if data.split_seconds is None or data.path is None:
+        return None
+    return _file_reader(data, data.path).between(start=data.split_seconds)
 
 
 def open_reader(config: DataConfig, path: Path, *, labelled: bool = True) -> Reader:
     """Open other files with the reader and schema of a config.
 
     Args:
-        config: The data config of a trained run.
+        config: The data config of a trained run. Its `split_time` does not apply to other files.
         path: File or directory.
         labelled: Whether the files have labels.
 
@@ -103,6 +107,8 @@ def _movielens(config: RunConfig) -> DataSource:
     check_options("data.options", config.data.options, load_movielens, passed=("cache_dir",))
     history = _integer(config.data.options, "history", 0)
     path = config.data.path
+    if isinstance(path, list):
+        raise InputError(f"config: data.path must be one directory for movielens, got {path!r}")
     data = load_movielens(history=history) if path is None else read_movielens(path, history=history)
     splits = data.split(1 - TEST_SHARE, 0)
     size = config.data.batch_size
@@ -148,19 +154,28 @@ def _files(config: RunConfig) -> DataSource:
     if data.path is None:
         raise InputError(f"config: data.path must name the {data.kind} files to train on")
     train = _file_reader(data, data.path)
+    if data.split_seconds is not None:
+        train = train.between(end=data.split_seconds)
     if isinstance(train, ColumnReader):
         train = train.with_schema(train.fit())
         data = replace(data, schema=train.schema.to_dict())
-    title = f"{data.kind} files {data.path}{_normalisation(train)}"
+    title = f"{data.title}{_normalisation(train)}"
     test = open_test(replace(config, data=data))
     return DataSource(title, train, **_held_out(data, test), config=data)
 
 
 def _held_out(data: DataConfig, test: Reader | None) -> dict[str, Any]:
     """The test and validation data of a source."""
-    path = data.validation_path
-    if path is not None and data.kind in _DATASETS:
-        raise InputError(f"config: data.validation_path: {data.kind} data validates on its held-out part")
+    for key in ("validation_path", "split_time"):
+        if getattr(data, key) is not None and data.kind in _DATASETS:
+            raise InputError(f"config: data.{key}: {data.kind} data validates on its held-out part")
+    path, time = data.validation_path, data.split_seconds
+    if path is not None and time is not None:
+        raise InputError(
+            "config: data.validation_path and data.split_time both name data to validate on: leave out one"
+        )
+    if time is not None and data.test_path is not None and data.path is not None:
+        return {"test": test, "validation": _file_reader(data, data.path).between(start=time)}
     return {"test": test, "validation": test if path is None else _file_reader(data, path)}
 
 
@@ -171,7 +186,7 @@ def _normalisation(reader: Reader) -> str:
     return f"\nnormalised by {', '.join(fitted)}" if fitted else ""
 
 
-def _file_reader(config: DataConfig, path: str, labelled: bool = True) -> Reader:
+def _file_reader(config: DataConfig, path: str | list[str], labelled: bool = True) -> Reader:
     options = {"batch_size": config.batch_size, "on_error": config.on_error, **config.options}
     passed = ("paths", "schema", "labelled", "binary_labels")
     check_options("data.options", options, reader_class(config.kind), passed=passed)

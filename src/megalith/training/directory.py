@@ -165,3 +165,8 @@ def find_checkpoint(path: str | Path) -> Path:
     """Return the checkpoint of a run's directory. Another path is returned unchanged."""
     root = Path(path)
     return root / CHECKPOINT if (root / CHECKPOINT / "manifest.json").exists() else root
+
+
+def run_of(checkpoint: Path) -> Path:
+    """Return the directory of the run of one of its checkpoints."""
+    return checkpoint.parent.parent if checkpoint.parent.name == KEPT_CHECKPOINTS else checkpoint.parent

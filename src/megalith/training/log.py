@@ -1,24 +1,37 @@
 """What a run reports: events, metrics.jsonl, and numbers of its tables.
 
-A `Watcher` receives the events. `LogWindow` holds loss and AUC since the last line of metrics.jsonl, and
-`TableNumbers` the rows, counters and bytes of all tables on all ranks together; its calls are collective.
-Metrics for other systems are in `trackers.py`, the frequencies of ids in `id_frequencies.py`.
+A `Watcher` receives the events. `LogWindow` holds loss and AUC since the last line of metrics.jsonl,
+`Periods` those of batches before the model was trained on them, and `TableNumbers` the rows, counters and
+bytes of all tables on all ranks together; its calls are collective. Metrics for other systems are in
+`trackers.py`, the frequencies of ids in `id_frequencies.py`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+
+from megalith.data import Batch
 from megalith.distributed.ranks import Ranks
-from megalith.metrics import BinnedAUC
-from megalith.shards import CommReport, Shards
+from megalith.errors import InputError
+from megalith.metrics import BinnedAUC, log_loss
+from megalith.models import Model
+from megalith.shards import CommReport, LocalShards, Shards
 from megalith.table import HostTierUse, MemoryUse
+from megalith.training.batches import StepBatch
+from megalith.training.config import PERIODS
+from megalith.training.model import score
 from megalith.training.publishing import Pushed
 from megalith.training.steps import BatchScores
+from megalith.training.worker_batches import DoneStep
 
 
 class Watcher:
@@ -46,6 +59,13 @@ class Watcher:
         Args:
             record: Its line in metrics.jsonl.
             best: Whether it is the best one so far.
+        """
+
+    def period(self, record: Mapping[str, Any]) -> None:
+        """Called at the end of every period if train.progressive is set.
+
+        Args:
+            record: Its line in metrics.jsonl.
         """
 
     def communicated(self, report: CommReport) -> None:
@@ -115,6 +135,124 @@ class LogWindow:
             self.auc.update(logits, batch.labels, batch.weights)
         self.total += loss * samples
         self.samples += samples
+
+    def add_rows(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+        self.auc.update(logits, labels, weights)
+        if len(logits):
+            self.total += log_loss(logits, labels, weights) * len(logits)
+            self.samples += len(logits)
+
+    @classmethod
+    def sum(cls, windows: Sequence[LogWindow]) -> LogWindow:
+        total = cls()
+        for window in windows:
+            total.auc.sums += window.auc.sums
+            total.total += window.total
+            total.samples += window.samples
+        return total
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The numbers of a line of the log; None where there are none."""
+        auc = self.auc.compute()
+        loss = self.total / self.samples if self.samples else None
+        return {"samples": self.samples, "loss": loss, "auc": None if math.isnan(auc) else auc}
+
+
+ALL_ROWS = ""
+"""The name of the window of all rows, next to those of rows with new ids of a feature."""
+
+
+class Periods:
+    """Progressive validation: each batch is scored before the model is trained on it (`train.progressive`).
+
+    A batch belongs to the period of its newest row, or of its step. A period ends at the first line of the
+    log at which no rank is in it, and at the end of the run: after a stop it has a second line.
+    """
+
+    def __init__(self, model: Model, ranks: Ranks, unit: str, size: int) -> None:
+        self._model, self._ranks, self._unit, self._size = model, ranks, unit, size
+        self._open: dict[int, dict[str, LogWindow]] = {}
+        self._last: int | None = None
+        # Scores in training are those of serving, unless the model drops weights at random.
+        self._scores_again = any(isinstance(x, nn.Dropout) and x.p > 0 for x in model.modules())
+
+    def before(self, number: int, step: StepBatch | DoneStep) -> Scored:
+        """Find the period of a batch and its rows with new ids; score it as far as training does not."""
+        time = step.batch.time if isinstance(step, StepBatch) else step.time
+        at = number if self._unit == "steps" else time
+        if at is None:
+            raise InputError(
+                "train.progressive: the data has no times: name the time column (--time, or time in "
+                "[data.schema]), or give a number of batches"
+            )
+        self._last = at // self._size
+        if not isinstance(step, StepBatch):
+            return Scored(self._last, None, {})
+        own = step.part(self._ranks.rank, self._ranks.size, range(self._ranks.rank, self._ranks.rank + 1))
+        scores = None
+        if self._scores_again:
+            self._model.eval()
+            with torch.no_grad():
+                scores = [BatchScores(own, score(self._model, own))]
+            self._model.train()
+        return Scored(self._last, scores, self._new_ids(own))
+
+    def _new_ids(self, batch: Batch) -> dict[str, Tensor]:
+        """Return which rows have an id without a row of its table, by feature, if the tables are here."""
+        shards, found = self._model.embeddings.shards, {}
+        if isinstance(shards, LocalShards):
+            for feature in self._model.embeddings.features:
+                column = batch.features[feature.name]
+                absent = shards.local[feature.table].find(column.values) < 0
+                found[feature.name] = torch.zeros(len(batch), dtype=torch.bool, device="cpu")
+                found[feature.name][column.row_ids()[absent]] = True
+        return found
+
+    def add(self, before: Scored, trained: list[BatchScores]) -> None:
+        """Add a batch with the scores of its training step."""
+        scored = trained if before.scores is None else before.scores
+        if not scored:
+            return
+        windows = self._open.setdefault(before.period, {})
+        logits = torch.cat([each.logits for each in scored])
+        labels = torch.cat([each.batch.labels for each in scored])
+        weights = [each.batch.weights for each in scored if each.batch.weights is not None]
+        columns = (logits, labels, torch.cat(weights)) if weights else (logits, labels)
+        for name, rows in ((ALL_ROWS, None), *before.new.items()):
+            parts = columns if rows is None else [column[rows] for column in columns]
+            windows.setdefault(name, LogWindow()).add_rows(*parts)
+
+    def ended(self, *, everything: bool = False) -> list[dict[str, Any]]:
+        """Return the records of the periods that have ended. A collective call."""
+        last = [each for each in self._ranks.gather(self._last) if each is not None]
+        ended = [key for key in self._open if everything or key < min(last)]
+        keys = sorted(set().union(*self._ranks.gather(ended)))
+        return [self._record(key, self._ranks.gather(self._open.pop(key, {}))) for key in keys]
+
+    def _record(self, key: int, everywhere: list[dict[str, LogWindow]]) -> dict[str, Any]:
+        numbers: dict[str, dict[str, Any]] = {}
+        for name in dict.fromkeys(name for windows in everywhere for name in windows):
+            numbers[name] = LogWindow.sum(
+                [windows[name] for windows in everywhere if name in windows]
+            ).numbers
+        return {"period": self._label(key), **numbers.pop(ALL_ROWS), "new": numbers}
+
+    def _label(self, key: int) -> str:
+        if self._unit == "steps":
+            return f"steps {key * self._size} to {(key + 1) * self._size - 1}"
+        start = datetime.fromtimestamp(key * self._size, UTC)
+        return start.strftime("%Y-%m-%d %H:00" if self._size < PERIODS["day"] else "%Y-%m-%d")
+
+
+class Scored(NamedTuple):
+    """A batch before the model is trained on it."""
+
+    period: int
+    scores: list[BatchScores] | None
+    """None: those of the training step."""
+    new: dict[str, Tensor]
+    """Feature -> whether a row has an id without a row of its table, bool [rows]."""
 
 
 _TOTALS = ("created", "removed", "evicted", "refused")

@@ -164,6 +164,8 @@ def model_for(
         tables=config.model.tables,
         admission=shared.admission,
         eviction=shared.eviction,
+        initializer=config.initializer,
+        missing=config.train.missing,
         precision=config.train.precision,
         rounding=config.train.rounding,
         serving=parse_serving(config.train.serving, "train.serving"),

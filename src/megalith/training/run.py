@@ -41,12 +41,21 @@ from megalith.ops import checks
 from megalith.shards import CommMetrics, SyncShards
 from megalith.table import HostTierUse
 from megalith.training.batches import RunBatches, StepBatch
-from megalith.training.config import RunConfig
+from megalith.training.config import RunConfig, TrainConfig
 from megalith.training.data_source import DataSource, open_source
-from megalith.training.directory import BEST, CHECKPOINT, KEPT_CHECKPOINTS, RunCheckpoints, RunLock, keep_best
+from megalith.training.directory import (
+    BEST,
+    CHECKPOINT,
+    KEPT_CHECKPOINTS,
+    RunCheckpoints,
+    RunLock,
+    find_checkpoint,
+    keep_best,
+    run_of,
+)
 from megalith.training.evaluation import BestValidation, Evaluation, evaluate, evaluate_batches
 from megalith.training.id_frequencies import FREQUENCIES, IdFrequencies, keep_only
-from megalith.training.log import LogWindow, MetricsLog, TableNumbers, Watcher
+from megalith.training.log import LogWindow, MetricsLog, Periods, TableNumbers, Watcher
 from megalith.training.model import (
     config_of,
     device_of,
@@ -90,6 +99,7 @@ class Run:
     batches: RunBatches | WorkerBatches
     ranks: Ranks
     step: int
+    first_step: int
     epoch: int
     samples: int
     seconds: float
@@ -145,13 +155,16 @@ class Run:
 
     def _begin(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / "config.json").write_text(json.dumps(self.config.to_dict(), indent=1))
+        self._write_config()
         self.log = MetricsLog(self.directory / "metrics.jsonl", keep_steps=0)
         # Of the replaced run:
         for name in ("evaluation.json", "frequencies.json", "report.html", TRACKER_RUNS):
             (self.directory / name).unlink(missing_ok=True)
         for folder in (BEST, KEPT_CHECKPOINTS, FREQUENCIES, "tensorboard"):
             shutil.rmtree(self.directory / folder, ignore_errors=True)
+
+    def _write_config(self) -> None:
+        (self.directory / "config.json").write_text(json.dumps(self.config.to_dict(), indent=1))
 
     @classmethod
     def resume(cls, directory: str | Path, changes: Mapping[str, Any] | None = None) -> Run:
@@ -175,21 +188,96 @@ class Run:
         self._join_ranks(config.train.timeout)
         with self._closed_on_error():
             self._open(config)
-            self._load(manifest)
+            saved = self._load(self.directory / CHECKPOINT)
+            self.first_step, self.epoch = saved.get("first_step", 0), saved["epoch"]
+            self._saved = (manifest.tip, self.step)
+            self.best = BestValidation(**saved.get("best", {}))
+            self._agreed(lambda: self.batches.seek(saved["position"]))
+            self._on_rank_0(self._continue_logs)
         return self
 
-    def _load(self, manifest: checkpoint.Manifest) -> None:
-        report = checkpoint.load(self.model, self.directory / CHECKPOINT, optimizer=self.optimizer)
-        saved, self.notes = report.progress, report.notes
-        self.step, self.epoch, self.samples = saved["step"], saved["epoch"], saved["samples"]
-        self.seconds = saved["seconds"]
-        self._saved = (manifest.tip, self.step)
+    @classmethod
+    def continue_from(
+        cls,
+        base: str | Path,
+        directory: str | Path | None = None,
+        *,
+        config: RunConfig | None = None,
+        start_over: bool = False,
+        **changes: Any,
+    ) -> Run:
+        """Train the model of a run on other data: tables, dense weights, optimizers and the step continue.
+
+        The result has the same bits as one run over the data of both in this order, if the number of rows of
+        the first data is a multiple of the batch size. Epochs, `max_steps` and the best validation begin
+        again. Fitted means and kinds of ids are those of the base.
+
+        Args:
+            base: Directory of a run that has ended, or one of its checkpoints, which need not be its last.
+            directory: Directory of the new run. None: the run continues in its own directory.
+            config: The wanted config; see `RunConfig.continued`. None: that of the base.
+            start_over: Whether to replace another run that is in the directory.
+            **changes: Further values as for `RunConfig.changed`, such as data_path="week49".
+
+        Returns:
+            The run, at the start of the new data.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint.
+            UsageError: The base has not ended, or the directory holds another run.
+            InputError: No data is named, a value cannot change, or the data does not have the columns of the
+                base.
+        """
+        base = checks.path(base, "run: base")
+        checks.flag(start_over, "run: start_over")
+        root = find_checkpoint(base)
+        manifest = checkpoint.read_manifest(root)
+        saved = config_of(manifest, base)
+        wanted = saved if config is None else checks.instance(config, RunConfig, "run: config")
+        if config is None and not {"data_path", "data_kind", "data_options"} & changes.keys():
+            raise InputError(
+                f"{base} was trained on {saved.data.title}: name the new data (--path); to train on the same "
+                "data again, resume the run with more epochs (--resume --epochs)"
+            )
+        if root != base and not _has_ended(saved.train, manifest.progress):
+            raise UsageError(
+                f"{base} has not ended: finish it first (--resume), or continue from what it has saved with "
+                f"the path of the checkpoint, {root}"
+            )
+        self = cls.__new__(cls)
+        home = run_of(root)
+        self.directory = home if directory is None else checks.path(directory, "run: directory")
+        in_place = self.directory.resolve() == home.resolve()
+        if in_place and root.name != CHECKPOINT:
+            raise UsageError(
+                f"{root} is not the newest checkpoint of {home}: choose a directory for the new run (--run)"
+            )
+        chosen = saved.continued(wanted.changed(**changes))
+        self._join_ranks(chosen.train.timeout)
+        self._on_rank_0(lambda: None if in_place or start_over else self._check_free())
+        with self._closed_on_error():
+            self._open(chosen)
+            self._load(root)
+            self.first_step = self.step
+            self.notes.insert(0, f"continues {base} at step {self.step:,}")
+            for group in self.optimizer.param_groups:
+                group["lr"] = chosen.train.lr
+            self._on_rank_0(self._continue_logs if in_place else self._begin)
+            if self.ranks.rank == 0:
+                self._write_config()
+                self.frequencies = IdFrequencies.load(home / FREQUENCIES, self.step)
+        return self
+
+    def _load(self, root: Path) -> dict[str, Any]:
+        """Load a checkpoint into the model; return the progress of its run."""
+        report = checkpoint.load(self.model, root, optimizer=self.optimizer)
+        saved = report.progress
+        self.notes = report.notes
+        self.step, self.samples, self.seconds = saved["step"], saved["samples"], saved["seconds"]
         self._numbers.continue_from(saved.get("counters"))
-        self.best = BestValidation(**saved.get("best", {}))
-        self._agreed(lambda: self.batches.seek(saved["position"]))
         self.batches.list_features.update(saved.get("list_features", self.source.train.feature_names))
         checkpoint.set_rng_state(saved["rng"])
-        self._on_rank_0(self._continue_logs)
+        return saved
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -228,7 +316,7 @@ class Run:
         random.seed(config.train.seed)  # checkpoints hold the state of both generators
         self.source = self._open_source(config)
         self.config = config.changed(data_schema=self.source.config.schema)
-        self.step = self.epoch = self.samples = 0
+        self.step = self.first_step = self.epoch = self.samples = 0
         self.best = BestValidation()
         self._validation: RunBatches | None = None
         if config.train.validate_every is not None:
@@ -249,6 +337,7 @@ class Run:
         if self.ranks.size > 1:
             broadcast_dense(self.model, self._group, optimizer=self.optimizer)
         self._steps = self._make_steps()
+        self._periods = None if config.period is None else Periods(self.model, self.ranks, *config.period)
         self.seconds = 0.0
         self.stop_requested = False
         self.frequencies = IdFrequencies()
@@ -301,7 +390,7 @@ class Run:
         """Number of steps before the run saves or ends; None: it is not known."""
         train, most = self.config.train, self.config.train.max_steps
         limits = [n - self.step % n for n in (train.save_every, train.validate_every) if n is not None]
-        return min(limits if most is None else [*limits, most - self.step], default=None)
+        return min(limits if most is None else [*limits, self.first_step + most - self.step], default=None)
 
     def _make_steps(self) -> Steps:
         if self._servers is not None:
@@ -411,11 +500,13 @@ class Run:
                     break
             else:
                 self.epoch += 1
+                self._log_periods(watcher, everything=True)
                 self._check_not_empty()
         if self._validation is not None and self.best.last != self.step and not self.stopped:
             started += self._validate(watcher)
         if window.samples:  # the batches since the last line: the log covers every sample
             self._log_window(window, watcher)
+        self._log_periods(watcher, everything=True)
         self.save(watcher)
         if self._trackers is not None:
             self.frequencies.write(self.directory / "frequencies.json", self.samples)
@@ -465,13 +556,8 @@ class Run:
         return self._done() and not self.stopped
 
     def _done(self) -> bool:
-        limit = self.config.train.max_steps
-        return (
-            self.stopped
-            or self.stopped_early
-            or self.epoch >= self.config.train.epochs
-            or (limit is not None and self.step >= limit)
-        )
+        progress = {"step": self.step, "first_step": self.first_step, "epoch": self.epoch}
+        return self.stopped or self.stopped_early or _has_ended(self.config.train, progress)
 
     @property
     def stopped_early(self) -> bool:
@@ -491,10 +577,14 @@ class Run:
         return self.stop_requested and self.batches.settle()
 
     def _train_batch(self, step: StepBatch | DoneStep, window: LogWindow) -> float:
+        periods = self._periods if self.epoch == 0 else None  # later epochs have seen the rows
+        before = None if periods is None else periods.before(self.step, step)
         try:
             loss, scored = self._steps.take(step, stop=self.stop_requested)
         except InputError as error:
             raise InputError(f"step {self.step}: {error}") from error
+        if periods is not None and before is not None:
+            periods.add(before, scored)
         self.step += 1
         self.samples += step.rows
         if self.ranks.rank == 0 and step.batch is not None:
@@ -503,6 +593,7 @@ class Run:
         return loss
 
     def _log_window(self, window: LogWindow, watcher: Watcher) -> None:
+        self._log_periods(watcher)
         record = self._record(window)
         report = None if self._comm is None else self._comm.collect(self.step)
         if self._trackers is None:
@@ -514,6 +605,21 @@ class Run:
             self._trackers.log(report.scalars(), self.step)
             self._trackers.log_histograms(report.histograms(), self.step)
             watcher.communicated(report)
+
+    def _log_periods(self, watcher: Watcher, *, everything: bool = False) -> None:
+        if self._periods is None:
+            return
+        for numbers in self._periods.ended(everything=everything):
+            if self._trackers is not None:
+                record = {"kind": "period", "step": self.step, **numbers}
+                self.log.write(record)
+                aucs = {
+                    "": numbers["auc"],
+                    **{f"/new/{name}": x["auc"] for name, x in numbers["new"].items()},
+                }
+                shown = {f"period/auc{name}": auc for name, auc in aucs.items() if auc is not None}
+                self._trackers.log(shown, self.step)
+                watcher.period(record)
 
     def rows(self) -> dict[str, int]:
         """Return the number of rows of each table on all ranks together. A collective call."""
@@ -648,6 +754,7 @@ class Run:
         return {
             "config": self.config.to_dict(),
             "step": self.step,
+            "first_step": self.first_step,
             "epoch": self.epoch,
             "samples": self.samples,
             "seconds": self.seconds,
@@ -681,6 +788,17 @@ class Run:
             written = {"step": self.step, **result.to_dict()}
             (self.directory / "evaluation.json").write_text(json.dumps(written, indent=1))
         return result
+
+
+def _has_ended(train: TrainConfig, progress: Mapping[str, Any]) -> bool:
+    """Whether all epochs and steps of a run are done, or its validations have stopped it."""
+    steps = progress["step"] - progress.get("first_step", 0)
+    since = progress.get("best", {}).get("since", 0)
+    return (
+        progress["epoch"] >= train.epochs
+        or (train.max_steps is not None and steps >= train.max_steps)
+        or (train.patience is not None and since >= train.patience)
+    )
 
 
 def _watcher(given: Watcher | None) -> Watcher:

@@ -1,6 +1,7 @@
-"""Settings of tables in the config of a run: policies, precision and optimizer, from text or TOML sections.
+"""Settings of tables in the config of a run, from text or TOML sections.
 
     eviction = "ttl=2592000, capacity=1000000, capacity.score=lfu"
+    initializer = "normal=0, normal.std=0.01"
     precision = "bfloat16"
     serving = "fixed_point=0.5"
     table_optimizer = "adam"
@@ -8,13 +9,15 @@
     table_options = "eps=1e-6, bias_correction=row, betas=0.9:0.99"
 
     [tables.user]
+    optimizer = ["ftrl=0.1", "adam=0.01, adam.eps=1e-6"]
     precision = ["float32", "bfloat16"]
     [tables.user.eviction]
     ttl = { seconds = 2592000, per_slot = { 3 = 86400 } }
     capacity = 1000000
 
-Text and sections give a policy by its name in `megalith.table.policies`, and a serving precision by its name.
-A number is its first argument; `capacity.score=lfu`, or a section, gives arguments by name.
+Text and sections give a policy, optimizer, initializer or serving precision by its name. A number is its
+first argument; `capacity.score=lfu`, or a section, gives arguments by name. A list has one value for each
+segment of a row.
 
 `table_options` holds arguments of the optimizer's class. delay_compensated takes `base=NAME` and `strength`;
 its other settings are those of the base.
@@ -29,7 +32,17 @@ from typing import Any
 
 from megalith.errors import InputError, UnknownNameError
 from megalith.models import TableSettings
+from megalith.table.config import MISSING as MISSING_IDS
 from megalith.table.config import PRECISIONS, ROUNDINGS, SERVING_FLOATS, SERVING_PRECISIONS
+from megalith.table.initializers import (
+    Constant,
+    Initializer,
+    Normal,
+    Ones,
+    TruncatedNormal,
+    Uniform,
+    Zeros,
+)
 from megalith.table.optimizers import OPTIMIZERS, DelayCompensated, Optimizer
 from megalith.table.policies import ADMISSIONS, EVICTIONS, Admission, Capacity, Eviction
 from megalith.table.serving_precision import ServingPrecision
@@ -38,10 +51,8 @@ TABLE_KEYS = tuple(field.name for field in fields(TableSettings))
 
 
 def parse_admission(given: str | Mapping[str, Any] | None, where: str) -> Admission | None:
-    policies = _policies(given, ADMISSIONS, where)
-    if len(policies) > 1:
-        raise InputError(f"config: {where} has {len(policies)} policies, but a table has at most one")
-    return policies[0] if policies else None
+    admission: Admission | None = _only(given, ADMISSIONS, where, "policies")
+    return admission
 
 
 def parse_eviction(given: str | Mapping[str, Any] | None, where: str) -> tuple[Eviction, ...]:
@@ -72,13 +83,47 @@ def parse_serving(given: Any, where: str) -> ServingPrecision | str | None:
     if isinstance(given, str) and given.strip() and "=" not in given:
         known = (*SERVING_FLOATS, *(f"{name}=VALUE" for name in SERVING_PRECISIONS))
         check_one_of(given, known, where)
-    found = _policies(given, SERVING_PRECISIONS, where, "precision")
-    if len(found) > 1:
-        raise InputError(f"config: {where} has {len(found)} precisions, but a table has at most one")
-    return found[0] if found else None
+    found: ServingPrecision | None = _only(given, SERVING_PRECISIONS, where, "precisions")
+    return found
 
 
-def parse_tables(tables: Mapping[str, Any], shared: TableSettings) -> dict[str, TableSettings]:
+INITIALIZERS = {
+    "zeros": Zeros,
+    "ones": Ones,
+    "constant": Constant,
+    "uniform": Uniform,
+    "normal": Normal,
+    "truncated_normal": TruncatedNormal,
+}
+
+
+def parse_initializer(given: Any, where: str) -> Initializer | None:
+    found: Initializer | None = _only(_named(given), INITIALIZERS, where, "initializers")
+    return found
+
+
+def _parse_optimizer(given: Any, where: str, lr: float) -> Optimizer | None:
+    given = _named(given)
+    if isinstance(given, str):
+        given = _read_policies(given, where, "OPTIMIZER")
+    if isinstance(given, Mapping):  # without a rate, that of all tables
+        given = {
+            name: {"lr": lr, **settings}
+            if isinstance(settings, Mapping) and settings.keys().isdisjoint(("", "lr"))
+            else settings
+            for name, settings in given.items()
+        }
+    known = {name: kind for name, kind in OPTIMIZERS.items() if kind is not DelayCompensated}
+    found: Optimizer | None = _only(given, known, where, "optimizers")
+    return found
+
+
+def _named(given: Any) -> Any:
+    """A name alone stands for its default arguments."""
+    return {given.strip(): {}} if isinstance(given, str) and given.strip() and "=" not in given else given
+
+
+def parse_tables(tables: Mapping[str, Any], shared: TableSettings, lr: float) -> dict[str, TableSettings]:
     """Build the settings of the tables that have a section [tables.NAME]."""
     found = {}
     for table, given in tables.items():
@@ -88,13 +133,18 @@ def parse_tables(tables: Mapping[str, Any], shared: TableSettings) -> dict[str, 
         for key in given:
             if key not in TABLE_KEYS:
                 raise UnknownNameError(f"config: unknown key {where}.{key} (known: {', '.join(TABLE_KEYS)})")
-        found[table] = _settings(given, shared, where)
+        found[table] = _settings(given, shared, where, lr)
     return found
 
 
-def _settings(given: Mapping[str, Any], shared: TableSettings, where: str) -> TableSettings:
+def _settings(given: Mapping[str, Any], shared: TableSettings, where: str, lr: float) -> TableSettings:
     def own(key: str, parse: Callable[..., Any], missing: Any = None) -> Any:
         return parse(given[key], f"{where}.{key}") if key in given else missing
+
+    def own_by_segment(key: str, parse: Callable[..., Any]) -> Any:
+        if isinstance(given.get(key), list):
+            return [parse(each, f"{where}.{key}") for each in given[key]]
+        return own(key, parse)
 
     found = {
         "admission": own("admission", parse_admission, shared.admission),
@@ -103,7 +153,12 @@ def _settings(given: Mapping[str, Any], shared: TableSettings, where: str) -> Ta
     }
     stored = found["precision"] or str(shared.precision)
     found["rounding"] = own("rounding", lambda value, key: parse_rounding(value, stored, key))
-    found["serving"] = own("serving", _parse_servings)
+    found["serving"] = own_by_segment("serving", parse_serving)
+    found["initializer"] = own_by_segment("initializer", parse_initializer)
+    found["optimizer"] = own_by_segment("optimizer", lambda value, key: _parse_optimizer(value, key, lr))
+    for key, known in (("missing", MISSING_IDS), ("dist_type", ("roundrobin", "hash_roundrobin"))):
+        if key in given:
+            check_one_of(given[key], known, f"{where}.{key}")
     for key in ("trainable", "huge_pages", "deterministic"):
         if not isinstance(given.get(key, True), bool):
             raise InputError(f"config: {where}.{key} must be true or false, got {given[key]!r}")
@@ -111,12 +166,6 @@ def _settings(given: Mapping[str, Any], shared: TableSettings, where: str) -> Ta
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
         raise InputError(f"config: {where}.device_bytes must be an integer, or 0 for no limit; got {size!r}")
     return TableSettings(**{**given, **found})
-
-
-def _parse_servings(given: Any, where: str) -> Any:
-    if isinstance(given, list):  # one for each segment of a row
-        return [parse_serving(each, where) for each in given]
-    return parse_serving(given, where)
 
 
 def needs_passes(eviction: tuple[Eviction, ...]) -> bool:
@@ -128,11 +177,19 @@ def check_one_of(value: Any, known: tuple[str, ...], where: str) -> None:
         raise InputError(f"config: {where} must be one of {', '.join(known)}, got {value!r}")
 
 
-def _policies(given: Any, known: Mapping[str, Any], where: str, noun: str = "policy") -> list[Any]:
+def _only(given: Any, known: Mapping[str, Any], where: str, nouns: str) -> Any:
+    found = _policies(given, known, where, nouns)
+    if len(found) > 1:
+        raise InputError(f"config: {where} has {len(found)} {nouns}, but a table has at most one")
+    return found[0] if found else None
+
+
+def _policies(given: Any, known: Mapping[str, Any], where: str, nouns: str = "policies") -> list[Any]:
+    noun = "policy" if nouns == "policies" else nouns.removesuffix("s")
     if given is None:
         return []
     if isinstance(given, str):
-        given = _read_policies(given, where)
+        given = _read_policies(given, where, noun.upper())
     if not isinstance(given, Mapping):
         raise InputError(
             f"config: {where} must be text such as {next(iter(known))}=100, or a section, got {given!r}"
@@ -143,16 +200,16 @@ def _policies(given: Any, known: Mapping[str, Any], where: str, noun: str = "pol
     return [_policy(known[name], settings, f"{where}.{name}") for name, settings in given.items()]
 
 
-def _read_policies(text: str, where: str) -> dict[str, dict[str, Any]]:
+def _read_policies(text: str, where: str, noun: str) -> dict[str, dict[str, Any]]:
     """Read text such as "capacity=100, capacity.score=lfu": arguments by policy; "" is the first one."""
     found: dict[str, dict[str, Any]] = {}
-    for key, value in _pairs(text, where, "POLICY"):
+    for key, value in _pairs(text, where, noun):
         name, _, argument = key.partition(".")
         if not name:
-            raise InputError(f"config: {where} must be POLICY=VALUE,..., got {text!r}")
+            raise InputError(f"config: {where} must be {noun}=VALUE,..., got {text!r}")
         if argument in found.setdefault(name, {}):  # "ttl." is "ttl" too
             raise InputError(f"config: {where} has {key} twice: {text!r}")
-        found[name][argument] = _policy_value(value)
+        found[name][argument] = _value(value)
     return found
 
 
@@ -169,7 +226,12 @@ def _pairs(text: str, where: str, noun: str) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def _policy_value(text: str) -> int | float | str:
+def _value(text: str) -> Any:
+    """A number, true or false, a tuple of values separated by colons, or the text itself."""
+    if ":" in text:
+        return tuple(map(_value, text.split(":")))
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     for kind in (int, float):
         try:
             return kind(text)
@@ -184,6 +246,8 @@ def _policy(kind: Any, given: Any, where: str) -> Any:
     settings = dict(given) if isinstance(given, Mapping) else {"": given}
     if "" in settings:
         first = settings.pop("")
+        if not known:
+            raise InputError(f"config: {where} has no argument, got {first!r}")
         if known[0] in settings:
             raise InputError(f"config: {where}.{known[0]} is given twice")
         settings[known[0]] = first
@@ -207,7 +271,7 @@ TABLE_OPTIONS = "train.table_options"
 
 
 def build_optimizer(name: str, lr: float, options: str | None) -> Optimizer:
-    settings = _read_settings(options or "")
+    settings = {key: _value(value) for key, value in _pairs(options or "", TABLE_OPTIONS, "SETTING")}
     if OPTIMIZERS[name] is not DelayCompensated:
         return _build(name, lr, settings)
     base, strength = settings.pop("base", None), settings.pop("strength", None)
@@ -241,19 +305,3 @@ def _build(name: str, lr: float, settings: dict[str, Any]) -> Optimizer:
     except InputError as error:
         raise InputError(f"config: {TABLE_OPTIONS}: {error}") from None
     return made
-
-
-def _read_settings(text: str) -> dict[str, Any]:
-    return {
-        key: tuple(map(_setting_value, value.split(":"))) if ":" in value else _setting_value(value)
-        for key, value in _pairs(text, TABLE_OPTIONS, "SETTING")
-    }
-
-
-def _setting_value(text: str) -> bool | float | str:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return float(text)
-    except ValueError:
-        return text
