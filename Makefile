@@ -144,7 +144,7 @@ $(VENV)/installed: $(VENV)/build-tools pyproject.toml $(NATIVE)
 # The report is rendered in a real browser; discovery is tested with a real ZooKeeper.
 $(VENV)/dev: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt pytest pytest-xdist pytest-timeout hypothesis safetensors ruff mypy \
-	  pyarrow tensorboard obstore \
+	  pyarrow pandas polars tensorboard obstore \
 	  'moto[s3]' flask flask-cors protobuf kazoo ray \
 	  grpcio grpcio-health-checking grpcio-reflection prometheus-client starlette uvicorn uvloop
 	$(BIN)/pip install -q --no-deps triton==3.6.0  # its interpreter runs the kernels of the cuda engine
@@ -157,6 +157,7 @@ $(VENV)/dev: $(VENV)/installed
 $(VENV)/integrations: $(VENV)/dev
 	$(BIN)/pip install -q -c constraints.txt lightning accelerate wandb mlflow-skinny opentelemetry-sdk \
 	  onnx onnxscript onnxruntime
+	$(BIN)/pip install -q -c constraints.txt datasets torchdata
 	$(BIN)/pip install -q -c constraints.txt nbclient ipykernel  # run the notebook
 	@touch $@
 

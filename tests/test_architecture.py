@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
 LAYERS = [
     ("errors", "lazy"),
     ("units", "metrics", "bits", "library"),
+    ("hashing",),
     ("ragged", "routing"),
     ("ops",),
     ("storage", "distributed"),

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from megalith import checkpoint as checkpoint
     from megalith.errors import MegalithError as MegalithError
+    from megalith.hashing import hash_strings as hash_strings
     from megalith.nn import EmbeddingCollection as EmbeddingCollection
     from megalith.nn import Feature as Feature
     from megalith.nn import FirstN as FirstN
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from megalith.nn import Sqrtn as Sqrtn
     from megalith.nn import Sum as Sum
     from megalith.ops.ids import fid as fid
-    from megalith.ops.ids import hash_strings as hash_strings
     from megalith.ps import Servers as Servers
     from megalith.ps import ServerShards as ServerShards
     from megalith.ragged import Ragged as Ragged
@@ -78,8 +78,9 @@ else:
         {
             ".": "checkpoint",
             ".errors": "MegalithError",
+            ".hashing": "hash_strings",
             ".nn": "EmbeddingCollection Feature FirstN Layout Mean Pipeline Slice Sqrtn Sum",
-            ".ops.ids": "fid hash_strings",
+            ".ops.ids": "fid",
             ".ps": "ServerShards Servers",
             ".ragged": "Ragged",
             ".routing": "Router",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megalith.data import CriteoReader, CsvReader, DenseColumn, FeatureColumn, Schema
 from megalith.errors import InputError
-from megalith.ops.ids import hash_strings
+from megalith.hashing import hash_strings
 from tests.data.support import check_appended, check_resume, check_shards, labels_of, rows_of
 
 SCHEMA = Schema(label="y", features={"f": "c"}, dense=["d"])

@@ -13,7 +13,7 @@ import torch
 from megalith.data import DataUnavailableError, MemoryReader, load_movielens, read_movielens
 from megalith.data.movielens import DownloadSource, default_cache, fetch_movielens
 from megalith.errors import InputError
-from megalith.ops.ids import hash_strings
+from megalith.hashing import hash_strings
 
 # Made-up people and movies; user, movie, rating, time.
 RATINGS = [

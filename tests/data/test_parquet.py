@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from megalith.data import CsvReader, DenseColumn, FeatureColumn, ParquetReader, Schema
 from megalith.errors import InputError
-from megalith.ops.ids import fid, hash_strings
+from megalith.hashing import hash_strings
+from megalith.ops.ids import fid
 from tests.data.support import check_appended, check_resume, check_shards, labels_of, rows_of
 
 SCHEMA = Schema(label="y", features={"f": "c"})
@@ -226,7 +227,7 @@ def test_files_of_another_format_are_named(tmp_path: Path) -> None:
 def test_resume(tmp_path: Path, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = many(tmp_path)
     check_resume(lambda: ParquetReader(folder, TIMED, batch_size=batch_size))
-    monkeypatch.setattr("megalith.data.parquet.CHUNK_ROWS", 6)
+    monkeypatch.setattr("megalith.data.table_reader.CHUNK_ROWS", 6)
     folder = many(tmp_path / "large groups", files=1, rows=50, group=50)
     check_resume(lambda: ParquetReader(folder, TIMED, batch_size=min(batch_size, 4)))
 
@@ -530,6 +531,6 @@ def test_a_damaged_page_costs_its_row_group(tmp_path: Path) -> None:
 
 def test_without_pyarrow_the_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet", {"y": [0.0], "c": [1]})
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.dataset", None)
     with pytest.raises(ImportError, match=r"pip install '.\[data\]'"):
         ParquetReader(path, SCHEMA, batch_size=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from megalith import Ragged
 from megalith.data import Batch, MemoryReader, Samples
-from megalith.errors import InputError, UsageError
+from megalith.errors import InputError
 from tests.data.support import assert_same_batches, check_shards, labels_of, rows_of
 
 
@@ -101,12 +100,6 @@ def test_a_data_loader_with_one_worker_gives_the_same_batches() -> None:
     reader = MemoryReader(samples(10), batch_size=4)
     loaded = list(DataLoader(reader, batch_size=None, num_workers=1))
     assert_same_batches(loaded, list(MemoryReader(samples(10), batch_size=4)))
-
-
-def test_more_than_one_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalith.data.reader.get_worker_info", lambda: SimpleNamespace(num_workers=2))
-    with pytest.raises(UsageError, match="num_workers=1"):
-        list(MemoryReader(samples(10), batch_size=4))
 
 
 def test_a_batch_can_be_moved_and_sent() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.errors import InputError
-from megalith.ops import ids as ids_module
-from megalith.ops.ids import fid, fid_v1_to_v2, hash_bytes, hash_strings, hash_strings_reference, slot_of
+from megalith.hashing import hash_bytes, hash_strings, hash_strings_reference
+from megalith.ops.ids import fid, fid_v1_to_v2, slot_of
 from megalith.routing import mix
 from tests.fixed_examples import fixed_examples
 
@@ -83,7 +83,7 @@ def test_fast_and_reference_agree(strings: list[str | bytes], seed: int) -> None
 
 
 def test_without_native_code_the_references_hash_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids_module, "native_module", lambda: None)
+    monkeypatch.setattr("megalith.hashing.native_module", lambda: None)
     assert unsigned(hash_strings(list(WORDS))) == list(WORDS.values())
     assert hash_strings([]).shape == (0,)
 

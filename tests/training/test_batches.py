@@ -11,9 +11,9 @@ import torch
 
 from megalith import Ragged
 from megalith.data import Batch, MemoryReader, Reader, Samples, SyntheticReader
+from megalith.data.reader import AHEAD, read_ahead
 from megalith.distributed.ranks import Ranks
-from megalith.training import batches as batches_module
-from megalith.training.batches import BATCHES, RunBatches, read_ahead
+from megalith.training.batches import RunBatches
 from tests.data.support import Row, rows_of
 
 
@@ -30,13 +30,13 @@ def test_batches_are_those_of_the_reader() -> None:
 
 def test_an_error_comes_after_the_batches_before_it() -> None:
     def broken() -> Iterator[Batch]:
-        yield from SyntheticReader(batch_size=4, num_batches=BATCHES + 2)
+        yield from SyntheticReader(batch_size=4, num_batches=AHEAD + 2)
         raise OSError("the disk is gone")
 
     found: list[Batch] = []
     with pytest.raises(OSError, match="disk"):
         found.extend(read_ahead(broken()))
-    assert len(found) == BATCHES + 2
+    assert len(found) == AHEAD + 2
     assert threads() == 0
 
 
@@ -52,7 +52,7 @@ def test_a_loop_that_is_left_ends_the_thread() -> None:
 def test_a_read_that_does_not_end_is_an_error_and_does_not_hold_up_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(batches_module, "LEAVE_SECONDS", 0.05)
+    monkeypatch.setattr("megalith.data.reader.LEAVE_SECONDS", 0.05)
     go_on = threading.Event()
 
     class Stuck(SyntheticReader):

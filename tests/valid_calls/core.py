@@ -8,6 +8,10 @@ from functools import partial
 from inspect import Parameter, Signature, isclass
 from typing import Any
 
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
 import torch
 from torch import nn
 
@@ -264,6 +268,14 @@ def ragged_methods() -> Given:
         "from_nested": {"x": torch.nested.nested_tensor([ids(1), ids(2, 3)], layout=torch.jagged)},
         "from_keyed": {"keyed": Keyed()},
         "concat": {"parts": [column(), column()]},
+        "from_arrow": {
+            "column": pa.array([[1, 2], [3]]),
+            "separator": "|",
+            "weights": pa.array([[1.0, 2], [3]]),
+        },
+        "from_numpy": {"array": np.array([1, 2])},
+        "from_pandas": {"series": pd.Series(["a", "b"])},
+        "from_polars": {"series": pl.Series(["a", "b"])},
         "to_padded": {"pad": 0, "length": 2},
     }
 

@@ -36,7 +36,8 @@ def data_calls() -> Iterator[Call]:
     yield from methods(lambda: samples().to_batch({}), {"part": {"start": 0, "end": 1}})
     yield data.MemoryReader, {"samples": samples(), "shuffle": 1}
     reader = data.MemoryReader(samples(), batch_size=1)
-    yield from methods(lambda: reader.shard(0, 1), {"seek": {"position": reader.position}})
+    state: Arguments = {"position": reader.position, "state": reader.state_dict()}
+    yield from methods(lambda: reader.shard(0, 1), {"*": state})
     yield from calls(data.EqualBatchLoader, data.pad_to_equal_batches, loader=reader)
     yield from calls(data.DenseColumn, column="d", normalise="standard", mean=0.0, std=1.0)
     yield from calls(data.FeatureColumn, column="f", slot=1, hash=True, separator=",")
@@ -48,7 +49,7 @@ def data_calls() -> Iterator[Call]:
     yield data.SyntheticReader, {}
     position = data.SyntheticReader(batch_size=2).position
     made = partial(data.SyntheticReader, batch_size=2, num_batches=2)
-    yield from methods(made, {"*": {"index": 0, "position": position}})
+    yield from methods(made, {"*": {"index": 0, "position": position, "state": made().state_dict()}})
 
 
 def file_calls() -> Iterator[Call]:
@@ -58,10 +59,15 @@ def file_calls() -> Iterator[Call]:
         pyarrow.table({"user": [1, 2], "d": [0.5, 1.5], "label": [0.0, 1.0]}), "x.parquet"
     )
     config: Arguments = {"schema": {"features": {"user": "user"}, "label": "label"}, "batch_size": 2}
-    for path, kind in {"x.csv": data.CsvReader, "x.parquet": data.ParquetReader}.items():
+    table: Arguments = {"user": ["a", "b"], "d": [0.5, 1.5], "label": [0.0, 1.0]}
+    labelled = data.Schema(features={"user": "user"}, label="label")
+    yield data.batch_from, {"table": table, "schema": labelled, "texts": {}}
+    readers = {"x.csv": data.CsvReader, "x.parquet": data.ParquetReader, Path("x.parquet"): data.TableReader}
+    for path, kind in readers.items():
         fitted = kind(path, schema, batch_size=2).fit()
         yield kind, {"paths": path, "schema": fitted}
-        given = {"position": kind(path, fitted, batch_size=2).position, "schema": fitted}
+        made = kind(path, fitted, batch_size=2)
+        given = {"position": made.position, "schema": fitted, "state": made.state_dict(), "feature": "user"}
         made = partial(kind, path, fitted, batch_size=2)
         yield from methods(made, {"*": given, "from_config": config | {"path": path}})
     Path("criteo.tsv").write_text("\t".join(["1", *["2"] * 13, *["ab"] * 26]) + "\n")

@@ -58,7 +58,7 @@ VALUES: Mapping[str, Callable[[], Any]] = {
     "service": lambda: "movies:entry",
     "sub_graph": lambda: "ps_0",
     "table": lambda: "a",
-    **dict.fromkeys(("rank", "step"), lambda: 0),
+    **dict.fromkeys(("epoch", "rank", "step"), lambda: 0),
     **dict.fromkeys(("batch_size", "parts"), lambda: 2),
     **dict.fromkeys(("now", "time", "world_size"), lambda: 1),
     "timeout": lambda: 5.0,
@@ -134,7 +134,7 @@ _REASONS: Mapping[str, Iterable[str]] = {
     "checks nothing, on purpose: for columns that were validated before": ["Ragged.trusted"],
     "checks nothing, on purpose: for arguments that passed Servable.check": ["Servable.write"],
     "for `predict`; opening the files finds columns that they lack": [
-        *_methods("ColumnReader", "carrying carried_column")
+        *_methods("TableReader", "carrying carried_column")
     ],
     "for the subscriber, whose message has checked the form of the tensors": ["Servable.check_values"],
     "for the sender, with the layout that a server reports": ["Publisher.find_parts"],

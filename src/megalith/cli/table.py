@@ -30,7 +30,7 @@ from megalith.cli.output import (
     show_segments,
 )
 from megalith.errors import InputError, UnknownNameError
-from megalith.ops.ids import hash_strings
+from megalith.hashing import hash_strings
 from megalith.reporting import inspection
 from megalith.reporting.inspection import Ages, InspectedRow, Norms, TableSummary
 from megalith.training.directory import find_checkpoint

@@ -6,7 +6,7 @@ a model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megalith.errors import InputError
 from megalith.ops import checks, take
-from megalith.ragged import Ragged, without_other_memory
+from megalith.ragged import Ragged, as_tensor, without_other_memory
 
+_Pick = Callable[[Any], Any]
 Position = dict[str, Any]
 """The position of a reader: a small JSON-compatible dict."""
 
@@ -28,7 +29,7 @@ class Batch:
     features: dict[str, Ragged]
     """Feature name -> int64 ids, B rows."""
     labels: Tensor
-    """float32 [B]; NaN if the data has no label column."""
+    """float32 [B], or [B, k] for several label columns; NaN if the data has no label column."""
     dense: Tensor | None = None
     """float32 [B, k]."""
     weights: Tensor | None = None
@@ -98,7 +99,7 @@ class Samples:
     features: dict[str, Ragged]
     """Feature name -> int64 ids, n rows."""
     labels: Tensor
-    """float32 [n]."""
+    """float32 [n], or [n, k]."""
     dense: Tensor | None = None
     """float32 [n, k]."""
     weights: Tensor | None = None
@@ -107,12 +108,15 @@ class Samples:
     """Times in seconds, int64 [n]."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.labels, Tensor) or self.labels.dim() != 1:
-            raise InputError("samples: labels must be a tensor [n]")
+        for each in fields(self)[1:]:
+            object.__setattr__(self, each.name, as_tensor(getattr(self, each.name)))
+        if not isinstance(self.labels, Tensor) or self.labels.dim() not in (1, 2):
+            raise InputError("samples: labels must be a tensor [n] or [n, k]")
         if not isinstance(self.features, Mapping):
             raise InputError(
                 f"samples: features must map names to Raggeds, got {type(self.features).__name__}"
             )
+        object.__setattr__(self, "features", {k: as_tensor(x) for k, x in self.features.items()})
         n = len(self)
         columns: dict[str, Any] = {"dense": self.dense, "weights": self.weights, "times": self.times}
         for name, column in (*self.features.items(), *columns.items()):
@@ -129,11 +133,25 @@ class Samples:
 
     def __getitem__(self, rows: slice) -> Samples:
         """Return a range of rows without a copy."""
-        return self._rows({name: ragged[rows] for name, ragged in self.features.items()}, rows)
+        length = len(range(*rows.indices(len(self))))
+        return self._rows(self._columns(length, lambda x: x[rows], lambda x: x[rows]), rows)
+
+    def _columns(self, length: int, single: _Pick, other: _Pick) -> dict[str, Ragged]:
+        """Pick rows of features: of the values of a column with one id per row, of other columns as such."""
+        # Columns with one id per row share their row_splits, by which a model knows them again.
+        splits: Tensor | None = None
+        picked: dict[str, Ragged] = {}
+        for name, column in self.features.items():
+            if _is_single(column):
+                splits = torch.arange(length + 1, device=column.device) if splits is None else splits
+                picked[name] = Ragged.trusted(single(column.values), splits, single=True)
+            else:
+                picked[name] = other(column)
+        return picked
 
     def _rows(self, features: dict[str, Ragged], rows: slice | Tensor) -> Samples:
         others = (None if x is None else x[rows] for x in (self.dense, self.weights, self.times))
-        return Samples(features, self.labels[rows], *others)
+        return _trusted(features, self.labels[rows], *others)
 
     @property
     def columns(self) -> list[str]:
@@ -156,7 +174,8 @@ class Samples:
         rows = checks.with_data(checks.int64(rows, "samples: rows"), "samples: rows")
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
             raise InputError(f"samples: rows must be from 0 to {len(self) - 1}")
-        return self._rows({name: _select(column, rows) for name, column in self.features.items()}, rows)
+        picked = self._columns(len(rows), lambda x: x[rows], lambda x: _select(x, rows))
+        return self._rows(picked, rows)
 
     def to_batch(self, position: Position) -> Batch:
         """Return the rows as a batch.
@@ -192,12 +211,31 @@ class Samples:
         columns = [part.columns for part in parts]
         if any(other != columns[0] for other in columns):
             raise InputError(f"samples: the columns of the parts differ: {' / '.join(map(str, columns))}")
-        first = parts[0]
-        return cls(
-            {name: _concat([part.features[name] for part in parts]) for name in first.features},
+        splits = torch.arange(sum(map(len, parts)) + 1, device=parts[0].labels.device)
+        features = {}
+        for name in parts[0].features:
+            found = [part.features[name] for part in parts]
+            if all(map(_is_single, found)):
+                features[name] = Ragged.trusted(torch.cat([x.values for x in found]), splits, single=True)
+            else:
+                features[name] = _concat(found)
+        return _trusted(
+            features,
             torch.cat([part.labels for part in parts]),
             *(_concat([getattr(part, name) for part in parts]) for name in ("dense", "weights", "times")),
         )
+
+
+def _trusted(*columns: Any) -> Samples:
+    """Samples of columns that are known to have as many rows."""
+    made = object.__new__(Samples)
+    for each, column in zip(fields(Samples), columns, strict=True):
+        object.__setattr__(made, each.name, column)
+    return made
+
+
+def _is_single(column: Any) -> bool:
+    return type(column) is Ragged and column.single and column.weights is None
 
 
 def _select(column: Ragged | Tensor, rows: Tensor) -> Any:

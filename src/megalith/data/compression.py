@@ -12,10 +12,10 @@ import gzip
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
-from megalith.data.arrow import arrow
 from megalith.errors import InputError
+from megalith.ragged import arrow
 
 _MAX_GAIN = 22
 """Maximum unpacked bytes per packed byte: a copy of 64 bytes needs at least 3."""
@@ -51,11 +51,11 @@ def _length(data: bytes) -> int:
     raise InputError("snappy: it does not begin with a length of 32 bits")
 
 
-def open_bytes(path: Path) -> BinaryIO:
+def open_bytes(path: Any) -> BinaryIO:
     """Open a file for reading; a name that ends in .gz is decompressed."""
     if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    return path.open("rb")
+        return cast(BinaryIO, gzip.open(path.open("rb"), "rb"))
+    return cast(BinaryIO, path.open("rb"))
 
 
 def snappy_blocks(path: Path, *, max_bytes: int) -> Iterator[bytes]:

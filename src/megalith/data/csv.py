@@ -1,8 +1,10 @@
 """CsvReader and CriteoReader: CSV and TSV files, read block by block.
 
-A block is about `block_bytes` of complete lines and starts where the previous one ended. A position is the
-offset of a block and the number of lines read from it. If there are at least as many files as ranks, each
-rank reads its own files; otherwise each rank reads its part of the lines of every block. A row is one line:
+A block is about `block_bytes` of complete lines and starts where the previous one ended. Arrow parses it; if
+the number of rows is not that of lines, it is parsed line by line, which finds the bad ones: Arrow alone
+would let an open quote swallow the rest of the block. A position is the offset of a block and the number of
+lines read from it, so that reading continues there at once. If there are at least as many files as shards,
+each shard reads its own files; otherwise each reads its part of the lines of every block. A row is one line:
 quoted line ends are not supported. Lines are counted from 1, including the header.
 """
 
@@ -10,21 +12,20 @@ from __future__ import annotations
 
 import csv as plain
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.data.arrow import arrow
 from megalith.data.batch import Position
-from megalith.data.column_reader import ColumnChunk, ColumnReader
 from megalith.data.compression import open_bytes
-from megalith.data.files import Paths
-from megalith.data.reader import OnError, position_integer
+from megalith.data.files import Paths, position_integer
+from megalith.data.reader import SHUFFLE_ROWS, OnError
 from megalith.data.schema import DenseColumn, Normalise, Schema
+from megalith.data.table_reader import SUFFIXES, Part, TableChunk, TableReader
 from megalith.errors import InputError
 from megalith.ops import checks
+from megalith.ragged import arrow
 
 BLOCK_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 20
@@ -40,7 +41,7 @@ class _Block(NamedTuple):
     """Number of the first line."""
 
 
-class CsvReader(ColumnReader):
+class CsvReader(TableReader):
     """Reads CSV and TSV files, plain or compressed with gzip. An empty field is a missing value.
 
     Args:
@@ -50,6 +51,9 @@ class CsvReader(ColumnReader):
         columns: Column names of files without a header. None: the first line names the columns.
         delimiter: One character. None: a tab for files named .tsv or .txt (also .tsv.gz ...), else a comma.
         quote: The quote character. None: fields are never quoted.
+        shuffle: See `Reader`. Files are shuffled too.
+        shuffle_rows: See `Reader`.
+        prefetch: See `Reader`.
         drop_last: See `Reader`.
         on_error: See `Reader`. A column that is missing in the first file always raises.
         binary_labels: See `Reader`.
@@ -59,8 +63,10 @@ class CsvReader(ColumnReader):
         InputError: A column is missing, or an argument is out of range.
     """
 
-    suffixes = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
+    format = "csv"
+    suffixes = SUFFIXES["csv"]
     row_word = "line"
+    part_key = "file"
 
     def __init__(
         self,
@@ -71,6 +77,9 @@ class CsvReader(ColumnReader):
         columns: Sequence[str] | None = None,
         delimiter: str | None = None,
         quote: str | None = '"',
+        shuffle: int | None = None,
+        shuffle_rows: int = SHUFFLE_ROWS,
+        prefetch: int = 0,
         drop_last: bool = False,
         on_error: OnError = "raise",
         binary_labels: bool = False,
@@ -93,9 +102,17 @@ class CsvReader(ColumnReader):
             drop_last=drop_last,
             on_error=on_error,
             binary_labels=binary_labels,
+            shuffle=shuffle,
+            shuffle_rows=shuffle_rows,
+            prefetch=prefetch,
         )
 
+    @property
+    def num_rows(self) -> None:
+        """None: the lines are not counted before they are read."""
+
     def _open(self) -> None:
+        self._all_parts = [Part(file) for file in self.files]
         first = self.files[0]
         try:
             with open_bytes(first) as file:
@@ -107,57 +124,40 @@ class CsvReader(ColumnReader):
 
     # ---- positions
 
-    @property
-    def _splits(self) -> bool:
-        return len(self.files) < self.world_size
+    def _in_part(self) -> Position:
+        return _in_file({})
 
-    def _own(self, split: bool) -> list[Path]:
-        return self.files if split else self.files[self.rank :: self.world_size]
-
-    def _parts(self, split: bool) -> tuple[str, list[tuple[Path, int]]]:
-        return "file", [(path, 0) for path in self._own(split)]
-
-    def _start(self) -> Position:
-        return _in_file(self._at_part(0, self._splits))
-
-    def _check(self, position: Position) -> None:
-        self._check_part(position)
+    def _check_in_part(self, position: Position) -> None:
         for key in ("offset", "line", "done"):
             position_integer(position, key)
 
     # ---- blocks
 
-    def _chunks(self, position: Position) -> Iterator[ColumnChunk]:
-        split = position["split"]
-        for i, path in enumerate(self._own(split)):
-            if i < position["file"]:
-                continue
-            at = position if i == position["file"] else _in_file(self._at_part(i, split))
-            try:
-                yield from self._file(path, at)
-            except (EOFError, OSError) as error:  # a damaged .gz file or a failing disk
-                self._bad("unreadable file", f"{path}: cannot be read to the end: {error}")
+    def _read_part(self, part: Part, position: Position) -> Iterator[TableChunk]:
+        path = part.file
+        at = {key: x for key, x in position.items() if key not in ("shard", "epoch", "shuffled")}
+        try:
+            with open_bytes(path) as file:
+                names, begin = self._header(path, file)
+                wrong = self._missing(names, path)
+                if wrong is not None:
+                    sizes = (block.data.count(b"\n") for block in self._blocks(path, file, begin))
+                    shares = (self._share(size, at["split"]) for size in sizes)
+                    self._bad(*wrong, sum(stop - start for start, stop in shares))
+                    return
+                if at["offset"] > begin.offset:
+                    begin = _Block(b"", at["offset"], at["line"])
+                    file.seek(begin.offset)
+                done = at["done"]
+                for block in self._blocks(path, file, begin):
+                    chunk = self._parse(path, names, block, done, at)
+                    if chunk is not None:
+                        yield chunk
+                    done = 0
+        except (EOFError, OSError) as error:  # a damaged .gz file or a failing disk
+            self._bad("unreadable file", f"{path}: cannot be read to the end: {error}")
 
-    def _file(self, path: Path, at: Position) -> Iterator[ColumnChunk]:
-        with open_bytes(path) as file:
-            names, begin = self._header(path, file)
-            wrong = self._missing(names, path)
-            if wrong is not None:
-                sizes = (block.data.count(b"\n") for block in self._blocks(path, file, begin))
-                shares = (self._share(size, at["split"]) for size in sizes)
-                self._bad(*wrong, sum(stop - start for start, stop in shares))
-                return
-            if at["offset"] > begin.offset:
-                begin = _Block(b"", at["offset"], at["line"])
-                file.seek(begin.offset)
-            done = at["done"]
-            for block in self._blocks(path, file, begin):
-                chunk = self._parse(path, names, block, done, at)
-                if chunk is not None:
-                    yield chunk
-                done = 0
-
-    def _header(self, path: Path, file: BinaryIO) -> tuple[list[str], _Block]:
+    def _header(self, path: Any, file: BinaryIO) -> tuple[list[str], _Block]:
         """The column names, and the empty block before the first row, where the file is positioned."""
         magic = file.read(4)
         if magic == b"PAR1":
@@ -176,15 +176,15 @@ class CsvReader(ColumnReader):
             raise InputError(f"{path}: line 1 names column {doubled!r} twice")
         return names, _Block(b"", begin + len(head), 2)
 
-    def _delimiter(self, path: Path) -> str:
+    def _delimiter(self, path: Any) -> str:
         if self.delimiter is not None:
             return self.delimiter
         return "\t" if path.name.removesuffix(".gz").endswith((".tsv", ".txt")) else ","
 
-    def _missing(self, names: list[str], path: Path) -> tuple[str, str] | None:
+    def _missing(self, names: list[str], path: Any) -> tuple[str, str] | None:
         return self._columns_fault({name: arrow().binary() for name in names}, path)
 
-    def _blocks(self, path: Path, file: BinaryIO, begin: _Block) -> Iterator[_Block]:
+    def _blocks(self, path: Any, file: BinaryIO, begin: _Block) -> Iterator[_Block]:
         """The blocks of the file from `begin`. A block depends only on its offset."""
         data, offset, line, wanted = b"", begin.offset, begin.line, self.block_bytes
         while True:
@@ -212,8 +212,8 @@ class CsvReader(ColumnReader):
         return size * self.rank // self.world_size, size * (self.rank + 1) // self.world_size
 
     def _parse(
-        self, path: Path, names: list[str], block: _Block, done: int, at: Position
-    ) -> ColumnChunk | None:
+        self, path: Any, names: list[str], block: _Block, done: int, at: Position
+    ) -> TableChunk | None:
         """This shard's part of a block without its first `done` lines, or None if no line is left."""
         # at: a position in this file.
         data, size = block.data, block.data.count(b"\n")
@@ -223,19 +223,19 @@ class CsvReader(ColumnReader):
             ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
             data = data[ends[low - 1] if low else 0 : ends[stop - 1] if stop else 0]
         numbers = block.line + np.arange(low, stop)
-        table, numbers = self._table(path, names, data, numbers)
+        table, numbers = self._parsed(path, names, data, numbers)
         if not len(numbers):
             self._end_block()
             return None
-        base = block.line + start
+        table, base = self._with_keys(table, self._keys.get(path, {})), block.line + start
 
         def after(number: int) -> Position:
             return _in_file(at, block.offset, block.line, number - base + 1)
 
-        return ColumnChunk(path, table, numbers, after)
+        return TableChunk(path, table, numbers, after)
 
-    def _table(
-        self, path: Path, names: list[str], data: bytes, numbers: NDArray[np.int64]
+    def _parsed(
+        self, path: Any, names: list[str], data: bytes, numbers: NDArray[np.int64]
     ) -> tuple[Any, NDArray[np.int64]]:
         """Lines as a record batch of bytes, and their numbers. Bad and empty lines are left out."""
         stray = b"\r" in data and data.count(b"\r") != data.count(b"\r\n")
@@ -248,10 +248,10 @@ class CsvReader(ColumnReader):
                 return table, numbers
         return self._line_by_line(path, names, data, numbers)
 
-    def _all_lines(self, path: Path, names: list[str], data: bytes) -> Any:
+    def _all_lines(self, path: Any, names: list[str], data: bytes) -> Any:
         """Parse lines with Arrow. With bad lines it may raise or return another number of rows."""
         pa, csv = arrow(), arrow("pyarrow.csv")
-        wanted = self._columns
+        wanted = [name for name in self._columns if name in names]
         table = csv.read_csv(
             pa.BufferReader(data),
             csv.ReadOptions(column_names=names, use_threads=False, block_size=len(data) + 1),
@@ -270,10 +270,10 @@ class CsvReader(ColumnReader):
         return batches[0] if batches else ()
 
     def _line_by_line(
-        self, path: Path, names: list[str], data: bytes, numbers: NDArray[np.int64]
+        self, path: Any, names: list[str], data: bytes, numbers: NDArray[np.int64]
     ) -> tuple[Any, NDArray[np.int64]]:
         """Parse lines one by one: this is slower, but finds the bad ones."""
-        pa, wanted = arrow(), self._columns
+        pa, wanted = arrow(), [name for name in self._columns if name in names]
         places = [names.index(name) for name in wanted]
         rows: list[list[bytes | None]] = []
         kept: list[int] = []

@@ -1,18 +1,29 @@
 """Reader: the base class of everything that yields batches.
 
-A subclass produces blocks of rows (`_row_blocks`). This file cuts them into batches, keeps the position and
-counts the skipped rows. `MemoryReader` reads Samples that are already in memory.
+A subclass produces blocks of rows (`_row_blocks`). This file shuffles them, cuts them into batches, keeps the
+position, counts the skipped rows, reads ahead, and divides the data among the workers of a DataLoader.
+`MemoryReader` reads Samples that are already in memory.
+
+    rows of all ranks -> shard(rank, ranks) -> shard of a worker: rank + ranks * worker of ranks * workers
+      -> blocks in the order of the files, or of shuffled row groups and files
+      -> windows of `shuffle_rows` rows, each in a random order, if the reader shuffles
+      -> batches, with the position after each
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import logging
+import queue
+import threading
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,10 +32,15 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from megalith.data.batch import Batch, Position, Samples
-from megalith.errors import InputError, UsageError
+from megalith.data.files import position_integer
+from megalith.errors import InputError
 from megalith.ops import checks
 
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
 OnError = Literal["raise", "skip"]
+REMEDY = 'fix it, or pass on_error="skip" (command line: --on-error skip) to skip such rows'
 
 
 @dataclass(frozen=True)
@@ -34,6 +50,8 @@ class RowBlock:
     """`after(k)` is the position after the first k rows of the block."""
     numbers: NDArray[np.int64] | None = None
     """Increasing numbers of the rows, int64 [n], comparable with those of bad rows of the block (`_bad`)."""
+    passed: Counter[str] | None = None
+    """Of a shuffled block: `Reader.skipped_before` after all its rows."""
 
     def between(self, start: int | None, end: int | None) -> RowBlock:
         """Return the rows with start <= time < end."""
@@ -52,12 +70,18 @@ class RowBlock:
         return RowBlock(self.samples.select(rows), lambda k: self.after(int(rows[k - 1]) + 1), numbers)
 
 
+SHUFFLE_ROWS = 65_536
+
+
 class Reader(IterableDataset[Batch], ABC):
     """Yields batches, continues exactly where it stopped, and can be sharded over ranks.
 
     Each `for` loop starts at `position` and ends with the data. The position then returns to the start, so
-    that the next loop is the next epoch. With a DataLoader, use batch_size=None and at most one worker; then
-    `batch.position` is correct and `reader.position` is not.
+    that the next loop is the next epoch.
+
+    With a DataLoader, use batch_size=None. Each of its workers reads its own shard of the rows of the reader;
+    `batch.position` is correct there and `reader.position` is not. `state_dict` and `load_state_dict` are for
+    torchdata's StatefulDataLoader.
 
     Args:
         batch_size: Rows per batch.
@@ -66,6 +90,9 @@ class Reader(IterableDataset[Batch], ABC):
             and counts it in `skipped`.
         binary_labels: Whether a label other than 0 and 1 makes a row of a file bad. False: any number is a
             label.
+        shuffle: Seed of a random order that differs per epoch (`set_epoch`). None keeps the order.
+        shuffle_rows: Rows that are shuffled at a time, in memory. Row groups and files are shuffled too.
+        prefetch: Batches that a thread reads ahead. 0: none.
 
     Raises:
         InputError: An argument is out of range.
@@ -85,6 +112,9 @@ class Reader(IterableDataset[Batch], ABC):
         drop_last: bool = False,
         on_error: OnError = "raise",
         binary_labels: bool = False,
+        shuffle: int | None = None,
+        shuffle_rows: int = SHUFFLE_ROWS,
+        prefetch: int = 0,
     ) -> None:
         self.batch_size = checks.integer(batch_size, "reader: batch_size")
         if not isinstance(on_error, str) or on_error not in ("raise", "skip"):
@@ -92,11 +122,17 @@ class Reader(IterableDataset[Batch], ABC):
         self.drop_last = checks.flag(drop_last, "reader: drop_last")
         self.on_error = on_error
         self.binary_labels = checks.flag(binary_labels, "reader: binary_labels")
+        self.shuffle = optional_seed(shuffle)
+        self.shuffle_rows = checks.integer(shuffle_rows, "reader: shuffle_rows")
+        self.prefetch = checks.integer(prefetch, "reader: prefetch", least=0)
+        self._epoch = 0
+        self._times: tuple[int | None, int | None] = None, None
         self.rank, self.world_size = 0, 1
+        self._shares: list[Position] | None = None
+        self._loaded: dict[str, Any] | None = None
         self.skipped, self.skipped_before = Counter(), Counter()
         self._unpassed: list[_BadRows] = []
         self.first_skipped = {}
-        self._times: tuple[int | None, int | None] = None, None
         self._at: Position | None = None
 
     # ---- implemented by subclasses
@@ -110,7 +146,7 @@ class Reader(IterableDataset[Batch], ABC):
         """Raise InputError if `position` is not a valid position of this reader."""
 
     def _row_blocks(self, position: Position) -> Iterator[RowBlock]:
-        """The rows of this shard from `position`. A subclass implements this or overrides __iter__."""
+        """The rows of this shard from `position`. A subclass implements this or overrides `_read`."""
         raise NotImplementedError
 
     @property
@@ -153,7 +189,25 @@ class Reader(IterableDataset[Batch], ABC):
     @property
     def position(self) -> Position:
         """Where the next batch starts, as a JSON-compatible dict."""
-        return self._with_shard(self._start() if self._at is None else self._at)
+        return self._with_shard(self._begin() if self._at is None else self._at)
+
+    def _begin(self) -> Position:
+        start = self._start()
+        return start if self.shuffle is None else {**start, "epoch": self._epoch}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, on which the order of a shuffled reader depends.
+
+        Each `for` loop over a reader is the next epoch by itself. A DataLoader with workers copies the reader
+        in every epoch: call this before each, as for torch's DistributedSampler.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+
+        Raises:
+            InputError: It is not an integer of 0 or more.
+        """
+        self._epoch = checks.integer(epoch, "reader: epoch", least=0)
 
     def seek(self, position: Position) -> None:
         """Move to a position.
@@ -172,8 +226,50 @@ class Reader(IterableDataset[Batch], ABC):
                 f"reader: the position belongs to shard {position.get('shard')} ([rank, world size]), but "
                 f"the reader is shard {own}; continue with the same number of ranks, or start over"
             )
+        if self.shuffle is not None:
+            position_integer(position, "epoch")
+            position_integer({"shuffled": 0, **position}, "shuffled", self.shuffle_rows)
+        elif "shuffled" in position:
+            raise InputError("reader: the position is of a shuffled reader; pass shuffle=, or start over")
         self._check(position)
         self._at = dict(position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where to continue, as a JSON-compatible dict.
+
+        Torchdata's StatefulDataLoader calls it in each worker, where it is the state of that worker.
+        """
+        if self._loaded is not None:
+            return self._loaded
+        at = [self.position] if self._at is not None else None
+        shares = at if self._shares is None else [dict(share) for share in self._shares]
+        return {"positions": shares, "epoch": self._epoch, "worker": _worker()}
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Continue at a state in the next `for` loop.
+
+        Args:
+            state: What `state_dict` returned; or the states of all workers, which may be continued by any
+                number of workers.
+
+        Raises:
+            InputError: It is not such a state.
+        """
+        states = [state] if isinstance(state, Mapping) else state
+        fits = isinstance(states, list | tuple) and len(states) > 0
+        if not fits or not all(isinstance(each, Mapping) and _is_state(each) for each in states):
+            raise InputError(f"reader: state must be what state_dict returned, got {state!r}")
+        self._epoch = checks.integer(states[0]["epoch"], "reader: epoch", least=0)
+        self._at = self._shares = None
+        begun = [each for each in states if each["positions"] is not None]
+        if begun and len(begun) < len(states):
+            raise InputError(
+                "reader: state has workers that have not begun the epoch; pass states of one moment"
+            )
+        if len(begun) > 1:
+            positions = [position for each in states for position in each["positions"]]
+            states = [{"positions": positions, "epoch": self._epoch, "worker": None}]
+        self._loaded = None if states[0]["positions"] is None else dict(states[0])
 
     def shard(self, rank: int, world_size: int) -> Self:
         """Return a reader of one rank's rows.
@@ -211,30 +307,102 @@ class Reader(IterableDataset[Batch], ABC):
         for name, value in (("start", start), ("end", end)):
             if value is not None:
                 checks.integer(value, f"reader: {name}", least=0)
-        if (start, end) != (None, None) and type(self).__iter__ is not Reader.__iter__:
+        if (start, end) != (None, None) and type(self)._read is not Reader._read:
             raise InputError(f"{type(self).__name__}: its rows have no times of their own")
         other = self._copy()
         other._times = start, end
         return other
 
+    def in_order(self) -> Self:
+        """Return a reader of the same shard at its start that does not shuffle."""
+        other = self._copy()
+        other.shuffle = None
+        return other
+
+    @property
+    def epoch(self) -> int:
+        """Number of the next epoch, on which the order of a shuffled reader depends."""
+        return self._epoch
+
     def _copy(self) -> Self:
         """A reader of the same shard at its start."""
         other = copy.copy(self)
         other.skipped, other.skipped_before, other._unpassed = Counter(), Counter(), []
-        other._at = None
+        other._at = other._shares = other._loaded = None
         return other
 
     def __iter__(self) -> Iterator[Batch]:
-        self._check_workers()
-        waiting: list[Samples] = []
-        missing = self.batch_size
+        self._shares = self._take_shares()
+        return self._ahead() if self._shares is None else self._read_shares(self._shares)
+
+    def _take_shares(self) -> list[Position] | None:
+        """Positions of the shards that this process reads, one after the other. None: its own shard."""
+        worker, loaded = _worker(), self._loaded
+        self._loaded = None
+        number, count = worker or (0, 1)
+        if loaded is None and worker is None:
+            return None
+        if loaded is None and self._at is None:  # a new epoch
+            return [self.shard(self.rank + self.world_size * number, self.world_size * count).position]
+        shares = [self.position] if loaded is None else loaded["positions"]
+        if loaded is not None and loaded["worker"] == worker:
+            return list(shares)
+        return list(shares[number::count])
+
+    def _read_shares(self, shares: list[Position]) -> Iterator[Batch]:
+        while shares:
+            shard = shares[0].get("shard")
+            if not isinstance(shard, list) or len(shard) != 2:
+                raise InputError(f"reader: a position must name its shard, got {shares[0]!r}")
+            reader = self.shard(*shard)
+            reader.seek(shares[0])
+            for batch in reader._ahead():
+                shares[0] = batch.position
+                yield batch
+            self.skipped += reader.skipped
+            self._epoch = max(self._epoch, reader._epoch)
+            shares.pop(0)
+        if _worker() is None:  # the state of a worker stays the end of its share until the next epoch
+            self._shares = None
+
+    def _ahead(self) -> Iterator[Batch]:
+        """The batches of this shard from the position, read by a thread if `prefetch` is set."""
+        if not self.prefetch:
+            yield from self._read()
+            return
+        other = copy.copy(self)
+        other.skipped, other.skipped_before = Counter(self.skipped), Counter(self.skipped_before)
+        counted = ((batch, Counter(other.skipped), Counter(other.skipped_before)) for batch in other._read())
+        for batch, skipped, before in read_ahead(counted, batches=self.prefetch, name=type(self).__name__):
+            self._at, self.skipped, self.skipped_before = dict(batch.position), skipped, before
+            yield batch
+        self._at, self._epoch = None, other._epoch
+        self.skipped, self.skipped_before = other.skipped, other.skipped_before
+
+    def _read(self) -> Iterator[Batch]:
         position = self.position
+        self.skipped, self._unpassed = Counter(self.skipped_before), []
+        if self.shuffle is None:
+            parts = self._cut(self._own_blocks(position), self.batch_size, drop_last=self.drop_last)
+        else:
+            parts = self._cut(self._shuffled(position), self.batch_size, drop_last=self.drop_last)
+        for rows, at in parts:
+            yield self._emit(rows, at)
+        self._at, self._unpassed, self.skipped_before = None, [], Counter(self.skipped)
+        if self.shuffle is not None:
+            self._epoch = position["epoch"] + 1
+
+    def _cut(
+        self, blocks: Iterator[RowBlock], size: int, *, drop_last: bool = False
+    ) -> Iterator[tuple[list[Samples], Position]]:
+        """Cut blocks into parts of `size` rows, each with the position after it; note passed bad rows."""
+        waiting: list[Samples] = []
+        missing = size
+        position: Position = {}
         number, earlier = None, 0  # the last row, and how many entries are of earlier blocks
-        self._unpassed = []
-        for part in self._row_blocks(position):
-            self._end_block(earlier)
-            if self._times != (None, None):
-                part = part.between(*self._times)
+        for part in blocks:
+            if part.passed is None:
+                self._end_block(earlier)
             done = 0
             while done < len(part.samples):
                 whole = done == 0 and len(part.samples) <= missing
@@ -244,20 +412,54 @@ class Reader(IterableDataset[Batch], ABC):
                 missing -= len(taken)
                 position = part.after(done)
                 number = None if part.numbers is None else int(part.numbers[done - 1])
+                if part.passed is not None and done == len(part.samples):
+                    self.skipped_before = Counter(part.passed)
                 if missing == 0:
-                    self._pass(number, len(self._unpassed))
-                    yield self._emit(waiting, position)
-                    waiting, missing = [], self.batch_size
-            earlier = len(self._unpassed)
-        if waiting and not self.drop_last:
-            self._pass(number, earlier)
-            yield self._emit(waiting, position)
-        self._at, self._unpassed, self.skipped_before = None, [], Counter(self.skipped)
+                    if part.passed is None:
+                        self._pass(number, len(self._unpassed))
+                    yield waiting, position
+                    waiting, missing = [], size
+            if part.passed is None:
+                earlier = len(self._unpassed)
+        if waiting and not drop_last:
+            if part.passed is None:
+                self._pass(number, earlier)
+            yield waiting, position
 
-    def _check_workers(self) -> None:
-        info = get_worker_info()
-        if info is not None and info.num_workers > 1:
-            raise UsageError("reader: more than one DataLoader worker would repeat rows; use num_workers=1")
+    def _own_blocks(self, position: Position) -> Iterator[RowBlock]:
+        for block in self._row_blocks(position):
+            yield block if self._times == (None, None) else block.between(*self._times)
+
+    def _shuffled(self, position: Position) -> Iterator[RowBlock]:
+        """The rows in windows of `shuffle_rows`, each in a random order.
+
+        A position in a window is the position of its first row and the number of rows taken from it, so that
+        the order of a window depends on nothing else.
+        """
+        epoch, done = position["epoch"], position.get("shuffled", 0)
+        start = {key: x for key, x in position.items() if key not in ("epoch", "shuffled", "shard")}
+        before = Counter(self.skipped_before)
+        for parts, end in self._cut(self._own_blocks(position), self.shuffle_rows):
+            passed, self.skipped_before = self.skipped_before, before
+            rows = Samples.concat(parts)
+            if done > len(rows):
+                raise InputError("reader: the files of the position have changed; start over")
+            key = zlib.crc32(json.dumps([start, self.rank, self.world_size], sort_keys=True).encode())
+            draw = np.random.default_rng([self._seed, epoch, key])
+            order = torch.from_numpy(draw.permutation(len(rows))[done:])
+            after = partial(self._after_shuffled, epoch, start, done, len(rows), end)
+            yield RowBlock(rows.select(order), after, passed=passed)
+            start, done, before = end, 0, Counter(passed)
+
+    @property
+    def _seed(self) -> int:
+        return abs(self.shuffle or 0) * 2 + ((self.shuffle or 0) < 0)
+
+    @staticmethod
+    def _after_shuffled(epoch: int, start: Position, done: int, rows: int, end: Position, k: int) -> Position:
+        if done + k == rows:
+            return {**end, "epoch": epoch}
+        return {**start, "epoch": epoch, "shuffled": done + k}
 
     def _emit(self, parts: list[Samples], position: Position) -> Batch:
         self._at = self._with_shard(position)
@@ -270,8 +472,7 @@ class Reader(IterableDataset[Batch], ABC):
         """Raise InputError about bad rows, or count them if they are skipped."""
         # rows: their numbers in the next block, int64 [count]; None: they are before that block.
         if self.on_error == "raise":
-            remedy = 'fix it, or pass on_error="skip" (command line: --on-error skip) to skip such rows'
-            raise InputError(f"{message}; {remedy}")
+            raise InputError(f"{message}; {REMEDY}")
         self.skipped[reason] += count
         self.first_skipped.setdefault(reason, message)
         self._unpassed.append(_BadRows(reason, count, rows))
@@ -303,6 +504,12 @@ class _BadRows(NamedTuple):
     rows: NDArray[np.int64] | None
 
 
+def optional_seed(shuffle: Any) -> int | None:
+    if shuffle is not None and (isinstance(shuffle, bool) or not isinstance(shuffle, int)):
+        raise InputError(f"reader: shuffle must be an integer, the seed, or None, got {shuffle!r}")
+    return shuffle
+
+
 class MemoryReader(Reader):
     """Reads Samples that are in memory. A shard is every world_size-th row.
 
@@ -311,6 +518,7 @@ class MemoryReader(Reader):
         batch_size: Rows per batch.
         shuffle: Seed of a random order that differs per epoch. None keeps the order of the samples.
         drop_last: Whether to drop the last batch if it is not full.
+        prefetch: See `Reader`.
 
     Raises:
         InputError: An argument has the wrong type or is out of range.
@@ -323,13 +531,11 @@ class MemoryReader(Reader):
         batch_size: int,
         shuffle: int | None = None,
         drop_last: bool = False,
+        prefetch: int = 0,
     ) -> None:
-        super().__init__(batch_size=batch_size, drop_last=drop_last)
+        super().__init__(batch_size=batch_size, drop_last=drop_last, prefetch=prefetch)
         self.samples = checks.instance(samples, Samples, "reader: samples")
-        if shuffle is not None and (isinstance(shuffle, bool) or not isinstance(shuffle, int)):
-            raise InputError(f"reader: shuffle must be an integer, the seed, or None, got {shuffle!r}")
-        self.shuffle = shuffle
-        self._epoch = 0
+        self._order_seed = optional_seed(shuffle)
 
     @property
     def num_rows(self) -> int:
@@ -343,6 +549,11 @@ class MemoryReader(Reader):
     @property
     def num_dense(self) -> int:
         return 0 if self.samples.dense is None else self.samples.dense.shape[1]
+
+    def in_order(self) -> Self:
+        other = super().in_order()
+        other._order_seed = None
+        return other
 
     def _start(self) -> Position:
         return {"epoch": self._epoch, "row": 0}
@@ -365,18 +576,95 @@ class MemoryReader(Reader):
 
     def _order(self, epoch: int) -> Tensor | None:
         n = len(self.samples)
-        if self.shuffle is None:
+        if self._order_seed is None:
             return (
                 None if self.world_size == 1 else torch.arange(n, device="cpu")[self.rank :: self.world_size]
             )
-        generator = torch.Generator().manual_seed((self.shuffle * 1_000_003 + epoch) % 2**63)
+        generator = torch.Generator().manual_seed((self._order_seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(n, generator=generator, device="cpu")[self.rank :: self.world_size]
 
 
-def position_integer(position: Position, key: str, most: int | None = None) -> int:
-    value = position.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InputError(f"reader: {key!r} of a position must be an integer of 0 or more, got {value!r}")
-    if most is not None and value > most:
-        raise InputError(f"reader: {key!r} of the position is {value}, above {most}; the data has changed")
-    return value
+def _worker() -> list[int] | None:
+    """Number of this worker of a DataLoader and how many there are; None in any other process."""
+    info = get_worker_info()
+    return None if info is None else [info.id, info.num_workers]
+
+
+def _is_state(state: Mapping[str, Any]) -> bool:
+    positions = state.get("positions", ())
+    listed = isinstance(positions, list) and all(isinstance(x, dict) for x in positions)
+    return "epoch" in state and "worker" in state and (positions is None or listed)
+
+
+# ---- reading ahead: a thread reads the next batches while the caller computes
+
+AHEAD = 2
+"""Batches that wait for the caller."""
+LEAVE_SECONDS = 10.0
+"""How long a loop that is left waits for the read in progress."""
+_SECONDS = 0.1
+"""How often a thread that waits for room looks whether the caller has left."""
+
+
+def read_ahead(
+    source: Iterable[T], *, batches: int = AHEAD, timeout: float = 600.0, name: str | None = None
+) -> Iterator[T]:
+    """Yield the same batches, read in a thread; TimeoutError if one takes more than `timeout` seconds."""
+    # Reading and computing overlap where the caller waits for a GPU. The reader is ahead of what was yielded:
+    # `batch.position` tells where to continue, `reader.position` does not.
+    waiting: queue.Queue[T | BaseException | None] = queue.Queue(batches)
+    left = threading.Event()
+    thread = threading.Thread(target=_read_into, args=(source, waiting, left), name="read-ahead", daemon=True)
+    thread.start()
+    title = name or type(source).__name__
+    try:
+        while True:
+            try:
+                batch = waiting.get(timeout=timeout)
+            except queue.Empty:
+                raise TimeoutError(
+                    f"{title}: no batch was read within {timeout:g} s: check the storage it reads from, or "
+                    "raise the limit, which is train.timeout in a run"
+                ) from None
+            if batch is None:
+                return
+            if isinstance(batch, BaseException):
+                raise batch
+            yield batch
+    finally:
+        left.set()
+        thread.join(LEAVE_SECONDS)
+        if thread.is_alive():
+            logger.warning(
+                "%s: its thread still reads a batch %g s after the loop was left; it ends after that read",
+                title,
+                LEAVE_SECONDS,
+            )
+
+
+def _read_into(
+    source: Iterable[T], waiting: queue.Queue[T | BaseException | None], left: threading.Event
+) -> None:
+    try:
+        for batch in source:
+            if not _put(waiting, batch, left):
+                return
+    except BaseException as error:
+        _put(waiting, error, left)
+    else:
+        _put(waiting, None, left)
+
+
+def _put(
+    waiting: queue.Queue[T | BaseException | None],
+    item: T | BaseException | None,
+    left: threading.Event,
+) -> bool:
+    """Pass an item on; return False if the caller has left."""
+    while not left.is_set():
+        try:
+            waiting.put(item, timeout=_SECONDS)
+            return True
+        except queue.Full:
+            continue
+    return False

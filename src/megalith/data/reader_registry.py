@@ -12,7 +12,7 @@ from importlib import import_module
 from megalith.data.reader import Reader
 
 FILE_READERS: Mapping[str, str] = {
-    "parquet": "megalith.data.parquet:ParquetReader",
+    "parquet": "megalith.data.table_reader:ParquetReader",
     "csv": "megalith.data.csv:CsvReader",
     "criteo": "megalith.data.csv:CriteoReader",
     "monolith": "megalith.compat.monolith:MonolithReader",

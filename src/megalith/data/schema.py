@@ -124,14 +124,16 @@ class Schema:
 
     features: Mapping[str, str | FeatureColumn] | Sequence[str | FeatureColumn]
     """Feature name -> column of ids. A list of columns: the features have the names of their columns."""
-    label: str | None
-    """Label column. None: the data has no labels, and they are NaN."""
+    label: str | Sequence[str] | None
+    """Label column. A list of columns: `Batch.labels` is [B, columns]. None: the labels are NaN."""
     dense: Sequence[str | DenseColumn] = ()
     """Columns of `Batch.dense`, in order; indicators follow their columns."""
     weight: str | None = None
     """Column of row weights of 0 or more."""
     time: str | None = None
     """Column of event times: seconds or timestamps."""
+    time_format: str | None = None
+    """Format of times that are not: "ms" for milliseconds, or that of text and digits, such as "%y%m%d%H"."""
     feature_columns: dict[str, FeatureColumn] = field(init=False, repr=False, compare=False)
     """`features` with a FeatureColumn for every name."""
     dense_columns: tuple[DenseColumn, ...] = field(init=False, repr=False, compare=False)
@@ -146,9 +148,12 @@ class Schema:
             )
         if not isinstance(self.dense, list | tuple):
             raise InputError(f"schema: dense must be a list of columns, got {self.dense!r}")
-        for what in ("label", "weight", "time"):
-            if getattr(self, what) is not None:
-                _name(what, getattr(self, what))
+        labels = self.label if isinstance(self.label, list | tuple) else [self.label]
+        for what, name in (*(("label", x) for x in labels), ("weight", self.weight), ("time", self.time)):
+            if name is not None:
+                _name(what, name)
+        if self.time_format is not None and (self.time is None or not _is_text(self.time_format)):
+            raise InputError(f'schema: time_format must be "ms" or a format, got {self.time_format!r}')
         features = {
             name: column if isinstance(column, FeatureColumn) else FeatureColumn(column)
             for name, column in given.items()
@@ -160,9 +165,21 @@ class Schema:
             raise InputError("schema: there are neither features nor dense columns")
 
     @property
+    def labels(self) -> list[str]:
+        """The names of the label columns."""
+        if isinstance(self.label, list | tuple):
+            return list(self.label)
+        return [] if self.label is None else [str(self.label)]
+
+    @property
+    def has_several_labels(self) -> bool:
+        """Whether the labels of a batch are [B, columns]."""
+        return isinstance(self.label, list | tuple) and len(self.label) > 0
+
+    @property
     def columns(self) -> list[str]:
         """The distinct names of all columns to read."""
-        names = [self.label, self.weight, self.time]
+        names = [*self.labels, self.weight, self.time]
         names += [x.column for x in self.dense_columns] + [x.column for x in self.feature_columns.values()]
         return list(dict.fromkeys(name for name in names if name is not None))
 
@@ -284,12 +301,14 @@ class Schema:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-compatible form."""
+        rest = {} if self.time_format is None else {"time_format": self.time_format}
         return {
-            "label": self.label,
+            "label": self.labels if self.has_several_labels else self.label,
             "features": {name: _slim(column) for name, column in self.feature_columns.items()},
             "dense": [_slim(column) for column in self.dense_columns],
             "weight": self.weight,
             "time": self.time,
+            **rest,
         }
 
     @classmethod
@@ -318,7 +337,8 @@ class Schema:
                 features = {name: _column(FeatureColumn, x) for name, x in features.items()}
             dense = [_column(DenseColumn, x) for x in rest.pop("dense", ())]
             label = rest.pop("label")
-            _known("a schema", rest, ("weight", "time"), ("label", "features", "dense", "weight", "time"))
+            known = ("weight", "time", "time_format")
+            _known("a schema", rest, known, ("label", "features", "dense", *known))
             return cls(features=features, dense=dense, label=label, **rest)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             if isinstance(error, InputError):
@@ -359,6 +379,10 @@ def _check_raw(raw: Any, width: int) -> None:
     if not isinstance(raw, np.ndarray) or raw.ndim != 2 or raw.shape[1] != width or raw.dtype.kind != "f":
         got = f"{raw.dtype} {list(raw.shape)}" if isinstance(raw, np.ndarray) else type(raw).__name__
         raise InputError(f"schema: dense values must be a float64 array [n, {width}], got {got}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _name(what: str, name: Any) -> None:

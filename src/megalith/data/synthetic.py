@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megalith.bits import shift_right, signed
 from megalith.data.batch import Batch, Position
-from megalith.data.reader import Reader, position_integer
+from megalith.data.files import position_integer
+from megalith.data.reader import Reader
 from megalith.errors import InputError
 from megalith.library import native_module
 from megalith.ops import checks
@@ -188,8 +189,7 @@ class SyntheticReader(Reader):
     def _check(self, position: Position) -> None:
         position_integer(position, "batch")
 
-    def __iter__(self) -> Iterator[SyntheticBatch]:
-        self._check_workers()
+    def _read(self) -> Iterator[SyntheticBatch]:
         while True:
             done = self.position["batch"]
             index = done * self.world_size + self.rank

@@ -29,7 +29,7 @@ from megalith.nn.combiners import Combiner, FirstN
 from megalith.nn.device_copies import columns_to_host
 from megalith.nn.features import Feature, Layout
 from megalith.ops.pooling import Bags, Coverage, OutputSlice, Pooling
-from megalith.ragged import Ragged
+from megalith.ragged import Ragged, as_tensor
 from megalith.shards import PreparedIds
 from megalith.shards.lookup import versions
 from megalith.shards.preparer import LocalPreparer
@@ -476,9 +476,13 @@ def _are_equal(splits: Tensor, shared: Tensor) -> bool:
 
 def column_of(feature: Feature, value: Any, shared: SingleSplits | None = None) -> Ragged:
     """Return the column of a feature."""
-    # value: A Ragged, a jagged nested tensor, int64 or int32 [B], or [B, L] padded with `feature.pad`.
+    # value: A Ragged, a jagged nested tensor, int64 or int32 [B], [B, L] padded with `feature.pad`, an array
+    # of numpy of these shapes, or a list of B tensors or lists.
     if type(value) is Tensor and value.dtype is torch.int64 and shared is not None and _is_vector(value):
         return Ragged.trusted(value, shared.of(value.shape[0], value.device), single=True)
+    if isinstance(value, list | tuple):  # one tensor or list per row
+        value = Ragged.from_lists(value)
+    value = as_tensor(value)
     if isinstance(value, Ragged):
         column = value if shared is None else shared.recognise(value)
     elif isinstance(value, Tensor) and value.is_nested:

@@ -21,15 +21,15 @@ from torch import Tensor
 from megalith.bits import signed
 from megalith.checkpoint import read_manifest
 from megalith.checkpoint.manifest import NAME
-from megalith.data.arrow import NOT_AN_ID, arrow
 from megalith.data.compression import open_bytes
 from megalith.data.csv import CsvReader
 from megalith.data.files import list_files
-from megalith.data.parquet import ParquetReader
 from megalith.data.reader import Reader
 from megalith.data.schema import FeatureColumn, Schema
+from megalith.data.table_reader import ParquetReader
 from megalith.errors import InputError
-from megalith.ops.ids import hash_strings
+from megalith.hashing import hash_strings
+from megalith.ragged import NOT_AN_ID, arrow
 from megalith.reporting.inspection import find_table, read_ids
 from megalith.routing import Router
 
@@ -104,7 +104,7 @@ def _from_checkpoint(root: Path, size: int, table: str | None) -> Sample:
 
 def _from_parquet(source: Path, size: int, column: str, hash: bool | None) -> Sample:
     reader = ParquetReader(source, _schema(column, hash), batch_size=_ROWS, on_error="skip")
-    total = reader.num_rows
+    total = reader.num_rows or 0
     if total > size:
         reader = reader.shard(0, -(-total // size))  # row groups, or a part of each, from all files
     ids = _take(_column(reader), size)

@@ -16,12 +16,9 @@ A position in a stream is continued as a stream. In both cases the next epoch is
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +26,10 @@ from torch import Tensor
 from megalith.data import Batch, Reader
 from megalith.data.batch import Position
 from megalith.data.equal_batches import EqualBatchLoader
+from megalith.data.reader import read_ahead
 from megalith.distributed.ranks import Ranks
 from megalith.errors import InputError
 from megalith.ragged import Ragged
-
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 WATCHED_BATCHES = 100
 """Number of batches in which features with several ids per row are noticed."""
@@ -259,77 +254,6 @@ class _RankShards:
     def end(self) -> Counter[str]:
         """End the epoch, and return the skipped rows of the shards."""
         counted = self.skipped()
+        self._reader.set_epoch(max((reader.epoch for reader in self._readers.values()), default=0))
         self._readers, self._at, self.begun = {}, {}, False
         return counted
-
-
-# ---- reading ahead: a thread reads the next batches while the caller computes
-
-BATCHES = 2
-"""Batches that wait for the caller."""
-LEAVE_SECONDS = 10.0
-"""How long a loop that is left waits for the read in progress."""
-_SECONDS = 0.1
-"""How often a thread that waits for room looks whether the caller has left."""
-
-
-def read_ahead(batches: Iterable[T], *, timeout: float = 600.0, name: str | None = None) -> Iterator[T]:
-    """Yield the same batches, read in a thread; TimeoutError if one takes more than `timeout` seconds."""
-    # Reading and computing overlap where the caller waits for a GPU. The reader is ahead of what was yielded:
-    # `batch.position` tells where to continue, `reader.position` does not.
-    waiting: queue.Queue[T | BaseException | None] = queue.Queue(BATCHES)
-    left = threading.Event()
-    thread = threading.Thread(target=_read, args=(batches, waiting, left), name="read-ahead", daemon=True)
-    thread.start()
-    source = name or type(batches).__name__
-    try:
-        while True:
-            try:
-                batch = waiting.get(timeout=timeout)
-            except queue.Empty:
-                raise TimeoutError(
-                    f"{source}: no batch was read within {timeout:g} s: check the storage it reads from, or "
-                    "raise the limit, which is train.timeout in a run"
-                ) from None
-            if batch is None:
-                return
-            if isinstance(batch, BaseException):
-                raise batch
-            yield batch
-    finally:
-        left.set()
-        thread.join(LEAVE_SECONDS)
-        if thread.is_alive():
-            logger.warning(
-                "%s: its thread still reads a batch %g s after the loop was left; it ends after that read",
-                source,
-                LEAVE_SECONDS,
-            )
-
-
-def _read(
-    batches: Iterable[T], waiting: queue.Queue[T | BaseException | None], left: threading.Event
-) -> None:
-    try:
-        for batch in batches:
-            if not _put(waiting, batch, left):
-                return
-    except BaseException as error:
-        _put(waiting, error, left)
-    else:
-        _put(waiting, None, left)
-
-
-def _put(
-    waiting: queue.Queue[T | BaseException | None],
-    item: T | BaseException | None,
-    left: threading.Event,
-) -> bool:
-    """Pass an item on; return False if the caller has left."""
-    while not left.is_set():
-        try:
-            waiting.put(item, timeout=_SECONDS)
-            return True
-        except queue.Full:
-            continue
-    return False

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megalith.data import MemoryReader, Reader, SyntheticReader, load_movielens, read_movielens
-from megalith.data.column_reader import ColumnReader
 from megalith.data.reader_registry import reader_class
+from megalith.data.table_reader import TableReader
 from megalith.errors import InputError
 from megalith.ops import checks
 from megalith.training.config import DataConfig, RunConfig, check_options
@@ -89,7 +89,7 @@ def open_reader(config: DataConfig, path: Path, *, labelled: bool = True) -> Rea
         raise InputError(f"{config.kind} data is not read from files; train on parquet or csv data instead")
     if not labelled:
         config = replace(config, schema={**config.schema, "label": None, "weight": None})
-    return _file_reader(config, str(path), labelled)
+    return _file_reader(config, str(path), labelled).in_order()
 
 
 def id_sources(config: DataConfig) -> dict[str, str]:
@@ -156,7 +156,7 @@ def _files(config: RunConfig) -> DataSource:
     train = _file_reader(data, data.path)
     if data.split_seconds is not None:
         train = train.between(end=data.split_seconds)
-    if isinstance(train, ColumnReader):
+    if isinstance(train, TableReader):
         train = train.with_schema(train.fit())
         data = replace(data, schema=train.schema.to_dict())
     title = f"{data.title}{_normalisation(train)}"
@@ -181,7 +181,7 @@ def _held_out(data: DataConfig, test: Reader | None) -> dict[str, Any]:
 
 def _normalisation(reader: Reader) -> str:
     """A line with means and standard deviations, if there are any."""
-    columns = reader.schema.dense_columns if isinstance(reader, ColumnReader) else ()
+    columns = reader.schema.dense_columns if isinstance(reader, TableReader) else ()
     fitted = [f"{x.column} mean {x.mean:.6g} std {x.std:.6g}" for x in columns if x.mean is not None]
     return f"\nnormalised by {', '.join(fitted)}" if fitted else ""
 

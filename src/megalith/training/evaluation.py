@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from megalith.data import Batch, Reader
-from megalith.data.arrow import arrow
-from megalith.data.column_reader import ColumnReader
+from megalith.data.table_reader import TableReader
 from megalith.distributed.ranks import Ranks
 from megalith.errors import InputError
 from megalith.metrics import AUC, Calibration
 from megalith.models import Model
 from megalith.ops import checks
+from megalith.ragged import arrow
 from megalith.training.batches import RunBatches
 from megalith.training.model import score
 
@@ -193,7 +193,7 @@ def predict_file(
     """Predict the rows of a reader; write given columns of its files and the probabilities, in order."""
     check_output(out)
     if columns:
-        if not isinstance(reader, ColumnReader):
+        if not isinstance(reader, TableReader):
             raise InputError(
                 "predict: only files with named columns (parquet, csv, criteo) have columns to keep"
             )
@@ -206,7 +206,7 @@ def predict_file(
     scores = torch.cat([torch.empty(0, device="cpu"), *_scores(model, reader, on_batch)])
     temporary = out.with_name(out.name + ".tmp")
     kept: dict[str, Any] = {}
-    if isinstance(reader, ColumnReader) and scores.numel():
+    if isinstance(reader, TableReader) and scores.numel():
         kept = {name: _text(name, reader.carried_column(name)) for name in columns}
     _write(temporary, out.suffix, kept or {name: [] for name in columns}, scores)
     os.replace(temporary, out)

@@ -16,7 +16,8 @@ from megalith.compat.monolith import MonolithReader
 from megalith.compat.monolith.example_reader import Kind
 from megalith.data.record_files import Framing, write_records
 from megalith.errors import InputError
-from megalith.ops.ids import fid_v1_to_v2, hash_strings
+from megalith.hashing import hash_strings
+from megalith.ops.ids import fid_v1_to_v2
 from tests.compat import importing as wire
 from tests.data.support import check_resume, check_shards, labels_of
 

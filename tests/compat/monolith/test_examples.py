@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from megalith.compat.monolith.example_reader import FLOATS, IDS, KINDS, NO_VALUES, Kind, decode_records
 from megalith.compat.monolith.feature_configs import message_type
 from megalith.errors import InputError
-from megalith.ops.ids import fid_v1_to_v2, hash_strings
+from megalith.hashing import hash_strings
+from megalith.ops.ids import fid_v1_to_v2
 
 IO = "monolith.io.proto"
 TYPES = {

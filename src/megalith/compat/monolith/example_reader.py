@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from megalith.data.batch import Position, Samples
-from megalith.data.files import FilePositions, Paths, list_files
-from megalith.data.reader import OnError, Reader, RowBlock, position_integer
+from megalith.data.files import FilePositions, Paths, list_files, position_integer
+from megalith.data.reader import SHUFFLE_ROWS, OnError, Reader, RowBlock
 from megalith.data.record_files import HEADERS, MAX_RECORD_BYTES, FramedRecord, Framing, RecordFile
 from megalith.errors import InputError, NativeMissingError
 from megalith.library import native_module
@@ -130,6 +130,9 @@ class MonolithReader(Reader):
         on_error: "raise", or "skip" to count bad records and rows in `skipped`. A file is left where its
             framing breaks.
         binary_labels: See `Reader`.
+        shuffle: See `Reader`.
+        shuffle_rows: See `Reader`.
+        prefetch: See `Reader`.
         max_bytes: The maximum length of a record.
 
     Raises:
@@ -155,10 +158,19 @@ class MonolithReader(Reader):
         drop_last: bool = False,
         on_error: OnError = "raise",
         binary_labels: bool = False,
+        shuffle: int | None = None,
+        shuffle_rows: int = SHUFFLE_ROWS,
+        prefetch: int = 0,
         max_bytes: int = MAX_RECORD_BYTES,
     ) -> None:
         super().__init__(
-            batch_size=batch_size, drop_last=drop_last, on_error=on_error, binary_labels=binary_labels
+            batch_size=batch_size,
+            drop_last=drop_last,
+            on_error=on_error,
+            binary_labels=binary_labels,
+            shuffle=shuffle,
+            shuffle_rows=shuffle_rows,
+            prefetch=prefetch,
         )
         checks.one_of(kind, KINDS, "monolith: kind")
         if not isinstance(header, list | tuple) or not all(

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.errors import InputError
+from megalith.hashing import hash_strings
 from megalith.library import native_module
-from megalith.ops.ids import hash_strings
 from megalith.ragged import Ragged
 from megalith.serving.export.signature import FeatureSpec, Signature
 from megalith.serving.proto.infer_tensors import from_infer_request
