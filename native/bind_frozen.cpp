@@ -200,9 +200,9 @@ class ServedFiles {
     int64_t at = 0;
     for (handle each : batch) {
       require(PyBytes_Check(each.ptr()), "batch: expected bytes");
-      const int64_t bytes = PyBytes_GET_SIZE(each.ptr()), rows = features ? bytes / 8 / features : 0;
+      const int64_t bytes = PyBytes_Size(each.ptr()), rows = features ? bytes / 8 / features : 0;
       require(bytes == rows * features * 8 && rows <= size - at, "batch: other ids than the plan has");
-      const char* data = PyBytes_AS_STRING(each.ptr());
+      const char* data = PyBytes_AsString(each.ptr());
       for (int64_t f = 0; f < features; ++f)
         std::memcpy(ids.data() + f * size + at, data + f * rows * 8, static_cast<size_t>(rows) * 8);
       at += rows;

@@ -47,7 +47,7 @@ nb::object read_scores(const ScoreReader& reader, const BoundMessage& bound) {
   if (!reader.find(bound.message, &found)) return nb::none();
   nb::object ids = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(found.id_bytes())));
   if (!ids.is_valid()) throw nb::python_error();
-  found.fill_ids(reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(ids.ptr())));
+  found.fill_ids(reinterpret_cast<uint8_t*>(PyBytes_AsString(ids.ptr())));
   return nb::make_tuple(found.rows, ids, nb::bytes(reinterpret_cast<const char*>(found.dense.data), found.dense.size));
 }
 

@@ -111,7 +111,7 @@ inline const dlpack::ExchangeApi* exchange_api(PyObject* object) {
   PyErr_Clear();
   while (api && api->header.version.major != 1)
     api = reinterpret_cast<const dlpack::ExchangeApi*>(api->header.previous);
-  Py_INCREF(type);
+  Py_INCREF(reinterpret_cast<PyObject*>(type));
   known[next] = {type, api};
   next = (next + 1) % 4;
   return api;

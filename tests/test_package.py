@@ -1,4 +1,4 @@
-"""The instructions in the native module that is installed."""
+"""The version, and the instructions in the native module that is installed."""
 
 import platform
 import re
@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
+import megalith
+
 ROOT = Path(__file__).parent.parent
+
+
+def test_the_changelog_begins_with_the_version_of_the_sources() -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    first = re.search(r"^## (\S+) \((.*)\)$", changes, re.MULTILINE)
+    assert first is not None
+    assert first[1] == megalith.__version__
 
 
 def run(*command: str, cwd: Path = ROOT) -> str:
