@@ -208,7 +208,8 @@ class Ragged:
         """Make one Ragged per key of a KeyedJaggedTensor.
 
         Args:
-            keyed: Any object with keys(), values(), lengths() and, optionally, weights_or_none().
+            keyed: Any object with keys(), values(), lengths() and, optionally, weights_or_none() and
+                stride_per_key(), the number of rows of each key.
 
         Returns:
             A Ragged per key; the values are views of those of `keyed`.
@@ -220,16 +221,21 @@ class Ragged:
             keys = list(keyed.keys())
             values, lengths = keyed.values(), keyed.lengths()
             weights = keyed.weights_or_none() if hasattr(keyed, "weights_or_none") else None
+            strides = list(keyed.stride_per_key()) if hasattr(keyed, "stride_per_key") else None
         except (AttributeError, TypeError):
             raise InputError(f"Ragged: expected a KeyedJaggedTensor, got {type(keyed).__name__}") from None
         if not isinstance(values, Tensor) or not isinstance(lengths, Tensor):
             raise InputError("Ragged: values() and lengths() of a KeyedJaggedTensor must be tensors")
         if not keys:
             return {}
-        if lengths.numel() % len(keys):
-            raise InputError(f"Ragged: {lengths.numel()} lengths do not divide among {len(keys)} keys")
-        per_key = lengths.view(len(keys), -1)
-        ends = per_key.sum(1).cumsum(0).tolist()
+        if strides is None:
+            if lengths.numel() % len(keys):
+                raise InputError(f"Ragged: {lengths.numel()} lengths do not divide among {len(keys)} keys")
+            strides = [lengths.numel() // len(keys)] * len(keys)
+        if len(strides) != len(keys) or sum(strides) != lengths.numel():
+            raise InputError(f"Ragged: {keys} have {strides} rows, but there are {lengths.numel()} lengths")
+        per_key = lengths.split(strides)
+        ends = torch.stack([own.sum() for own in per_key]).cumsum(0).tolist()
         if ends[-1] != values.shape[0]:
             raise InputError(f"Ragged: lengths add up to {ends[-1]}, but there are {values.shape[0]} values")
         columns: dict[str, Ragged] = {}
