@@ -194,9 +194,10 @@ def _seconds(time: float | None) -> int:
 _STATE: dict[str, dict[str, str]] = {
     "sgd": {},
     "adagrad": {"sum": "sum"},
+    "rowwise_adagrad": {"sum": "sum"},
     "adam": {"m": "exp_avg", "v": "exp_avg_sq", "count": "step"},
 }
-"""The state names of our optimizers, and torch.optim's names for them."""
+"""The state names of our optimizers, and the names that torch.optim and TorchRec's RowWiseAdagrad have."""
 
 
 def import_torch(
@@ -217,8 +218,8 @@ def import_torch(
         tables: For each table, the key of its weight: [rows, dim] of any float dtype.
         ids: For some tables, the distinct ids of the rows of the weight, int64 or int32 [rows], such as the
             raw ids of a vocabulary in the order of its indices. Without them, row i is that of id i.
-        optimizer_state: For each table, the state that torch.optim.Adagrad, Adam or SparseAdam has for the
-            weight, `optimizer.state[weight]`. Without it the state starts fresh.
+        optimizer_state: For each table, the state that torch.optim.Adagrad, Adam or SparseAdam, or TorchRec's
+            RowWiseAdagrad, has for the weight, `optimizer.state[weight]`. Without it the state starts fresh.
         time: The last-update time of the rows in seconds; None is now.
         on_error: "raise" rejects rows with NaN or Inf; "skip" leaves them out and counts them.
 
@@ -311,7 +312,8 @@ def _state(config: TableConfig, rows: int, given: Mapping[str, Any]) -> dict[str
     checks.mapping(given, where, '{"sum": ...}')
     wanted: dict[str, str] = {}
     for segment in config.segments:
-        if segment.optimizer.name not in _STATE:
+        by_row = segment.optimizer.name == "rowwise_adagrad"
+        if segment.optimizer.name not in _STATE or (by_row and len(config.segments) > 1):
             raise InputError(
                 f"{where}: torch.optim has no state that {optimizer_of(config)} could continue with"
             )
@@ -329,7 +331,7 @@ def _state(config: TableConfig, rows: int, given: Mapping[str, Any]) -> dict[str
     for ours, theirs in wanted.items():
         value = given[theirs]
         value = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
-        shape = () if theirs == "step" else (rows, config.dim)
+        shape = () if theirs == "step" else (rows, 1 if by_row else config.dim)
         if value.shape != shape or value.layout != torch.strided or value.is_meta:
             raise InputError(f"{where}: {theirs!r} is {list(value.shape)}, expected {list(shape)}")
         state[ours] = value
