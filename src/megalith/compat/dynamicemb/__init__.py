@@ -1,5 +1,6 @@
-"""DynamicEmb: import of its dumps (`import_dynamicemb`)."""
+"""DynamicEmb: its dumps, read (`import_dynamicemb`) and written (`export_dynamicemb`)."""
 
+from megalith.compat.dynamicemb.dump_exporter import export_dynamicemb
 from megalith.compat.dynamicemb.dump_importer import import_dynamicemb
 
-__all__ = ["import_dynamicemb"]
+__all__ = ["export_dynamicemb", "import_dynamicemb"]

@@ -39,7 +39,7 @@ from megalith.table import Adam, TableConfig
 _FILE = re.compile(r"(.+)_emb_(keys|values|scores|opt_values)\.rank_(\d{1,9})\.world_size_(\d{1,9})")
 _COUNTER = re.compile(r"(.+)_counter_(keys|frequencies)\.rank_\d{1,9}\.world_size_\d{1,9}")
 _MAX_JSON = 1 << 20
-_NANOSECONDS = 1_000_000_000
+NANOSECONDS = 1_000_000_000
 _OPTIMIZERS = {
     "sgd": "sgd",
     "exact_sgd": "sgd",
@@ -244,7 +244,7 @@ class _DumpedTable:
         if not self._ages:
             return torch.full((part.stop - part.start,), time, device="cpu")
         ages = _tensor(_mapped(self.dump.files["scores"][rank], "<i8", 1)[part, 0])
-        return time - (ages // _NANOSECONDS).clamp(0, time)
+        return time - (ages // NANOSECONDS).clamp(0, time)
 
     def _iterations(self) -> int:
         value = self.dump.meta.get("iters")
