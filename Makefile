@@ -4,7 +4,7 @@
 # make test-gpu  tests of the cuda engine on a GPU         make bench-gpu  its speed
 # make native-module  the native module for another version of Python (NATIVE_PYTHON)
 # make lint   ruff and mypy                                 make docs  the documentation as pages
-# make test-integrations  Lightning, accelerate and clients of other serving systems, which it installs
+# make test-integrations  Lightning, accelerate, TorchRec and clients of other serving systems, which it installs
 # make protos descriptor sets from the .proto files
 
 PYTHON ?= python3
@@ -159,6 +159,8 @@ $(VENV)/integrations: $(VENV)/dev
 	  onnx onnxscript onnxruntime
 	$(BIN)/pip install -q -c constraints.txt datasets torchdata
 	$(BIN)/pip install -q -c constraints.txt nbclient ipykernel  # run the notebook
+	$(BIN)/pip install -q -c constraints.txt fbgemm-gpu-cpu tensordict torchmetrics tqdm pyre-extensions iopath
+	$(BIN)/pip install -q --no-deps torchrec==1.8.0  # it asks for fbgemm-gpu, the CUDA build
 	@touch $@
 
 # Clients of servers, in an environment of their own: they need another protobuf. tensorflow-serving-api asks for

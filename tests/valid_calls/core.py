@@ -17,6 +17,7 @@ from torch import nn
 
 import megalith
 from megalith import metrics, ops, table
+from megalith.compat import torchrec
 from megalith.nn import MicroBatches
 from megalith.shards import CommMetrics
 from tests.ps.support import where
@@ -326,3 +327,30 @@ def metrics_calls() -> Iterator[Call]:
     for kind in (metrics.AUC, metrics.BinnedAUC, metrics.Calibration):
         yield kind, {}
         yield from methods(kind, {"*": batch})
+
+
+# ---- TorchRec's names
+
+
+def keyed() -> torchrec.KeyedJaggedTensor:
+    return torchrec.KeyedJaggedTensor(["f"], ids(), torch.ones(3), torch.tensor([2, 1]))
+
+
+def torchrec_calls() -> Iterator[Call]:
+    fields = {"name": "t", "embedding_dim": 2, "num_embeddings": 10, "feature_names": ["f"]}
+    pooled, unpooled = torchrec.EmbeddingBagConfig(**fields), torchrec.EmbeddingConfig(**fields)
+    yield from calls(torchrec.EmbeddingBagConfig, torchrec.EmbeddingConfig, **fields)
+    given: Arguments = {"optimizer": table.SGD(0.1), "table_options": {"t": {"initializer": table.Zeros()}}}
+    batch: Given = {"*": {"features": keyed(), "batch": keyed()}, "step": {}}
+    for kind, tables in ((torchrec.EmbeddingBagCollection, pooled), (torchrec.EmbeddingCollection, unpooled)):
+        yield kind, {"tables": [tables], **given}
+        yield from methods(partial(kind, [tables], update="step", **given), batch)
+    jagged: Arguments = {"values": ids(), "weights": ROWS[:, 0], "lengths": torch.tensor([2, 1])}
+    yield torchrec.JaggedTensor, jagged
+    yield from methods(partial(torchrec.JaggedTensor, **jagged))
+    yield torchrec.KeyedJaggedTensor, {"keys": ["f"], **jagged}
+    offsets = {"values": ids(), "lengths": torch.tensor([2, 1]), "offsets": torch.tensor([0, 2, 3])}
+    yield from methods(keyed, {"*": {"keys": ["f"], **offsets}})
+    values: Arguments = {"keys": ["f"], "length_per_key": [2], "values": ROWS}
+    yield torchrec.KeyedTensor, values
+    yield from methods(partial(torchrec.KeyedTensor, **values))

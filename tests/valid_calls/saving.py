@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count as count_up
 from pathlib import Path
 
 import torch
 
 from megalith import TableConfig, checkpoint
 from megalith.checkpoint.importers import import_torch
-from megalith.compat.dynamicemb import import_dynamicemb
+from megalith.compat.dynamicemb import export_dynamicemb, import_dynamicemb
 from megalith.compat.monolith import import_monolith
+from megalith.compat.torchrec import export_torchrec, import_torchrec
 from megalith.table import SGD
 from tests.compat.dynamicemb.test_dump_importer import dump
 from tests.compat.importing import collection, entry, sgd, tfrecords, write
@@ -73,6 +75,16 @@ def importer_calls() -> Iterator[Call]:
     weights = {"state_dict": {"w": torch.ones(3, 2)}, "tables": {"t": "w"}, "optimizer_state": {"t": {}}}
     yield import_torch, into | weights
     yield import_dynamicemb, into | {"directory": dump(Path("dump").absolute(), [[1, 2]])}
+    numbers = count_up()
+    exported = {
+        "directory": Fresh(lambda: Path(f"exported-{next(numbers)}")),
+        "ranks": 2,
+        "dist_type": "roundrobin",
+    }
+    yield export_dynamicemb, into | exported | {"num_embeddings": {"t": 9}, "score": "lru"}
+    torchrec = {"embeddings.t.weight": torch.ones(3, 2)}
+    yield import_torchrec, into | {"state_dict": torchrec, "tables": {"t": "t"}, "optimizer_state": {"t": {}}}
+    yield export_torchrec, into | {"state_dict": torchrec, "tables": {"t": "t"}}
     assets = Path("model.ckpt-7.assets")
     write(assets / "t-00000-of-00001", tfrecords(entry(1, (1, 2), sgd())))
     yield import_monolith, into | {"path": assets}
