@@ -1,0 +1,28 @@
+"""A click model."""
+
+import torch
+from torch import nn
+
+
+class Clicks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.items = nn.EmbeddingBag(1000, 16, mode="mean", include_last_offset=True)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, ids, offsets):
+        items = self.items(ids, offsets)
+        return self.head(items).squeeze(1)
+
+
+torch.manual_seed(0)
+model = Clicks()
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+for _ in range(50):
+    ids, offsets = torch.randint(0, 1000, (512,)), torch.arange(0, 513, 2)
+    labels = (ids[::2] % 2).float()
+    loss = nn.functional.binary_cross_entropy_with_logits(model(ids, offsets), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(f"loss {loss.item():.4f}")
