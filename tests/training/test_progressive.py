@@ -71,7 +71,11 @@ def test_each_batch_is_scored_before_it_is_trained_on(
 
     page = write_report(run.directory).read_text()
     assert "Scored before training" in page
-    assert all(day in page for day in DAYS[:3])
+    assert all(day.replace("-", "\N{NON-BREAKING HYPHEN}") in page for day in DAYS[:3])
+    (run.directory / "metrics.jsonl").write_text(
+        '{"kind": "period", "new": {"a": 3, "b": {"samples": "x"}}}\n'
+    )
+    assert "no period has 30 rows with both labels" in write_report(run.directory).read_text()
     without = Run(config(days[:3], model_options={"hidden": [4], "dropout": 0.0}), tmp_path / "without")
     without.train()
     if not dropout:

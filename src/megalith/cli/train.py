@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import sys
@@ -36,10 +37,11 @@ from megalith.cli.config_options import config_options
 from megalith.cli.output import console, exit_on_error, plural, progress, skipped_lines
 from megalith.data import DataUnavailableError
 from megalith.distributed.launcher_environment import LaunchWarning, RankSetup, configure, init_process_group
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, InputError
 from megalith.reporting.report import write_report
 from megalith.table import HostTierUse
 from megalith.training import DataConfig, Evaluation, ModelConfig, Run, RunConfig, TrainConfig, Watcher
+from megalith.training.config import KINDS
 from megalith.training.directory import BEST, CHECKPOINT, find_checkpoint, run_of
 from megalith.training.model import config_of, device_of
 from megalith.training.publishing import Pushed
@@ -122,11 +124,12 @@ class TrainingBar(Watcher):
 
     def period(self, record: Mapping[str, Any]) -> None:
         def show(numbers: Mapping[str, Any]) -> str:
-            return "-" if numbers["auc"] is None else f"{numbers['auc']:.4f}"
+            auc = "none" if numbers["auc"] is None else f"{numbers['auc']:.4f}"
+            return f"{auc} of {output.plural(numbers['samples'], 'row')}"
 
-        line = f"{record['period']}: {record['samples']:,} rows scored before training, AUC {show(record)}"
-        new = [f"{name} {show(each)}" for name, each in record["new"].items() if each["samples"]]
-        self._progress.console.print(line + (f"; rows with new ids: {', '.join(new)}" if new else ""))
+        line = f"{record['period']}: AUC before training {show(record)}"
+        new = [f"new {name} {show(each)}" for name, each in record["new"].items() if each["samples"]]
+        self._progress.console.print("; ".join([line, *new]))
 
     def saving(self, rows: int) -> None:
         self._began = time.monotonic()
@@ -338,13 +341,25 @@ def _open(
     return Run(chosen.changed(**flags, **_schema_flag(chosen, columns)), where, start_over=start_over)
 
 
-def _kind_of(path: str | list[str]) -> str | None:
-    """Return the kind of data of files or directories by their suffixes; None if they do not show it."""
-    first = Path(path if isinstance(path, str) else path[0])
-    files = first.rglob("*") if first.is_dir() else [first]
-    suffixes = {suffix for file in files for suffix in file.suffixes}
-    kinds = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv"}
-    return next((kind for suffix, kind in kinds.items() if suffix in suffixes), None)
+def _kind_of(path: str | list[str]) -> str:
+    """Return the kind of data of files or directories by their names."""
+    first = path if isinstance(path, str) else path[0]
+    found = [Path(name) for name in glob.glob(first, recursive=True)]
+    if not found:
+        raise InputError(f"{first}: no such file or directory")
+    files = found[0].rglob("*") if found[0].is_dir() else [found[0]]
+    names = {file.name for file in files}
+    suffixes = {suffix for name in names for suffix in Path(name).suffixes}
+    kinds = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".inter": "movielens"}
+    kind = next((kind for suffix, kind in kinds.items() if suffix in suffixes), None)
+    if kind is None and "ratings.dat" in names:
+        kind = "movielens"
+    if kind is None:
+        raise InputError(
+            f"{first}: the kind of data cannot be told from the names of its files: add --data, "
+            f"one of {', '.join(KINDS)}"
+        )
+    return kind
 
 
 def _schema_flag(config: RunConfig, columns: Mapping[str, str | None]) -> dict[str, Any]:
@@ -490,7 +505,10 @@ def _summary(
 ) -> Table:
     table = Table(show_header=False, box=None)
     if result is not None:
-        table.add_row("AUC", f"{result.auc:.4f}", f"on {run.config.data.test_path or 'held-out data'}")
+        data = run.config.data
+        paths = [data.test_path] if isinstance(data.test_path, str) else data.test_path or []
+        since = f"rows since {data.split_time}" if data.split_time else "held-out data"
+        table.add_row("AUC", f"{result.auc:.4f}", f"on {', '.join(paths) or since}")
         table.add_row("log loss", f"{result.log_loss:.4f}", f"{result.samples:,} samples")
     table.add_row("rows", f"{rows:,}", f"in {len(run.model.embeddings.shards.configs)} tables")
     for kind, unit in {"evicted": "rows", "refused": "ids, once per batch"}.items():

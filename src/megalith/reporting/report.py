@@ -130,6 +130,7 @@ table { border-collapse:collapse; width:100%; } .scroll { overflow-x:auto; }
 th, td { text-align:left; padding:6px 14px 6px 0; border-bottom:1px solid var(--edge);
   overflow-wrap:anywhere; }
 td.value, th.value { text-align:right; font-variant-numeric:tabular-nums; }
+td.value { white-space:nowrap; } th { overflow-wrap:normal; }
 tr.best td { font-weight:600; } details summary { cursor:pointer; }
 """
 
@@ -172,7 +173,9 @@ def html_table(
 
 MAX_POINTS, MEAN_POINTS = 300, 60
 MAX_SERIES = 6
-MAX_PERIODS = 14
+MAX_PERIODS = 10
+MIN_ROWS = 30
+"""Smallest number of rows of which an AUC is shown."""
 MAX_AGE_CHARTS = 4
 RUN_FILES = ("config.json", "metrics.jsonl", "evaluation.json", "frequencies.json", "checkpoint")
 DASH = "\N{EN DASH}"
@@ -241,32 +244,42 @@ def _periods(run: RunFiles) -> str:
         new = record["new"] if isinstance(record.get("new"), dict) else {}
         known = {f"new {name}": numbers for name, numbers in new.items() if isinstance(numbers, dict)}
         lines.append({"all rows": record, **known})
+
+    def auc(line: dict[str, dict[str, Any]], name: str) -> float | None:
+        numbers = line.get(name, {})
+        enough = (finite_number(numbers.get("samples")) or 0) >= MIN_ROWS
+        return finite_number(numbers.get("auc")) if enough else None
+
     found: dict[str, list[tuple[float, float]]] = {}
-    for line in lines:
-        step = finite_number(line["all rows"].get("step"))
-        for name, numbers in line.items():
-            auc = finite_number(numbers.get("auc"))
-            if step is not None and auc is not None:
-                found.setdefault(name, []).append((step, auc))
-    shown = dict(list(found.items())[:MAX_SERIES])
+    for number, line in enumerate(lines, start=1):
+        for name in line:
+            if (value := auc(line, name)) is not None:
+                found.setdefault(name, []).append((number, value))
+    shown = list(found)[:MAX_SERIES]
     if not shown:
-        raise Absent("no period has rows of both labels")
-    series = [Series(name, thin(points, MAX_POINTS), "line and points") for name, points in shown.items()]
-    chart = line_chart("AUC by period", series, Axis("step at the end of the period"), Axis("AUC"))
+        raise Absent(f"no period has {MIN_ROWS} rows with both labels")
+    series = [Series(name, thin(found[name], MAX_POINTS), "line and points") for name in shown]
+    chart = line_chart("AUC by period", series, Axis("number of the period"), Axis("AUC"))
     rows = [
         [
-            str(line["all rows"].get("period")),
+            str(line["all rows"].get("period")).replace("-", "\N{NON-BREAKING HYPHEN}"),
             _or_dash(finite_number(line["all rows"].get("samples")), show_number),
             _or_dash(finite_number(line["all rows"].get("loss")), _four_places),
-            *(_or_dash(finite_number(line.get(name, {}).get("auc")), _four_places) for name in shown),
+            *(_or_dash(auc(line, name), _four_places) for name in shown),
         ]
         for line in lines[-MAX_PERIODS:]
     ]
-    table = html_table(["period", "samples", "log loss", *(f"AUC, {name}" for name in shown)], rows)
-    note = "Each batch before the model was trained on it. New: rows with an id that had no row yet."
+    heads = [
+        "period",
+        "samples",
+        "log loss",
+        *(f"AUC {name.removeprefix('all rows')}".strip() for name in shown),
+    ]
+    note = "Each batch before the model was trained on it. New: rows with an id that had no row of its table"
+    note += f" yet. AUCs of fewer than {MIN_ROWS} rows are not shown."
     left = len(found) - len(shown)
     note += f" Features not shown: {left}." if left else ""
-    return plots([card("AUC by period", chart), card("Last periods", table)], note)
+    return plots([card("AUC by period", chart), card("Last periods", html_table(heads, rows))], note)
 
 
 def _calibration(run: RunFiles) -> str:

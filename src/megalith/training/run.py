@@ -18,7 +18,7 @@ import shutil
 import time as clock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -233,7 +233,9 @@ class Run:
         root = find_checkpoint(base)
         manifest = checkpoint.read_manifest(root)
         saved = config_of(manifest, base)
-        wanted = saved if config is None else checks.instance(config, RunConfig, "run: config")
+        # The split time is a time of the old data.
+        same = replace(saved, data=replace(saved.data, split_time=None))
+        wanted = same if config is None else checks.instance(config, RunConfig, "run: config")
         if config is None and not {"data_path", "data_kind", "data_options"} & changes.keys():
             raise InputError(
                 f"{base} was trained on {saved.data.title}: name the new data (--path); to train on the same "
