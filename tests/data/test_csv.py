@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import math
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.data import CriteoReader, CsvReader, DenseColumn, FeatureColumn, Schema
+from megalith.data import CsvReader, FeatureColumn, Schema
 from megalith.errors import InputError
 from megalith.hashing import hash_strings
 from tests.data.support import check_appended, check_resume, check_shards, labels_of, rows_of
@@ -241,37 +240,3 @@ def test_any_bytes_give_rows_or_an_input_error(
     assert (strict is None) == (sum(reader.skipped.values()) > 0)
     if strict is not None:
         assert strict == lenient
-
-
-# ---- Criteo
-
-
-def criteo_line(label: int, ints: list[str], categories: list[str]) -> str:
-    return "\t".join([str(label), *ints, *categories])
-
-
-def test_criteo(tmp_path: Path) -> None:
-    full = criteo_line(1, [str(i) for i in range(13)], [f"{i:08x}" for i in range(26)])
-    sparse = criteo_line(0, ["-2", *[""] * 12], [""] * 25 + ["68fd1e64"])
-    path = write(tmp_path / "day_0.gz", f"{full}\n{sparse}\n")
-    (batch,) = CriteoReader(path, batch_size=4)
-    assert batch.labels.tolist() == [1.0, 0.0]
-    assert list(batch.features) == [f"C{i}" for i in range(1, 27)]
-    assert batch.features["C1"].to_lists() == [hashes("00000000"), []]
-    assert batch.features["C26"].to_lists() == [hashes("00000019"), hashes("68fd1e64")]
-    assert batch.dense.shape == (2, 13)
-    assert batch.dense[0].tolist() == pytest.approx([math.log1p(i) for i in range(13)])
-    assert batch.dense[1].tolist() == pytest.approx([-math.log(3)] + [0.0] * 12)
-
-    rows = [criteo_line(0, [str(i)] * 13, ["a"] * 26).split("\t", 1)[1] for i in (1, 3)]
-    reader = CriteoReader(
-        write(tmp_path / "test.txt", "\n".join(rows)), batch_size=4, labelled=False, normalise="standard"
-    )
-    reader = reader.with_schema(reader.fit())
-    assert reader.schema.dense_columns[0] == DenseColumn("I1", "standard", mean=2.0, std=1.0)
-    (batch,) = reader
-    assert batch.dense[:, 0].tolist() == [-1.0, 1.0]
-    assert all(math.isnan(label) for label in batch.labels.tolist())
-
-    with pytest.raises(InputError, match=r"test.txt: line 1 has 39 columns, not 40"):
-        list(CriteoReader(write(tmp_path / "test.txt", full.replace("\t", " ", 1)), batch_size=3))

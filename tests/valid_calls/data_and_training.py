@@ -73,6 +73,13 @@ def file_calls() -> Iterator[Call]:
     Path("criteo.tsv").write_text("\t".join(["1", *["2"] * 13, *["ab"] * 26]) + "\n")
     yield data.CriteoReader, {"paths": "criteo.tsv"}
     yield data.CriteoReader.from_config, {"path": "criteo.tsv", "schema": {}, "batch_size": 2}
+    header = "id,click,hour," + ",".join(map(str, data.AvazuReader.ids))
+    Path("avazu.csv").write_text(f"{header}\n1,0,14102700{',1' * 21}\n")
+    yield data.AvazuReader, {"paths": "avazu.csv"}
+    Path("raw_sample.csv").write_text("user,time_stamp,adgroup_id,pid,nonclk,clk\n1,2,3,4,0,1\n")
+    yield data.TaobaoReader, {"paths": "raw_sample.csv"}
+    Path("log_1.csv").write_text("user_id,video_id,tab,time_ms,is_click,duration_ms\n1,2,0,1000,0,7\n")
+    yield data.KuaiRandReader, {"paths": "log_1.csv"}
     Path("x.records").write_bytes(b"")
     yield monolith.MonolithReader, {"paths": "x.records", "kind": "example", "features": ["f"]}
 

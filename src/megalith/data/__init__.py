@@ -5,16 +5,18 @@ Reading Parquet and CSV files requires pyarrow, the extra `data`.
 
 from megalith.data.batch import Batch, Position, Samples
 from megalith.data.columns import batch_from
-from megalith.data.csv import CriteoReader, CsvReader
+from megalith.data.csv import CsvReader
 from megalith.data.equal_batches import EqualBatchLoader, pad_to_equal_batches
 from megalith.data.movielens import DataUnavailableError, MovieLens, load_movielens, read_movielens
 from megalith.data.reader import MemoryReader, Reader
+from megalith.data.recipes import AvazuReader, CriteoReader, KuaiRandReader, TaobaoReader
 from megalith.data.schema import DenseColumn, FeatureColumn, Schema
 from megalith.data.synthetic import SyntheticBatch, SyntheticFeature, SyntheticReader
 from megalith.data.table_reader import ParquetReader, TableReader
 from megalith.errors import MissingDependencyError
 
 __all__ = [
+    "AvazuReader",
     "Batch",
     "CriteoReader",
     "CsvReader",
@@ -22,6 +24,7 @@ __all__ = [
     "DenseColumn",
     "EqualBatchLoader",
     "FeatureColumn",
+    "KuaiRandReader",
     "MemoryReader",
     "MissingDependencyError",
     "MovieLens",
@@ -34,6 +37,7 @@ __all__ = [
     "SyntheticFeature",
     "SyntheticReader",
     "TableReader",
+    "TaobaoReader",
     "batch_from",
     "load_movielens",
     "pad_to_equal_batches",

@@ -1,4 +1,4 @@
-"""CsvReader and CriteoReader: CSV and TSV files, read block by block.
+"""CsvReader: CSV and TSV files, read block by block.
 
 A block is about `block_bytes` of complete lines and starts where the previous one ended. Arrow parses it; if
 the number of rows is not that of lines, it is parsed line by line, which finds the bad ones: Arrow alone
@@ -11,8 +11,8 @@ quoted line ends are not supported. Lines are counted from 1, including the head
 from __future__ import annotations
 
 import csv as plain
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple, Self
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from megalith.data.batch import Position
 from megalith.data.compression import open_bytes
 from megalith.data.files import Paths, position_integer
 from megalith.data.reader import SHUFFLE_ROWS, OnError
-from megalith.data.schema import DenseColumn, Normalise, Schema
+from megalith.data.schema import Schema
 from megalith.data.table_reader import SUFFIXES, Part, TableChunk, TableReader
 from megalith.errors import InputError
 from megalith.ops import checks
@@ -29,8 +29,6 @@ from megalith.ragged import arrow
 
 BLOCK_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 20
-CRITEO_INTS = tuple(f"I{i}" for i in range(1, 14))
-CRITEO_CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
 
 
 class _Block(NamedTuple):
@@ -181,6 +179,11 @@ class CsvReader(TableReader):
             return self.delimiter
         return "\t" if path.name.removesuffix(".gz").endswith((".tsv", ".txt")) else ","
 
+    @property
+    def _line_columns(self) -> list[str]:
+        """Names of the columns to parse, if a file has them."""
+        return self._columns
+
     def _missing(self, names: list[str], path: Any) -> tuple[str, str] | None:
         return self._columns_fault({name: arrow().binary() for name in names}, path)
 
@@ -251,7 +254,7 @@ class CsvReader(TableReader):
     def _all_lines(self, path: Any, names: list[str], data: bytes) -> Any:
         """Parse lines with Arrow. With bad lines it may raise or return another number of rows."""
         pa, csv = arrow(), arrow("pyarrow.csv")
-        wanted = [name for name in self._columns if name in names]
+        wanted = [name for name in self._line_columns if name in names]
         table = csv.read_csv(
             pa.BufferReader(data),
             csv.ReadOptions(column_names=names, use_threads=False, block_size=len(data) + 1),
@@ -273,7 +276,7 @@ class CsvReader(TableReader):
         self, path: Any, names: list[str], data: bytes, numbers: NDArray[np.int64]
     ) -> tuple[Any, NDArray[np.int64]]:
         """Parse lines one by one: this is slower, but finds the bad ones."""
-        pa, wanted = arrow(), [name for name in self._columns if name in names]
+        pa, wanted = arrow(), [name for name in self._line_columns if name in names]
         places = [names.index(name) for name in wanted]
         rows: list[list[bytes | None]] = []
         kept: list[int] = []
@@ -307,68 +310,6 @@ class CsvReader(TableReader):
         except plain.Error:
             return None
         return [field.encode("latin-1") for field in fields] if reader.line_num == 1 else None
-
-
-class CriteoReader(CsvReader):
-    """Reads Criteo's click logs: a label, 13 integers and 26 hexadecimal categories, separated by tabs.
-
-    Every value except the label may be missing. The features are named C1 to C26; `Batch.dense` is [B, 13]
-    with the integers I1 to I13.
-
-    Args:
-        paths: Files, directories or patterns.
-        batch_size: Rows per batch.
-        normalise: Normalisation of the integers. "standard" requires `reader.with_schema(reader.fit())`.
-        labelled: Whether the files have a label column.
-        drop_last: See `Reader`.
-        on_error: See `Reader`.
-        binary_labels: See `Reader`.
-        block_bytes: See `CsvReader`.
-
-    Raises:
-        InputError: A file cannot be read, or an argument is out of range.
-    """
-
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        batch_size: int,
-        normalise: Normalise = "log1p",
-        labelled: bool = True,
-        drop_last: bool = False,
-        on_error: OnError = "raise",
-        binary_labels: bool = False,
-        block_bytes: int = BLOCK_BYTES,
-    ) -> None:
-        checks.flag(labelled, "reader: labelled")
-        schema = Schema(
-            label="label" if labelled else None,
-            features={name: name for name in CRITEO_CATEGORIES},
-            dense=[DenseColumn(name, normalise) for name in CRITEO_INTS],
-        )
-        super().__init__(
-            paths,
-            schema,
-            batch_size=batch_size,
-            columns=[*(["label"] if labelled else []), *CRITEO_INTS, *CRITEO_CATEGORIES],
-            delimiter="\t",
-            quote=None,
-            drop_last=drop_last,
-            on_error=on_error,
-            binary_labels=binary_labels,
-            block_bytes=block_bytes,
-        )
-
-    @classmethod
-    def from_config(
-        cls, path: str | list[str], schema: Mapping[str, Any], *, labelled: bool = True, **options: Any
-    ) -> Self:
-        # A schema with features replaces the default one: it is fitted.
-        checks.mapping(schema, "config: [data.schema]", '{"features": {"C1": "C1"}}')
-        checks.flag(labelled, "reader: labelled")
-        reader = cls(path, **(options if labelled else {**options, "labelled": False}))
-        return reader.with_schema(Schema.from_dict(schema)) if schema.get("features") else reader
 
 
 def _in_file(position: Position, offset: int = 0, line: int = 0, done: int = 0) -> Position:

@@ -14,7 +14,11 @@ from megalith.data.reader import Reader
 FILE_READERS: Mapping[str, str] = {
     "parquet": "megalith.data.table_reader:ParquetReader",
     "csv": "megalith.data.csv:CsvReader",
-    "criteo": "megalith.data.csv:CriteoReader",
+    "ipc": "megalith.data.table_reader:TableReader",
+    "criteo": "megalith.data.recipes:CriteoReader",
+    "avazu": "megalith.data.recipes:AvazuReader",
+    "taobao": "megalith.data.recipes:TaobaoReader",
+    "kuairand": "megalith.data.recipes:KuaiRandReader",
     "monolith": "megalith.compat.monolith:MonolithReader",
 }
 """Kind of data -> "module:class" of its reader."""
