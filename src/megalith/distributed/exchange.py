@@ -92,7 +92,7 @@ class Exchange(Ranks):
         self._mailbox: Any = None
         self._watch: PeerWatch | None = None
         if self.size > 1:
-            self._watch = PeerWatch(self.rank, self.size, self.gather)
+            self._watch = PeerWatch(self.rank, self.size, self.gather, timeout)
         wanted = self.gather(transport)
         if set(wanted) != {transport}:
             raise InputError(f"transport must be the same on all ranks, got {', '.join(map(str, wanted))}")

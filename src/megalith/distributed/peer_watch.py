@@ -42,12 +42,12 @@ _SIOCGIFADDR = 0x8915
 class PeerWatch:
     """Connections to the other ranks. Construction is a collective call. One thread uses it."""
 
-    def __init__(self, rank: int, size: int, gather: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, rank: int, size: int, gather: Callable[[Any], list[Any]], timeout: float) -> None:
         self._left: dict[int, tuple[int, str]] = {}
         self._completed = [0]
         self._sockets: dict[int, socket.socket] = {}
         with suppress(OSError):
-            _connect(self._sockets, rank, size, gather)
+            _connect(self._sockets, rank, size, gather, min(timeout, _CONNECT_SECONDS))
         if not all(gather(len(self._sockets) == size - 1)):
             logger.debug("rank %d: not all ranks can connect to each other", rank)
             _close(self._sockets)
@@ -86,7 +86,11 @@ class PeerWatch:
 
 
 def _connect(
-    sockets: dict[int, socket.socket], rank: int, size: int, gather: Callable[[Any], list[Any]]
+    sockets: dict[int, socket.socket],
+    rank: int,
+    size: int,
+    gather: Callable[[Any], list[Any]],
+    timeout: float,
 ) -> None:
     """Connect to all lower ranks, and accept the higher ones."""
     token = secrets.token_bytes(_TOKEN_BYTES)
@@ -97,12 +101,12 @@ def _connect(
         raise
     with server:
         peers = gather((server.getsockname(), token))
-        deadline = time.monotonic() + _CONNECT_SECONDS
+        deadline = time.monotonic() + timeout
         for other in range(rank):
             if peers[other] is None:
                 return
             address, other_token = peers[other]
-            sockets[other] = socket.create_connection(address, timeout=_CONNECT_SECONDS)
+            sockets[other] = socket.create_connection(address, timeout=timeout)
             sockets[other].sendall(other_token + rank.to_bytes(4, "little"))
         while len(sockets) < size - 1 and None not in peers:
             server.settimeout(max(deadline - time.monotonic(), 0.001))
