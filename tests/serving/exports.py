@@ -157,7 +157,11 @@ class ServerClient:
 
     def call(self, method: str, request: Message, response: Any) -> Message:
         """Another unary method; its failure is a RemoteError too."""
-        return self.connection._call(self.connection._method(method, response), request, 20.0)
+        send = self.connection.channel.unary_unary(method, response_deserializer=response.FromString)
+        try:
+            return send(request.SerializeToString(), timeout=20.0, metadata=self.connection._metadata)
+        except grpc.RpcError as error:
+            raise RemoteError(error.details(), code=error.code().name) from None
 
     def status(
         self, model: str = "movies", *, version: int | None = None, label: str | None = None

@@ -83,8 +83,7 @@ def export_calls() -> Iterator[Call]:
     yield from methods(
         servable,
         lambda made: {
-            "*": rows | {"features": {"f": ids()}, "size": 2},
-            "predict_plain": {"batch": [bytes(24)], "size": 3, "dense": None},
+            "*": rows | {"features": {"f": ids()}},
             "adopt": {"overlay": made.stage()},
             "inherit": {"overlay": made.overlay},
         },

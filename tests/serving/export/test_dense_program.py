@@ -140,18 +140,19 @@ def test_weights_do_not_wait_for_ever_for_a_request(
     program: DenseProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = program.front
-    with held:
-        program.set(constant(1.0))
-        monkeypatch.setattr(dense_program, "IDLE_SECONDS", 0.05)
-        with pytest.raises(RemoteError, match="a request has computed with earlier weights"):
-            program.set(constant(2.0))
-        assert run(program).tolist() == [3.0]
-        monkeypatch.setattr(dense_program, "IDLE_SECONDS", 60.0)
-        setting = threading.Thread(target=program.set, args=(constant(3.0),))
-        setting.start()
-        end = time.monotonic() + 60
-        while held._waiting != 1:
-            assert time.monotonic() < end
+    held.hold()
+    program.set(constant(1.0))
+    monkeypatch.setattr(dense_program, "IDLE_SECONDS", 0.05)
+    with pytest.raises(RemoteError, match="a request has computed with earlier weights"):
+        program.set(constant(2.0))
+    assert run(program).tolist() == [3.0]
+    monkeypatch.setattr(dense_program, "IDLE_SECONDS", 60.0)
+    setting = threading.Thread(target=program.set, args=(constant(3.0),))
+    setting.start()
+    end = time.monotonic() + 60
+    while held._waiting != 1:
+        assert time.monotonic() < end
+    held.release()
     setting.join(60)  # ends once the request has
     assert run(program).tolist() == [9.0]
 

@@ -298,7 +298,7 @@ def served_by(directory: Path, predict: Callable[[Any, int, Any], Any]) -> Itera
     export_version(directory)
     with ModelServer(directory) as server:
         version: Any = server.models[0].newest
-        compute, version.servable.predict_plain = version.servable.predict_plain, predict
+        compute, version._predict_plain = version._predict_plain, predict
         yield version, compute
 
 
@@ -340,7 +340,7 @@ class Held:
         self.server = server
         self.go, self.entered = threading.Event(), threading.Event()
         self.rows = 0
-        compute = version.servable.predict_plain
+        compute = version._predict_plain
 
         def predict(batch: Any, size: int, dense: Any) -> Any:
             self.entered.set()
@@ -348,7 +348,7 @@ class Held:
             self.rows += size
             return compute(batch, size, dense)
 
-        version.servable.predict_plain = predict
+        version._predict_plain = predict
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def test_places_come_back(server: ModelServer) -> None:
 def test_a_call_that_is_ended_twice_is_cancelled_once() -> None:
     async def end_twice() -> tuple[int, str]:
         async def wait() -> None:
-            call = GrpcCall()
+            call = GrpcCall(read_seconds=60.0)
             call.end("too slow")
             call.end("another call needs its slot")
             try:

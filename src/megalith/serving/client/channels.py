@@ -27,9 +27,8 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -77,8 +76,10 @@ class Call:
 
     def result(self) -> Message:
         """Wait for the response until the call's deadline; raise RemoteError."""
-        with _failures(self.address):
+        try:
             return self._future.result()  # no limit: the call has one
+        except Exception as error:
+            raise _remote_error(self.address, error) from None
 
     def cancel(self) -> None:
         """Cancel the call; `result` then raises RemoteError with the code CANCELLED."""
@@ -105,17 +106,25 @@ class Connection:
             if token is not None and not is_loopback(self.address.rpartition(":")[0]):
                 logger.warning("%s: the token is sent unencrypted; use TLS", self.address)
             self.channel = grpc_module().insecure_channel(self.address, options=OPTIONS)
-        self._predict = self._method(PREDICT, PredictResponse)
+        self._predict = self.channel.unary_unary(PREDICT, response_deserializer=PredictResponse.FromString)
 
     def predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Message:
-        return self._call(self._predict, request, timeout, metadata)
+        """Send a PredictRequest; return the response, or raise RemoteError."""
+        try:
+            data = request if isinstance(request, bytes) else request.SerializeToString()
+            # Blocking calls of grpcio are faster than its futures.
+            return self._predict(data, timeout=timeout, metadata=(*self._metadata, *metadata))
+        except Exception as error:
+            raise _remote_error(self.address, error) from None
 
     def start_predict(self, request: Message | bytes, *, timeout: float, metadata: Metadata = ()) -> Call:
         """Send a PredictRequest without waiting."""
-        with _failures(self.address):
+        try:
+            data = request if isinstance(request, bytes) else request.SerializeToString()
             sent = (*self._metadata, *metadata)
-            future = self._predict.future(_to_bytes(request), timeout=timeout, metadata=sent)
-            return Call(future, self.address)
+            return Call(self._predict.future(data, timeout=timeout, metadata=sent), self.address)
+        except Exception as error:
+            raise _remote_error(self.address, error) from None
 
     def close(self) -> None:
         """Close the channel and cancel calls in progress; further calls do nothing."""
@@ -126,16 +135,6 @@ class Connection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _method(self, path: str, response: Any) -> Any:
-        return self.channel.unary_unary(path, response_deserializer=response.FromString)
-
-    def _call(
-        self, method: Any, request: Message | bytes, timeout: float, metadata: Metadata = ()
-    ) -> Message:
-        with _failures(self.address):
-            # Blocking calls of grpcio are faster than its futures.
-            return method(_to_bytes(request), timeout=timeout, metadata=(*self._metadata, *metadata))
 
 
 class Channels:
@@ -191,29 +190,17 @@ class Channels:
         self.close()
 
 
-@contextmanager
-def _failures(address: str) -> Iterator[None]:
-    """Raise errors of grpcio as RemoteError."""
+def _remote_error(address: str, error: Exception) -> Exception:
+    """Return the RemoteError of an error of grpcio; other errors as they are."""
     grpc = grpc_module()
-    try:
-        yield
-    except grpc.FutureCancelledError:
-        raise _error(address, "CANCELLED", "the call was cancelled") from None
-    except grpc.RpcError as error:
-        raise _error(address, error.code().name, error.details() or "") from None
-    except ValueError as error:
-        # grpcio raises it for a closed channel.
-        raise _error(address, "CANCELLED", str(error)) from None
-
-
-def _to_bytes(request: Message | bytes) -> bytes:
-    if isinstance(request, bytes):
-        return request
-    data: bytes = request.SerializeToString()
-    return data
-
-
-def _error(address: str, code: str, details: str) -> RemoteError:
+    if isinstance(error, grpc.FutureCancelledError):
+        code, details = "CANCELLED", "the call was cancelled"
+    elif isinstance(error, grpc.RpcError):
+        code, details = error.code().name, error.details() or ""
+    elif isinstance(error, ValueError):  # of a closed channel
+        code, details = "CANCELLED", str(error)
+    else:
+        return error
     return RemoteError(f"{address}: {code}: {details[:MAX_DETAILS]}", code=code, targets=(address,))
 
 
@@ -321,7 +308,7 @@ class Attempt:
             while not (waiting := self._routes[0].targets.in_turn()) and len(self._routes) > 1:
                 self._leave_route(_NO_SERVER)
         except DiscoveryError as error:
-            self._finish(error=error)
+            self._error, self.done = error, True
             return
         if not waiting:
             self._fail(NOT_FOUND if self._tried else "UNAVAILABLE", _NO_SERVER)
@@ -340,7 +327,8 @@ class Attempt:
             return
         for other in slower:
             self._routes[0].targets.failed(other.address)
-        self._finish(response=outcome)
+        self._in_progress = []  # they end by themselves, at the latest at the deadline
+        self._response, self.done = outcome, True
 
     def wake(self, now: float) -> None:
         """Send the request to the next server too, or fail at the deadline."""
@@ -399,12 +387,9 @@ class Attempt:
         tried = f" (tried {', '.join(self._tried)})" if len(self._tried) > 1 else ""
         reasons = [*self._left, f"{self._routes[0].targets.service}: {details}"]
         message = "; ".join(dict.fromkeys(reasons)) + tried
-        self._finish(error=RemoteError(message, code=code, targets=tuple(self._tried)))
-
-    def _finish(self, *, response: Message = None, error: RemoteError | DiscoveryError | None = None) -> None:
-        # Tries in progress end by themselves, at the latest at the deadline.
-        self._in_progress = []
-        self._response, self._error, self.done = response, error, True
+        self._error = RemoteError(message, code=code, targets=tuple(self._tried))
+        self._in_progress = []  # they end by themselves, at the latest at the deadline
+        self.done = True
 
 
 def run(attempts: Sequence[Attempt], seconds: float) -> None:

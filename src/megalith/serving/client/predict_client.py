@@ -85,8 +85,6 @@ class PredictClient:
         if channels is not None and credentials is not None:
             raise InputError("give either credentials or channels, which have their own credentials")
         self.timeout = check_timeout(timeout)
-        self._version = model_version
-        self._signature_name = signature_name
         self._owned = channels is None
         self._channels = Channels(credentials) if channels is None else channels
         self._opened = open_discovery(discovery) if isinstance(discovery, str) else None
@@ -101,7 +99,10 @@ class PredictClient:
             if self._opened is not None:
                 self._opened.stop()
             raise
-        self._asked = [(self._targets[service], name) for service, name in asked]
+        self._asked = [
+            (self._targets[service], model_spec(name, signature_name, model_version))
+            for service, name in asked
+        ]
 
     def predict(
         self,
@@ -131,11 +132,7 @@ class PredictClient:
         if not isinstance(outputs, list | tuple) or not all(isinstance(name, str) for name in outputs):
             raise InputError(f"outputs must be a list of names, got {repr(outputs)[:100]}")
         body = inputs_and_outputs(_protos(inputs), outputs)
-        routes = [
-            Route(targets, model_spec(name, self._signature_name, self._version) + body)
-            for targets, name in self._asked
-        ]
-        attempt = Attempt(routes)
+        attempt = Attempt([Route(targets, spec + body) for targets, spec in self._asked])
         run([attempt], seconds)
         return read_outputs(attempt.result(), outputs, self._asked[0][0].service)  # no limit: it is done
 

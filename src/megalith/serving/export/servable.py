@@ -9,8 +9,7 @@ modules behind it trust what they get.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -118,16 +117,6 @@ def _describe(given: object) -> str:
     if not isinstance(given, Tensor):
         return kind(given)
     return f"{given.dtype} {list(given.shape)}" + ("" if given.is_cpu else f" on {given.device}")
-
-
-def check_plain(batch: Any, size: Any, row_bytes: int) -> None:
-    """Check requests with one id for each feature and row."""
-    if not isinstance(batch, list | tuple) or not all(isinstance(ids, bytes) for ids in batch):
-        raise InputError(f"batch must be a list of bytes, got {kind(batch)}")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise InputError(f"size must be a positive integer, got {kind(size)}")
-    if sum(map(len, batch)) != row_bytes * size:
-        raise InputError(f"batch must have {row_bytes} bytes of ids for each of {size} rows")
 
 
 def check_features(plan: FeaturePlan, features: Any) -> None:
@@ -446,41 +435,10 @@ class Servable:
 
     @property
     def plain_features(self) -> tuple[str, ...]:
-        """The features in the order in which `predict_plain` takes them; empty if it cannot be called."""
+        """The features in the order of the tables; empty unless requests with one id for each feature and row
+        are read from their bytes (`predict_plain`)."""
         plans = self._plans
         return () if plans is None or self._fetch is not None else plans.plain_features
-
-    def predict_plain(self, batch: Sequence[bytes], size: int, dense: Tensor | None) -> dict[str, Tensor]:
-        """Compute the scores of requests with one id for each feature and row; see `predict`.
-
-        Args:
-            batch: The ids of each request, bytes of int64 [features, rows] in the order of `plain_features`.
-            size: The rows of all requests, above 0.
-            dense: float32 [size, num_dense]; the rows of the first request, then those of the second.
-
-        Returns:
-            The outputs of the signature by name, each [size, ...].
-
-        Raises:
-            InputError: The ids have another size, or the dense values a wrong dtype or shape.
-            UsageError: `plain_features` is empty, or the servable is closed.
-        """
-        plans, frozen = self._plans, self._frozen
-        self._check_open()  # after the reads above, which `close` clears
-        if plans is None or not self.plain_features:
-            raise UsageError(f"{self.signature.name}: predict_plain needs a model and its rows; use predict")
-        check_plain(batch, size, 8 * len(plans.plain_features))
-        with torch.inference_mode():
-            with span("megalith.ids"):
-                plan = plans.plain(size)
-            values = check_dense(self.signature, dense, size)
-            rows = plan.rows.outputs()
-            with self._hold_snapshot() as (overlay, copy):
-                with span("megalith.rows"):
-                    missing = overlay.served(frozen).pool(list(batch), plan.rows.native, rows)
-                outputs = copy(plans.program_inputs(plan.batch, rows), values)
-        self._count(size * len(plans.plain_features), missing)
-        return self._named(outputs, size)
 
     def predict(self, features: Mapping[str, Any], dense: Tensor | None = None) -> dict[str, Tensor]:
         """Compute the scores of a batch.
@@ -511,8 +469,9 @@ class Servable:
         check_features(plans.plan, features)
         ids = plans.plain_ids(features)
         if fetch is None and ids is not None:
-            return self.predict_plain(
-                [ids.numpy().tobytes()], ids.numel() // len(plans.plain_features), dense
+            size = ids.numel() // len(plans.plain_features)
+            return predict_plain(
+                self, [ids.numpy().tobytes()], size, check_dense(self.signature, dense, size)
             )
         with torch.inference_mode():
             with span("megalith.ids"):
@@ -525,10 +484,13 @@ class Servable:
                 # The dense weights are not held during the fetch, which may take long.
                 outputs = program(plans.pooled(request, gathered), values)
             else:
-                with self._hold_snapshot() as (overlay, copy):
+                overlay, copy = self._hold_snapshot()
+                try:
                     with span("megalith.rows"):
                         self._read(overlay, frozen, request.ids, gathered.buffer)
                     outputs = copy(plans.pooled(request, gathered), values)
+                finally:
+                    copy.release()
             return self._named(outputs, request.batch.size)
 
     def _named(self, outputs: Sequence[Tensor], size: int) -> dict[str, Tensor]:
@@ -538,16 +500,15 @@ class Servable:
             self._outputs_checked = True  # the graph computes the same shapes for every request
         return dict(zip(self._output_names, outputs, strict=True))
 
-    @contextmanager
-    def _hold_snapshot(self) -> Iterator[tuple[Overlay, ProgramCopy]]:
-        """Give the current overlay and program, which belong together, and keep them unchanged."""
+    def _hold_snapshot(self) -> tuple[Overlay, ProgramCopy]:
+        """Return the current overlay and program, which belong together; unchanged until `copy.release`."""
         while True:
             snapshot = self._snapshot
             assert snapshot.copy is not None  # `_predict` refuses rows without a model
-            with snapshot.copy:
-                if snapshot.copy is self._snapshot.copy:  # otherwise it was replaced and may change
-                    yield snapshot.overlay, snapshot.copy
-                    return
+            snapshot.copy.hold()
+            if snapshot.copy is self._snapshot.copy:
+                return snapshot.overlay, snapshot.copy
+            snapshot.copy.release()  # it was replaced and may change
 
     def _fill(self, gathered: Gathered, request: RequestPlan, fetch: Fetch) -> None:
         """Fetch the rows of an entry's request."""
@@ -821,3 +782,26 @@ class Servable:
             self._folder.close()
         self._frozen = {}
         self._plans = self._program = None
+
+
+def predict_plain(
+    servable: Servable, batch: Sequence[bytes], size: int, dense: Tensor | None
+) -> dict[str, Tensor]:
+    """Compute the scores of validated requests with one id for each of `plain_features` and row."""
+    # batch: int64 [features, rows] of each request; size: their rows, above 0; dense: float32 [size, k].
+    plans, frozen = servable._plans, servable._frozen
+    servable._check_open()  # after the reads above, which `close` clears
+    assert plans is not None
+    with torch.inference_mode():
+        with span("megalith.ids"):
+            plan = plans.plain(size)
+        rows = plan.rows.outputs()
+        overlay, copy = servable._hold_snapshot()
+        try:
+            with span("megalith.rows"):
+                missing = overlay.served(frozen).pool(list(batch), plan.rows.native, rows)
+            outputs = copy(plans.program_inputs(plan.batch, rows), dense)
+        finally:
+            copy.release()
+    servable._count(size * len(plans.plain_features), missing)
+    return servable._named(outputs, size)

@@ -4,8 +4,8 @@ Requests come from an event loop, and threads compute them. A thread takes the q
 as one batch and passes the results to the loop in one call. The queue is bounded by rows, and by the bytes
 that the computation gathers. A request whose caller no longer waits is not computed.
 
-With `inline`, a small request that is alone is computed in the event loop, which saves passing it to a thread
-and back, if the last batch took less than INLINE_SECONDS.
+With `inline`, a small request that is alone is computed by its caller in the event loop, which saves passing
+it to a thread and back, if the last batch took less than INLINE_SECONDS.
 
     event                              effect
     the caller's deadline passes       DEADLINE_EXCEEDED; the request is skipped when its turn comes
@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -70,7 +71,8 @@ class Batcher(Generic[Work, Result]):
         self._on_batch = on_batch
         self._on_end = on_end
         self._queue: deque[_QueuedRequest[Work, Result]] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._rows = 0
         self._cost = 0
         self._last_size = 1
@@ -100,29 +102,59 @@ class Batcher(Generic[Work, Result]):
 
     async def submit(self, work: Work, rows: int = 1, *, cost: int = 0, timeout: float) -> Result:
         """Wait for the result of a request."""
-        self.check(rows, cost)
         queued: _QueuedRequest[Work, Result] = _QueuedRequest(work, rows, cost)
-        loop = queued.future.get_loop()
-        with self._changed:
+        settings, future = self._settings, queued.future
+        with self._lock:
             if self._closed:
                 raise RequestError(Code.UNAVAILABLE, "the server is shutting down")
-            settings = self._settings
             if self._rows + rows > settings.max_queue_rows or self._cost + cost > settings.max_queue_bytes:
+                self.check(rows, cost)
                 raise RequestError(
                     Code.RESOURCE_EXHAUSTED, f"{self._rows} rows are already queued; try again later"
                 )
-            inline = timeout > INLINE_SECONDS and self._computes_inline(rows, cost)
+            alone = (
+                self._inline
+                and not self._queue
+                and not self._computing
+                and self._last_size == 1
+                and self._last_seconds < INLINE_SECONDS < timeout
+                and rows <= INLINE_ROWS
+                and cost <= INLINE_BYTES
+                and settings.threads in (None, torch.get_num_threads())
+            )
             self._queue.append(queued)
             self._rows += rows
             self._cost += cost
-            if inline:  # unless the loop has further requests now
-                loop.call_soon(self._compute_inline)
-            else:
+            if not alone:
                 self._changed.notify()
+        if alone:
+            try:
+                await asyncio.sleep(0)  # further requests that have arrived are queued
+            except asyncio.CancelledError:
+                future.cancel()
+                with self._lock, suppress(ValueError):  # a thread has taken it
+                    self._queue.remove(queued)
+                    self._rows -= rows
+                    self._cost -= cost
+                raise
+            with self._lock:
+                alone = len(self._queue) == 1 and self._queue[0] is queued and not self._computing
+                if alone:
+                    self._queue.popleft()
+                    self._rows -= rows
+                    self._cost -= cost
+                    self._computing += 1
+                else:
+                    self._changed.notify()
+            if alone:
+                _, (result,) = self._fill([queued])
+                if isinstance(result, Exception):
+                    raise result
+                return result
         # Cheaper than asyncio.timeout, which cancels the task.
-        timer = loop.call_later(max(timeout, 0.0), _expire, queued.future)
+        timer = future.get_loop().call_later(max(timeout, 0.0), _expire, future)
         try:
-            return await queued.future
+            return await future
         finally:
             timer.cancel()
 
@@ -132,29 +164,6 @@ class Batcher(Generic[Work, Result]):
             self._closed = True
             self._changed.notify_all()
 
-    def _computes_inline(self, rows: int, cost: int) -> bool:
-        return (
-            self._inline
-            and not self._queue
-            and not self._computing
-            and self._last_size == 1
-            and self._last_seconds < INLINE_SECONDS
-            and rows <= INLINE_ROWS
-            and cost <= INLINE_BYTES
-            and self._settings.threads in (None, torch.get_num_threads())
-        )
-
-    def _compute_inline(self) -> None:
-        """Compute a queued request here if it is alone."""
-        with self._changed:
-            if len(self._queue) != 1 or self._computing:
-                self._changed.notify()
-                return
-            batch = self._cut()
-            self._computing += 1
-        waiting, results = self._fill(batch)
-        _deliver(waiting, results)
-
     def _work(self) -> None:
         if self._settings.threads is not None:
             torch.set_num_threads(self._settings.threads)
@@ -162,7 +171,7 @@ class Batcher(Generic[Work, Result]):
             waiting, results = self._fill(batch)
             if waiting:
                 waiting[0].future.get_loop().call_soon_threadsafe(_deliver, waiting, results)
-        with self._changed:
+        with self._lock:
             self._running -= 1
             is_last = not self._running
         if is_last:
@@ -181,7 +190,7 @@ class Batcher(Generic[Work, Result]):
                 results = self._compute([queued.work for queued in waiting])
         except Exception as error:
             results = [error] * len(waiting)
-        with self._changed:
+        with self._lock:
             self._computing -= 1
             self._last_seconds = time.monotonic() - started
         return waiting, results

@@ -190,6 +190,7 @@ class Dispatcher:
         self.allow_writes = config.allow_writes
         self.max_bytes = config.max_request_bytes
         self.max_predict_bytes = config.max_predict_bytes
+        self._small = min(INLINE_BYTES, config.max_predict_bytes)
         self.typed_outputs = not config.tensor_content
         self.memory = MallocTrimmer()
         self.access_log = None if config.access_log is None else AccessLog(config.access_log)
@@ -237,39 +238,43 @@ class Dispatcher:
         return await self._readers.run(work, _seconds(timeout))
 
     async def predict(self, request: ScoreRequest) -> ScoreResult:
-        with (
-            self.admit(request.model, PREDICT) as model,
-            model.version(request.version) as version,
-        ):
-            if not version.signature.predicts:
-                raise RequestError(
-                    Code.INVALID_ARGUMENT,
-                    f"{model.name} serves rows: use signature {LOOKUP!r}, or request scores from its entry",
-                )
-            if self.access_log is not None:
-                self.access_log.note(version=version.number)
+        if request.size > self._small:
+            self.check_size(request.size)
+        with self.admit(request.model, PREDICT) as model:
+            version = model.acquire(request.version)  # no limit: it does not wait
             started = time.perf_counter_ns()
             try:
+                if not version.signature.predicts:
+                    raise RequestError(
+                        Code.INVALID_ARGUMENT,
+                        f"{model.name} serves rows: use signature {LOOKUP!r}, or request scores from its "
+                        "entry",
+                    )
+                if self.access_log is not None:
+                    self.access_log.note(version=version.number)
                 if request.size <= INLINE_BYTES:
                     rows = request.read(version.reader)
                 else:
-                    rows = await self._readers.run(
-                        lambda: request.read(version.reader), _seconds(request.timeout)
-                    )
-                for feature in version.reader.missing(rows):
-                    self.metrics.missing_feature(model.name, feature)
+                    seconds = _seconds(request.timeout)  # reading may set another
+                    rows = await self._readers.run(lambda: request.read(version.reader), seconds)
+                if rows.plain is None:
+                    for feature in version.reader.missing(rows):
+                        self.metrics.missing_feature(model.name, feature)
                 read = time.perf_counter_ns()
-                scores = await version.predict(rows, _seconds(request.timeout))
+                outputs = await version.predict(rows, _seconds(request.timeout))
                 ended = time.perf_counter_ns()
-                outputs = _select_outputs(scores, request.outputs)
+                if request.outputs:
+                    outputs = _select_outputs(outputs, request.outputs)
                 missing = None
                 if request.reports_missing:
                     missing = await self._readers.run(lambda: version.count_missing(rows), DEFAULT_TIMEOUT)
+                version.statistics.succeeded(rows.count, started, read, ended)
+                return ScoreResult(version.number, outputs, missing)
             except BaseException:  # also if the client no longer waits
                 version.statistics.failed(started)
                 raise
-            version.statistics.succeeded(rows.count, started, read, ended)
-            return ScoreResult(version.number, outputs, missing)
+            finally:
+                version.release()
 
     async def lookup(
         self,
@@ -387,8 +392,6 @@ def _seconds(timeout: float | None) -> float:
 
 
 def _select_outputs(scores: dict[str, Array], names: Sequence[str]) -> dict[str, Array]:
-    if not names:
-        return scores
     for name in names:
         if name not in scores:
             raise InputError(f"output {name[:100]!r} is unknown; the model returns {', '.join(scores)}")

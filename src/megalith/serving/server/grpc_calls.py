@@ -35,7 +35,7 @@ from megalith.library import import_extra
 from megalith.serving.client.credentials import grpc_module
 from megalith.serving.proto.message_types import POOL, Message
 from megalith.serving.server.access_log import AccessLog, traceparent_of
-from megalith.serving.server.dispatcher import Dispatcher
+from megalith.serving.server.dispatcher import Dispatcher, ScoreRequest, ScoreResult
 from megalith.serving.server.request_errors import Code, RequestError
 from megalith.serving.server.security import Permission, Security, authorization_of
 
@@ -70,29 +70,31 @@ def serialize(message: Message) -> bytes:
     return data
 
 
-def wants_missing(context: Any) -> bool:
-    """Return whether the metadata of a request for scores asks for the number of ids without a row."""
-    return any(key == MISSING_IDS for key, _ in context.invocation_metadata())
-
-
-def report_missing(context: Any, missing_ids: Mapping[str, int] | None) -> None:
-    """Send the number of ids without a row, as JSON in the trailing metadata MISSING_IDS."""
-    if missing_ids is not None:
-        context.set_trailing_metadata(((MISSING_IDS, json.dumps(missing_ids)),))
-
-
 def remaining(context: Any) -> float | None:
     """Return the time until a call's deadline."""
     seconds: float | None = context.time_remaining()
     return None if seconds is None or seconds > NO_DEADLINE else seconds
 
 
+async def score(dispatcher: Dispatcher, request: ScoreRequest, context: Any) -> ScoreResult:
+    """Compute the scores of a call; its deadline and its metadata complete the request."""
+    metadata = context.invocation_metadata()
+    if dispatcher.requires_token:
+        dispatcher.permit(authorization_of(metadata), Permission.READ)
+    request.timeout = remaining(context)
+    request.reports_missing = any(key == MISSING_IDS for key, _ in metadata)
+    scored = await dispatcher.predict(request)
+    if scored.missing_ids is not None:
+        context.set_trailing_metadata(((MISSING_IDS, json.dumps(scored.missing_ids)),))
+    return scored
+
+
 class GrpcCall:
-    """A call that has a slot."""
+    """A call that has a slot, and `read_seconds` for its message."""
 
     __slots__ = ("began", "reason", "task", "timer")
 
-    def __init__(self) -> None:
+    def __init__(self, read_seconds: float) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.task = task
@@ -101,6 +103,7 @@ class GrpcCall:
         """Ends the call unless its message arrives; None once it has."""
         self.reason = ""
         """Why the server ended the call before its message arrived; "": it did not."""
+        self.wait_for_message(read_seconds)
 
     def wait_for_message(self, seconds: float) -> None:
         self.timer = self.task.get_loop().call_later(seconds, self._expire, seconds)
@@ -128,9 +131,7 @@ class CallGroup:
         """Calls that have a slot, in the order in which they began."""
 
     def is_full(self) -> bool:
-        """Return whether no call can begin, even if one that has waited for its message is ended."""
-        if len(self.calls) < self.slots:
-            return False
+        """Of a full group: end a call that has no message yet; return whether there is none."""
         latest = time.perf_counter() - PATIENCE_SECONDS
         for call in self.calls:
             if call.began > latest:
@@ -160,6 +161,7 @@ class Calls(grpc_module().GenericRpcHandler):  # type: ignore[misc]
 
     def __init__(self, limits: CallLimits, security: Security, log: AccessLog | None) -> None:
         self._limits, self._security, self._log = limits, security, log
+        self._requires_token = security.requires_token
         self._methods: dict[str, Any] = {}
 
     def add(self, service: str, methods: Mapping[str, Method]) -> None:
@@ -173,15 +175,12 @@ class Calls(grpc_module().GenericRpcHandler):  # type: ignore[misc]
         self._add_unary(f"/{HEALTH}/Check", health.check, self._limits.checks, None)
         path = f"/{HEALTH}/Watch"
 
-        async def work(call: GrpcCall, context: Any) -> None:
-            data = await self._message(call, context)
+        async def watch(data: bytes, context: Any) -> None:
             async for state in health.watch(data):
                 await context.write(state)
 
-        async def watch(_: object, context: Any) -> None:
-            await self._limited(path, self._limits.streams, context, work)
-
-        self._methods[path] = grpc_module().stream_stream_rpc_method_handler(watch)
+        handler = self._limited(path, self._limits.streams, watch)
+        self._methods[path] = grpc_module().stream_stream_rpc_method_handler(handler)
 
     def add_reflection(self, services: Sequence[str]) -> None:
         """Add reflection, by which clients such as grpcurl list services, methods and messages."""
@@ -194,21 +193,11 @@ class Calls(grpc_module().GenericRpcHandler):  # type: ignore[misc]
         path = f"/{REFLECTION}/ServerReflectionInfo"
 
         async def info(requests: AsyncIterator[Any], context: Any) -> None:
-            async def timed(call: GrpcCall) -> AsyncIterator[Any]:
-                async for request in requests:
-                    call.end_wait()
-                    yield request
-                    call.wait_for_message(self._limits.read_seconds)
-                call.end_wait()
-
-            async def work(call: GrpcCall, context: Any) -> None:
-                async for response in servicer.ServerReflectionInfo(timed(call), context):
-                    await context.write(response)
-
-            await self._limited(path, self._limits.reflection, context, work)
+            async for response in servicer.ServerReflectionInfo(requests, context):
+                await context.write(response)
 
         self._methods[path] = grpc_module().stream_stream_rpc_method_handler(
-            info,
+            self._limited(path, self._limits.reflection, info, reads_stream=True),
             request_deserializer=messages.ServerReflectionRequest.FromString,
             response_serializer=messages.ServerReflectionResponse.SerializeToString,
         )
@@ -218,13 +207,6 @@ class Calls(grpc_module().GenericRpcHandler):  # type: ignore[misc]
         return self._methods.get(details.method) or self._unknown(details.method)
 
     def _add_unary(self, path: str, method: Method, group: CallGroup, log: AccessLog | None) -> None:
-        async def work(call: GrpcCall, context: Any) -> bytes:
-            data = await self._message(call, context)
-            return await (method if log is None else logged)(data, context)
-
-        async def answer(_: object, context: Any) -> Any:
-            return await self._limited(path, group, context, work)
-
         async def logged(data: bytes, context: Any) -> bytes:
             assert log is not None
             traceparent = traceparent_of(context.invocation_metadata())
@@ -239,51 +221,68 @@ class Calls(grpc_module().GenericRpcHandler):  # type: ignore[misc]
                 return response
 
         # gRPC would wait for the message of a unary method without a limit before it calls the method.
-        self._methods[path] = grpc_module().stream_unary_rpc_method_handler(answer)
+        self._methods[path] = grpc_module().stream_unary_rpc_method_handler(
+            self._limited(path, group, method if log is None else logged)
+        )
 
-    async def _limited(
-        self, method: str, group: CallGroup, context: Any, work: Callable[[GrpcCall, Any], Awaitable[Any]]
-    ) -> Any:
-        """Give a call its slot until its work ends; refuse it, and turn errors into its status."""
-        if self._security.requires_token and not method.startswith(f"/{HEALTH}/"):
-            # Without a read token, scores are for everyone; what else a request wants is in its message.
-            sent = authorization_of(context.invocation_metadata())
-            is_open = method in REQUESTS and self._security.permits(sent, Permission.READ)
-            if not is_open and not self._security.admits(sent):
-                await self._refuse(method, context, Code.UNAUTHENTICATED, _NO_TOKEN)
-        if group.is_full():
-            await self._refuse(method, context, Code.RESOURCE_EXHAUSTED, _FULL)
-        call = GrpcCall()
-        group.calls[call] = None
-        call.wait_for_message(self._limits.read_seconds)
-        try:
-            return await work(call, context)
-        except RequestError as error:
-            refusal = error
-        except asyncio.CancelledError:
-            if call.timer is not None:
-                reason = call.reason or "the client no longer waits"
-                self._log_refused(method, context, Code.CANCELLED, reason, call.began)
-            if not call.reason or call.task.uncancel():  # the client cancelled it
-                raise
-            refusal = RequestError(Code.CANCELLED, call.reason)
-        finally:
+    def _limited(
+        self,
+        method: str,
+        group: CallGroup,
+        work: Callable[[Any, Any], Awaitable[Any]],
+        *,
+        reads_stream: bool = False,
+    ) -> Callable[[Any, Any], Awaitable[Any]]:
+        """Return a handler that gives each call its slot until its work ends; an error becomes its status."""
+
+        async def answer(requests: AsyncIterator[Any], context: Any) -> Any:
+            if self._requires_token and not method.startswith(f"/{HEALTH}/"):
+                # Without a read token, scores are for everyone; what else a request wants is in its message.
+                sent = authorization_of(context.invocation_metadata())
+                is_open = method in REQUESTS and self._security.permits(sent, Permission.READ)
+                if not is_open and not self._security.admits(sent):
+                    await self._refuse(method, context, Code.UNAUTHENTICATED, _NO_TOKEN)
+            if len(group.calls) >= group.slots and group.is_full():
+                await self._refuse(method, context, Code.RESOURCE_EXHAUSTED, _FULL)
+            call = GrpcCall(self._limits.read_seconds)
+            group.calls[call] = None
+            try:
+                if reads_stream:
+                    return await work(self._timed(call, requests), context)
+                data = await context.read()
+                call.end_wait()
+                if not isinstance(data, bytes):  # the end of the stream
+                    raise _NoMessageError(Code.INVALID_ARGUMENT, "the call has no message")
+                return await work(data, context)
+            except RequestError as error:
+                refusal = error
+            except asyncio.CancelledError:
+                if call.timer is not None:
+                    reason = call.reason or "the client no longer waits"
+                    self._log_refused(method, context, Code.CANCELLED, reason, call.began)
+                if not call.reason or call.task.uncancel():  # the client cancelled it
+                    raise
+                refusal = RequestError(Code.CANCELLED, call.reason)
+            finally:
+                if call.timer is not None:
+                    call.end_wait()
+                group.calls.pop(call, None)
+            if isinstance(refusal, _NoMessageError):
+                await self._refuse(method, context, refusal.code, str(refusal))
+            await context.abort(refusal.code, str(refusal))
+
+        return answer
+
+    async def _timed(self, call: GrpcCall, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for request in requests:
             call.end_wait()
-            group.calls.pop(call, None)
-        if isinstance(refusal, _NoMessageError):
-            await self._refuse(method, context, refusal.code, str(refusal))
-        await context.abort(refusal.code, str(refusal))
-
-    async def _message(self, call: GrpcCall, context: Any) -> bytes:
-        data = await context.read()
+            yield request
+            call.wait_for_message(self._limits.read_seconds)
         call.end_wait()
-        if not isinstance(data, bytes):  # the end of the stream
-            raise _NoMessageError(Code.INVALID_ARGUMENT, "the call has no message")
-        return data
 
     def _unknown(self, method: str) -> Any:
         async def refuse(_: object, context: Any) -> None:
-            if self._security.requires_token:
+            if self._requires_token:
                 sent = authorization_of(context.invocation_metadata())
                 if not self._security.admits(sent):
                     await self._refuse(method, context, Code.UNAUTHENTICATED, _NO_TOKEN)

@@ -113,7 +113,8 @@ class InputReader:
         count, ids, dense = found
         if len(ids) + len(dense) > self.max_bytes:
             return None  # protobuf's path has the error, which names the input
-        return self._check_cost(self._plain_rows(count, ids, dense if self.num_dense else None))
+        rows = self._plain_rows(count, ids, dense if self.num_dense else None)
+        return self._check_cost(rows) if self._refuse_nan or rows.cost > self.max_bytes else rows
 
     def read_protos(self, protos: Mapping[str, Message]) -> Rows:
         return self.read(from_tensor_protos(protos, max_bytes=self.max_bytes))

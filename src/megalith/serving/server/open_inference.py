@@ -56,17 +56,9 @@ from megalith.serving.proto.message_types import (
 )
 from megalith.serving.proto.tf_tensors import Strings
 from megalith.serving.server.dispatcher import MAX_JSON_BYTES, Dispatcher, ScoreRequest, ScoreResult
-from megalith.serving.server.grpc_calls import (
-    Calls,
-    parse,
-    remaining,
-    report_missing,
-    serialize,
-    wants_missing,
-)
+from megalith.serving.server.grpc_calls import Calls, parse, score, serialize
 from megalith.serving.server.inputs import InputReader, Rows, inputs_of
 from megalith.serving.server.request_errors import Code, RequestError
-from megalith.serving.server.security import Permission, authorization_of
 from megalith.serving.server.served_model import Array, ServedModel
 from megalith.serving.wire_names import ModelState
 from megalith.storage.json_codec import parse_json
@@ -129,10 +121,9 @@ class OIPService:
         return serialize(repository_index(self._dispatcher, ready_only=request.ready))
 
     async def _model_infer(self, data: bytes, context: Any) -> bytes:
-        self._dispatcher.permit(authorization_of(context.invocation_metadata()), Permission.READ)
-        self._dispatcher.check_size(len(data))
         message = read_infer_message(data)
         if message is None:
+            self._dispatcher.check_size(len(data))
             request = parse(self._dispatcher, ModelInferRequest, data)
             asked = request.model_name, request.model_version, [each.name for each in request.outputs]
             request_id: str = request.id
@@ -149,18 +140,8 @@ class OIPService:
             number = parse_version(version)
         except InputError as error:
             raise self._dispatcher.reject(error) from None
-        scored = await self._dispatcher.predict(
-            ScoreRequest(
-                model,
-                number,
-                len(data),
-                read,
-                outputs,
-                remaining(context),
-                reports_missing=wants_missing(context),
-            )
-        )
-        report_missing(context, scored.missing_ids)
+        wanted = ScoreRequest(model, number, len(data), read, outputs)
+        scored = await score(self._dispatcher, wanted, context)
         return encode_infer_response(model, scored.version, request_id, scored.outputs)
 
 

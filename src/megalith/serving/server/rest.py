@@ -244,7 +244,7 @@ class RestServer(HttpServer):
         return HttpReply(message_to_json(repository_index(self._dispatcher, ready_only=ready))["models"])
 
     async def _infer(self, request: Request, body: bytes) -> HttpReply:
-        self._check_scores(request, body)
+        self._dispatcher.permit(request.headers.get("authorization"), Permission.READ)
         name, version = _selected(request)
         try:
             number = parse_version(version)
@@ -261,7 +261,7 @@ class RestServer(HttpServer):
         path = TFPath.parse(request.path_params["selected"].split("/"))
         if path.action != "predict":
             return await _no_such_path(request, body)
-        self._check_scores(request, body)
+        self._dispatcher.permit(request.headers.get("authorization"), Permission.READ)
         asked = TFBody(body)
         scored = await self._dispatcher.predict(
             _score_request(request, path.model, path.version, body, asked.read)
@@ -270,10 +270,6 @@ class RestServer(HttpServer):
         size = max(len(body), _size(scored))
         data = await self._dispatcher.in_thread(lambda: asked.response(scored), size)
         return HttpReply(data, headers=headers, size=size)
-
-    def _check_scores(self, request: Request, body: bytes) -> None:
-        self._dispatcher.permit(request.headers.get("authorization"), Permission.READ)
-        self._dispatcher.memory.received(len(body))
 
 
 def _selected(request: Request) -> tuple[str, str]:

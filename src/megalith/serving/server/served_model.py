@@ -27,14 +27,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megalith.errors import DiscoveryError, InputError, RemoteError
 from megalith.serving.client.row_fetcher import RowFetcher
-from megalith.serving.export.servable import Servable
+from megalith.serving.export.servable import Servable, predict_plain
 from megalith.serving.export.signature import ENTRY, STANDALONE, Signature
 from megalith.serving.server.batching import Batcher
 from megalith.serving.server.inputs import InputReader, Rows
@@ -125,6 +125,7 @@ class Version:
             servable.signature, max_bytes=config.max_request_bytes, refuse_nan=config.refuse_nan
         )
         self.statistics = VersionStatistics()
+        self._predict_plain = partial(predict_plain, servable)
         self._max_rows = config.batching.max_rows
         self._ended = threading.Event()
         self._batcher: Batcher[Rows, Scores] = Batcher(
@@ -162,10 +163,13 @@ class Version:
     async def predict(self, rows: Rows, timeout: float) -> dict[str, Array]:
         """Compute the scores of a request, together with those of other requests."""
         if not rows.count:
-            outputs = self.signature.outputs
-            return {each.name: np.empty((0, *each.shape), each.dtype) for each in outputs}
-        if rows.count <= self._max_rows:
-            return await self._score(rows, timeout)
+            return {each.name: np.empty((0, *each.shape), each.dtype) for each in self.signature.outputs}
+        if rows.count > self._max_rows:
+            return await self._predict_pieces(rows, timeout)
+        outputs, begin, end = await self._batcher.submit(rows, rows.count, cost=rows.cost, timeout=timeout)
+        return {name: array[begin:end] for name, array in outputs.items()}
+
+    async def _predict_pieces(self, rows: Rows, timeout: float) -> dict[str, Array]:
         if self.signature.joint_rows:
             raise InputError(
                 f"{self.signature.name} computes the rows of a request together: a request has at most "
@@ -174,7 +178,7 @@ class Version:
         self._batcher.check(rows.count, rows.cost)
         end = time.monotonic() + timeout
         parts = [
-            await self._score(piece, end - time.monotonic())
+            await self.predict(piece, end - time.monotonic())
             for piece in self.reader.pieces(rows, self._max_rows)
         ]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -189,10 +193,6 @@ class Version:
             return self.servable.count_missing(self.reader.join([rows])[0])
         finally:
             self.release()
-
-    async def _score(self, rows: Rows, timeout: float) -> dict[str, Array]:
-        outputs, begin, end = await self._batcher.submit(rows, rows.count, cost=rows.cost, timeout=timeout)
-        return {name: array[begin:end] for name, array in outputs.items()}
 
     def retire(self, on_end: Callable[[], object] = lambda: None) -> None:
         """Accept no further requests, and close the version when the last request has ended."""
@@ -223,7 +223,12 @@ class Version:
     def _compute(self, batch: Sequence[Rows]) -> Sequence[Scores | Exception]:
         try:
             started = time.perf_counter_ns()
-            outputs = self._predict(batch)
+            plain = [rows.plain for rows in batch if rows.plain is not None]
+            if len(plain) == len(batch) and self.servable.plain_features:
+                size = sum([rows.count for rows in batch])
+                outputs = self._predict_plain(plain, size, self.reader.join_dense(batch))
+            else:
+                outputs = self.servable.predict(*self.reader.join(batch))
             self.statistics.computed(len(batch), time.perf_counter_ns() - started)
         except Exception as error:
             if len(batch) == 1 or _is_unavailable(error):
@@ -237,13 +242,6 @@ class Version:
             results.append((arrays, begin, begin + rows.count))
             begin += rows.count
         return results
-
-    def _predict(self, batch: Sequence[Rows]) -> dict[str, Tensor]:
-        plain = [rows.plain for rows in batch if rows.plain is not None]
-        if len(plain) == len(batch) and self.servable.plain_features:
-            size = sum(rows.count for rows in batch)
-            return self.servable.predict_plain(plain, size, self.reader.join_dense(batch))
-        return self.servable.predict(*self.reader.join(batch))
 
 
 def _is_unavailable(error: Exception) -> bool:
@@ -336,6 +334,14 @@ class ServedModel:
     @contextmanager
     def version(self, wanted: int | str | None) -> Iterator[Version]:
         """Give a version for the time of one request. Raise RequestError if there is none."""
+        found = self.acquire(wanted)  # no limit: it does not wait
+        try:
+            yield found
+        finally:
+            found.release()
+
+    def acquire(self, wanted: int | str | None) -> Version:
+        """Return a version, which the caller releases. Raise RequestError if there is none."""
         number = self._labelled(wanted) if isinstance(wanted, str) else wanted
         while True:
             with self._lock:
@@ -345,11 +351,7 @@ class ServedModel:
             if found is None:
                 raise self._not_found(number)
             if found.acquire():  # no limit: it does not wait
-                break
-        try:
-            yield found
-        finally:
-            found.release()
+                return found
 
     def _labelled(self, label: str) -> int:
         labels = self.labels  # the next poll may replace them

@@ -59,18 +59,18 @@ class Metrics:
         self._failed_loads = counter("failed_versions", "Versions that failed to load.")
         self._changed = counter("changed_versions", "Versions whose files changed after they were loaded.")
         self.registry.register(_Models(models))
-        self._children: dict[tuple[str, ...], Any] = {}
+        self._children: dict[tuple[Any, ...], Any] = {}
 
     def request(self, model: str, signature: str, code: str, seconds: float) -> None:
-        self._child(self._latency, "latency", model, signature, code).observe(seconds)
+        self._child(self._latency, model, signature, code).observe(seconds)
         if code not in ("OK", "INTERNAL"):
-            self._child(self._refused, "refused", model, code).inc()
+            self._child(self._refused, model, code).inc()
 
     def batch(self, model: str, rows: int) -> None:
-        self._child(self._batches, "batches", model).observe(rows)
+        self._child(self._batches, model).observe(rows)
 
     def missing_feature(self, model: str, feature: str) -> None:
-        self._child(self._missing, "missing", model, feature).inc()
+        self._child(self._missing, model, feature).inc()
 
     def load_failed(self, model: str) -> None:
         self._failed_loads.labels(model).inc()
@@ -82,9 +82,9 @@ class Metrics:
         data: bytes = prometheus().generate_latest(self.registry)
         return data
 
-    def _child(self, metric: Any, kind: str, *labels: str) -> Any:
+    def _child(self, metric: Any, *labels: str) -> Any:
         """Return a child of a metric; cached, because the library's own lookup is slower than counting."""
-        key = (kind, *labels)
+        key = (metric, *labels)
         child = self._children.get(key)
         if child is None:
             child = self._children[key] = metric.labels(*labels)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import base64
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +77,8 @@ from megalith.serving.server.grpc_calls import (
     Calls,
     parse,
     remaining,
-    report_missing,
+    score,
     serialize,
-    wants_missing,
 )
 from megalith.serving.server.inputs import SPLITS, WEIGHTS, InputReader, Rows, inputs_of
 from megalith.serving.server.request_errors import Code, RequestError
@@ -177,30 +176,50 @@ class TFService:
         """Return scores, rows, or the response to a write, depending on the signature."""
         message = read_predict_message(data)
         if message is not None and (message.signature or PREDICT) == PREDICT:
-            return await self._scores(
+            request = ScoreRequest(
                 message.model,
                 message.version_text or message.version,
-                message.outputs,
+                len(data),
                 # Inputs in the usual form are read from the bytes, others by protobuf.
                 lambda reader: reader.read_message(message) or _read_protos(reader, data),
-                len(data),
-                context,
+                message.outputs,
             )
-        request, contents = await self._dispatcher.in_thread(lambda: self._parse(data), len(data))
-        spec = request.model_spec
-        signature = spec.signature_name or PREDICT
-        if signature == PREDICT:
-            return await self._scores(
+        else:
+            parsed, contents = await self._dispatcher.in_thread(lambda: self._parse(data), len(data))
+            spec = parsed.model_spec
+            if (spec.signature_name or PREDICT) != PREDICT:
+                return await self._look_up_or_write(parsed, contents, context)
+            request = ScoreRequest(
                 spec.name,
                 version_of(spec),
-                request.output_filter,
-                lambda reader: _read_protos(reader, data) if contents else reader.read_protos(request.inputs),
                 len(data),
-                context,
+                lambda reader: _read_protos(reader, data) if contents else reader.read_protos(parsed.inputs),
+                parsed.output_filter,
             )
+        scored = await score(self._dispatcher, request, context)
+        typed = self._dispatcher.typed_outputs
+        response = encode_predict_response(
+            request.model, PREDICT, scored.version, scored.outputs, typed=typed
+        )
+        if response is not None:
+            return response
+        filled = PredictResponse()
+        _fill_spec(filled, request.model, PREDICT, scored.version)
+        for name, array in scored.outputs.items():
+            fill_tensor_proto(filled.outputs[name], array, typed=typed)
+        return serialize(filled)
+
+    async def _look_up_or_write(
+        self, request: Message, contents: dict[str, memoryview], context: Any
+    ) -> bytes:
+        spec = request.model_spec
+        signature, write = spec.signature_name, write_signature(spec.signature_name)
         timeout = remaining(context)
         read_inputs = functools.partial(self._read_inputs, request, contents)
-        self._permit(signature, context)
+        if self._dispatcher.requires_token:
+            permission = Permission.READ if write is None else Permission.WRITE
+            permission = Permission.LOOKUP if signature in (LOOKUP, RAW_LOOKUP) else permission
+            self._dispatcher.permit(authorization_of(context.invocation_metadata()), permission)
         if signature in (LOOKUP, RAW_LOOKUP):
             number, rows = await self._dispatcher.lookup(
                 spec.name,
@@ -214,7 +233,7 @@ class TFService:
                 lambda: serialize(_response(spec, signature, rows, number)),
                 sum(each.nbytes for each in rows.values()),
             )
-        if (write := write_signature(signature)) is not None:
+        if write is not None:
             if self._write_refusal:
                 raise self._dispatcher.reject(RequestError(Code.PERMISSION_DENIED, self._write_refusal))
             metadata = {
@@ -249,49 +268,6 @@ class TFService:
         request = parse(self._dispatcher, GetModelStatusRequest, data)
         spec = request.model_spec
         return serialize(model_status(self._dispatcher, spec.name, version_of(spec)))
-
-    def _permit(self, signature: str, context: Any) -> None:
-        if not self._dispatcher.requires_token:
-            return
-        permission = Permission.READ
-        if signature in (LOOKUP, RAW_LOOKUP):
-            permission = Permission.LOOKUP
-        elif write_signature(signature) is not None:
-            permission = Permission.WRITE
-        self._dispatcher.permit(authorization_of(context.invocation_metadata()), permission)
-
-    async def _scores(
-        self,
-        model: str,
-        version: int | str | None,
-        outputs: Sequence[str],
-        read: Callable[[InputReader], Rows],
-        size: int,
-        context: Any,
-    ) -> bytes:
-        self._permit(PREDICT, context)
-        self._dispatcher.check_size(size)
-        scored = await self._dispatcher.predict(
-            ScoreRequest(
-                model,
-                version,
-                size,
-                read,
-                outputs,
-                remaining(context),
-                reports_missing=wants_missing(context),
-            )
-        )
-        report_missing(context, scored.missing_ids)
-        typed = self._dispatcher.typed_outputs
-        data = encode_predict_response(model, PREDICT, scored.version, scored.outputs, typed=typed)
-        if data is not None:
-            return data
-        response = PredictResponse()
-        _fill_spec(response, model, PREDICT, scored.version)
-        for name, array in scored.outputs.items():
-            fill_tensor_proto(response.outputs[name], array, typed=typed)
-        return serialize(response)
 
     def _read_inputs(
         self, request: Message, contents: Mapping[str, memoryview]
