@@ -706,7 +706,8 @@ def _check_splits(row_splits: Tensor, num_values: int) -> None:
     if int(row_splits[0]) != 0 or int(row_splits[-1]) != num_values:
         raise InputError(
             f"Ragged: row_splits must start at 0 and end at {num_values}, the number of values, "
-            f"got {int(row_splits[0])} to {int(row_splits[-1])}"
+            f"got {int(row_splits[0])} to {int(row_splits[-1])} (to offsets of nn.EmbeddingBag, append the "
+            "number of values)"
         )
     if row_splits.numel() > 1 and bool((row_splits[1:] < row_splits[:-1]).any()):
         raise InputError("Ragged: row_splits must be in ascending order")

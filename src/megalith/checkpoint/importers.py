@@ -295,7 +295,8 @@ def _weight(config: TableConfig, state_dict: Mapping[str, Any], key: str) -> Ten
     where = f"table {config.name!r}: state_dict[{key!r}]"
     if not isinstance(weight, Tensor) or type(weight) not in (Tensor, torch.nn.Parameter):
         raise InputError(
-            f"{where} is a {type(weight).__name__}, not a plain tensor (use full_tensor() of a DTensor)"
+            f"{where} is a {type(weight).__name__}, not a plain tensor (use full_tensor() of a "
+            "DTensor, gather() of a ShardedTensor)"
         )
     if weight.layout != torch.strided or weight.is_meta or not weight.is_floating_point():
         raise InputError(
@@ -330,6 +331,8 @@ def _state(config: TableConfig, rows: int, given: Mapping[str, Any]) -> dict[str
     state = {}
     for ours, theirs in wanted.items():
         value = given[theirs]
+        if type(value) not in (Tensor, torch.nn.Parameter, int, float):
+            raise InputError(f"{where}: {theirs!r} is a {type(value).__name__}, not a plain tensor")
         value = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
         shape = () if theirs == "step" else (rows, 1 if by_row else config.dim)
         if value.shape != shape or value.layout != torch.strided or value.is_meta:

@@ -233,7 +233,23 @@ def test_other_wrong_arguments() -> None:
         EmbeddingBagCollection(["t1"], optimizer=SGD(0.1))
     with pytest.raises(UnknownNameError, match=r"table_options are given for \['t3'\]"):
         EmbeddingBagCollection([bag("t1", "f1")], optimizer=SGD(0.1), table_options={"t3": {}})
+    with pytest.raises(
+        InputError, match=r"optimizer must be one of Megalith, such as megalith.Adagrad\(0.1\), got SG"
+    ):
+        EmbeddingBagCollection([bag("t1")], optimizer=torch.optim.SGD([torch.ones(1)]))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="several tables are named 't1'"):
+        EmbeddingBagCollection([bag("t1"), bag("t1")], optimizer=SGD(0.1))
     two = [EmbeddingConfig(10, 2, "t1"), EmbeddingConfig(10, 3, "t2")]
+    with pytest.raises(
+        InputError, match="EmbeddingBagCollection needs an EmbeddingBagConfig, got EmbeddingConfig"
+    ):
+        EmbeddingBagCollection(two, optimizer=SGD(0.1))
+    with pytest.raises(
+        RuntimeError, match=r"embedding_bags.t1.weight is a weight of TorchRec: fill the tables with"
+    ):
+        EmbeddingBagCollection([bag("t1")], optimizer=SGD(0.1)).load_state_dict(
+            {"embedding_bags.t1.weight": torch.ones(10, 2)}
+        )
     with pytest.raises(InputError, match=r"all tables need the same embedding_dim, got .'t1': 2, 't2': 3"):
         EmbeddingCollection(two, optimizer=SGD(0.1))
 

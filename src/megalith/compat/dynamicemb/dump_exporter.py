@@ -80,6 +80,8 @@ def export_dynamicemb(
     """
     checks.instance(collection, EmbeddingCollection, "export_dynamicemb: collection")
     root = checks.path(directory, "export_dynamicemb: directory")
+    if root.exists() and not root.is_dir():
+        raise InputError(f"export_dynamicemb: {root} is a file; directory must be a directory")
     shards = collection.shards
     names = {name: name for name in shards.configs}
     if tables is not None:

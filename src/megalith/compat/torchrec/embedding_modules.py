@@ -111,10 +111,15 @@ class _KeyedTables(Tables):
     ) -> None:
         where = type(self).__name__
         self._configs = checks.as_list(tables, f"{where}: tables")
-        if optimizer is not None:
-            checks.instance(optimizer, Optimizer, f"{where}: optimizer")  # type: ignore[type-abstract]
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise InputError(
+                f"{where}: optimizer must be one of Megalith, such as megalith.Adagrad(0.1), got "
+                f"{checks.kind(optimizer)}"
+            )
         chosen = checks.mapping(table_options or {}, f"{where}: table_options", '{"t1": {"eviction": ...}}')
         names = [_read_names(config, where) for config in self._configs]
+        if twice := sorted({table for table, _ in names if [name for name, _ in names].count(table) > 1}):
+            raise InputError(f"{where}: several tables are named {', '.join(map(repr, twice))}")
         if unknown := sorted(set(chosen) - {table for table, _ in names}):
             raise UnknownNameError(f"{where}: table_options are given for {unknown}, which are not in tables")
         self._names_by_table = _embedding_names(names)
@@ -197,6 +202,17 @@ class _KeyedTables(Tables):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._take_applied()  # DistributedModelParallel moves a model before it wraps it in DDP
         return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        keys = [
+            key for key in state_dict if key.startswith((f"{prefix}embedding_bags.", f"{prefix}embeddings."))
+        ]
+        if keys:
+            args[-1].append(
+                f"{keys[0]} is a weight of TorchRec: fill the tables with "
+                "megalith.compat.torchrec.import_torchrec"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _found(self, features: Any, time: float | None) -> dict[str, Any]:
         """Look up a batch. In training, raises UsageError if an applied optimizer would be ignored."""
@@ -458,7 +474,11 @@ def _embedding_names(tables: Sequence[tuple[str, Sequence[str]]]) -> list[list[s
 
 
 def _combiner(config: Any, weighted: bool) -> Sum | Mean:
-    pooling = getattr(getattr(config, "pooling", None), "value", None)
+    if not hasattr(config, "pooling"):
+        raise InputError(
+            f"table {config.name!r}: EmbeddingBagCollection needs an EmbeddingBagConfig, got {config!r}"
+        )
+    pooling = getattr(config.pooling, "value", config.pooling)
     if pooling == "SUM":
         return Sum()
     if pooling != "MEAN" or weighted:
