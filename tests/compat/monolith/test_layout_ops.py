@@ -45,7 +45,8 @@ def embeddings(
     for number, (fids, splits) in enumerate(zip(found.lists, row_splits(found), strict=True)):
         table = cfgs.table_names[number // ps]
         flat: list[float] = []
-        for name, (a, b) in zip(cfgs.features_of(table), pairwise(splits.tolist()), strict=True):
+        features = [name for name in cfgs.feature_names if cfgs.feature_configs[name].table == table]
+        for name, (a, b) in zip(features, pairwise(splits.tolist()), strict=True):
             flat += [x for id in fids[a:b].tolist() for x in values(name, id)]
         lists.append(torch.tensor(flat, dtype=dtype))
     return lists

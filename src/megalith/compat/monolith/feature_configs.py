@@ -11,14 +11,13 @@ at first use into a descriptor pool of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import IntEnum
 from functools import cache, lru_cache
 from math import prod
-from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -79,9 +78,14 @@ class OutType(IntEnum):
 
 
 class _ConfigMessage:
-    """Base of all messages: reads and writes Monolith's protobuf bytes."""
+    """Base of all messages: converts their fields, and reads and writes Monolith's protobuf bytes."""
 
     __slots__: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, kind in _kinds(type(self)).items():
+            value = _converted(kind, getattr(self, name), f"{type(self).__name__}: {name}")
+            object.__setattr__(self, name, value)
 
     def to_proto(self) -> bytes:
         """Serialize the message; equal messages give equal bytes.
@@ -90,8 +94,6 @@ class _ConfigMessage:
             InputError: A string cannot be encoded in UTF-8.
             MissingDependencyError: Protobuf is not installed.
         """
-        from megalith.compat.monolith.feature_configs import message_type
-
         message = message_type(f"{_PACKAGE}.{type(self).__name__}")()
         try:
             self._write(message)
@@ -108,24 +110,64 @@ class _ConfigMessage:
             InputError: The bytes are not a valid message, or an enum has an unknown value.
             MissingDependencyError: Protobuf is not installed.
         """
-        from megalith.compat.monolith.feature_configs import parse_message
-
         if not isinstance(message, bytes | bytearray | memoryview):
             raise InputError(f"{cls.__name__}: a message must be bytes, got {type(message).__name__}")
-        return cls._read(parse_message(f"{_PACKAGE}.{cls.__name__}", bytes(message)))
+        parsed: Self = _converted(cls, parse_message(f"{_PACKAGE}.{cls.__name__}", bytes(message)), "")
+        return parsed
 
     def _write(self, message: Any) -> None:
         """Copy the fields to a protobuf message, which has the same names."""
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if isinstance(value, tuple):
-                getattr(message, name).extend(value)
-            else:
+        for name in _kinds(type(self)):
+            value, field = getattr(self, name), getattr(message, name)
+            if isinstance(value, dict):
+                for key, config in value.items():
+                    config._write(field[key])
+            elif not isinstance(value, tuple):
                 setattr(message, name, value)
+            else:
+                for each in value:
+                    if isinstance(each, _ConfigMessage):
+                        each._write(field.add())
+                    elif isinstance(each, tuple):
+                        field.add(dims=each)
+                    else:
+                        field.append(each)
 
-    @classmethod
-    def _read(cls, message: Any) -> Self:
-        return cls(**{name: getattr(message, name) for name in cls.__slots__})
+
+@cache
+def _kinds(config: type) -> dict[str, Any]:
+    """The types of the fields of a message."""
+    hints = get_type_hints(config)
+    return {each.name: hints[each.name] for each in fields(config) if each.init}
+
+
+def _converted(kind: Any, value: Any, what: str) -> Any:
+    """Convert a value, which may be a protobuf message, to the type of its field."""
+    inner, message = get_args(kind), getattr(getattr(value, "DESCRIPTOR", None), "name", None)
+    if message == getattr(kind, "__name__", "") and issubclass(kind, _ConfigMessage):
+        return kind(**{name: getattr(value, name) for name in _kinds(kind)})
+    if message == "TensorShape":
+        value = value.dims
+    if get_origin(kind) is tuple:
+        items = checks.items(value, what, "values")
+        return tuple(_converted(inner[0], each, f"{what}[{i}]") for i, each in enumerate(items))
+    if inner:
+        named = checks.mapping(value, what, f"{{name: {inner[1].__name__}}}")
+        return {key: _converted(inner[1], each, f"{what}[{key!r}]") for key, each in named.items()}
+    if kind is int:
+        number = checks.as_integer(value)
+        if number is None or not -(2**31) <= number < 2**31:
+            raise InputError(f"{what} must be a 32-bit int, got {value!r}")
+        return number
+    if issubclass(kind, IntEnum):
+        try:
+            return kind(value)
+        except ValueError:
+            known = ", ".join(f"{each.name} ({each.value})" for each in kind)
+            raise InputError(f"{what} must be one of {known}, got {value!r}") from None
+    if not isinstance(value, kind):
+        raise InputError(f"{what} must be a {kind.__name__}, got {value!r}")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +194,6 @@ class SliceConfig(_ConfigMessage):
     max_sequence_length: int = 0
     """As in the feature's config."""
 
-    def __post_init__(self) -> None:
-        _check_text(self, "feature_name")
-        _fix_int32s(self, "start", "end", "feature_idx", "slice_idx", "max_sequence_length")
-        _fix_enum(self, "pooling_type", PoolingType)
-
     @property
     def width(self) -> int:
         """Number of columns."""
@@ -175,27 +212,6 @@ class OutConfig(_ConfigMessage):
     """The shape of each tensor; the first size is the batch size or -1. Empty: the shapes follow from the
     slices (`FeatureConfigs.output_shapes`)."""
 
-    def __post_init__(self) -> None:
-        _fix_enum(self, "out_type", OutType)
-        object.__setattr__(self, "slice_configs", _items(self, "slice_configs", self.slice_configs))
-        for i, each in enumerate(self.slice_configs):
-            if not isinstance(each, SliceConfig):
-                raise _wrong(self, f"slice_configs[{i}]", "a SliceConfig", each)
-        shapes = enumerate(_items(self, "shape", self.shape))
-        object.__setattr__(self, "shape", tuple(_int32s(self, f"shape[{i}]", dims) for i, dims in shapes))
-
-    def _write(self, message: Any) -> None:
-        for each in self.slice_configs:
-            each._write(message.slice_configs.add())
-        message.out_type = self.out_type
-        for dims in self.shape:
-            message.shape.add(dims=dims)
-
-    @classmethod
-    def _read(cls, message: Any) -> Self:
-        slices = tuple(map(SliceConfig._read, message.slice_configs))
-        return cls(slices, message.out_type, tuple(tuple(shape.dims) for shape in message.shape))
-
 
 @dataclass(frozen=True, slots=True)
 class FeatureConfig(_ConfigMessage):
@@ -209,12 +225,6 @@ class FeatureConfig(_ConfigMessage):
     """The sizes of the parts of a row."""
     max_sequence_length: int = 0
     """The number of rows that FIRSTN keeps."""
-
-    def __post_init__(self) -> None:
-        _check_text(self, "table")
-        _fix_enum(self, "pooling_type", PoolingType)
-        object.__setattr__(self, "slice_dims", _int32s(self, "slice_dims", self.slice_dims))
-        _fix_int32s(self, "max_sequence_length")
 
     @property
     def dim(self) -> int:
@@ -234,8 +244,7 @@ class FeatureConfigs(_ConfigMessage):
     """The configs as JSON, the form that ops take; equal configs give equal text."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "feature_configs", _named(self, "feature_configs", FeatureConfig))
-        object.__setattr__(self, "out_configs", _named(self, "out_configs", OutConfig))
+        _ConfigMessage.__post_init__(self)
         object.__setattr__(self, "encoded", canonical_json(to_json(self)).decode())
 
     # ---- names, in the order that numbers them in Monolith's encodings
@@ -254,22 +263,6 @@ class FeatureConfigs(_ConfigMessage):
     def layout_names(self) -> tuple[str, ...]:
         """All layouts, sorted: the order of the layout op's outputs."""
         return tuple(sorted(self.out_configs))
-
-    def features_of(self, table: str) -> tuple[str, ...]:
-        """Return the features of a table, sorted.
-
-        Returns:
-            Their names; at least one.
-
-        Raises:
-            UnknownNameError: No feature uses the table.
-        """
-        checks.text(table, "FeatureConfigs: table")
-        names = tuple(name for name in self.feature_names if self.feature_configs[name].table == table)
-        if not names:
-            known = ", ".join(self.table_names)
-            raise UnknownNameError(f"FeatureConfigs: no feature uses table {table!r}; tables: {known}")
-        return names
 
     # ---- consistency
 
@@ -378,18 +371,6 @@ class FeatureConfigs(_ConfigMessage):
             return feature
         raise InputError(f"FeatureConfigs: feature {name!r}: {problem}")
 
-    # ---- bytes
-
-    def _write(self, message: Any) -> None:
-        for name in ("feature_configs", "out_configs"):
-            for key, config in getattr(self, name).items():
-                config._write(getattr(message, name)[key])
-
-    @classmethod
-    def _read(cls, message: Any) -> Self:
-        features = {name: FeatureConfig._read(each) for name, each in message.feature_configs.items()}
-        return cls(features, {name: OutConfig._read(each) for name, each in message.out_configs.items()})
-
     @classmethod
     def from_encoded(cls, encoded: str) -> Self:
         """Return the configs that `encoded` was made of.
@@ -421,64 +402,6 @@ def _parsed(data: bytes) -> FeatureConfigs:
 def _mismatch(layout: str, problem: str, out: OutConfig | None = None, i: int = 0) -> InputError:
     cut = f", slice {i} (feature {out.slice_configs[i].feature_name!r})" if out else ""
     return InputError(f"FeatureConfigs: layout {layout!r}{cut}: {problem}")
-
-
-def _wrong(owner: _ConfigMessage, name: str, wanted: str, got: object) -> InputError:
-    return InputError(f"{type(owner).__name__}: {name} must be {wanted}, got {got!r}")
-
-
-def _check_text(owner: _ConfigMessage, name: str) -> None:
-    if not isinstance(getattr(owner, name), str):
-        raise _wrong(owner, name, "a str", getattr(owner, name))
-
-
-def _fix_enum(owner: _ConfigMessage, name: str, kind: type[IntEnum]) -> None:
-    value = getattr(owner, name)
-    try:
-        object.__setattr__(owner, name, kind(value))
-    except ValueError:
-        known = ", ".join(f"{each.name} ({each.value})" for each in kind)
-        raise _wrong(owner, name, f"one of {known}", value) from None
-
-
-def _fix_int32s(owner: _ConfigMessage, *names: str) -> None:
-    for name in names:
-        object.__setattr__(owner, name, _int32(owner, name, getattr(owner, name)))
-
-
-def _int32(owner: _ConfigMessage, name: str, value: Any) -> int:
-    try:
-        number = index(value)
-    except (TypeError, RuntimeError):  # also a tensor without data
-        number = 2**31
-    if isinstance(value, bool) or not -(2**31) <= number < 2**31:
-        raise _wrong(owner, name, "a 32-bit int", value)
-    return number
-
-
-def _int32s(owner: _ConfigMessage, name: str, values: Any) -> tuple[int, ...]:
-    return tuple(_int32(owner, f"{name}[{i}]", value) for i, value in enumerate(_items(owner, name, values)))
-
-
-def _items(owner: _ConfigMessage, name: str, values: Any) -> tuple[Any, ...]:
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise _wrong(owner, name, "a sequence", values)
-    try:
-        return tuple(values)
-    except (TypeError, RuntimeError):  # a 0-d tensor, or one without data
-        raise _wrong(owner, name, "a sequence", values) from None
-
-
-def _named(owner: _ConfigMessage, name: str, kind: type[_ConfigMessage]) -> dict[str, Any]:
-    values = getattr(owner, name)
-    if not isinstance(values, Mapping):
-        raise _wrong(owner, name, f"a dict of {kind.__name__} by name", values)
-    for key, value in values.items():
-        if not isinstance(key, str):
-            raise _wrong(owner, name, "a dict by str", key)
-        if not isinstance(value, kind):
-            raise _wrong(owner, f"{name}[{key!r}]", f"of type {kind.__name__}", value)
-    return dict(values)
 
 
 # ---- the plan of a config
