@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megalith import EmbeddingCollection, Feature, serving
 from megalith.compat import monolith
-from megalith.compat.monolith.sync_clients import SyncConfig
 from megalith.serving import discovery
+from megalith.serving.proto.message_types import ClientConfig
 from megalith.serving.server.security import Permission
 from megalith.serving.wire_names import HASHTABLE_ASSIGN
 from tests.valid_calls.core import local
@@ -141,7 +141,9 @@ def publisher_calls() -> Iterator[Call]:
 
 
 def sync_client_calls() -> Iterator[Call]:
-    sync = SyncConfig(model_name="movies", targets=(server().address, CLOSED), timeout_ms=1000).to_bytes()
+    sync = ClientConfig(
+        model_name="movies", targets=(server().address, CLOSED), timeout_in_ms=1000
+    ).SerializeToString()
     yield monolith.ParameterSyncClient, {"client": monolith.parameter_sync_client_from_config(sync)}
     for make in (monolith.parameter_sync_client_from_config, monolith.create_dummy_sync_client):
         yield from methods(make, {"attach": {"tables": local()}, "create_sync_op": {"config_str": sync}})

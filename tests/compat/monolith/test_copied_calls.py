@@ -234,7 +234,7 @@ def test_messages_of_other_generated_code() -> None:
     )
     config = theirs(model_name="m", targets=["localhost:1"], timeout_in_ms=7)
     assert not isinstance(config, ClientConfig)
-    assert read_sync_config(config).timeout_ms == 7
+    assert read_sync_config(config).timeout_in_ms == 7
     with monolith.parameter_sync_client_from_config(config, name_suffix="0") as client:
         assert (client.as_op() is client, client.name) == (True, "MonolithSyncClient_0")
     with monolith.DummySyncServer() as server:

@@ -18,7 +18,6 @@ from megalith.compat.monolith.distributed_serving_ops import (
     refresh_sync_config,
 )
 from megalith.compat.monolith.sync_clients import (
-    SyncConfig,
     SyncHandle,
     TrackedChanges,
 )
@@ -26,6 +25,7 @@ from megalith.errors import InputError
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.discovery import Replica, StaticDiscovery
 from megalith.serving.export.exporter import export_model
+from megalith.serving.proto.message_types import ClientConfig
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Security
 from megalith.serving.server.server_config import ServerConfig
@@ -263,7 +263,9 @@ def test_credentials_are_presented(tmp_path: Path) -> None:
     credentials = Credentials(token="secret-token-1")
     with ExitStack() as stack:
         server = stack.enter_context(ModelServer(tmp_path / "ps_0", config))
-        targets = SyncConfig(model_name="m:ps_0", targets=(server.address,), timeout_ms=3000).to_bytes()
+        targets = ClientConfig(
+            model_name="m:ps_0", targets=(server.address,), timeout_in_ms=3000
+        ).SerializeToString()
         clients = [
             parameter_sync_client_from_config(targets),
             parameter_sync_client_from_config(targets, credentials=credentials),
@@ -292,9 +294,9 @@ def test_an_entry_has_no_rows(tmp_path: Path) -> None:
     ):
         client.attach(model.embeddings.shards)
         model.embeddings.shards.assign({"user": (torch.tensor([1]), torch.ones(1, 5))})
-        config = SyncConfig(model_name="movies:entry", targets=(server.address,), timeout_ms=3000)
+        config = ClientConfig(model_name="movies:entry", targets=(server.address,), timeout_in_ms=3000)
 
-        (response,) = responses(client.create_sync_op(config.to_bytes()))
+        (response,) = responses(client.create_sync_op(config.SerializeToString()))
 
         assert (response["status_code"], response["update_num"]) == (9, 0)
         assert "is an entry, which has no rows: push to its parts" in response["error_message"]

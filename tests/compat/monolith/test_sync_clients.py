@@ -19,10 +19,8 @@ from megalith.compat.monolith.distributed_serving_ops import (
     create_parameter_sync_clients,
     parameter_sync_client_from_config,
 )
-from megalith.compat.monolith.sync_clients import (
-    SyncConfig,
-)
 from megalith.errors import InputError, UnknownNameError, UsageError
+from megalith.serving.proto.message_types import ClientConfig
 from tests.compat.monolith.sync_client_support import responses, shards_of
 from tests.serving.plain_server import plain_server
 
@@ -55,8 +53,10 @@ def put(shards: LocalShards, *ids: int, value: float = 1.0, table: str = "table"
 
 
 def config_for(servers: Servers, **options: Any) -> bytes:
-    usual = {"model_name": "movies:ps_0", "signature_name": "hashtable_assign", "timeout_ms": 3000}
-    return SyncConfig(targets=tuple(server.address for server in servers), **(usual | options)).to_bytes()
+    usual = {"model_name": "movies:ps_0", "signature_name": "hashtable_assign", "timeout_in_ms": 3000}
+    config = ClientConfig(targets=[server.address for server in servers], **(usual | options))
+    data: bytes = config.SerializeToString()
+    return data
 
 
 def pushed(client: ParameterSyncClient, config: bytes | str | None = None) -> list[int]:
@@ -237,8 +237,8 @@ def test_a_malformed_position_is_not_that_of_a_monolith_server(
     shards.remove({"table": torch.tensor([1])})
 
     with plain_server(lambda _: outputs) as server:
-        targets = SyncConfig(model_name="m", targets=(server.address,), timeout_ms=3000)
-        (response,) = responses(client.create_sync_op(targets.to_bytes()))
+        targets = ClientConfig(model_name="m", targets=(server.address,), timeout_in_ms=3000)
+        (response,) = responses(client.create_sync_op(targets.SerializeToString()))
 
     assert (response["status_code"], response["update_num"]) == (status, pushed)
     assert error is None or error in response["error_message"]

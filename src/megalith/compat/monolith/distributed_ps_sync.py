@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
@@ -377,11 +377,11 @@ class DistributedMultiTypeHashTableMpi(MonolithSlotTables):
         emb_offset_sz = checks.int64(emb_offset_sz, "emb_offset_sz", (tables,)).cpu()
         flat = torch.cat(list(offsets)) if isinstance(offsets, list | tuple) else offsets
         flat = checks.int64(flat, "fused_embedding_offsets", (int(emb_offset_sz.sum()),))
-        blocks = fids.split_with_sizes(sizes.tolist())
+        sizes = sizes.view(self._shard_num, tables)
         return _Pack(
-            [torch.cat(blocks[k::tables]).to(self.shards.device) for k in range(tables)],
+            [each.to(self.shards.device) for each in by_table(fids, sizes)],
             checks.integers(shard_sizes, "shard_sizes", (self._shard_num,)),
-            sizes.view(self._shard_num, tables),
+            sizes,
             emb_offset_sz,
             list(flat.to(self.shards.device).split_with_sizes(emb_offset_sz.tolist())),
         )
@@ -397,7 +397,6 @@ class DistributedMultiTypeHashTableMpi(MonolithSlotTables):
             received = by_rank([requested.ids[name] for name in self._names], counts)
         else:
             received, counts = by_rank(pack.ids, pack.sizes), pack.sizes
-        starts = [_starts(each.flatten()) for each in (counts, counts * dims)]
         added = {
             "shard_sizes": pack.shard_sizes,
             "fused_embedding_offsets": pack.offsets,
@@ -405,8 +404,8 @@ class DistributedMultiTypeHashTableMpi(MonolithSlotTables):
             "id_flat_t": received,
             "id_size_flat_t": counts.flatten(),
             "embedding_splits": counts @ dims,
-            "id_offsets": starts[0],
-            "emb_offsets": starts[1],
+            "id_offsets": _starts(counts),
+            "emb_offsets": _starts(counts * dims),
             "indices": received,
             "recv_emb_splits": pack.sizes @ dims,
             "recv_embeddings_size": flat.numel(),
@@ -456,11 +455,8 @@ class DistributedMultiTypeHashTableMpi(MonolithSlotTables):
                 scale,
             )
             dims = torch.tensor(self._output_dims, dtype=torch.int64, device="cpu")
-            blocks = flat.split_with_sizes((sizes * dims).flatten().tolist())
-            grads = {
-                name: torch.cat(blocks[k :: len(dims)]).view(-1, int(dims[k]))
-                for k, name in enumerate(self._names)
-            }
+            own = zip(self._names, by_table(flat, sizes * dims), self._output_dims, strict=True)
+            grads = {name: each.view(-1, dim) for name, each, dim in own}
             step, time = step_of(global_step), seconds_of(req_time)
         except Exception as error:  # the other ranks have gradients
             lookup.fail(error)
@@ -512,7 +508,15 @@ def by_rank(tables: Sequence[Tensor], sizes: Tensor) -> Tensor:
     return torch.cat([piece for row in zip(*pieces, strict=True) for piece in row])
 
 
+def by_table(flat: Tensor, sizes: Tensor) -> list[Tensor]:
+    """Split what is ordered by rank, then table, into one tensor per table: the inverse of `by_rank`."""
+    blocks = flat.split_with_sizes(sizes.flatten().tolist())
+    return [torch.cat(blocks[k :: sizes.shape[1]]) for k in range(sizes.shape[1])]
+
+
 def _starts(sizes: Tensor) -> Tensor:
+    """Return where each block begins, and the end of the last one."""
+    sizes = sizes.flatten()
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
 
 
@@ -560,17 +564,17 @@ def fused_lookup(
         InputError: The sizes do not match the ids or the tables.
         UsageError: A table has `OneBit`, and there is no global_step. `shards.lookup` returns what is served.
     """
-    names, blocks = _blocks(shards, ids, fused_slot_size, num_of_shards)
+    blocks = _blocks(shards, ids, fused_slot_size, num_of_shards)
     step = None if global_step is None else checks.scalar(global_step, "global_step")
     if step is None and shards.stepwise:
         raise UsageError(
             f"table {shards.stepwise[0]!r}: what a lookup returns depends on the step (OneBit); pass "
             "global_step to fused_lookup, the one of fused_apply_gradient"
         )
-    embeddings = torch.empty(int(blocks.emb_offsets[-1]), device="cpu")
-    for table, name in enumerate(names):
-        embeddings[blocks.floats_of(table)] = shards.local[name].lookup(ids[blocks.ids_of(table)], step=step)
-    return FusedLookup(embeddings, blocks.embedding_splits, blocks.id_offsets, blocks.emb_offsets, ids)
+    rows = [shards.local[name].lookup(own, step=step).flatten() for name, own in blocks.ids.items()]
+    return FusedLookup(
+        by_rank(rows, blocks.floats), blocks.splits, blocks.id_offsets, blocks.emb_offsets, ids
+    )
 
 
 def fused_apply_gradient(
@@ -596,17 +600,13 @@ def fused_apply_gradient(
         id_offsets: `FusedLookup.id_offsets`.
         grad_offsets: `FusedLookup.emb_offsets`.
         global_step: The step for learning rates, an int or a tensor of one element.
-        req_time: The last-update time of the rows in seconds, a number or a tensor of one element; None is
-            now.
+        req_time: The last-update time of the rows in seconds, the latest of a tensor; 0 and None: the clock.
         enable_grad_accumulation: Ignored; the gradients of an id are always summed.
 
     Raises:
         InputError: The sizes, offsets or gradients do not match the lookup; nothing is written.
     """
-    names, blocks = _blocks(shards, ids, fused_slot_size, num_of_shards)
-    checks.flag(enable_grad_accumulation, "enable_grad_accumulation")
-    if isinstance(req_time, Tensor):
-        req_time = checks.scalar(req_time, "req_time")
+    blocks = _blocks(shards, ids, fused_slot_size, num_of_shards)
     step = checks.scalar(global_step, "global_step")
     for name, given, own in (
         ("id_offsets", id_offsets, blocks.id_offsets),
@@ -615,23 +615,17 @@ def fused_apply_gradient(
         given = checks.integers(given, name)
         if given.shape != own.shape or not given.is_cpu or not torch.equal(given.long(), own.long()):
             raise InputError(f"{name} do not belong to these ids and sizes; pass those of the lookup")
-    if checks.integers(indices, "indices", None).shape != ids.shape:
-        raise InputError(f"indices must have the shape of ids, {list(ids.shape)}")
-    size = int(blocks.emb_offsets[-1])
-    if not isinstance(id_grads, Tensor) or id_grads.layout != torch.strided or not id_grads.is_cpu:
-        raise InputError(
-            f"id_grads must be a float32 tensor [{size}] on the CPU, got {checks.kind(id_grads)}"
-        )
-    if id_grads.dtype != torch.float32 or tuple(id_grads.shape) != (size,):
-        raise InputError(f"id_grads must be float32 [{size}], got {id_grads.dtype} {list(id_grads.shape)}")
-    positions = {name: blocks.ids_of(k) for k, name in enumerate(names)}
-    grads = {name: id_grads[blocks.floats_of(k)] for k, name in enumerate(names)}
-    present = [name for name in names if positions[name].numel()]
+    checks.integers(indices, "indices", tuple(ids.shape))
+    flat = checks.floats(id_grads, "id_grads", (int(blocks.floats.sum()),))
+    if flat.dtype != torch.float32 or not flat.is_cpu:
+        raise InputError(f"id_grads must be float32 on the CPU, got {flat.dtype} on {flat.device}")
+    grads = dict(zip(blocks.ids, by_table(flat, blocks.floats), strict=True))
+    present = {name: own for name, own in blocks.ids.items() if own.numel()}
     shards.apply_gradients(
-        {name: ids[positions[name]] for name in present},
-        {name: grads[name] for name in present},
+        present,
+        {name: grads[name].view(own.numel(), -1) for name, own in present.items()},
         step=step,
-        time=req_time,
+        time=seconds_of(req_time),
     )
 
 
@@ -639,62 +633,34 @@ fused_apply_gradients = fused_apply_gradient
 """An earlier name of this package for `fused_apply_gradient`."""
 
 
-@dataclass(frozen=True)
-class _Blocks:
-    """Where each id and its floats are."""
+class _Blocks(NamedTuple):
+    """The checked blocks of N requesting shards and K tables."""
 
-    dims: list[int]
-    """The dim of each table."""
-    block: Tensor
-    """int64 [n]: the block of each id."""
-    start: Tensor
-    """int64 [n]: the first float of each id."""
+    ids: dict[str, Tensor]  # by table, sorted: its ids, by shard
+    floats: Tensor  # int64 [N, K]: the number of floats of each block
     id_offsets: Tensor
     emb_offsets: Tensor
-    embedding_splits: Tensor
-
-    def ids_of(self, table: int) -> Tensor:
-        """Return the positions of a table's ids."""
-        return torch.nonzero(self.block % len(self.dims) == table).flatten()
-
-    def floats_of(self, table: int) -> Tensor:
-        """Return the positions of a table's floats, [ids, dim]."""
-        return self.start[self.ids_of(table), None] + torch.arange(self.dims[table], device="cpu")
+    splits: Tensor
 
 
-def _blocks(shards: LocalShards, ids: Tensor, sizes: Tensor, num_of_shards: int) -> tuple[list[str], _Blocks]:
-    """Check ids and sizes; return the names of the tables and the blocks."""
-    if not isinstance(shards, LocalShards):
-        raise InputError(f"shards must be LocalShards, got {type(shards).__name__}")
-    names = sorted(shards.configs)
-    dims = [shards.configs[name].dim for name in names]
-    tables = len(dims)
+def _blocks(shards: LocalShards, ids: Tensor, sizes: Tensor, num_of_shards: int) -> _Blocks:
+    names = sorted(checks.instance(shards, LocalShards, "shards").configs)
     for name, tensor in (("ids", ids), ("fused_slot_size", sizes)):
         if not checks.integers(tensor, name).is_cpu:
             raise InputError(f"{name} must be on the CPU, got {tensor.device}")
-    num_of_shards = checks.integer(num_of_shards, "num_of_shards")
-    if sizes.numel() != num_of_shards * tables:
+    count = checks.integer(num_of_shards, "num_of_shards")
+    if sizes.numel() != count * len(names):
         raise InputError(
-            f"fused_slot_size must have {num_of_shards} shards x {tables} tables entries, got {sizes.numel()}"
+            f"fused_slot_size must have {count} shards x {len(names)} tables entries, got {sizes.numel()}"
         )
-    sizes = sizes.long()
+    sizes = sizes.long().view(count, len(names))
     if bool((sizes < 0).any()) or int(sizes.sum()) != ids.numel():
         raise InputError(
             f"fused_slot_size must not be negative and must add up to {ids.numel()} ids, got {sizes.tolist()}"
         )
-    dim_of_block = torch.tensor(dims, device="cpu").repeat(num_of_shards)
-    id_offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    emb_offsets = torch.cat([sizes.new_zeros(1), (sizes * dim_of_block).cumsum(0)])
-    block = torch.repeat_interleave(torch.arange(sizes.numel(), device="cpu"), sizes)
-    rank = torch.arange(ids.numel(), device="cpu") - id_offsets[block]
-    return names, _Blocks(
-        dims=dims,
-        block=block,
-        start=emb_offsets[block] + rank * dim_of_block[block],
-        id_offsets=_small(id_offsets),
-        emb_offsets=_small(emb_offsets),
-        embedding_splits=_small((sizes * dim_of_block).view(num_of_shards, tables).sum(1)),
-    )
+    floats = sizes * torch.tensor([shards.configs[name].dim for name in names], device="cpu")
+    own = dict(zip(names, by_table(ids, sizes), strict=True))
+    return _Blocks(own, floats, *map(_small, (_starts(sizes), _starts(floats), floats.sum(1))))
 
 
 def _small(x: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from torch import Tensor, tensor
 from megalith.compat.monolith.sync_clients import (
     TIMEOUT_MS,
     DummySyncHandle,
-    SyncConfig,
     SyncHandle,
     TrackedChanges,
 )
@@ -38,7 +37,13 @@ from megalith.serving.client.credentials import Credentials, grpc_module
 from megalith.serving.client.predict_client import ClientCache, Input, check_timeout
 from megalith.serving.discovery import SyncBackend
 from megalith.serving.discovery.contract import Discovery, check_address, is_loopback
-from megalith.serving.proto.message_types import Message, PredictRequest, PredictResponse, protobuf
+from megalith.serving.proto.message_types import (
+    ClientConfig,
+    Message,
+    PredictRequest,
+    PredictResponse,
+    protobuf,
+)
 from megalith.serving.proto.tf_tensors import Strings, from_tensor_protos, to_tensor_proto
 from megalith.serving.wire_names import CONTROLS, HASHTABLE_ASSIGN, PREDICT
 from megalith.shards import Shards
@@ -491,13 +496,17 @@ def refresh_sync_config(sync_backend: SyncBackend, ps_index: int) -> bytes:
         raise InputError(f"sync_backend must have get_sync_targets, got {type(sync_backend).__name__}")
     checks.integer(ps_index, "refresh_sync_config: ps_index", least=0)
     name, targets = sync_backend.get_sync_targets(f"ps_{ps_index}")
-    return SyncConfig(
+    config = ClientConfig(
         model_name=name,
         signature_name=HASHTABLE_ASSIGN,
-        targets=tuple(check_address(target, f"{name}: target") for target in targets),
-        timeout_ms=TIMEOUT_MS,
-        extra_info=tuple(targets.values()) if isinstance(targets, Mapping) else (),
-    ).to_bytes()
+        targets=[check_address(target, f"{name}: target") for target in targets],
+        timeout_in_ms=TIMEOUT_MS,
+    )
+    for info in targets.values() if isinstance(targets, Mapping) else ():
+        # None leaves a field unset; a replica id of -1 is written.
+        config.targets_extra_info.add(idc=info.idc, cluster=info.cluster, replica_id=info.replica_id)
+    data: bytes = config.SerializeToString()
+    return data
 
 
 class ParameterSyncClient:

@@ -83,8 +83,9 @@ class _ConfigMessage:
     __slots__: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, kind in _kinds(type(self)).items():
-            value = _converted(kind, getattr(self, name), f"{type(self).__name__}: {name}")
+        own: Any = type(self)
+        for name, kind in _kinds(own).items():
+            value = _converted(kind, getattr(self, name), f"{own.__name__}: {name}")
             object.__setattr__(self, name, value)
 
     def to_proto(self) -> bytes:
@@ -117,7 +118,8 @@ class _ConfigMessage:
 
     def _write(self, message: Any) -> None:
         """Copy the fields to a protobuf message, which has the same names."""
-        for name in _kinds(type(self)):
+        own: Any = type(self)
+        for name in _kinds(own):
             value, field = getattr(self, name), getattr(message, name)
             if isinstance(value, dict):
                 for key, config in value.items():

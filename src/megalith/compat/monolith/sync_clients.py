@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.compat.monolith.agent_service import TargetExtraInfo
 from megalith.errors import InputError, MegalithError, RemoteError, ServerLostError, UsageError
 from megalith.ps import ServerShards
 from megalith.serving.client.channels import Channels
@@ -63,65 +62,24 @@ TIMEOUT_MS = 3000
 MAX_TARGETS = 10_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class SyncConfig:
-    """A ClientConfig message as a data class."""
-
-    model_name: str = ""
-    signature_name: str = ""
-    targets: tuple[str, ...] = ()
-    """The addresses of the replicas to push to."""
-    timeout_ms: int = 1000
-    """The time limit of one push."""
-    extra_info: tuple[TargetExtraInfo, ...] = ()
-    """Where each target runs, in the order of the targets; empty unless it is known for all of them."""
-
-    def to_bytes(self) -> bytes:
-        """Return the serialised ClientConfig; a replica id of -1 is written explicitly."""
-        config = ClientConfig(
-            model_name=self.model_name,
-            signature_name=self.signature_name,
-            targets=self.targets,
-            timeout_in_ms=self.timeout_ms,
-        )
-        for info in self.extra_info:
-            # None leaves a field unset.
-            config.targets_extra_info.add(idc=info.idc, cluster=info.cluster, replica_id=info.replica_id)
-        data: bytes = config.SerializeToString()
-        return data
-
-
-def read_sync_config(config: bytes | Message) -> SyncConfig:
-    """Read a ClientConfig."""
-    described: Any = config  # also a message of Monolith's generated code
+def read_sync_config(config: bytes | Message) -> Message:
+    """Check a ClientConfig, which may be a message of Monolith's generated code, or its bytes."""
+    found: Any = config
     if getattr(getattr(config, "DESCRIPTOR", None), "full_name", None) == ClientConfig.DESCRIPTOR.full_name:
-        config = described.SerializeToString()
-    if isinstance(config, bytes):
-        try:
-            config = ClientConfig.FromString(config)
-        except protobuf("message").DecodeError:
-            raise InputError(f"sync config: these {len(config)} bytes are not a ClientConfig") from None
-    if not isinstance(config, ClientConfig):
+        found = found.SerializeToString()
+    if not isinstance(found, bytes):
         raise InputError(f"sync config: expected a ClientConfig or its bytes, got {type(config).__name__}")
-    if len(config.targets) > MAX_TARGETS:
-        raise InputError(f"sync config: {len(config.targets)} targets, but at most {MAX_TARGETS} are allowed")
-    if config.timeout_in_ms <= 0:
-        raise InputError(f"sync config: timeout_in_ms must be above 0, got {config.timeout_in_ms}")
-    infos = config.targets_extra_info if len(config.targets_extra_info) == len(config.targets) else ()
-    return SyncConfig(
-        model_name=config.model_name,
-        signature_name=config.signature_name,
-        targets=tuple(check_address(target, "sync config: target") for target in config.targets),
-        timeout_ms=config.timeout_in_ms,
-        extra_info=tuple(
-            TargetExtraInfo(
-                info.idc if info.HasField("idc") else None,
-                info.cluster if info.HasField("cluster") else None,
-                info.replica_id,
-            )
-            for info in infos
-        ),
-    )
+    try:
+        found = ClientConfig.FromString(found)
+    except protobuf("message").DecodeError:
+        raise InputError(f"sync config: these {len(found)} bytes are not a ClientConfig") from None
+    if len(found.targets) > MAX_TARGETS:
+        raise InputError(f"sync config: {len(found.targets)} targets, but at most {MAX_TARGETS} are allowed")
+    if found.timeout_in_ms <= 0:
+        raise InputError(f"sync config: timeout_in_ms must be above 0, got {found.timeout_in_ms}")
+    for target in found.targets:
+        check_address(target, "sync config: target")
+    return found
 
 
 # ---- changes
@@ -337,7 +295,7 @@ class SyncHandle:
         shards.flush()  # earlier changes are not for this client
         self._servers = shards
         try:
-            self._on_server(_attach_part, self.name, self._config.to_bytes(), self._credentials)
+            self._on_server(_attach_part, self.name, self._config.SerializeToString(), self._credentials)
         except BaseException:
             self._servers = None
             raise
@@ -425,7 +383,7 @@ class SyncHandle:
                 len(gone.backlog),
             )
 
-    def _push(self, target: _Target, config: SyncConfig) -> tuple[int, RemoteError | None]:
+    def _push(self, target: _Target, config: Message) -> tuple[int, RemoteError | None]:
         """Push to one target; returns the number of ids pushed and the error, if any."""
         if not self._changes.has_changed(self):
             return 0, None
@@ -442,9 +400,9 @@ class SyncHandle:
             logger.warning("%s at %s: %s", target.model, target.address, problem)
         return count, RemoteError("; ".join(problems), code=NOT_PUSHED)
 
-    def _ask_layout(self, target: _Target, config: SyncConfig, problems: list[str]) -> ModelLayout | None:
+    def _ask_layout(self, target: _Target, config: Message, problems: list[str]) -> ModelLayout | None:
         """Ask what the target serves, and reduce its backlog to that; None for a Monolith server."""
-        connection, timeout = self._channels.get(target.address), config.timeout_ms / 1000
+        connection, timeout = self._channels.get(target.address), config.timeout_in_ms / 1000
         rows_id, layout = _MONOLITH, None
         try:
             position = ask_position(connection, target.model, SYNC_POSITION, timeout=timeout)
@@ -499,9 +457,7 @@ class SyncHandle:
                 )
         return found
 
-    def _send(
-        self, target: _Target, layout: ModelLayout | None, config: SyncConfig, problems: list[str]
-    ) -> int:
+    def _send(self, target: _Target, layout: ModelLayout | None, config: Message, problems: list[str]) -> int:
         """Send one message; returns the number of its ids. If it fails, they return to the backlog."""
         dims = {name: table.dim for name, table in self._tables.items()}
         served = dims if layout is None else layout.tables
@@ -513,7 +469,7 @@ class SyncHandle:
                 push = push.with_zero_rows(dims)
             if push.num_ids:
                 request = encode_request(target.model, signature, inputs_of(push, signature, served))
-                self._channels.get(target.address).predict(request, timeout=config.timeout_ms / 1000)
+                self._channels.get(target.address).predict(request, timeout=config.timeout_in_ms / 1000)
         except BaseException:
             target.backlog.add(ids)
             raise
@@ -582,11 +538,11 @@ class DummySyncHandle(SyncHandle):
         return result
 
 
-def _read(config: bytes | str | Message | None) -> SyncConfig:
+def _read(config: bytes | str | Message | None) -> Message:
     if isinstance(config, str):
         config = config.encode("latin-1", "replace")
     if config is None or not _is_given(config):
-        return SyncConfig(signature_name=HASHTABLE_ASSIGN)
+        return ClientConfig()
     return read_sync_config(config)
 
 
