@@ -38,8 +38,6 @@ def given(value: Any) -> Any:
     return value
 
 
-# ---- ids to shards, rows of ids
-
 # ---- ids by shard
 
 
@@ -184,7 +182,6 @@ def map_id_to_embedding(
         ids: int [k] each; an id in several pieces takes its row from the first one.
         embeddings: float [k, d] each.
         input: int [...].
-        use_multi_threads: Ignored; torch.get_num_threads() applies.
 
     Returns:
         [..., d].
@@ -206,9 +203,7 @@ def map_id_to_embedding_gradient_back_prop(
     """Sum gradient rows by piece and id: the gradient of `map_id_to_embedding`.
 
     Args:
-        ids: int [k] each.
-        input: int [...].
-        grads: float [..., d].
+        grads: float [..., d], for the ids of `input`.
 
     Returns:
         A [k, d] for each piece.
@@ -229,7 +224,6 @@ def gather_embeddings_by_input(
         ids: int [k].
         embeddings: float [k, d].
         input: int [...].
-        use_multi_threads: Ignored; torch.get_num_threads() applies.
 
     Returns:
         The rows [..., d], and the position of each id in `ids`, int64 [...].
@@ -285,11 +279,8 @@ def fused_gather_embeddings_by_input_gradient(
     """Sum gradient rows into a flat buffer: the gradient of `fused_gather_embeddings_by_input`.
 
     Args:
-        fused_embeddings: The number of elements of the buffer, despite its name; an int or a tensor of one
-            element.
+        fused_embeddings: The number of elements of the buffer, despite its name.
         grads: float [n, dim] each.
-        embedding_offsets: int [n] each: the element where each row begins.
-        embedding_dims: The row size of each.
         scale: A factor for the result.
 
     Returns:
@@ -521,18 +512,16 @@ def _visible_runs_any(source: Tensor, target: Tensor, widths: Tensor) -> tuple[T
     start, end = target[order], (target + widths)[order]
     if bool((end[:-1] <= start[1:]).all()):
         return source.clone(), target.clone(), widths.clone()
-    last = torch.cat([start[1:] != start[:-1], start.new_ones(1, dtype=torch.bool)])
-    if bool((last[:-1] | (end[:-1] == end[1:])).all()):  # runs of one target have one width
-        start, end = start[last], end[last]
-        if bool((end[:-1] <= start[1:]).all()):
-            return source[order][last], start, end - start
-    # Runs that overlap in part: one run per element, and of each element the last.
+    # One run per element, and of each element the last.
     total = int(widths.sum())
     run = torch.repeat_interleave(
         torch.arange(widths.shape[0], device=source.device), widths, output_size=total
     )
     within = torch.arange(total, device=source.device) - (torch.cumsum(widths, 0) - widths)[run]
-    return _visible_runs_any(source[run] + within, target[run] + within, torch.ones_like(run))
+    source, target = source[run] + within, target[run] + within
+    order = torch.argsort(target, stable=True)
+    last = order[torch.cat([target[order].diff() != 0, order.new_ones(1, dtype=torch.bool)])]
+    return source[last], target[last], torch.ones_like(last)
 
 
 def _visible_runs_fake(source: Tensor, target: Tensor, widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -647,7 +636,7 @@ monolith_aligned_flat_split = aligned_flat_split
 
 
 def _aligned(tensor: Tensor, alignment: int) -> int:
-    """Return the number of elements, rounded up to a multiple of `alignment` bytes."""
+    # In elements, rounded up to a multiple of `alignment` bytes.
     item = tensor.element_size()
     if checks.integer(alignment, "alignment") < item or alignment % item:
         raise InputError(f"alignment must be a multiple of {item} bytes, got {alignment}")
@@ -674,13 +663,7 @@ def reduce_sum(
 def reduce_mean(
     id_indices: Tensor, id_values: Tensor, id_length: int | Tensor, name: str | None = None
 ) -> Tensor:
-    """Average the rows of each batch row; a batch row without values is 0.
-
-    Args:
-        id_indices: int [n, 1] or [n], the batch row of each value.
-        id_values: float [n, d].
-        id_length: The number of batch rows, an int or a tensor of one element.
-    """
+    """Average the rows of each batch row; a batch row without values is 0. Arguments as of `reduce_sum`."""
     index, values, size = _segments(id_indices, id_values, id_length)
     total = scatter_sum(_wide(values), index, size, name="id_indices")
     counts = scatter_sum(torch.ones_like(index, dtype=total.dtype)[:, None], index, size, name="id_indices")
@@ -692,12 +675,8 @@ def reduce_sqrtn(
 ) -> Tensor:
     """Compute the L2 norm of each column over the rows of a batch row; its gradient at 0 is 0.
 
-    This is not the combiner `Sqrtn`, which is sum / sqrt(n); the name is Monolith's.
-
-    Args:
-        id_indices: int [n, 1] or [n], the batch row of each value.
-        id_values: float [n, d].
-        id_length: The number of batch rows, an int or a tensor of one element.
+    This is not the combiner `Sqrtn`, which is sum / sqrt(n); the name is Monolith's. Arguments as of
+    `reduce_sum`.
     """
     index, values, size = _segments(id_indices, id_values, id_length)
     wide = _wide(values)
@@ -755,12 +734,9 @@ def fused_reduce_sum_and_split(
     split_dims: Sequence[int],
     name: str | None = None,
 ) -> list[Tensor]:
-    """Sum the rows of each batch row and splits the sums by column.
+    """Sum the rows of each batch row and split the sums by column. Arguments as of `reduce_sum`.
 
     Args:
-        id_indices: int [n, 1] or [n], the batch row of each value.
-        id_values: float [n, d].
-        id_length: The number of batch rows, an int or a tensor of one element.
         split_dims: Sizes that add up to d.
 
     Returns:
@@ -779,7 +755,7 @@ def fused_reduce_and_split(
     slice_dims: Sequence[Sequence[int]],
     name: str | None = None,
 ) -> list[Tensor]:
-    """Sum each row of several columns and splits the sums.
+    """Sum each row of several columns and split the sums.
 
     Args:
         splits: Row splits, int [batch + 1], of each column.
