@@ -226,11 +226,7 @@ class ZKBackend(ZooKeeperDiscovery):
         return None if data is None else read_service_info(data, path)
 
     def sync_available_saved_models(self, container: Container, saved_models: Set[SavedModel]) -> None:
-        """Replace the bindings of a container.
-
-        Args:
-            saved_models: The parts of models that it serves now.
-        """
+        """Replace the bindings of a container."""
         checks.instance(container, Container, "ZKBackend: container")
         if not isinstance(saved_models, Set | list | tuple):
             raise InputError(f"ZKBackend: saved_models must be a set, got {type(saved_models).__name__}")
@@ -260,30 +256,18 @@ class ZKBackend(ZooKeeperDiscovery):
     # ---- the calls of a controller
 
     def decl_saved_model(self, saved_model: SavedModel, deploy_config: SavedModelDeployConfig) -> None:
-        """Store the config of a saved model.
-
-        Args:
-            deploy_config: Its config.
-        """
+        """Store the config of a saved model."""
         checks.instance(saved_model, SavedModel, "ZKBackend: saved_model")
         checks.instance(deploy_config, SavedModelDeployConfig, "ZKBackend: deploy_config")
         self.session.put(self._saved_model_path(saved_model), deploy_config.to_json())
 
     def add_to_layout(self, layout: str, saved_model: SavedModel) -> None:
-        """Add a saved model to a layout.
-
-        Args:
-            layout: A name below /{bzid}/layouts, or a full path.
-        """
+        """Add a saved model to a layout."""
         checks.instance(saved_model, SavedModel, "ZKBackend: saved_model")
         self.session.put(f"{self._layout_path(layout)}/{saved_model}", b"")
 
     def remove_from_layout(self, layout: str, saved_model: SavedModel) -> None:
-        """Remove a saved model from a layout, if it is there.
-
-        Args:
-            layout: A name below /{bzid}/layouts, or a full path.
-        """
+        """Remove a saved model from a layout, if it is there."""
         checks.instance(saved_model, SavedModel, "ZKBackend: saved_model")
         self.session.remove(f"{self._layout_path(layout)}/{saved_model}")
 
@@ -324,10 +308,7 @@ class ZKBackend(ZooKeeperDiscovery):
 
 
 class ClientSession:
-    """The calls of a `ZooKeeperSession` on a client with kazoo's calls, such as a test's fake.
-
-    A view is computed when it is made, and again when the client reports a change of a node that was read.
-    """
+    """The calls of a `ZooKeeperSession` on a client with kazoo's calls, such as a test's fake."""
 
     is_connected = True
 
@@ -338,87 +319,82 @@ class ClientSession:
                 f"a ZooKeeper client must have kazoo's calls; {type(client).__name__} lacks "
                 f"{', '.join(missing)}"
             )
-        self._client = client
-        self._watched: dict[tuple[str, str], list[Callable[[], None]]] = {}
+        self.client = client
 
     def start(self, timeout: float = 15.0) -> None:
-        self._client.start()
+        self.client.start()
 
     def stop(self) -> None:
-        self._watched = {}
-        self._client.stop()
+        self.client.stop()
 
     def wait(self, *tasks: object) -> None: ...
 
     def put(self, path: str, value: bytes, *, ephemeral: bool = False) -> None:
-        if self._client.exists(path):
-            self._client.set(path, value)
+        if self.client.exists(path):
+            self.client.set(path, value)
         else:
-            self._client.create(path, value, ephemeral=ephemeral, makepath=True)
+            self.client.create(path, value, ephemeral=ephemeral, makepath=True)
 
     def hold(self, path: str, value: bytes) -> None:
         self.put(path, value, ephemeral=True)
 
     def remove(self, path: str) -> None:
-        if self._client.exists(path):
-            self._client.delete(path)
+        if self.client.exists(path):
+            self.client.delete(path)
 
     release = remove
 
     def get(self, path: str) -> bytes | None:
-        return bytes(self._client.get(path)[0]) if self._client.exists(path) else None
+        return bytes(self.client.get(path)[0]) if self.client.exists(path) else None
 
     def view(self, name: str, read: Callable[[Any], Any], on_change: Callable[[Any], object]) -> object:
-        def compute() -> None:
-            if view.read is not None:
-                on_change(view.read(view))
-
-        view = _ClientView(self, compute)
-        view.read = read
-        compute()
+        view = _ClientView(self, read, on_change)
+        view.compute()
         return view
 
-    def drop(self, view: Any) -> None:
-        view.read = None
-
-    def watch(self, kind: str, path: str, compute: Callable[[], None]) -> None:
-        """Call back on changes of a node; a watch lasts as long as its function does not return False."""
-        followers = self._watched.setdefault((kind, path), [])
-        if compute in followers:
-            return
-        followers.append(compute)
-        if len(followers) == 1:
-            beginning = True
-
-            def changed(*_: object) -> None:
-                for each in list(self._watched.get((kind, path), ())) if not beginning else ():
-                    each()
-
-            getattr(self._client, kind)(path, changed)
-            beginning = False
+    def drop(self, view: _ClientView) -> None:
+        view.on_change = None
 
 
 class _ClientView:
-    """Reads nodes for a view, as a `NodeReader`."""
+    """A value computed from nodes, and again when the client reports a change of one of them."""
 
-    def __init__(self, session: ClientSession, compute: Callable[[], None]) -> None:
-        self._session, self._compute = session, compute
-        self.read: Callable[[Any], Any] | None = None
+    def __init__(
+        self, session: ClientSession, read: Callable[[Any], Any], on_change: Callable[[Any], object]
+    ) -> None:
+        self._session, self._read = session, read
+        self.on_change: Callable[[Any], object] | None = on_change
+        self._watched: set[tuple[str, str]] = set()
+
+    def compute(self) -> None:
+        if self.on_change is not None:
+            self.on_change(self._read(self))
 
     def children(self, path: str) -> list[str]:
-        client = self._session._client
+        client = self._session.client
         if not client.exists(path):
             client.create(path, b"", makepath=True)  # a watch needs the node
-        self._session.watch("ChildrenWatch", path, self._compute)
+        self._watch("ChildrenWatch", path)
         return sorted(client.get_children(path))
 
     def data(self, paths: Iterable[str]) -> dict[str, bytes]:
-        found = {}
-        for path in paths:
-            if (value := self._session.get(path)) is not None:
-                self._session.watch("DataWatch", path, self._compute)
-                found[path] = value
+        found = {path: value for path in paths if (value := self._session.get(path)) is not None}
+        for path in found:
+            self._watch("DataWatch", path)
         return found
+
+    def _watch(self, kind: str, path: str) -> None:
+        if (kind, path) in self._watched:
+            return
+        self._watched.add((kind, path))
+        is_known = False  # a client calls back at once
+
+        def changed(*_: object) -> None:
+            if is_known:
+                self.compute()
+
+        getattr(self._session.client, kind)(path, changed)
+        is_known = True
 
 
 # ---- ReplicaWatcher
@@ -529,11 +505,7 @@ class ReplicaWatcher:
     def get_replicas(
         self, server_type: ServerType, task: int, idc: str | None = None, cluster: str | None = None
     ) -> list[str]:
-        """Return the addresses of the replicas of a task, sorted by replica id.
-
-        Args:
-            server_type: One of "ps", "entry" and "dense".
-        """
+        """Return the addresses of the replicas of a task, sorted by replica id."""
         return list(self.get_replicas_with_extra_info(server_type, task, idc, cluster))
 
     def get_replica(
@@ -546,10 +518,6 @@ class ReplicaWatcher:
     ) -> list[str]:
         """Return the addresses of one replica.
 
-        Args:
-            server_type: One of "ps", "entry" and "dense".
-            replica: The number of the replica.
-
         Returns:
             The addresses, at most one for each data centre and cluster.
         """
@@ -560,9 +528,6 @@ class ReplicaWatcher:
         self, server_type: ServerType, idc: str | None = None, cluster: str | None = None
     ) -> dict[str, list[str]]:
         """Return the addresses of all tasks of a type.
-
-        Args:
-            server_type: One of "ps", "entry" and "dense".
 
         Returns:
             The addresses by "ps:1", or by "idc:cluster/ps:1" if dc_aware.
@@ -577,9 +542,6 @@ class ReplicaWatcher:
         self, server_type: ServerType, task: int, idc: str | None = None, cluster: str | None = None
     ) -> dict[str, TargetExtraInfo]:
         """Return the addresses of the replicas of a task, and where each of them runs.
-
-        Args:
-            server_type: One of "ps", "entry" and "dense".
 
         Returns:
             The places by address, sorted by replica id.

@@ -103,25 +103,22 @@ def remote_predict(
     """Request predictions or rows from the servers of a model.
 
     Args:
-        input_tensor_alias: Names of the inputs.
-        input_tensors: Tensors, Ragged columns or strings, one for each name.
-        output_tensor_alias: Names of the outputs.
+        input_tensors: Tensors, Ragged columns or strings, one for each alias.
         model_name: The model and its part, such as "movies:ps_0"; or the model alone, with the part in
             `task`.
         task: The number i of part "ps_i", or the name of a part, such as "entry". It must agree with the
             part of `model_name`.
-        old_model_name: Requested if no server knows `model_name`; None: nothing. The part alone, such as
-            "ps_0", is Monolith's old name of it on the same servers. If both fail, the error names both.
+        old_model_name: Requested if no server knows `model_name`. The part alone, such as "ps_0", is
+            Monolith's old name of it on the same servers. If both fail, the error names both.
         model_version: -1 is the newest.
         fail_op_on_rpc_error: False returns empty outputs [0] if no server or discovery answers in time, no
             server has the model or version (one may still be loading it), or the response is malformed. A
             request that servers refuse as wrong raises all the same: an unknown input, output or signature,
             a wrong dtype or shape, a missing permission.
-        max_rpc_deadline_millis: Deadline in milliseconds for opening the discovery and for all attempts.
-        output_types: The dtype of each output; None: as the servers send them. Empty outputs have them too;
-            without them they are float32.
+        max_rpc_deadline_millis: For opening the discovery and all attempts.
+        output_types: The dtype of each output, also of empty ones; None: as the servers send them, and
+            float32 for empty outputs.
         name: Name of the call in error messages.
-        signature_name: The signature: "serving_default", "lookup", "raw_lookup" and so on.
         discovery: Used instead of that of `clients`; a URL is opened by the first call that names it, and
             kept.
         credentials: What the client presents to servers.
@@ -131,8 +128,7 @@ def remote_predict(
         The outputs, in the order of `output_tensor_alias`.
 
     Raises:
-        InputError: An argument is invalid, or an output has another dtype than `output_types` (a
-            ValueError).
+        InputError: An argument is invalid, or an output has another dtype than `output_types`.
         UsageError: There is no discovery.
         RemoteError: No server answered in time, or the servers refuse the request.
         DiscoveryError: The discovery did not answer in time.
@@ -346,14 +342,7 @@ class DummySyncServer:
             return self._refused
 
     def wait(self, n: int = 1, timeout: float = 10.0) -> list[RecordedRequest]:
-        """Wait for requests.
-
-        Args:
-            n: The number of requests to wait for.
-            timeout: Seconds to wait.
-
-        Returns:
-            All requests so far.
+        """Return all requests, once there are `n`.
 
         Raises:
             RemoteError: There are fewer requests after `timeout` seconds.
@@ -369,12 +358,7 @@ class DummySyncServer:
             return list(self._requests)
 
     def fail_next(self, n: int = 1, code: str = "UNAVAILABLE") -> None:
-        """Fail the next requests.
-
-        Args:
-            n: The number of requests.
-            code: The name of a gRPC status.
-        """
+        """Fail the next `n` requests with a gRPC status."""
         checks.integer(n, "fail_next: n", least=0)
         status = grpc_module().StatusCode.__members__.get(checks.text(code, "fail_next: code"))
         if status is None or code == "OK":
@@ -383,11 +367,7 @@ class DummySyncServer:
             self._failures.extend([status] * n)
 
     def delay(self, seconds: float) -> None:
-        """Delay each answer from now on; requests are still recorded when they arrive.
-
-        Args:
-            seconds: The delay.
-        """
+        """Delay each answer from now on; requests are still recorded when they arrive."""
         if not checks.number(seconds, "delay: seconds") >= 0:
             raise InputError(f"delay: seconds must be 0 or more, got {seconds}")
         with self._changed:
@@ -448,14 +428,7 @@ class DummySyncServer:
 
 
 def create_dummy_sync_server(address: str) -> DummySyncServer:
-    """Start a `DummySyncServer`.
-
-    Args:
-        address: A `host:port` on loopback; port 0 picks a free port.
-
-    Returns:
-        The server. Monolith returns a handle, and its class DummySyncServer wraps it.
-    """
+    """Start a `DummySyncServer`. Monolith returns a handle, and its class wraps it."""
     return DummySyncServer(address)
 
 
@@ -480,14 +453,11 @@ def _outputs(inputs: Mapping[str, Tensor | Strings]) -> dict[str, Tensor]:
 
 
 def refresh_sync_config(sync_backend: SyncBackend, ps_index: int) -> bytes:
-    """Make the serialised ClientConfig of one parameter server.
+    """Make the serialised ClientConfig of one parameter server, with its current replicas, possibly none.
 
     Args:
         sync_backend: Finds the replicas: a `Discovery`, or any object with get_sync_targets.
         ps_index: The number of the parameter server; its part is `ps_{ps_index}`.
-
-    Returns:
-        The serialised ClientConfig with the current replicas, possibly none.
 
     Raises:
         InputError: The backend returns a target that is not an address.
@@ -601,7 +571,6 @@ def parameter_sync_client_from_config(
 
     Args:
         config: A ClientConfig with the targets, or its bytes; empty: none yet.
-        name_suffix: The end of the client's name.
         credentials: What the client presents to the targets, such as a token.
     """
     handle = SyncHandle(f"MonolithSyncClient_{name_suffix}", config, credentials=credentials)

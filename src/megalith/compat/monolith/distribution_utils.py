@@ -51,20 +51,11 @@ GDR_MEMORY_FRACTION = 0.4
 
 _LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 _WITH_EFFECT = {
-    "BYTEPS_GPU_NIC_BINDING_MODE",
-    "BYTEPS_LOCAL_SIZE",
-    "MONOLITH_BENCHMARK_BPS",
-    "MONOLITH_BENCHMARK_BPS_A2A_LEN",
-    "MONOLITH_BENCHMARK_BPS_AR_LEN",
-    "MONOLITH_BENCHMARK_ITERS",
-    "MONOLITH_FORCE_GPU_COMPATIBLE",
-    "MONOLITH_WITH_BYTEPS",
-    "MONOLITH_WITH_BYTEPS_ALLREDUCE",
-    "MONOLITH_WITH_BYTEPS_BCAST",
-    "MONOLITH_WITH_BYTEPS_BWD_CAST",
-    "MONOLITH_WITH_BYTEPS_BWD_GDR",
-    "MONOLITH_WITH_BYTEPS_FWD_GDR",
-    "MONOLITH_WITH_HOROVOD",
+    *("BYTEPS_GPU_NIC_BINDING_MODE", "BYTEPS_LOCAL_SIZE", "MONOLITH_BENCHMARK_BPS"),
+    *("MONOLITH_BENCHMARK_BPS_A2A_LEN", "MONOLITH_BENCHMARK_BPS_AR_LEN", "MONOLITH_BENCHMARK_ITERS"),
+    *("MONOLITH_FORCE_GPU_COMPATIBLE", "MONOLITH_WITH_BYTEPS", "MONOLITH_WITH_BYTEPS_ALLREDUCE"),
+    *("MONOLITH_WITH_BYTEPS_BCAST", "MONOLITH_WITH_BYTEPS_BWD_CAST", "MONOLITH_WITH_BYTEPS_BWD_GDR"),
+    *("MONOLITH_WITH_BYTEPS_FWD_GDR", "MONOLITH_WITH_HOROVOD"),
 }
 _SET_BY_BPS_INIT = {
     "BYTEPS_FORCE_DISTRIBUTED": "1",
@@ -173,14 +164,7 @@ def enable_sync_training() -> bool:
 
 
 def get_device_str(force_on_cpu: bool = False) -> str:
-    """Return the name of the device of this process; see the table of the module.
-
-    Args:
-        force_on_cpu: Whether the device is the CPU whatever the flags say.
-
-    Returns:
-        The name; the empty string if the process places nothing.
-    """
+    """Return the name of the device of this process; see the table of the module."""
     on_gpu = FLAGS.enable_gpu_training or FLAGS.gpu_placement_allowed
     gpu = on_gpu and not checks.flag(force_on_cpu, "force_on_cpu")
     device = f"/device:{'GPU' if gpu else 'CPU'}:0"
@@ -189,9 +173,7 @@ def get_device_str(force_on_cpu: bool = False) -> str:
     if FLAGS.num_ps <= 0:
         return ""
     rank = get_mpi_rank()
-    return (
-        f"/job:worker/replica:0/task:{rank - 1}{device}" if rank else f"/job:chief/replica:0/task:0{device}"
-    )
+    return f"/job:{f'worker/replica:0/task:{rank - 1}' if rank else 'chief/replica:0/task:0'}{device}"
 
 
 def try_init_cuda() -> None:
@@ -302,7 +284,7 @@ def bps_init(uuid: str) -> None:
     """
     warn_of_ignored_variables()
     text = checks.text(uuid, "bps_init: uuid")
-    given, before = os.environ, dict(os.environ)
+    given = os.environ
     given.setdefault("BYTEPS_LOCAL_SIZE", str(get_mpi_local_size()))
     rank, size, local_size = get_mpi_rank(), get_mpi_size(), int_variable("BYTEPS_LOCAL_SIZE", 1)
     local_rank, node = rank % local_size, rank // local_size
@@ -316,7 +298,7 @@ def bps_init(uuid: str) -> None:
         given.setdefault("BYTEPS_USE_GDR_ALLREDUCE", "1")
     if interface in {name for _, name in socket.if_nameindex()}:
         given["GLOO_SOCKET_IFNAME"] = interface
-    elif "DMLC_INTERFACE" in before:
+    elif "DMLC_INTERFACE" in given:
         raise InputError(f"DMLC_INTERFACE is {interface!r}, which is not an interface of this machine")
     host = _address_of(interface)
     folder = os.path.join(tempfile.gettempdir(), f"bps_{text}_socket_{node}")
@@ -337,12 +319,10 @@ def bps_init(uuid: str) -> None:
     }
     for name, value in defaults.items():
         given.setdefault(name, value)
-    new = [
-        name for name in sorted(given) if name.startswith("BYTEPS_") and name not in _warned | _WITH_EFFECT
-    ]
-    if new:
-        _warned.update(new)
-        logger.info("bps_init: these variables have no effect: %s", ", ".join(new))
+    unused = {name for name in given if name.startswith("BYTEPS_")} - _WITH_EFFECT - _warned
+    if unused:
+        _warned.update(unused)
+        logger.info("bps_init: these variables have no effect: %s", ", ".join(sorted(unused)))
     _join_ranks()
 
 
@@ -366,11 +346,7 @@ class BroadcastGlobalVariablesHook:
         """Do nothing; Monolith makes the op of the broadcast here."""
 
     def after_create_session(self, session: nn.Module, coord: object = None) -> None:
-        """Broadcast; a collective call.
-
-        Args:
-            session: The model, in place of TensorFlow's session.
-        """
+        """Broadcast; a collective call. The session is the model."""
         broadcast_dense(session)
 
 
@@ -395,11 +371,7 @@ class ByteCCLTelemetryHook:
         self._step = 0
 
     def after_create_session(self, session: nn.Module, coord: object = None) -> None:
-        """Begin to count the traffic of the model's tables.
-
-        Args:
-            session: The model, in place of TensorFlow's session.
-        """
+        """Begin to count the traffic of the tables of the model, which is the session."""
         shards = {id(each.shards): each.shards for each in collections_of(session).values()}
         self._metrics = [CommMetrics(each) for each in shards.values() if isinstance(each, SyncShards)]
 
@@ -468,9 +440,7 @@ def byteps_benchmark_ar(
     """Measure an all-reduce of float32 values; a collective call. Tensors are in host memory.
 
     Args:
-        total_len: The number of values.
         total_niter: The number of calls, at least 40.
-        use_cpu: Ignored: tensors are in host memory in any case.
 
     Returns:
         Gb/s for every 20 calls, without the first 20.
@@ -486,12 +456,9 @@ def byteps_benchmark_a2a(
     Args:
         total_len: The number of values that a rank sends, a multiple of the number of ranks. An eighth of it
             is sent if neither side is a GPU, as in Monolith.
-        total_niter: The number of calls, at least 40.
-        dst_gpu: Whether Monolith receives on a GPU.
-        src_gpu: Whether Monolith sends from a GPU.
 
     Returns:
-        Gb/s for every 20 calls, without the first 20.
+        As of `byteps_benchmark_ar`.
     """
     checks.integer(total_len, "total_len")
     return _goodputs("even", total_len if dst_gpu or src_gpu else total_len // 8, total_niter)

@@ -45,14 +45,7 @@ class ExportContext:
         self._sub_graphs: dict[str, SubGraph] = {}
 
     def sub_graph(self, name: str) -> SubGraph:
-        """Return a part, which the first call makes.
-
-        Args:
-            name: Its name, such as "ps_0".
-
-        Returns:
-            The part.
-        """
+        """Return the part of a name, such as "ps_0", which the first call makes."""
         return self._sub_graphs.setdefault(checks.text(name, "sub_graph: name"), SubGraph(name))
 
     @property
@@ -63,14 +56,7 @@ class ExportContext:
     def add_signature(
         self, graph: SubGraph, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
     ) -> None:
-        """Set a signature of a part.
-
-        Args:
-            graph: What `sub_graph` returned.
-            name: The name of the signature.
-            inputs: Its inputs by name.
-            outputs: Its outputs by name.
-        """
+        """Set a signature of a part: its inputs and outputs by name."""
         checks.instance(graph, SubGraph, "add_signature: graph")
         pair = (checks.mapping(x, "signature", "{name: tensor}") for x in (inputs, outputs))
         graph.signatures[checks.text(name, "add_signature: name")] = (dict(next(pair)), dict(next(pair)))
@@ -78,28 +64,16 @@ class ExportContext:
     def merge_signature(
         self, graph: SubGraph, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
     ) -> None:
-        """Add inputs and outputs to a signature of a part, which may be new.
-
-        Args:
-            graph: What `sub_graph` returned.
-            name: The name of the signature.
-            inputs: Further inputs by name.
-            outputs: Further outputs by name.
-        """
-        checks.instance(graph, SubGraph, "merge_signature: graph")
-        old = graph.signatures.get(checks.text(name, "merge_signature: name"), ({}, {}))
+        """Add inputs and outputs to a signature of a part, which may be new."""
+        found = checks.instance(graph, SubGraph, "merge_signature: graph").signatures
+        old = found.get(checks.text(name, "merge_signature: name"), ({}, {}))
         self.add_signature(graph, name, inputs, outputs)
-        for both, own in zip(graph.signatures[name], old, strict=True):
-            both |= {key: value for key, value in own.items() if key not in both}
+        found[name] = (old[0] | found[name][0], old[1] | found[name][1])
 
 
 _current: ContextVar[tuple[ExportMode, ExportContext | None]] = ContextVar(
     "export", default=(ExportMode.NONE, None)
 )
-
-
-def _state() -> tuple[ExportMode, ExportContext | None]:
-    return _current.get()  # no limit: a context variable
 
 
 @contextmanager
@@ -123,21 +97,25 @@ def enter_export_mode(mode: ExportMode, ctx: ExportContext | None = None) -> Ite
         _current.reset(token)
 
 
+def _mode() -> ExportMode:
+    return _current.get()[0]  # no limit: a context variable
+
+
 def is_exporting() -> bool:
     """Return whether a model is being exported."""
-    return _state()[0] != ExportMode.NONE
+    return _mode() != ExportMode.NONE
 
 
 def is_exporting_standalone() -> bool:
     """Return whether a model is being exported in one part."""
-    return _state()[0] == ExportMode.STANDALONE
+    return _mode() == ExportMode.STANDALONE
 
 
 def is_exporting_distributed() -> bool:
     """Return whether a model is being exported as an entry and parts with rows."""
-    return _state()[0] == ExportMode.DISTRIBUTED
+    return _mode() == ExportMode.DISTRIBUTED
 
 
 def get_current_export_ctx() -> ExportContext | None:
     """Return the context of the export in progress; None if there is none."""
-    return _state()[1]
+    return _current.get()[1]  # no limit: a context variable
