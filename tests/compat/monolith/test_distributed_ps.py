@@ -233,7 +233,7 @@ def test_wrong_factories_raise() -> None:
         DistributedMultiTypeHashTable(2, {"1": sgd()}, lambda i, configs: in_this_process(sgd()))
     with pytest.raises(InputError, match="slot_to_config must be a dict"):
         DistributedMultiTypeHashTable(2, {})
-    with pytest.raises(InputError, match="slot_to_id_and_grad must have"):
+    with pytest.raises(InputError, match="slot_to_id_and_grad must hold"):
         multi(in_this_process, True).apply_gradients({"1": ints(1)}, 0)
 
 

@@ -120,14 +120,7 @@ def _equal_configs(configs: Mapping[str, TableConfig]) -> list[list[str]]:
 
 
 def ps_device(index: int) -> str:
-    """Return the name of a parameter server.
-
-    Args:
-        index: The number of the server, from 0.
-
-    Returns:
-        The name, such as "/job:ps/task:1/device:CPU:0".
-    """
+    """Return the name of a parameter server, such as "/job:ps/task:1/device:CPU:0"."""
     return f"/job:ps/task:{checks.integer(index, 'index', least=0)}/device:CPU:0"
 
 
@@ -142,45 +135,48 @@ def _make_tables(
     num_ps: int,
     configs: Mapping[str, TableConfig],
     factory: Callable[[int, Any], Any] | None,
-    factory_argument: Any,
-    *,
-    half: bool = False,
-    millis: float = DEADLINE_MILLIS,
-    native: bool = False,
+    *options: Any,
+    own: Any = None,
 ) -> Shards:
-    """Return the tables of `num_ps` servers: what the factory makes, or those of the configs."""
+    """Return the tables of `num_ps` servers: what the factory makes of `own`, or those of the configs.
+
+    options: whether rows travel as float16, the deadline in milliseconds, and whether tables are native.
+    """
+    half, millis, native = options or (False, DEADLINE_MILLIS, False)
     count = checks.integer(num_ps, f"{where}: num_ps", 0)
     checks.callback(factory, f"{where}: table_factory")
     checks.number(millis, f"{where}: max_rpc_deadline_millis")
-    if export_context.is_exporting_distributed():
-        ctx = export_context.get_current_export_ctx()
+    ctx = export_context.get_current_export_ctx() if export_context.is_exporting_distributed() else None
+    for i in range(count if ctx else 0):
         assert ctx is not None
-        for i in range(count):
-            graph = ctx.sub_graph(f"ps_{i}")
-            ctx.add_signature(graph, "lookup", dict(configs), dict(configs))
-            if native:
-                ctx.add_signature(graph, "raw_lookup", {"id": None, "id_split": None}, {"flat_emb": None})
+        graph = ctx.sub_graph(f"ps_{i}")
+        ctx.add_signature(graph, "lookup", dict(configs), dict(configs))
+        if native:
+            ctx.add_signature(graph, "raw_lookup", {"id": None, "id_split": None}, {"flat_emb": None})
     made: Shards | list[TableConfig] = [config for _, config in sorted(configs.items())]
-    if factory is not None:
-        made = configs_or_shards(factory(0, factory_argument), where)
-        for i in range(1, 0 if isinstance(made, Shards) else count):
-            if configs_or_shards(factory(i, factory_argument), where) != made:
-                raise InputError(f"{where}: table_factory must return the same configs for every server")
+    for i in range(max(1, count) if factory else 0):
+        assert factory is not None
+        found = configs_or_shards(factory(i, configs if own is None else own), where)
+        if i and found != made:
+            raise InputError(f"{where}: table_factory must return the same configs for every server")
+        made = found
+        if isinstance(made, Shards):
+            break
     if isinstance(made, Shards):
         if set(made.configs) != set(configs):
             raise InputError(f"{where}: table_factory must make the tables {sorted(configs)}")
         return made
     if not count or export_context.is_exporting():
         return LocalShards(made)
-    options: dict[str, Any] = {} if millis == DEADLINE_MILLIS else {"timeout": millis / 1000}
-    return ServerShards(made, num_servers=count, wire="float16" if half else "float32", **options)
+    timeout = {} if millis == DEADLINE_MILLIS else {"timeout": millis / 1000}
+    return ServerShards(made, num_servers=count, wire="float16" if half else "float32", **timeout)
 
 
 def pairs_of(value: Any, what: str, of: str = "(gradient, layout)") -> list[Any]:
     """Check a list of pairs."""
     found = checks.as_list(value, what)
     if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in found):
-        raise InputError(f"{what} must be a list of {of}")
+        raise InputError(f"{what} must hold {of}")
     return found
 
 
@@ -210,7 +206,7 @@ class DistributedHashTable(MonolithTables):
         where = "DistributedHashTable"
         self._name = checks.instance(config, TableConfig, f"{where}: config").name
         own = named(config, self._name)
-        self._take(_make_tables(where, ps_num, {self._name: own}, hash_table_factory, own), None)
+        self._take(_make_tables(where, ps_num, {self._name: own}, hash_table_factory, own=own), None)
 
     @property
     def dim_size(self) -> int:
@@ -283,17 +279,8 @@ class DistributedMultiTypeHashTable(MonolithSlotTables):
         native = checks.flag(use_native_multi_hash_table, f"{where}: use_native_multi_hash_table")
         self._native = native and not half
         configs = {slot: named(config, slot) for slot, config in slot_to_config.items()}
-        shards = _make_tables(
-            where,
-            num_ps,
-            configs,
-            table_factory,
-            configs,
-            half=half,
-            millis=max_rpc_deadline_millis,
-            native=self._native,
-        )
-        self._take(shards, None)
+        options = (half, max_rpc_deadline_millis, self._native)
+        self._take(_make_tables(where, num_ps, configs, table_factory, *options), None)
 
     def lookup(self, slot_to_id: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Read rows; ids without a row read as zeros.
@@ -322,10 +309,9 @@ class DistributedMultiTypeHashTable(MonolithSlotTables):
             slot_to_id_and_grad: (ids int64 [n], gradients float32 [n, dim]) by slot.
             req_time: The last-update time of the rows in seconds; 0: the clock of the servers.
         """
-        pairs = checks.mapping(slot_to_id_and_grad, "slot_to_id_and_grad", "{slot: (ids, grads)}")
-        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs.values()):
-            raise InputError("slot_to_id_and_grad must have (ids, grads) by slot")
-        ids, grads = ({slot: pair[k] for slot, pair in pairs.items()} for k in (0, 1))
+        given = checks.mapping(slot_to_id_and_grad, "slot_to_id_and_grad", "{slot: (ids, grads)}")
+        pairs = pairs_of(list(given.values()), "slot_to_id_and_grad", "(ids, grads) by slot")
+        ids, grads = ({slot: pair[k] for slot, pair in zip(given, pairs, strict=True)} for k in (0, 1))
         _apply(self.shards, ids, grads, global_step, req_time)
         return self
 
@@ -382,17 +368,8 @@ class PartitionedHashTable(MonolithTables):
             own = list(configs.values())
             shards: Shards = SyncShards(own, engine="cuda") if grouped else LocalShards(own, engine="cuda")
         else:
-            half, native = found.transfer_float16, found.use_native_multi_hash_table
-            shards = _make_tables(
-                where,
-                count,
-                configs,
-                table_factory,
-                configs,
-                half=half,
-                millis=max_rpc_deadline_millis,
-                native=native,
-            )
+            options = (found.transfer_float16, max_rpc_deadline_millis, found.use_native_multi_hash_table)
+            shards = _make_tables(where, count, configs, table_factory, *options)
         engines = {table.engine for table in shards.local.values()}
         if found.enable_gpu_emb and (engines != {"cuda"} or shards.world_size != found.num_ps):
             raise InputError(
@@ -524,14 +501,7 @@ class PartitionedHashTable(MonolithTables):
     # ---- a batch
 
     def shard(self, features: Mapping[str, Ragged]) -> ShardedFids:
-        """Split the ids of a batch by table and server; a data worker can do that ahead of `lookup`.
-
-        Args:
-            features: Ids by feature.
-
-        Returns:
-            The lists.
-        """
+        """Split the ids of a batch by table and server; a data worker can do that ahead of `lookup`."""
         params = self.params
         unique = checks.flag(params.unique(), "PartitionedHashTable: the result of unique")
         configs, input_type = params.feature_configs, self._input_type
@@ -789,13 +759,10 @@ class PartitionedHashTable(MonolithTables):
     # ---- layouts
 
     def flatten_layout(self, nested: Mapping[str, Tensor | Sequence[Tensor]]) -> list[Tensor]:
-        """Return the tensors of all layouts as a list.
+        """Return the tensors of all layouts as a list, layouts sorted by name.
 
         Args:
             nested: The layouts by name; a list of tensors for OutType.NONE.
-
-        Returns:
-            The tensors, layouts sorted by name.
         """
         configs = self.params.feature_configs.out_configs
         if not isinstance(nested, Mapping) or set(nested) != set(configs):
@@ -810,23 +777,14 @@ class PartitionedHashTable(MonolithTables):
         return flat
 
     def nest_layout(self, tensors: Sequence[Tensor]) -> Layouts:
-        """Return the layouts of a list of tensors, the inverse of `flatten_layout`.
-
-        Args:
-            tensors: The tensors, layouts sorted by name.
-
-        Returns:
-            The layouts by name.
-        """
+        """Return the layouts of a list of tensors, the inverse of `flatten_layout`."""
         configs = self.params.feature_configs.out_configs
         total = sum(self._size(name) for name in configs)
         if not isinstance(tensors, list | tuple) or len(tensors) != total:
             raise InputError(f"nest_layout: there must be a list of {total} tensors")
-        nested: Layouts = {}
-        at = 0
+        left, nested = iter(tensors), Layouts()
         for name in sorted(configs):
-            own = list(tensors[at : at + self._size(name)])
-            at += len(own)
+            own = [next(left) for _ in range(self._size(name))]
             nested[name] = own if configs[name].out_type == OutType.NONE else own[0]
         return nested
 

@@ -39,21 +39,77 @@ from megalith.routing import Router
 # ---- requests
 
 
-class RequestOffsets(NamedTuple):
-    """The tensors of `sharding_sparse_fids`, those of all requests concatenated."""
+class _Encoding(NamedTuple):
+    """The arguments of both ops that define which rows go where."""
 
     fid_offset: Tensor
-    """int [n]."""
     feature_offset: Tensor
-    """int [rows + 1 of each request]."""
     nfl_offset: Tensor
-    """int [features + 1 of each request]."""
-    batch_size: int | Tensor
-    """The number of rows, or those of each request, int [R]."""
+    batch: int
+    encoded: str
+
+    @property
+    def plan(self) -> LayoutPlan:
+        """What all batches of the config share."""
+        return layout_plan(self.encoded)
+
+    def feature_rows(self) -> tuple[list[int], list[bool]]:
+        """Return where each feature's rows begin in feature_offset (and their end), and which are shared."""
+        plan, batch = self.plan, self.batch
+        for shape in plan.shapes:
+            if shape[0] not in (-1, batch):
+                raise InputError(f"batch_size is {batch}, but a layout declares the shape {list(shape)}")
+        numbers = self.nfl_offset.tolist()
+        starts = [n & (SHARED - 1) for n in numbers]
+        shared = [bool(n & SHARED) for n in numbers]
+        starts[-1] -= 1
+        total = self.feature_offset.shape[0] - 1
+        if starts[0] != 0 or starts[-1] != total:
+            raise InputError(f"nfl_offset must go from 0 to the {total + 1} entries of feature_offset")
+        for f in range(len(plan.dims)):
+            rows, found = 1 if shared[f] else batch, starts[f + 1] - starts[f]
+            if found != rows:
+                raise InputError(f"nfl_offset gives feature number {f} {found} rows, expected {rows}")
+        return starts, shared
+
+    def native_features(self) -> list[Any]:
+        """Return the features in the native module's form."""
+        plan = self.plan
+        starts, shared = self.feature_rows()
+        rows = [1 if s else self.batch for s in shared]
+        fields = (starts[:-1], rows[:-1], plan.dims, plan.firsts, plan.means, shared[:-1], plan.native_parts)
+        return list(zip(*fields, strict=True))
+
+    def pooling(self, sizes: list[int], dtype: torch.dtype) -> tuple[Any, ...]:
+        """Return arguments for the ops `pool` and `unpool`, for lists of these sizes."""
+        plan, feature_offset = self.plan, self.feature_offset
+        starts, shared = self.feature_rows()
+        device, n = self.fid_offset.device, self.fid_offset.shape[0]
+        steps = torch.diff(feature_offset)
+        if int(feature_offset[0]) != 0 or int(feature_offset[-1]) != n or bool((steps < 0).any()):
+            raise InputError(f"feature_offset must ascend from 0 to {n}, the length of fid_offset")
+        bases = torch.tensor([0, *sizes], device=device).cumsum(0)
+        dims = torch.tensor(plan.dims, device=device)
+        index = locate(self.fid_offset, bases, feature_offset[starts[1:]], dims, "fid_offset")
+        divisor = steps.clamp(min=1).to(dtype)
+        blocks, bags = [index], []
+        end = n
+        for f in plan.order:
+            offsets = feature_offset[starts[f] : starts[f + 1] + 1]
+            if plan.firsts[f]:
+                kept = _first_rows(index, offsets, plan.firsts[f])
+                blocks.append(kept)
+                offsets = torch.arange(end, end + kept.shape[0] + 1, device=device)
+                end += kept.shape[0]
+            mean = divisor[starts[f] : starts[f + 1]] if plan.means[f] else None
+            if plan.parts[f]:
+                bags.append(Bags(offsets, plan.parts[f], divisor=mean, shared=shared[f]))
+        joined = torch.cat(blocks) if len(blocks) > 1 else index
+        return joined, 1, max(plan.dims), *op_arguments(bags, dtype)
 
 
 class RequestSizes(NamedTuple):
-    """The arguments that describe how the tensors of a call are divided; None where the version has none."""
+    """How the tensors of a call are divided; None where the version has none."""
 
     fid_list_emb_row_lenth: Tensor | None = None
     nfl_size: Tensor | None = None
@@ -62,29 +118,18 @@ class RequestSizes(NamedTuple):
     emb_size: Tensor | None = None
 
 
-class LayoutRequest(NamedTuple):
-    """One batch in the encoding of version 3."""
-
-    lists: list[Tensor]
-    """float [elements] for each table and server: the rows, flat."""
-    fid_offset: Tensor
-    feature_offset: Tensor
-    nfl_offset: Tensor
-    batch: int
-
-
 class LayoutRequests(NamedTuple):
     """The batches of a call, and how the gradients of their lists become those of the arguments."""
 
-    requests: list[LayoutRequest]
+    requests: list[tuple[list[Tensor], _Encoding]]
+    """Of each batch, in the encoding of version 3, the rows of each list, flat, and where they go."""
     shapes: list[torch.Size]
     """The shape of each tensor of `embeddings_list`."""
     server_major: list[int] | None
     """Version 4: the numbers of the lists in the order in which the one tensor holds them."""
 
     def join(self, gradients: list[list[Tensor]]) -> list[Tensor]:
-        """Combine the gradients of the lists of all requests."""
-        # gradients: for each request, float [elements] for each list.
+        """Combine the gradients of the lists, float [elements], of all requests."""
         flat = [each[0] if len(each) == 1 else torch.cat(each) for each in zip(*gradients, strict=True)]
         if self.server_major is not None:
             flat = [torch.cat([flat[number] for number in self.server_major])]
@@ -93,23 +138,26 @@ class LayoutRequests(NamedTuple):
 
 def layout_requests(
     embeddings_list: Sequence[Tensor],
-    offsets: RequestOffsets,
-    configs: FeatureConfigs,
+    offsets: Sequence[Any],
+    variant_type: str,
+    feature_cfgs: FeatureConfigs,
     ps_num: int | Router,
     sizes: RequestSizes,
     version: int,
 ) -> LayoutRequests:
-    """Check the arguments of a layout op and divide them into requests."""
+    """Check the arguments of a layout op and divide them into requests.
+
+    offsets: fid_offset, feature_offset, nfl_offset and batch_size.
+    """
+    checks.one_of(variant_type, INPUT_TYPES, "variant_type")
     check_version(version)
+    configs = as_feature_configs(feature_cfgs)
     servers = ps_num.num_shards if isinstance(ps_num, Router) else checks.integer(ps_num, "ps_num", least=0)
     tables, servers = len(configs.table_names), max(1, servers)
     if not tables:
         raise InputError("feature_cfgs has no features")
     given = checks.as_list(embeddings_list, "embeddings_list")
     shapes = [each.shape if isinstance(each, Tensor) else torch.Size() for each in given]
-    fid_offset = _unsigned(offsets.fid_offset, "fid_offset")
-    feature_offset = checks.int64(offsets.feature_offset, "feature_offset")
-    nfl_offset = _unsigned(offsets.nfl_offset, "nfl_offset")
     _check_sizes(sizes, version)
     server_major = None
     if version == 4:
@@ -121,16 +169,16 @@ def layout_requests(
             raise InputError(f"embeddings_list has {len(given)} tensors, {wanted}")
         lists = _flat(given)
     # The rows may be on a GPU while the batch was read on the CPU. The host reads nfl_offset.
-    fid_offset, feature_offset = (_moved(each, lists[0].device) for each in (fid_offset, feature_offset))
-    nfl_offset = _moved(nfl_offset, torch.device("cpu"))
-    features = len(configs.feature_names)
+    fid_offset = _moved(_unsigned(offsets[0], "fid_offset"), lists[0].device)
+    feature_offset = _moved(checks.int64(offsets[1], "feature_offset"), lists[0].device)
+    nfl_offset = _moved(_unsigned(offsets[2], "nfl_offset"), torch.device("cpu"))
     if sizes.nfl_size is None:
-        checks.int64(nfl_offset, "nfl_offset", (features + 1,))
-        batch = checks.scalar(offsets.batch_size, "batch_size")
-        requests = [LayoutRequest(lists, fid_offset, feature_offset, nfl_offset, batch)]
+        checks.int64(nfl_offset, "nfl_offset", (len(configs.feature_names) + 1,))
+        batch = checks.scalar(offsets[3], "batch_size")
+        requests = [(lists, _Encoding(fid_offset, feature_offset, nfl_offset, batch, configs.encoded))]
     else:
-        whole = RequestOffsets(fid_offset, feature_offset, nfl_offset, offsets.batch_size)
-        requests = _divided(lists, whole, sizes, features)
+        whole = (fid_offset, feature_offset, nfl_offset, offsets[3])
+        requests = _divided(lists, whole, sizes, configs)
     return LayoutRequests(requests, shapes, server_major)
 
 
@@ -160,29 +208,30 @@ def _from_one_tensor(given: list[Tensor], lengths: Tensor | None, server_major: 
 
 
 def _divided(
-    lists: list[Tensor], offsets: RequestOffsets, sizes: RequestSizes, features: int
-) -> list[LayoutRequest]:
+    lists: list[Tensor], offsets: Sequence[Any], sizes: RequestSizes, configs: FeatureConfigs
+) -> list[tuple[list[Tensor], _Encoding]]:
     """Divide the concatenated requests of version 5."""
-    batch_size = offsets.batch_size
+    *wholes, batch_size = offsets
     if isinstance(batch_size, int):
         batch_size = torch.tensor([batch_size], device="cpu")
     batches = _lengths(batch_size, "batch_size")
     count = len(batches)
     if not count:
         raise InputError("batch_size is empty; pass the batch size of at least one request")
-    fids, rows_of_features, nfls = (
-        whole.split(_lengths(lengths, f"{what}_size", count, {f"{what}_offset": whole.shape[0]}, expected))
-        for what, whole, lengths, expected in (
-            ("fid", offsets.fid_offset, sizes.fid_size, None),
-            ("feature", offsets.feature_offset, sizes.feature_size, None),
-            ("nfl", offsets.nfl_offset, sizes.nfl_size, features + 1),
-        )
+    lengths = (
+        ("fid", sizes.fid_size, None),
+        ("feature", sizes.feature_size, None),
+        ("nfl", sizes.nfl_size, len(configs.feature_names) + 1),
+    )
+    fids, features, nfls = (
+        whole.split(_lengths(own, f"{what}_size", count, {f"{what}_offset": whole.shape[0]}, expected))
+        for whole, (what, own, expected) in zip(wholes, lengths, strict=True)
     )
     totals = {f"embeddings_list[{number}]": flat.shape[0] for number, flat in enumerate(lists)}
     elements = _lengths(sizes.emb_size, "emb_size", count * len(lists), totals)  # request-major
     rows = [flat.split(elements[number :: len(lists)]) for number, flat in enumerate(lists)]
     return [
-        LayoutRequest([each[r] for each in rows], fids[r], rows_of_features[r], nfls[r], batches[r])
+        ([each[r] for each in rows], _Encoding(fids[r], features[r], nfls[r], batches[r], configs.encoded))
         for r in range(count)
     ]
 
@@ -288,18 +337,15 @@ def fused_embedding_to_layout(
         InputError: An offset is outside its list, or the encoding does not match the config, the version or
             the sizes.
     """
-    checks.one_of(variant_type, INPUT_TYPES, "variant_type")
-    configs = as_feature_configs(feature_cfgs)
     sizes = RequestSizes(fid_list_emb_row_lenth, nfl_size, feature_size, fid_size, emb_size)
-    offsets = RequestOffsets(fid_offset, feature_offset, nfl_offset, batch_size)
-    found = layout_requests(embeddings_list, offsets, configs, ps_num, sizes, version)
+    offsets = (fid_offset, feature_offset, nfl_offset, batch_size)
+    found = layout_requests(embeddings_list, offsets, variant_type, feature_cfgs, ps_num, sizes, version)
     parts = []
-    for request in found.requests:
-        encoding = _Encoding(*request[1:], configs.encoded)
-        if torch.is_grad_enabled() and any(rows.requires_grad for rows in request.lists):
-            parts.append(list(_ToLayout.apply(*encoding, *copy_repeated(request.lists))))
+    for lists, encoding in found.requests:
+        if torch.is_grad_enabled() and any(rows.requires_grad for rows in lists):
+            parts.append(list(_ToLayout.apply(*encoding, *copy_repeated(lists))))
         else:
-            parts.append(_layout(request.lists, *encoding))
+            parts.append(_layout(lists, *encoding))
     outputs = parts[0] if len(parts) == 1 else [torch.cat(each) for each in zip(*parts, strict=True)]
     return [o.to(embeddings_list[0].dtype) for o in outputs]
 
@@ -339,14 +385,12 @@ def fused_embedding_to_layout_grad(
     Raises:
         InputError: As in the forward op, or a gradient does not have the shape of its output.
     """
-    checks.one_of(variant_type, INPUT_TYPES, "variant_type")
-    configs = as_feature_configs(feature_cfgs)
+    sizes = RequestSizes(fid_list_emb_row_lenth, nfl_size, feature_size, fid_size, emb_size)
+    offsets = (fid_offset, feature_offset, nfl_offset, batch_size)
     with torch.no_grad():
-        sizes = RequestSizes(fid_list_emb_row_lenth, nfl_size, feature_size, fid_size, emb_size)
-        offsets = RequestOffsets(fid_offset, feature_offset, nfl_offset, batch_size)
-        found = layout_requests(embeddings_list, offsets, configs, ps_num, sizes, version)
+        found = layout_requests(embeddings_list, offsets, variant_type, feature_cfgs, ps_num, sizes, version)
     grads = checks.as_list(layout_tensors_grad, "layout_tensors_grad")
-    dtype = found.requests[0].lists[0].dtype
+    dtype = found.requests[0][0][0].dtype
     wide = [checks.floats(g, f"layout_tensors_grad[{i}]", None).to(dtype) for i, g in enumerate(grads)]
     if layout_tensors_grad_scale is not None:
         scale = layout_tensors_grad_scale
@@ -357,9 +401,9 @@ def fused_embedding_to_layout_grad(
         )
         wide = [g * scale for g in wide]
     gradients = []
-    for request, own in zip(found.requests, _by_request(wide, found), strict=True):
-        lengths = [rows.shape[0] for rows in request.lists]
-        flat = _layout_grad(own, lengths, *_Encoding(*request[1:], configs.encoded))
+    for (lists, encoding), own in zip(found.requests, _by_request(wide, found), strict=True):
+        lengths = [rows.shape[0] for rows in lists]
+        flat = _layout_grad(own, lengths, *encoding)
         gradients.append(list(flat.split(lengths)))
     return [g.to(e.dtype) for g, e in zip(found.join(gradients), embeddings_list, strict=True)]
 
@@ -368,7 +412,7 @@ def _by_request(grads: list[Tensor], found: LayoutRequests) -> list[list[Tensor]
     """Divide the gradients of the outputs by the batches of the requests."""
     if len(found.requests) == 1:
         return [grads]
-    batches = [request.batch for request in found.requests]
+    batches = [encoding.batch for _, encoding in found.requests]
     for i, grad in enumerate(grads):
         if torch.compiler.is_compiling():  # the sizes are unknown: the check is a part of the graph
             torch._check(grad.shape[0] == sum(batches))
@@ -377,78 +421,6 @@ def _by_request(grads: list[Tensor], found: LayoutRequests) -> list[list[Tensor]
                 f"layout_tensors_grad[{i}] must have {sum(batches)} rows, got the shape {list(grad.shape)}"
             )
     return [list(each) for each in zip(*(grad.split(batches) for grad in grads), strict=True)]
-
-
-# ---- arguments
-
-
-class _Encoding(NamedTuple):
-    """The arguments of both ops that define which rows go where."""
-
-    fid_offset: Tensor
-    feature_offset: Tensor
-    nfl_offset: Tensor
-    batch: int
-    encoded: str
-
-    @property
-    def plan(self) -> LayoutPlan:
-        """What all batches of the config share."""
-        return layout_plan(self.encoded)
-
-    def feature_rows(self) -> tuple[list[int], list[bool]]:
-        """Return where each feature's rows begin in feature_offset (and their end), and which are shared."""
-        plan, batch = self.plan, self.batch
-        for shape in plan.shapes:
-            if shape[0] not in (-1, batch):
-                raise InputError(f"batch_size is {batch}, but a layout declares the shape {list(shape)}")
-        numbers = self.nfl_offset.tolist()
-        starts = [n & (SHARED - 1) for n in numbers]
-        shared = [bool(n & SHARED) for n in numbers]
-        starts[-1] -= 1
-        total = self.feature_offset.shape[0] - 1
-        if starts[0] != 0 or starts[-1] != total:
-            raise InputError(f"nfl_offset must go from 0 to the {total + 1} entries of feature_offset")
-        for f in range(len(plan.dims)):
-            rows, found = 1 if shared[f] else batch, starts[f + 1] - starts[f]
-            if found != rows:
-                raise InputError(f"nfl_offset gives feature number {f} {found} rows, expected {rows}")
-        return starts, shared
-
-    def native_features(self) -> list[Any]:
-        """Return the features in the native module's form."""
-        plan = self.plan
-        starts, shared = self.feature_rows()
-        rows = [1 if s else self.batch for s in shared]
-        fields = (starts[:-1], rows[:-1], plan.dims, plan.firsts, plan.means, shared[:-1], plan.native_parts)
-        return list(zip(*fields, strict=True))
-
-    def pooling(self, sizes: list[int], dtype: torch.dtype) -> tuple[Any, ...]:
-        """Return arguments for the ops `pool` and `unpool`, for lists of these sizes."""
-        plan, feature_offset = self.plan, self.feature_offset
-        starts, shared = self.feature_rows()
-        device, n = self.fid_offset.device, self.fid_offset.shape[0]
-        steps = torch.diff(feature_offset)
-        if int(feature_offset[0]) != 0 or int(feature_offset[-1]) != n or bool((steps < 0).any()):
-            raise InputError(f"feature_offset must ascend from 0 to {n}, the length of fid_offset")
-        bases = torch.tensor([0, *sizes], device=device).cumsum(0)
-        dims = torch.tensor(plan.dims, device=device)
-        index = locate(self.fid_offset, bases, feature_offset[starts[1:]], dims, "fid_offset")
-        divisor = steps.clamp(min=1).to(dtype)
-        blocks, bags = [index], []
-        end = n
-        for f in plan.order:
-            offsets = feature_offset[starts[f] : starts[f + 1] + 1]
-            if plan.firsts[f]:
-                kept = _first_rows(index, offsets, plan.firsts[f])
-                blocks.append(kept)
-                offsets = torch.arange(end, end + kept.shape[0] + 1, device=device)
-                end += kept.shape[0]
-            mean = divisor[starts[f] : starts[f + 1]] if plan.means[f] else None
-            if plan.parts[f]:
-                bags.append(Bags(offsets, plan.parts[f], divisor=mean, shared=shared[f]))
-        joined = torch.cat(blocks) if len(blocks) > 1 else index
-        return joined, 1, max(plan.dims), *op_arguments(bags, dtype)
 
 
 def _first_rows(index: Tensor, offsets: Tensor, first: int) -> Tensor:
