@@ -129,6 +129,12 @@ def test_rows_after_a_time_are_not_trained_on_but_validate_and_evaluate(
     assert f"Held-out data: 64 samples of rows since {DAYS[5]}." in page
     said = words("eval", tmp_path / "run")
     assert "64 samples" in said
+    unfitted = {**chosen.data.schema, "dense": [{"column": "price", "normalise": "standard"}]}
+    fitted, expected = (
+        Run(config(paths, data_schema=unfitted, data_split_time=time), tmp_path / f"fit{len(paths)}")
+        for paths, time in ((days, DAYS[5]), (days[:5], None))
+    )
+    assert fitted.config.data.schema["dense"] == expected.config.data.schema["dense"]  # of these rows alone
     other = Run(config(days, data_split_time=DAYS[5], data_test_path=days[0]), tmp_path / "other")
     assert other.evaluate().samples == ROWS  # type: ignore[union-attr]
 

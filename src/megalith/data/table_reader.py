@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from megalith.data.columns import (
     list_hint,
     read_dense,
     read_samples,
+    seconds,
     shown,
 )
 from megalith.data.files import (
@@ -173,12 +175,29 @@ class TableReader(Reader):
     ) -> Self:
         checks.mapping(schema, "config: [data.schema]", '{"features": {"user": "user"}, "label": "clicked"}')
         if not schema.get("features"):
-            raise InputError(f"config: [data.schema] must name the feature and label columns of {path}")
+            raise InputError(
+                f"config: [data.schema] must name the feature and label columns of {path} (command line: "
+                f"--label COLUMN --features COLUMN,COLUMN){cls._columns_of(path)}"
+            )
         if checks.flag(labelled, "reader: labelled") and not schema.get("label"):
-            raise InputError(f"config: [data.schema] has no label: name the label column of {path}")
+            raise InputError(
+                f"config: [data.schema] has no label: name the label column of {path} (command line: "
+                f"--label COLUMN){cls._columns_of(path)}"
+            )
         if isinstance(schema.get("label"), list | tuple):
             raise InputError("config: [data.schema] names several labels; a model of a run has one output")
         return cls(path, Schema.from_dict({"label": None, **schema}), **options)
+
+    @classmethod
+    def _columns_of(cls, path: str | list[str]) -> str:
+        """Name the columns of the first file, if it can be read, for an error."""
+        file = list_files(path, cls.suffixes)[0]
+        found = "csv" if cls.suffixes == SUFFIXES["csv"] else cls.format or "parquet"
+        try:
+            names = arrow("pyarrow.dataset").dataset(str(file), format=found).schema.names
+        except (arrow().ArrowException, OSError, TypeError):
+            return ""
+        return f"; {file} has {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
 
     @property
     def schema(self) -> Schema:
@@ -536,7 +555,10 @@ class TableReader(Reader):
         wanted = self.schema.unfitted
         if wanted is None:
             return self.schema
-        return self.schema.with_fit_of(wanted.fitted(self._whole(wanted)._raw_parts(rows)))
+        read = wanted
+        if self._times != (None, None):
+            read = replace(wanted, time=self.schema.time, time_format=self.schema.time_format)
+        return self.schema.with_fit_of(wanted.fitted(self._whole(read)._raw_parts(rows)))
 
     def texts(self, feature: str) -> Texts:
         """Read the texts that are hashed to the ids of a feature, to look up what an id means.
@@ -569,15 +591,24 @@ class TableReader(Reader):
         whole._schema, whole._known = schema, None
         return whole
 
+    def _in_span(self, times: NDArray[np.int64]) -> NDArray[np.bool_]:
+        start, end = self._times
+        found: NDArray[np.bool_] = times >= (start or 0)
+        return found if end is None else found & (times < end)
+
     def _raw_parts(self, rows: int | None) -> Iterator[NDArray[np.float64]]:
         """The dense values of the first rows, chunk by chunk, with NaN for bad values."""
         seen = 0
         for chunk in self._chunks(self._begin()):
             faults: list[ColumnFault] = []
-            values = read_dense(chunk.table, self.schema, faults)[: None if rows is None else rows - seen]
+            values = read_dense(chunk.table, self.schema, faults)
             for fault in faults:
                 named = np.array([x.column == fault.column for x in self.schema.dense_columns])
-                values[np.ix_(fault.rows[: len(values)], named)] = np.nan
+                values[np.ix_(fault.rows, named)] = np.nan
+            if self.schema.time is not None:  # of a span
+                column = chunk.table.column(self.schema.time)
+                values = values[self._in_span(seconds(column, self.schema.time, self.schema.time_format)[0])]
+            values = values[: None if rows is None else rows - seen]
             yield values
             seen += len(values)
             if rows is not None and seen >= rows:
