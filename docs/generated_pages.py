@@ -33,6 +33,7 @@ PACKAGES = {
     "megalith.compat.monolith": "compat.monolith",
     "megalith.compat.torchrec": "compat.torchrec",
     "megalith.compat.dynamicemb": "compat.dynamicemb",
+    "megalith.integrations.dcp": "integrations.dcp",
     "megalith.integrations.trackers": "integrations.trackers",
     "megalith.compat.templar": "compat.templar",
 }

@@ -66,6 +66,7 @@ def result(options: str = "", **measured: float) -> str:
 
 
 ELSEWHERE = {
+    "docs/guides/frameworks.md": "needs Lightning: tests/integrations/test_frameworks_page.py runs it",
     "docs/guides/servers.md": "needs Ray: tests/ps/worker/shards_tests.py runs it",
     "docs/guides/server-training.md": "needs Ray: tests/distributed/test_server_training.py runs it",
 }

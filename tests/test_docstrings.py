@@ -36,6 +36,7 @@ PUBLIC = [
     "megalith.compat.torchrec",
     "megalith.data",
     "megalith.gather",
+    "megalith.integrations.dcp",
     "megalith.integrations.trackers",
     "megalith.models",
     "megalith.nn",

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint at two ranks: each gets its own rows back; other world sizes are refused."""
+"""torch.distributed.checkpoint at two ranks: own rows come back; another world size needs the planner."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from megalith import Adagrad, EmbeddingCollection, Feature, LocalShards, TableConfig
+from megalith.integrations.dcp import TablesLoadPlanner
 from megalith.shards import SyncShards
 from tests.distributed.ranks import error_of, run_ranks
 from tests.table.support import whole
@@ -78,6 +79,7 @@ def there_and_back(path: Path, spread: bool) -> tuple[Rows, Rows]:
 
 def on_a_rank(shared: Path, alone: Path) -> dict[str, Any]:
     own, spread = (there_and_back(shared / str(s), s) for s in (False, True))
+    dcp.save(trained(dist.get_rank(), spread=True).state_dict(), checkpoint_id=shared / "flat")
     other = new_model()
     return {
         "own": own,
@@ -85,8 +87,16 @@ def on_a_rank(shared: Path, alone: Path) -> dict[str, Any]:
         "told": load(other, alone),
         "rows": len(contents(other)["ids"]),
         "rerouted": rerouted(shared / "True"),
+        "from one": resharded(alone),
         "full": [full_state(offload) for offload in (False, True)],
     }
+
+
+def resharded(path: Path) -> Rows:
+    """What a model of this number of ranks gets from the checkpoint of another one."""
+    model = new_model(dist.is_initialized())
+    dcp.load({"model": model}, checkpoint_id=path, planner=TablesLoadPlanner())
+    return contents(model)
 
 
 def full_state(offload: bool) -> str:
@@ -159,3 +169,28 @@ def test_two_ranks_checkpoint_in_one_process_names_checkpoint_load(outcome: Outc
     told = load(model, outcome[1] / "False")
     assert "rank 0 of 1 (at another world size: checkpoint.save and checkpoint.load)" in told
     assert contents(model)["ids"] == []
+
+
+def test_the_planner_gives_each_rank_its_rows_of_one_process(outcome: Outcome) -> None:
+    alone = contents(trained(0))
+    for rank, results in enumerate(outcome[0]):
+        found = results["from one"]
+        assert sorted(found["ids"]) == [i for i in alone["ids"] if i % 2 == rank]
+        for i, row, total in zip(found["ids"], found["rows"], found["sum"], strict=True):
+            assert row == alone["rows"][alone["ids"].index(i)]
+            assert total == alone["sum"][alone["ids"].index(i)]
+        assert (found["step"], found["weight"]) == (1, [[7.0] * 4])
+
+
+def test_the_planner_gives_one_process_the_rows_of_all_ranks(outcome: Outcome) -> None:
+    found, parts = resharded(outcome[1] / "True"), [results["spread"][0] for results in outcome[0]]
+    assert found["ids"] == list(range(2 * ROWS + 1))
+    for part in parts:
+        assert [found["rows"][i] for i in part["ids"]] == part["rows"]
+        assert [found["time"][i] for i in part["ids"]] == part["time"]
+    assert (found["step"], found["weight"]) == (2, [[7.0] * 4])
+
+
+def test_the_planner_needs_the_state_under_a_key(outcome: Outcome) -> None:
+    with pytest.raises(CheckpointException, match="load the state under a key"):
+        dcp.load(new_model().state_dict(), checkpoint_id=outcome[1] / "flat", planner=TablesLoadPlanner())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
+import resource
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from megalith import Adagrad, EmbeddingCollection, Feature, TableConfig
 from megalith.errors import InputError, UsageError
 from megalith.nn import collection_state as state
+from tests.distributed.ranks import forked
 from tests.nn.support import assign, collection, contents, ints, two_tables
 from tests.table.support import assert_same_tables, whole
 
@@ -148,7 +151,7 @@ def renamed(state: dict[str, Any], *labels: str) -> dict[str, Any]:
     return {name.replace("rank 0 of 1", label): x for name, x in state.items() for label in labels}
 
 
-@pytest.mark.parametrize("labels", [("rank 0 of 2",), ("rank 1 of 2",), ("rank 0 of 2", "rank 1 of 2")])
+@pytest.mark.parametrize("labels", [("rank 0 of 2",), ("rank 1 of 2",), ("rank 0 of 3", "rank 1 of 3")])
 def test_the_rows_of_other_ranks_are_refused(labels: tuple[str, ...]) -> None:
     made = two_tables()
     said = (
@@ -171,6 +174,49 @@ def test_own_rows_are_found_among_those_of_other_ranks() -> None:
     given, made = trained(two_tables()), two_tables()
     made.load_state_dict(renamed(given.state_dict(), "rank 0 of 1", "rank 1 of 2"))
     same(made, given)
+
+
+def test_the_rows_of_all_ranks_of_another_world_size_are_taken() -> None:
+    given, made = trained(two_tables()), two_tables()
+    state, parts = given.state_dict(), {}
+    for rank in range(2):
+        label = f"rank {rank} of 2"
+        parts[HEADER.replace("rank 0 of 1", label)] = torch.tensor([3, 2, rank])
+        for name in ("user", "item"):
+            own = state[key(f"{name}/ids")] % 2 == rank
+            for piece, values in state.items():
+                if f"/{name}/" in piece:
+                    parts[piece.replace("rank 0 of 1", label)] = values[own]
+    made.load_state_dict(parts)
+    same(made, given)
+
+
+def process_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def saved_with_little_memory(path: Path) -> int:
+    """Save a table in a process that may allocate less than half of the table's size from then on."""
+    made = collection(dim=64)
+    for start in range(0, 400_000, 20_000):
+        made.tables["t"].assign(torch.arange(start, start + 20_000), torch.full((20_000, 64), float(start)))
+    state.LARGE = 1 << 20
+    size = 400_000 * 64 * 4
+    resource.setrlimit(resource.RLIMIT_DATA, (process_bytes("VmData") + size // 2, resource.RLIM_INFINITY))
+    with pytest.raises(RuntimeError, match="memory"):
+        torch.empty(size, dtype=torch.uint8)
+    torch.save(made.state_dict(), path)
+    return len(made.tables["t"])
+
+
+def test_the_state_of_a_large_table_is_saved_without_memory_for_a_copy(tmp_path: Path) -> None:
+    found = forked(saved_with_little_memory, {"limited": (tmp_path / "state",)})
+    made = collection(dim=64)
+    made.load_state_dict(torch.load(tmp_path / "state", mmap=True, weights_only=True))
+    assert len(made.tables["t"]) == found["limited"] == 400_000
+    assert made.tables["t"].lookup(torch.tensor([0, 399_999]))[:, 63].tolist() == [0.0, 380_000.0]
 
 
 @pytest.mark.parametrize("state", [{}, {"_extra_state": {}}, {"weight": torch.ones(1)}])
@@ -243,6 +289,55 @@ def test_copies_are_refused_with_advice(copied: Callable[[Any], Any], inside: bo
         UsageError, match=r"cannot be (copied|pickled): use checkpoint.save and checkpoint.load"
     ):
         copied(made)
+
+
+class Scored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings, self.head = two_tables(), nn.Linear(6, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.cat(list(self.embeddings({"user": ids, "item": -ids}).values()), 1))
+        return out
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """The lines of code in the error of copy.deepcopy."""
+    with pytest.raises(UsageError) as raised:
+        copy.deepcopy(Scored())
+    return [line.strip() for line in str(raised.value).splitlines() if line.startswith("    ")]
+
+
+def test_the_lines_of_the_error_make_a_copy_that_shares_the_tables(lines: list[str]) -> None:
+    model, ids = Scored(), torch.arange(4)
+    scope: dict[str, Any] = {"copy": copy, "EmbeddingCollection": EmbeddingCollection, "model": model}
+    exec("\n".join(lines[:2]), scope)
+    averaged = scope["averaged"].eval()
+    trained(model.embeddings)
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    assert model.embeddings.training
+    assert not torch.equal(averaged.head.weight, model.head.weight)
+    with torch.no_grad():
+        assert torch.equal(
+            averaged.embeddings({"user": ids, "item": ids})["user"],
+            model.embeddings.tables["user"].lookup(ids),
+        )
+
+
+def test_the_lines_of_the_error_return_to_the_best_rows(lines: list[str]) -> None:
+    model, expected = Scored(), Scored()
+    trained(model.embeddings)
+    trained(expected.embeddings)
+    expected.head.load_state_dict(model.head.state_dict())
+    scope: dict[str, Any] = {"model": model}
+    exec(lines[2], scope)
+    trained(model.embeddings, start=3)
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    exec(lines[3], scope)
+    same(model.embeddings, expected.embeddings)
 
 
 def test_gradients_under_way_survive_a_load() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, Dataset
 
 from megalith import Adagrad, EmbeddingCollection, Feature, FirstN, Mean, Ragged, TableConfig
-from megalith.errors import UsageError
+from megalith.errors import InputError, UsageError
 from tests.nn.support import contents, ints
 from tests.table.support import assert_same_bits, whole
 
@@ -104,6 +103,32 @@ def test_compile_of_the_whole_model_breaks_at_the_collection_alone(graphs: Graph
     assert torch._C._nn.linear in called
 
 
+class Between(Model):
+    """Dense layers before and after the collection."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.scale = nn.Linear(1, 1)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        factor = self.scale(torch.ones(1, 1)).sigmoid()
+        out = self.embeddings(batch)
+        logits: Tensor = self.head(torch.cat([out["a"], out["b"].flatten(1)], 1))[:, 0]
+        return logits * factor[0]
+
+
+def test_compiled_code_breaks_once_at_the_collection_and_is_not_compiled_again(graphs: Graphs) -> None:
+    model, plain = Between(), Between()
+    compiled = torch.compile(model, backend=graphs)  # without dynamic=True, as most users call it
+    train_beside(model, compiled, plain)  # warm-up: torch compiles for the first size, then for any
+    warm = len(graphs.graphs)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        train_beside(model, compiled, plain)
+    assert len(graphs.graphs) == warm
+    found = torch._dynamo.explain(model)(batch(0)[0])
+    assert (found.graph_break_count, found.graph_count) == (1, 2), found.break_reasons
+
+
 @pytest.mark.usefixtures("graphs")
 def test_gradients_through_a_compiled_model() -> None:
     model, plain = Model(), Model()
@@ -126,60 +151,127 @@ def test_autocast(bfloat16_matmul: None) -> None:
     assert torch.isfinite(rows_of(model)).all()
 
 
+# ---- follow
+
+
+def following(**options: Any) -> tuple[Model, torch.optim.Optimizer]:
+    model = Model(update="step", **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.embeddings.follow(optimizer)
+    return model, optimizer
+
+
 def scaled_step(
     scaler: torch.amp.GradScaler, model: Model, optimizer: torch.optim.Optimizer, loss: Tensor
 ) -> bool:
-    """The recipe of the guide. True if the step was taken."""
+    """True if the step was taken."""
     optimizer.zero_grad()
-    model.embeddings.zero_grad()
     scaler.scale(loss).backward()
     scale = scaler.get_scale()
-    if not model.embeddings.grads_finite():  # let the scaler see it
-        next(model.head.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]
     scaler.step(optimizer)
     scaler.update()
-    if scaler.get_scale() < scale:
-        return False
-    model.embeddings.step(scale=1 / scale)
-    return True
+    return scaler.get_scale() >= scale
 
 
-def test_grad_scaler_trains_as_without_scaling() -> None:
+def same_weights(model: Model, other: Model) -> None:
+    assert_same_bits(rows_of(model), rows_of(other))
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_trains_as_without_scaling(fused: bool) -> None:
     model, plain = Model(update="step", clip_value=0.01), Model(clip_value=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizers = [torch.optim.SGD(m.head.parameters(), lr=0.1) for m in (model, plain)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, fused=fused) for m in (model, plain)]
+    model.embeddings.follow(optimizers[0])
     for number in range(5):
         assert scaled_step(scaler, model, optimizers[0], loss_of(model, number))
         optimizers[1].zero_grad()
         loss_of(plain, number).backward()
         optimizers[1].step()
-    assert_same_bits(rows_of(model), rows_of(plain))  # a scale that is a power of two rounds nothing
-    for mine, other in zip(model.head.parameters(), plain.head.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    same_weights(model, plain)  # a scale that is a power of two rounds nothing
 
 
-@pytest.mark.parametrize("where", ["dense and sparse", "sparse alone"])
-def test_grad_scaler_skips_a_step_that_overflows(where: str) -> None:
-    model = Model(update="step")
-    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+@pytest.mark.parametrize("where", ["dense and sparse", "sparse alone", "sparse alone, fused"])
+def test_a_grad_scaler_skips_a_step_that_overflows(where: str) -> None:
+    model, _ = following()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused="fused" in where)
+    model.embeddings.follow(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     assert scaled_step(scaler, model, optimizer, loss_of(model, 0))
-    rows, weights = rows_of(model), [p.detach().clone() for p in model.head.parameters()]
+    rows, weights = rows_of(model), [p.detach().clone() for p in model.parameters()]
 
-    if where == "sparse alone":
+    if where == "dense and sparse":
+        loss = loss_of(model, 1) * 3e38 * 1e38
+    else:
         out = model.embeddings({"a": ints(1), "b": ints(1)})
         loss = loss_of(model, 1) + (out["a"] * 3e38).sum()  # finite until it is scaled
-    else:
-        loss = loss_of(model, 1) * 3e38 * 1e38
-
     assert not scaled_step(scaler, model, optimizer, loss)
     assert scaler.get_scale() == 2.0**9
     assert_same_bits(rows_of(model), rows)
-    assert all(torch.equal(p, w) for p, w in zip(model.head.parameters(), weights, strict=True))
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
     assert model.embeddings.global_step == 1
 
     assert scaled_step(scaler, model, optimizer, loss_of(model, 2))  # and on it goes
     assert model.embeddings.global_step == 2
+
+
+def test_two_micro_batches_are_one_step_of_rows_and_weights() -> None:
+    (model, optimizer), (other, _) = following(), following()
+    by_hand = torch.optim.SGD(other.head.parameters(), lr=0.1)
+    for number in range(0, 6, 2):
+        optimizer.zero_grad()
+        by_hand.zero_grad()
+        for each in (model, other):
+            for half in (number, number + 1):
+                (loss_of(each, half) / 2).backward()
+        optimizer.step()
+        by_hand.step()
+        other.embeddings.step()
+    assert model.embeddings.global_step == 3
+    same_weights(model, other)
+
+
+def test_clip_grad_norm_scales_rows_by_the_factor_of_the_weights() -> None:
+    (model, optimizer), (other, _) = following(), following()
+    norm = nn.utils.get_total_norm(torch.autograd.grad(loss_of(model, 0), list(model.head.parameters())))
+    model.embeddings.zero_grad()
+    loss_of(model, 0).backward()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 0.01) == norm
+    optimizer.step()
+    loss_of(other, 0).backward()
+    other.embeddings.step(scale=float(0.01 / (norm + 1e-6)))
+    torch.testing.assert_close(rows_of(model), rows_of(other), rtol=1e-6, atol=0)
+    assert model.embeddings.rows_anchor.tolist() == [0]  # type: ignore[union-attr,operator]
+
+
+def test_dropped_gradients_reach_neither_rows_nor_weights() -> None:
+    (model, optimizer), (other, same) = following(), following()
+    for each, opt in ((model, optimizer), (other, same)):
+        for number in (0, 1) if each is model else (1,):
+            opt.zero_grad()
+            loss_of(each, number).backward()
+        opt.step()
+    same_weights(model, other)
+
+
+def test_what_follow_cannot_do_is_named() -> None:
+    model, optimizer = following()
+    with pytest.raises(UsageError, match=r'follow\(\) is for EmbeddingCollection\(update="step"\)'):
+        Model().embeddings.follow(optimizer)
+    with pytest.raises(InputError, match=r"as torch.optim.Adam\(model.parameters\(\)\)"):
+        model.embeddings.follow(torch.optim.SGD(model.head.parameters()))
+    loss_of(model, 0).backward()
+    model.zero_grad()  # of the dense part alone
+    loss_of(model, 0).backward()
+    rows = rows_of(model)
+    with pytest.raises(InputError, match=r"the gradients were set to zero other than by optimizer.zero_grad"):
+        optimizer.step()
+    assert_same_bits(rows_of(model), rows)
+    half = Model(update="step", output_dtype=torch.float16).half()
+    with pytest.raises(UsageError, match="use autocast or bfloat16"):
+        half.embeddings.follow(torch.optim.SGD(half.parameters()))
 
 
 # ---- torch.optim

@@ -18,6 +18,7 @@ from torch import nn
 import megalith
 from megalith import metrics, ops, table
 from megalith.compat import torchrec
+from megalith.integrations.dcp import TablesLoadPlanner
 from megalith.nn import MicroBatches
 from megalith.shards import CommMetrics
 from tests.ps.support import where
@@ -235,8 +236,13 @@ def nn_calls() -> Iterator[Call]:
     clipped = {"update": "step", "reduction": "sum", "clip_value": 1.0, "clip_norm": 1.0}
     yield megalith.EmbeddingCollection, parts | clipped | {"engine": "cpu", "seed": 0}
     given: Given = {"*": {"batch": {"f": column()}, "scale": 1.0}, "forward": {"time": 1.0}}
-    yield from methods(partial(collection, "step"), given)
-    yield from methods(after_backward, given)
+
+    def with_optimizer(made: megalith.EmbeddingCollection) -> Given:
+        return given | {"follow": {"optimizer": torch.optim.SGD(made.parameters())}}
+
+    yield from methods(partial(collection, "step"), with_optimizer)
+    yield from methods(after_backward, with_optimizer)
+    yield TablesLoadPlanner, {}
     yield MicroBatches, {"model": Model("step"), "num": 2, "timeout": 60.0}
     model = Model("step")
     losses = [lambda: model.dense(model.embeddings({"f": column()})["f"]).sum()]

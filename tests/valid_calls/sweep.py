@@ -126,10 +126,12 @@ _REASONS: Mapping[str, Iterable[str]] = {
         *("init_sync_train_and_update_conf", "try_init_cuda", "update_session_config_for_gpu"),
     ],
     "needs a run on parameter servers: tests/distributed/test_server_training.py": ["Run.set_workers"],
+    "called by torch.distributed.checkpoint": ["TablesLoadPlanner.set_up_planner"],
     "needs a service; tests/integrations": ["MLflowTracker", "OpenTelemetryTracker", "WandbTracker"],
-    "called by a run, which passes numbers": _methods(
-        "MLflowTracker OpenTelemetryTracker PrometheusTracker WandbTracker", "close log"
-    ),
+    "called by a run, which passes numbers": [
+        *_methods("MLflowTracker PrometheusTracker WandbTracker", "close log"),
+        "OpenTelemetryTracker.log",
+    ],
     "needs an accelerator": _methods("Batch Ragged", "pin_memory"),
     "checks nothing, on purpose: for columns that were validated before": ["Ragged.trusted"],
     "checks nothing, on purpose: for arguments that passed Servable.check": ["Servable.write"],

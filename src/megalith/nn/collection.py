@@ -19,6 +19,7 @@ Shards that the user passes are never questioned.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import warnings
@@ -186,6 +187,7 @@ class EmbeddingCollection(nn.Module):
         if self._shards is None and has_process_group():
             self._shards = self._choose_shards()
         self._pending: list[Lookup] = []
+        self._follows = False
         self.max_pending = integer(max_pending, "EmbeddingCollection: max_pending")
         self._warned = False
         allowed = flag(allow_micro_steps, "EmbeddingCollection: allow_micro_steps")
@@ -486,6 +488,69 @@ class EmbeddingCollection(nn.Module):
             self._pending = pending
             raise
 
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the steps of the rows with those of an optimizer of dense weights. For update="step".
+
+        After each `optimizer.step()` the rows make a step too, and `optimizer.zero_grad()` also drops their
+        gradients. A GradScaler sees an overflow of the rows' gradients and then skips both steps. Its scale,
+        and the factor of `clip_grad_norm_(model.parameters(), ...)`, apply to the rows as well.
+
+        Args:
+            optimizer: An optimizer that has `rows_anchor` of this collection among its parameters, e.g. of
+                `model.parameters()`.
+
+        Raises:
+            UsageError: With update="backward", or if the model was converted to float16.
+            InputError: The optimizer does not have the parameter.
+        """
+        if self.update != "step":
+            raise UsageError(
+                'follow() is for EmbeddingCollection(update="step"); this one updates in backward'
+            )
+        while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            optimizer = optimizer.optimizer  # type: ignore[attr-defined]  # of accelerate or Lightning
+        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+        if not any(parameter is self._anchor for group in groups for parameter in group["params"]):
+            raise InputError(
+                "EmbeddingCollection: follow takes an optimizer with the parameter of the collection, as "
+                "torch.optim.Adam(model.parameters()), made after the model was sharded or moved"
+            )
+        if self._anchor.dtype == torch.float16:
+            raise UsageError("follow() cannot scale rows in a model of float16: use autocast or bfloat16")
+        drop = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            drop(set_to_none)
+            self._pending.clear()
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        optimizer.register_step_post_hook(self._after_step)
+        self._follows = True
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Make the step of the rows.
+
+        The first backward since zero_grad gives the anchor the gradient `UNIT`, an overflow an infinite one.
+        What scales the gradients of all parameters scales it too, so its quotient by `UNIT` is the factor.
+        """
+        if not self._pending:
+            return
+        grad: Any = self._anchor.grad
+        if hasattr(grad, "full_tensor"):  # sharded by FSDP2
+            grad = grad.full_tensor()
+        factor = 0.0 if grad is None else float(grad) / UNIT
+        self.reset_parameters()  # the optimizer has just moved the anchor
+        if float(getattr(optimizer, "found_inf", 0.0) or 0.0):
+            return  # a fused optimizer has skipped the step itself
+        if not 0 < factor < math.inf:
+            error = InputError(
+                f"EmbeddingCollection: after a step of the optimizer, the rows would be scaled by {factor}: "
+                "a gradient is NaN or Inf, or the gradients were set to zero other than by "
+                "optimizer.zero_grad()"
+            )
+            self.fail(self._pending[0], error)
+        self.step(scale=factor)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that `step` would apply.
 
@@ -612,7 +677,9 @@ class EmbeddingCollection(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Add the rows of this rank, for `state_dict`. It does not choose the shards."""
-        state = collect_state(self._shards, self.configs, self.global_step)
+        state: dict[str, Tensor] = {}
+        if not self.checkpoint_state.rows_apart:
+            state = collect_state(self._shards, self.configs, self.global_step)
         # torch.distributed.checkpoint misses a parameter that has no key.
         state[ANCHOR] = self._anchor if keep_vars else self._anchor.detach()
         destination.update({prefix + key: tensor for key, tensor in state.items()})
@@ -636,7 +703,7 @@ class EmbeddingCollection(nn.Module):
         self.reset_parameters()
         if saved:
             self.global_step = restore_state(self.shards, saved)
-        else:
+        elif not self.checkpoint_state.rows_apart:
             missing_keys.append(prefix + state_key())
 
     def __getattr__(self, name: str) -> Any:
@@ -644,7 +711,14 @@ class EmbeddingCollection(nn.Module):
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise UsageError(
-            "an EmbeddingCollection cannot be copied: use checkpoint.save and checkpoint.load, or state_dict"
+            "an EmbeddingCollection cannot be copied: use checkpoint.save and checkpoint.load, or state_dict."
+            """
+To share the tables with the copy, as for an average of the dense weights (pass layouts too if it has some):
+    shared = EmbeddingCollection(model.embeddings.shards, model.embeddings.features)
+    averaged = copy.deepcopy(model, {id(model.embeddings): shared})
+To return to the best rows and weights later:
+    best = model.state_dict()  # holds a copy of all rows
+    model.load_state_dict(best)"""
         )
 
     def __reduce__(self) -> NoReturn:
@@ -737,9 +811,25 @@ class _Pool(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        grad = torch.zeros_like(ctx.anchor)
         if ctx.trains:
-            ctx.collection._collect(ctx.lookup, grads)
-        return torch.zeros_like(ctx.anchor), None, None, None
+            collection, first = ctx.collection, not ctx.collection._pending
+            collection._collect(ctx.lookup, grads)
+            if collection._follows:
+                grad += _anchor_gradient(ctx.lookup.grads, first).to(grad)
+        return grad, None, None, None
+
+
+UNIT = 2.0**-40
+"""The gradient of the anchor of a collection that follows an optimizer: too small for any norm."""
+
+
+def _anchor_gradient(grads: Sequence[Tensor], first: bool) -> Tensor:
+    """Return what a backward adds to the gradient of the anchor; see `EmbeddingCollection.follow`."""
+    finite = torch.tensor(True, device="cpu")
+    if grads:
+        finite = torch.stack([torch.isfinite(grad).all() for grad in grads]).all()
+    return torch.where(finite, UNIT if first else 0.0, math.inf)
 
 
 def _check_launcher() -> None:

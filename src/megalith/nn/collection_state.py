@@ -27,6 +27,8 @@ subclasses:
                         __get_tensor_shard__      a target that takes the number of rows that are read
 
 The number of columns must be the same. A table without rows has nothing to read, so its tensors stay empty.
+At another world size the planner of `megalith.integrations.dcp` reads the tensors of all ranks, and each rank
+takes its rows.
 
 Tools that save the state_dict of one rank alone would lose the rows of other ranks, so they raise. Such a
 tool is recognised by its functions on the call stack:
@@ -39,21 +41,26 @@ tool is recognised by its functions on the call stack:
 
 from __future__ import annotations
 
+import math
+import mmap
+import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalith.distributed.ranks import current_rank, world_size
 from megalith.errors import InputError, UsageError
-from megalith.shards import Shards
+from megalith.shards import LocalShards, Shards
 from megalith.table import Chunk, MinCount, Table, TableConfig
-from megalith.table.table_data import MAX_TIME, concatenated_chunks
+from megalith.table.table_data import MAX_TIME
 
 
 @dataclass
@@ -67,13 +74,35 @@ class CheckpointState:
     # there is none. A delta can only be added there.
     last_save: tuple[str, str] | None = None
     save_in_progress: object | None = None
+    # Whether an integration saves and loads the rows itself, so that a state_dict has none.
+    rows_apart: bool = False
     # The routing mode and block size that each table was saved with, as the last load found them. With one
     # shard nothing else records them; the next save carries them over.
     routing: dict[str, tuple[str, int | None]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy without saves."""
-        return CheckpointState, (None, None, dict(self.routing))
+        return CheckpointState, (None, None, False, dict(self.routing))
+
+
+@contextmanager
+def rows_apart(model: nn.Module) -> Iterator[None]:
+    """Leave the rows of all collections of a model out of its state_dict and of load_state_dict."""
+    found: list[Any] = [
+        m for m in model.modules() if isinstance(getattr(m, "checkpoint_state", None), CheckpointState)
+    ]
+    if world_size() > 1 and any(isinstance(collection._shards, LocalShards) for collection in found):
+        raise UsageError(
+            "each rank has tables of its own (LocalShards), but one checkpoint is saved for all ranks: build "
+            "the collection from a list of TableConfig, which spreads the tables over the ranks"
+        )
+    for collection in found:
+        collection.checkpoint_state.rows_apart = True
+    try:
+        yield
+    finally:
+        for collection in found:
+            collection.checkpoint_state.rows_apart = False
 
 
 LONGEST = 1 << 62
@@ -146,7 +175,7 @@ class StateTensor(Tensor):
 
     def resize_rows(self, rows: int) -> Tensor:
         """Replace the content by rows that are not initialised."""
-        self.data = torch.empty((rows, *self.shape[1:]), dtype=self.dtype, device=self.device)
+        self.data = new_column(rows, self.plain())[0]
         return self.plain()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateTensor:
@@ -176,10 +205,8 @@ class _LoadTarget(Tensor):
 
 
 _SAVE = "call megalith.checkpoint.save(model, path) on all ranks instead, and checkpoint.load to resume"
-_NO_CALLBACK = (
-    "pass enable_checkpointing=False to the Trainer, and call megalith.checkpoint.save(model, path) on all "
-    "ranks instead, for example in on_train_epoch_end"
-)
+_LIGHTNING = "pass strategy=megalith.integrations.lightning.TablesStrategy() to the Trainer"
+_ACCELERATE = "use megalith.integrations.accelerate.Accelerator"
 _NO_FORK = (
     'use strategy="ddp": the strategies "ddp_fork", "ddp_spawn" and "ddp_notebook" return the state_dict of '
     "rank 0 to the first process and end the ranks, with their rows"
@@ -187,11 +214,10 @@ _NO_FORK = (
 _STRATEGY = ("lightning.pytorch.strategies.strategy", "lightning_module_state_dict")
 _LAUNCHER = "lightning.pytorch.strategies.launchers.multiprocessing"
 _SAVERS = {
-    _STRATEGY: ("Lightning", _SAVE),
-    ("lightning.pytorch.callbacks.model_checkpoint", "_save_checkpoint"): ("Lightning", _NO_CALLBACK),
+    _STRATEGY: ("Lightning", f"{_LIGHTNING}, or {_SAVE}"),
     (_LAUNCHER, "_collect_rank_zero_results"): ("Lightning", _NO_FORK),
     ("lightning.fabric.strategies.strategy", "get_module_state_dict"): ("Lightning Fabric", _SAVE),
-    ("accelerate.accelerator", "get_state_dict"): ("accelerate", _SAVE),
+    ("accelerate.accelerator", "get_state_dict"): ("accelerate", f"{_ACCELERATE}, or {_SAVE}"),
 }
 """Functions that call state_dict() on all ranks and keep the result of rank 0 alone, with the remedy."""
 
@@ -223,7 +249,7 @@ def check_trainer(size: int) -> None:
         if trainer is not None and _saves_rank_0(trainer):
             raise UsageError(
                 "Lightning's ModelCheckpoint saves the state_dict of rank 0 alone, but the rows are spread "
-                f"over {size} ranks: {_NO_CALLBACK}"
+                f"over {size} ranks: {_LIGHTNING}, or enable_checkpointing=False"
             )
 
 
@@ -295,10 +321,25 @@ def collect_state(
     return found
 
 
+_Tables = Mapping[str, Mapping[str, Tensor]]
+
+
 def restore_state(shards: Shards, saved: Mapping[str, Any]) -> int:
     """Replace all rows of the tables of this process."""
     _check_here(shards)
-    label = _select(shards, saved)
+    labels = _select(shards, saved)
+    states = [_state_of(label, saved) for label in labels]
+    own = labels == [_label()]
+    size, rank = shards.world_size, shards.rank
+    for number, ((_, *found), _) in enumerate(states):
+        if found != ([size, rank] if own else [len(labels), number]):
+            raise UsageError(_another_rank(f"rank {found[1]} of {found[0]}", f"rank {rank} of {size}"))
+    _set_rows(shards, [tables for _, tables in states], all_ranks=not own)
+    return states[0][0][0]
+
+
+def _state_of(label: str, saved: Mapping[str, Any]) -> tuple[list[int], _Tables]:
+    """Return what a state_dict holds of a rank: global step, number of shards, this shard; and its tables."""
     tables: dict[str, dict[str, Tensor]] = {}
     header: Tensor | None = None
     for key, value in saved.items():
@@ -314,13 +355,7 @@ def restore_state(shards: Shards, saved: Mapping[str, Any]) -> int:
             tables.setdefault(found[2], {})[found[3]] = plain
     if header is None or header.dtype != torch.int64 or tuple(header.shape) != (3,):
         raise InputError(f"this state_dict holds no int64 [3] under {label + _REMEDY!r}")
-    global_step, size, rank = header.tolist()
-    if (size, rank) != (shards.world_size, shards.rank):
-        raise UsageError(
-            _another_rank(f"rank {rank} of {size}", f"rank {shards.rank} of {shards.world_size}")
-        )
-    _set_rows(shards, tables)
-    return int(global_step)
+    return header.tolist(), tables
 
 
 def is_state_key(key: str) -> bool:
@@ -348,35 +383,55 @@ def _another_rank(there: str, here: str) -> str:
     )
 
 
-def _select(shards: Shards, saved: Mapping[str, Any]) -> str:
-    """Return the rank whose rows this process takes: its own, or a single process with all rows."""
-    labels = sorted({found[1] for found in map(_KEY.fullmatch, saved) if found is not None})
+def _select(shards: Shards, saved: Mapping[str, Any]) -> list[str]:
+    """Return the ranks whose rows this process takes: its own, or all ranks of another world size."""
+    labels = {found[1] for found in map(_KEY.fullmatch, saved) if found is not None}
     if _label() in labels:
-        return _label()
-    whole = "rank 0 of 1"
-    if labels == [whole] and shards.world_size == 1:
-        return whole
-    raise UsageError(_another_rank(", ".join(labels), _label()))
+        return [_label()]
+    every = [f"rank {rank} of {len(labels)}" for rank in range(len(labels))]
+    if labels == set(every) and (len(every) == 1 or shards.world_size == world_size()):
+        return every
+    raise UsageError(_another_rank(", ".join(sorted(labels)), _label()))
 
 
 # ---- rows
 
 
+LARGE = 256 << 20
+"""A column of at least this many bytes is in a file instead of memory."""
+
+
+def new_column(rows: int, like: Tensor) -> tuple[Tensor, Callable[[], object]]:
+    """Return a column that is not initialised, and a function that drops its pages from memory.
+
+    A large one is a deleted temporary file, mapped into memory: the kernel writes its pages out when it needs
+    the memory, so the state of a table does not need as much memory as the table.
+    """
+    shape = (rows, *like.shape[1:])
+    size = math.prod(shape) * like.itemsize
+    if size >= LARGE:
+        with suppress(OSError), tempfile.TemporaryFile() as file:  # without space on the disk: in memory
+            os.posix_fallocate(file.fileno(), 0, size)  # a disk that fills up later would end the process
+            pages = mmap.mmap(file.fileno(), size)
+            column = torch.frombuffer(pages, dtype=like.dtype).view(shape)
+            return column, lambda: pages.madvise(mmap.MADV_DONTNEED)
+    return torch.empty(shape, dtype=like.dtype, device="cpu"), lambda: None
+
+
 def _rows_of(table: Table) -> dict[str, Tensor]:
     """Return all rows of a table: ids, weights, optimizer state, last-update times."""
-    chunks = list(table.scan())
-    if not chunks:
-        return _no_rows(table.config) | _pending(table)
-    whole = concatenated_chunks(chunks)
-    counted = {"count": whole.count, "step": whole.step}
-    return {
-        "ids": whole.ids,
-        "rows": whole.rows,
-        **{f"state/{key}": values for key, values in whole.state.items()},
-        "time": whole.time,
-        **{name: column for name, column in counted.items() if column is not None},
-        **_pending(table),
-    }
+    empty = {name: x for name, x in _no_rows(table.config).items() if not name.startswith("pending")}
+    columns = {name: new_column(len(table), like) for name, like in empty.items()}
+    end = 0
+    for chunk in table.scan():
+        pieces: dict[str, Any] = {"ids": chunk.ids, "rows": chunk.rows, "time": chunk.time}
+        pieces |= {f"state/{key}": values for key, values in chunk.state.items()}
+        pieces |= {"count": chunk.count, "step": chunk.step}
+        start, end = end, end + chunk.ids.numel()
+        for name, (column, drop) in columns.items():
+            column[start:end] = pieces[name]
+            drop()
+    return {name: column[:end] for name, (column, _) in columns.items()} | _pending(table)
 
 
 def _pending(table: Table) -> dict[str, Tensor]:
@@ -408,24 +463,32 @@ def _extra_names(config: TableConfig) -> list[str]:
     return counted + (["pending_ids", "pending_counts"] if isinstance(config.admission, MinCount) else [])
 
 
-def _set_rows(shards: Shards, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+def _set_rows(shards: Shards, saved: Sequence[_Tables], *, all_ranks: bool) -> None:
     tables = shards.local
-    if set(saved) != set(tables):
-        raise InputError(f"state_dict holds tables {sorted(saved)}, this collection has {sorted(tables)}")
-    chunks = {name: _chunk(table, saved[name]) for name, table in tables.items()}
-    counts = {name: _counted_ids(table, saved[name]) for name, table in tables.items()}
-    for name, chunk in chunks.items():
-        tables[name].check_fits(chunk.ids.numel())
+    for state in saved:
+        if set(state) != set(tables):
+            raise InputError(f"state_dict holds tables {sorted(state)}, this collection has {sorted(tables)}")
+    chunks = {name: [_chunk(table, state[name]) for state in saved] for name, table in tables.items()}
+    counts = {name: [_counted_ids(table, state[name]) for state in saved] for name, table in tables.items()}
+    for name, parts in chunks.items():
         router = shards.router(name)
-        if router is not None and bool((router.owner(chunk.ids) != shards.rank).any()):
-            raise UsageError(
-                f"table {name!r}: this state_dict holds rows that {router} assigns to other ranks than "
-                f"{shards.rank}: use checkpoint.save, and checkpoint.load with reroute=True"
-            )
+        if router is not None:
+            mine = [router.owner(part.ids) == shards.rank for part in parts]
+            if all_ranks:
+                chunks[name] = parts = [part.select(own) for part, own in zip(parts, mine, strict=True)]
+                owned = [router.owner(ids) == shards.rank for ids, _ in counts[name]]
+                counts[name] = [(ids[o], n[o]) for (ids, n), o in zip(counts[name], owned, strict=True)]
+            elif not all(bool(own.all()) for own in mine):
+                raise UsageError(
+                    f"table {name!r}: this state_dict holds rows that {router} assigns to other ranks than "
+                    f"{shards.rank}: use checkpoint.save, and checkpoint.load with reroute=True"
+                )
+        tables[name].check_fits(sum(part.ids.numel() for part in parts))
     for name, table in tables.items():
         table.clear()
-        table.restore(chunks[name])
-        table.restore_pending(*counts[name])
+        for part, pending in zip(chunks[name], counts[name], strict=True):
+            table.restore(part)
+            table.restore_pending(*pending)
 
 
 def _counted_ids(table: Table, saved: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -35,8 +35,9 @@ from megalith.errors import UsageError
 
 _NONE = -1
 _RECIPE = (
-    'use EmbeddingCollection(update="step") and call collection.step() once per step of the optimizer '
-    "({scale}), or pass allow_micro_steps=True if every backward should update the rows"
+    'use EmbeddingCollection(update="step") and collection.follow(optimizer), or call collection.step() once '
+    "per step of the optimizer ({scale}), or pass allow_micro_steps=True if every backward should update the "
+    "rows"
 )
 _SCALER_FRAMES = 8
 """The scaler is this close to the hook of the optimizer that it calls."""
