@@ -1,4 +1,4 @@
-"""Importers at two ranks: each rank walks all rows and keeps its own."""
+"""Importers and exporters at two ranks: each rank keeps, or writes, the rows that it owns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from megalith import SGD, EmbeddingCollection, Feature, Router, TableConfig
 from megalith.checkpoint.importers import ImportReport, import_torch
-from megalith.compat.dynamicemb import import_dynamicemb
+from megalith.compat.dynamicemb import export_dynamicemb, import_dynamicemb
+from megalith.compat.torchrec import export_torchrec
+from megalith.errors import UsageError
 from megalith.shards import SyncShards
 from tests.distributed.ranks import run_ranks
 
@@ -37,7 +39,15 @@ def on_a_rank(dump: Path) -> tuple[Kept, Kept]:
     first, second = collection("hash_roundrobin"), collection("roundrobin")
     report = import_torch(first, {"w": weight}, tables={"t": "w"})
     other = import_dynamicemb(second, dump, num_embeddings={"t": ROWS})
+    written = export_dynamicemb(first, dump / "exported")
+    with pytest.raises(
+        UsageError, match=r"routed by Router\('hash_roundrobin', 2\), the dump by Router\('hash"
+    ):
+        export_dynamicemb(first, dump / "other", ranks=3)
+    with pytest.raises(UsageError, match="the tables are in several processes"):
+        export_torchrec(first, {"embeddings.t.weight": weight})
     dist.barrier()
+    assert written == {"t": report.kept["t"]}
     return kept(first, report), kept(second, other)
 
 
@@ -52,7 +62,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Kept, Kept]]
             path / f"t_emb_values.rank_{rank}.world_size_3"
         )
     (path / "t_opt_args.json").write_text(json.dumps({"opt_type": "sgd", "dist_type": "continuous"}))
-    return run_ranks(on_a_rank, path)
+    found: list[tuple[Kept, Kept]] = run_ranks(on_a_rank, path)
+    whole = EmbeddingCollection([TableConfig("t", dim=2, optimizer=SGD(0.5))], [Feature("a", "t")])
+    assert import_dynamicemb(whole, path / "exported").rows == {"t": ROWS}  # it checks the owners
+    assert torch.equal(whole.tables["t"].lookup(torch.arange(ROWS)), torch.arange(2.0 * ROWS).view(ROWS, 2))
+    assert json.loads((path / "exported" / "t_opt_args.json").read_text())["dist_type"] == "hash_roundrobin"
+    return found
 
 
 @pytest.mark.parametrize(("which", "router"), [(0, "hash_roundrobin"), (1, "roundrobin")])

@@ -159,6 +159,24 @@ def test_a_jagged_tensor_for_each_key() -> None:
     assert collection.tables["t2"].lookup(torch.tensor([1]))[0, 0] == 10
 
 
+class Head(nn.Module):
+    def __init__(self, collection: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        sums: Tensor = self.collection(features).values().sum(1)
+        return sums
+
+
+def test_a_model_can_be_traced_by_fx() -> None:
+    """As TorchRec's train pipelines do; the collection is one call of the graph."""
+    model = Head(filled(EmbeddingBagCollection([bag("t1", "f1")], optimizer=SGD(1.0))))
+    traced = torch.fx.symbolic_trace(model)
+    traced(keyed({"f1": [[1, 2], [3]]})).sum().backward()
+    assert traced(keyed({"f1": [[1, 2], [3]]})).tolist() == [2, 4]
+
+
 def test_a_mapping_of_columns_is_a_batch_too() -> None:
     collection = filled(EmbeddingBagCollection([bag("t1", "f1")], optimizer=SGD(0.1)))
     found = collection({"f1": torch.tensor([4, 5]), "label": None})
