@@ -88,6 +88,7 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/servers.py
 	$(BIN)/python benchmarks/server_training.py
 	$(BIN)/python benchmarks/checkpoint_cpu.py
+	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/records_cpu.py
 	$(BIN)/python benchmarks/gather_ranks.py
 	$(BIN)/python benchmarks/serving.py

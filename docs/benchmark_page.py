@@ -34,6 +34,7 @@ TITLES = {
     "servers": "Parameter servers",
     "server_training": "Training on parameter servers",
     "checkpoint_cpu": "Checkpoints",
+    "data": "Reading data",
     "records_cpu": "Monolith's records",
     "gather_ranks": "Gather",
     "serving": "Serving",

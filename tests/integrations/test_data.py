@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from megalith.data import ParquetReader, Schema, TableReader, batch_from
 from tests.data.support import check_resume, labels_of, rows_of
 
 ROWS = 300
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hugging_face.py"
 SCHEMA = Schema(label="y", features={"f": "c", "t": "t"})
 
 
@@ -61,7 +63,9 @@ def test_a_stateful_data_loader_continues_at_any_batch(
         assert sorted(labels_of(second)) == list(range(ROWS)), "the next epoch is a whole one"
 
 
-def test_datasets_of_hugging_face_are_tables_and_columns(tmp_path: Path) -> None:
+def test_datasets_of_hugging_face_are_tables_and_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_dict(columns())
     dataset.save_to_disk(str(tmp_path / "saved"))
@@ -70,6 +74,8 @@ def test_datasets_of_hugging_face_are_tables_and_columns(tmp_path: Path) -> None
         assert rows_of(TableReader(source, SCHEMA, batch_size=50)) == expected
     check_resume(lambda: TableReader(dataset, SCHEMA, batch_size=64, shuffle=2, shuffle_rows=100))
     assert rows_of([batch_from(dataset.select(range(50)), SCHEMA)]) == expected[:50]
+    runpy.run_path(str(EXAMPLE))["main"](300)
+    assert float(capsys.readouterr().out.split()[-1]) < 0.4
     tensors = dataset.with_format("torch")[:5]
     assert Ragged.from_lists(tensors["c"]).to_lists() == columns()["c"][:5]
     assert torch.equal(tensors["y"], torch.arange(5.0))

@@ -79,6 +79,12 @@ SUITES = {
     "checkpoint": Suite(
         "checkpoint_cpu", "saves and loads, and torch.save", quick=("--rows", "100000", "--rounds", "1")
     ),
+    "data": Suite(
+        "data",
+        "reading Parquet, CSV and records into batches",
+        ("datasets", "protobuf"),
+        quick=("--rows", "20000", "--rounds", "1"),
+    ),
     "records": Suite(
         "records_cpu", "Monolith's records", ("protobuf",), quick=("--examples", "2000", "--rounds", "2")
     ),
