@@ -217,6 +217,10 @@ def after_backward() -> megalith.EmbeddingCollection:
     return made
 
 
+def following(made: megalith.EmbeddingCollection) -> Given:
+    return {"follow": {"optimizer": torch.optim.SGD(made.parameters())}}
+
+
 def nn_calls() -> Iterator[Call]:
     combiner_methods: Given = {
         "*": {"column": column(), "dim": 2},
@@ -236,12 +240,8 @@ def nn_calls() -> Iterator[Call]:
     clipped = {"update": "step", "reduction": "sum", "clip_value": 1.0, "clip_norm": 1.0}
     yield megalith.EmbeddingCollection, parts | clipped | {"engine": "cpu", "seed": 0}
     given: Given = {"*": {"batch": {"f": column()}, "scale": 1.0}, "forward": {"time": 1.0}}
-
-    def with_optimizer(made: megalith.EmbeddingCollection) -> Given:
-        return given | {"follow": {"optimizer": torch.optim.SGD(made.parameters())}}
-
-    yield from methods(partial(collection, "step"), with_optimizer)
-    yield from methods(after_backward, with_optimizer)
+    yield from methods(partial(collection, "step"), lambda made: given | following(made))
+    yield from methods(after_backward, lambda made: given | following(made))
     yield TablesLoadPlanner, {}
     yield MicroBatches, {"model": Model("step"), "num": 2, "timeout": 60.0}
     model = Model("step")
@@ -350,7 +350,8 @@ def torchrec_calls() -> Iterator[Call]:
     batch: Given = {"*": {"features": keyed(), "batch": keyed()}, "step": {}}
     for kind, tables in ((torchrec.EmbeddingBagCollection, pooled), (torchrec.EmbeddingCollection, unpooled)):
         yield kind, {"tables": [tables], **given}
-        yield from methods(partial(kind, [tables], update="step", **given), batch)
+        made = partial(kind, [tables], update="step", **given)
+        yield from methods(made, lambda collection: batch | following(collection))
     jagged: Arguments = {"values": ids(), "weights": ROWS[:, 0], "lengths": torch.tensor([2, 1])}
     yield torchrec.JaggedTensor, jagged
     yield from methods(partial(torchrec.JaggedTensor, **jagged))
