@@ -96,6 +96,15 @@ def test_pages_link_to_files_that_exist() -> None:
             assert path.exists() or path in generated, f"{name_of(page)} links to {target}"
 
 
+def test_the_navigation_and_the_start_page_have_every_page() -> None:
+    docs = ROOT / "docs"
+    pages = {page.relative_to(docs).as_posix() for page in PAGES if page.is_relative_to(docs)} - {"index.md"}
+    navigation = set(re.findall(r"[\w/-]+\.md(?=\s*$)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    start = set(re.findall(r"\]\(([^)#:]+\.md)\)", (docs / "index.md").read_text()))
+    assert not pages - navigation, "add a line to `nav` of mkdocs.yml"
+    assert not pages - start, "add a row to docs/index.md"
+
+
 def test_columns_of_tables_have_names() -> None:
     for page in PAGES:
         for header in re.findall(r"^(\|.*\|)\n\|(?: *:?-+:? *\|)+$", page.read_text(), re.MULTILINE):
