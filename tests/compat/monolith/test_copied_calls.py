@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 from typing import Any
@@ -165,6 +166,43 @@ def _function(source: str) -> Any:
     return names["f"]
 
 
+MODULES = {
+    "distribution_ops": """
+        split_by_indices ragged_split_by_indices unique_key_with_value_and_offset fill_with_offset_map
+        fill_with_offset_map_gradient finalize_shared_tensor reorder_by_indices fused_reorder_by_indices
+        map_id_to_embedding map_id_to_embedding_gradient_back_prop gather_embeddings_by_input
+        gather_embeddings_by_ids_gradient_back_prop fused_gather_embeddings_by_input
+        fused_gather_embeddings_by_input_gradient reduce_sum reduce_mean reduce_sqrtn fused_sorted_segment_sum
+        fused_reduce_sum_and_split fused_reduce_and_split_gpu normalize_merged_split
+        fused_embedding_to_layout fused_embedding_to_layout_grad
+    """,
+    "distributed_ps": """
+        ps_device get_sub_table_name DistributedHashTable DistributedMultiTypeHashTable PartitionedHashTable
+    """,
+    "distributed_ps_sync": """
+        DistributedMultiTypeHashTableMpi enable_hvd enable_custom_optimized_hvd enable_bps enable_bps_bwd_cast
+    """,
+    "distributed_serving_ops": """
+        remote_predict create_parameter_sync_clients parameter_sync_client_from_config refresh_sync_config
+        create_dummy_sync_client create_dummy_sync_server ParameterSyncClient DummySyncServer
+    """,
+    "distribution_utils": """
+        enable_bps bps_init byteps_benchmark_ar byteps_benchmark_a2a bps_comm_benchmark enable_sync_training
+        init_sync_train_and_update_conf get_mpi_rank get_mpi_local_rank get_mpi_size get_mpi_local_size
+        try_init_cuda get_device_str get_sync_run_hooks update_session_config_for_gpu
+    """,
+    "embedding_combiners": "Combiner ReduceSum ReduceMean FirstN",
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_names_are_in_the_module_that_has_them_in_monolith(module: str) -> None:
+    found = importlib.import_module(f"megalith.compat.monolith.{module}")
+    assert [name for name in MODULES[module].split() if not hasattr(found, name)] == []
+    with pytest.raises(AttributeError):
+        _ = found.no_such_name
+
+
 # ---- calls as Monolith's own code makes them
 
 
@@ -222,6 +260,14 @@ def test_lengths_and_sizes_as_tensorflow_takes_them(make: Any) -> None:
     assert monolith.FirstN(np.int64(2)).combine(key, np.ones((3, 1), np.float32)).shape == (2, 2, 1)  # type: ignore[arg-type]
     for split in monolith.split_by_indices(torch.tensor([0, 1]), torch.ones(2), np.int64(2)):
         assert split.tolist() == [1.0]
+    assert monolith.finalize_shared_tensor([monolith.SharedBuffer(4)], shape=[None, np.int64(2)]).shape == (
+        2,
+        2,
+    )
+    configs = monolith.FeatureConfigs({"f": monolith.FeatureConfig("t", slice_dims=(1,))})
+    version: Any = np.int64(3)
+    encoding = monolith.sharding_sparse_fids({"f": key}, 2, configs, version=version)
+    assert encoding.batch_size.tolist() == 2
     assert monolith.ps_device(np.int32(1)) == "/job:ps/task:1/device:CPU:0"  # type: ignore[arg-type]
 
 

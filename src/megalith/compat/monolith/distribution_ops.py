@@ -28,6 +28,14 @@ from megalith.ragged import Ragged
 from megalith.routing import Router
 
 
+def __getattr__(name: str) -> Any:
+    if name not in ("fused_embedding_to_layout", "fused_embedding_to_layout_grad"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megalith.compat.monolith import layout_ops  # needs protobuf
+
+    return getattr(layout_ops, name)
+
+
 def given(value: Any) -> Any:
     """Return what TensorFlow would convert, a list or array of numbers, as a tensor; others unchanged."""
     if isinstance(value, list | tuple | np.ndarray) and not any(isinstance(x, Tensor) for x in value):
@@ -482,10 +490,7 @@ def finalize_shared_tensor(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InputError(f"dtype must be a float dtype, got {dtype!r}")
     sizes = [None] if shape is None else checks.as_list(shape, "shape")
-    dims = [-1 if dim is None else dim for dim in sizes]
-    for dim in dims:
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise InputError(f"shape must hold sizes and at most one None, got {shape!r}")
+    dims = [-1 if dim is None else checks.integer(dim, "shape: a size", -1) for dim in sizes]
     filled = _filled(buffer, dtype)
     try:
         result = filled.view(dims)

@@ -212,8 +212,8 @@ def _divided(
 ) -> list[tuple[list[Tensor], _Encoding]]:
     """Divide the concatenated requests of version 5."""
     *wholes, batch_size = offsets
-    if isinstance(batch_size, int):
-        batch_size = torch.tensor([batch_size], device="cpu")
+    if (number := checks.as_integer(batch_size)) is not None:
+        batch_size = torch.tensor([number], device="cpu")
     batches = _lengths(batch_size, "batch_size")
     count = len(batches)
     if not count:

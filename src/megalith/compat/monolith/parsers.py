@@ -187,7 +187,7 @@ def sharding_sparse_fids(
 
 def check_version(version: int) -> None:
     """Raise unless an encoding is one that these ops read and write."""
-    if not isinstance(version, int) or isinstance(version, bool) or version not in (3, 4, 5):
+    if checks.as_integer(version) not in (3, 4, 5):
         raise InputError(
             f"version must be 3, 4 or 5, got {version!r}: 1 and 2 have another encoding; encode with "
             "sharding_sparse_fids"
