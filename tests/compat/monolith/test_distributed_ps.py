@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megalith import FTRL, SGD, Adagrad, LocalShards, Ragged, Segment, Shards, TableConfig, Zeros
+from megalith import FTRL, SGD, Adagrad, LocalShards, Ragged, Segment, Shards, SyncShards, TableConfig, Zeros
 from megalith.compat import monolith
 from megalith.compat.monolith import export_context
 from megalith.compat.monolith.distributed_ps import (
@@ -30,6 +31,7 @@ from megalith.compat.monolith.parsers import (
     sharding_sparse_fids_with_context,
 )
 from megalith.errors import InputError, UnknownNameError, UsageError
+from tests.distributed.ranks import error_of, run_ranks
 from tests.table.support import ints
 
 Factory = Callable[[int, dict[str, TableConfig]], Shards]
@@ -479,6 +481,39 @@ def test_queues_and_other_members() -> None:
     moved: dict[str, Any] = {"a": ints(1), "b": 3}
     table.tensor_move_to_gpu(((moved, ["a"]),))
     assert moved["a"].is_cpu
+
+
+def fail_on_rank_0(queues: dict[str, int]) -> list[str]:
+    """The errors of a lookup and an update that rank 0 cannot make; then layouts that both ranks look up."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    table = PartitionedHashTable(
+        size,
+        lambda _, configs: SyncShards(list(configs.values()), router="roundrobin"),
+        False,
+        queue_configs=queues,
+        parser_ctx=context_of(params(False, num_ps=size)),
+    )
+
+    def outcome(call: Callable[[], Any]) -> str:
+        return error_of(call).partition(":")[0]
+
+    wrong = {"uid": 3} if rank == 0 else batch()
+    found = [outcome(lambda: table.flatten_layout(dict(table.lookup(wrong))))]
+    found.append(outcome(lambda: table.lookup(wrong, {}, True)({}, {})))
+    bundle: dict[str, Any] = {}
+    flat = table.flatten_layout(dict(table.lookup(batch(), bundle)))
+    pairs = [(x, x) for x in flat][rank == 0 :]
+    found.append(outcome(lambda: table.apply_gradients(pairs, 0, auxiliary_bundle=bundle)))
+    return [*found, str(layouts_of(table)["bias"].shape)]
+
+
+@pytest.mark.parametrize("queues", [{}, {"enable_pipelined_fwda2a": 1}], ids=["", "ahead"])
+def test_an_error_of_one_rank_is_raised_on_all(queues: dict[str, int]) -> None:
+    shape = "torch.Size([6, 3])"
+    assert run_ranks(fail_on_rank_0, queues) == [
+        ["InputError"] * 3 + [shape],
+        ["RankFailedError"] * 3 + [shape],
+    ]
 
 
 def test_merging_and_not_merging() -> None:

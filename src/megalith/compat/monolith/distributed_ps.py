@@ -539,11 +539,13 @@ class PartitionedHashTable(MonolithTables):
         try:
             self._split(features, bundle)
         except Exception as error:  # the other ranks look up
-            self._fail(error, 0 if late else ahead)
+            self._fail(error, 0 if late else max(self._ahead, ahead))
         if late:
             lookup = self.shards.lookup(self._ids(bundle))
             lookup.fetch()
-            return lambda auxiliary_bundle, features: self._layouts(lookup, bundle_of(auxiliary_bundle))
+            return lambda auxiliary_bundle, features: self._layouts(
+                lookup, bundle_of(auxiliary_bundle), bundle
+            )
         names = sorted(self.params.feature_configs.out_configs)
         return self._started(self._ids(bundle), names, lambda lookup: self._layouts(lookup, bundle), ahead)
 
@@ -600,7 +602,8 @@ class PartitionedHashTable(MonolithTables):
             for table, own in parts.items()
         }
 
-    def _layouts(self, lookup: Lookup, bundle: Bundle) -> Layouts:
+    def _layouts(self, lookup: Lookup, bundle: Bundle, split: Bundle | None = None) -> Layouts:
+        bundle.update({key: value for key, value in (split or {}).items() if key not in bundle})
         lists, parts = bundle[_SPLIT]
         pieces: list[list[Tensor]] = [[] for _ in lists]
         for table, own in parts.items():

@@ -150,9 +150,9 @@ class MonolithTables:
             self._pending.popleft().fetch()
         return late
 
-    def _fail(self, error: Exception, rows_ahead: int = 0) -> NoReturn:
+    def _fail(self, error: Exception, ahead: int) -> NoReturn:
         """Fail a lookup that this rank cannot make: the other ranks make it."""
-        self.shards.fail(error, series=self._current_series() if max(self._ahead, rows_ahead) else None)
+        self.shards.fail(error, series=self._current_series() if ahead else None)
 
     def _current_series(self) -> LookupSeries:
         """Return the series of lookups in progress; a new one if there are none, the same on all ranks."""
@@ -349,7 +349,7 @@ class DistributedMultiTypeHashTableMpi(MonolithSlotTables):
         try:
             pack = self._check_pack(slot_to_id, early_reorder_indicies_res_pack)
         except Exception as error:  # the other ranks look up
-            self._fail(error)
+            self._fail(error, self._ahead)
         summaries = {
             "all_fids_size": sum(ids.numel() for ids in pack.ids),
             "shard_sizes": pack.shard_sizes,
