@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
@@ -307,6 +308,19 @@ def test_the_optimizer_of_apply_optimizer_in_backward(
         collection(keyed({"f1": [[1]], "f2": [[2]]})).values().sum().backward()
     assert [config.segments[0].optimizer for config in collection.configs.values()] == [ours, ours]
     assert collection.global_step == 2
+    assert len(collection.tables["t1"]) == 1
+
+
+def test_ddp_does_not_take_over_the_optimizer() -> None:
+    """It makes the steps of parameters that have one, with an accelerator; those of the rows are ours."""
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    try:
+        collection = EmbeddingBagCollection([bag("t1", "f1")])
+        apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.1})
+        nn.parallel.DistributedDataParallel(collection)(keyed({"f1": [[1]]})).values().sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert collection.configs["t1"].segments[0].optimizer == SGD(0.1)
     assert len(collection.tables["t1"]) == 1
 
 

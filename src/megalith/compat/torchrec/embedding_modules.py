@@ -16,7 +16,7 @@ The optimizer is an argument, or comes from `apply_optimizer_in_backward`, which
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -199,9 +199,10 @@ class _KeyedTables(Tables):
             hook.remove()
         self._applied = _optimizer_of(kind, {**getattr(made, "defaults", {}), **settings})
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._take_applied()  # DistributedModelParallel moves a model before it wraps it in DDP
-        return super()._apply(fn, recurse)
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        # DDP asks each module for its parameters; later it would make the steps of the optimizer itself.
+        self._take_applied()
+        return super().named_parameters(*args, **options)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         keys = [
