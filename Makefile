@@ -3,6 +3,7 @@
 # make bench  side-by-side speed against other libraries    make soak  slow tests
 # make test-gpu  tests of the cuda engine on a GPU         make bench-gpu  its speed
 # make native-module  the native module for another version of Python (NATIVE_PYTHON)
+# make wheels sdist and wheels in dist/, each tested in a clean environment    make test-aarch64  native code for ARM
 # make lint   ruff and mypy                                 make docs  the documentation as pages
 # make test-integrations  Lightning, accelerate, TorchRec and clients of other serving systems, which it installs
 # make protos descriptor sets from the .proto files
@@ -22,7 +23,7 @@ export CCACHE_NOHASHDIR := 1
 # pytest-xdist stops when a worker is lost, and `timeout` ends everything else.
 PYTEST := timeout --kill-after=30 3000 $(BIN)/python -m pytest
 
-.PHONY: demo test test-python test-native test-integrations test-gpu check-gpu-memory bench-gpu native-module lint bench soak protos docs clean
+.PHONY: demo test test-python test-native test-aarch64 test-integrations test-gpu check-gpu-memory bench-gpu native-module lint bench soak protos docs wheels clean
 
 demo: $(VENV)/installed
 	$(BIN)/megalith train --data movielens --run runs/demo --start-over --fallback --device auto \
@@ -73,28 +74,23 @@ build/%/tested: $(NATIVE) $(wildcard native/tests/*) $(VENV)/dev
 	$(BIN)/ctest --test-dir build/$* --output-on-failure --parallel 2
 	@touch $@
 
+# The native core for ARM, compiled by Debian's cross-compiler and run by an emulator.
+test-aarch64:
+	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null && command -v cmake >/dev/null \
+	  || (apt-get update && apt-get install -y --no-install-recommends g++-aarch64-linux-gnu qemu-user cmake make)
+	cmake -S . -B build/aarch64 -DMEGALITH_PYTHON=OFF -DMEGALITH_TESTS=ON -DCMAKE_BUILD_TYPE=Release \
+	  -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+	  -DCMAKE_CROSSCOMPILING_EMULATOR='qemu-aarch64;-L;/usr/aarch64-linux-gnu'
+	cmake --build build/aarch64
+	MEGALITH_EMULATED=1 ctest --test-dir build/aarch64 --output-on-failure --timeout 600
+
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 bench: $(VENV)/bench
-	$(BIN)/python benchmarks/table_cpu.py
-	$(BIN)/python benchmarks/touched_cpu.py
-	$(BIN)/python benchmarks/policies_cpu.py
-	$(BIN)/python benchmarks/ops_cpu.py
-	$(BIN)/python benchmarks/train_cpu.py
-	$(BIN)/python benchmarks/sync_cpu.py
-	$(BIN)/python benchmarks/servers.py
-	$(BIN)/python benchmarks/server_training.py
-	$(BIN)/python benchmarks/checkpoint_cpu.py
-	$(BIN)/python benchmarks/data.py
-	$(BIN)/python benchmarks/records_cpu.py
-	$(BIN)/python benchmarks/gather_ranks.py
-	$(BIN)/python benchmarks/serving.py
-	$(BIN)/python benchmarks/sync_interval.py
-	$(BIN)/python benchmarks/quality.py
-	$(BIN)/python benchmarks/quality_policies.py
+	$(BIN)/megalith bench all
 
 soak: $(VENV)/dev
 	$(BIN)/python -m pytest -m soak
@@ -117,6 +113,10 @@ build/protoc/created:
 
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+
+# Built with the compiler of ziglang, which links against an old glibc; aarch64 is tested as C++ under qemu.
+wheels:
+	$(PYTHON) release/build_wheels.py --output dist
 
 clean:
 	rm -rf build site dist $(VENV)
@@ -162,6 +162,7 @@ $(VENV)/integrations: $(VENV)/dev
 	$(BIN)/pip install -q -c constraints.txt nbclient ipykernel  # run the notebook
 	$(BIN)/pip install -q -c constraints.txt fbgemm-gpu-cpu tensordict torchmetrics tqdm pyre-extensions iopath
 	$(BIN)/pip install -q --no-deps torchrec==1.8.0  # it asks for fbgemm-gpu, the CUDA build
+	$(BIN)/pip install -q -c constraints.txt check-jsonschema zizmor pre-commit  # lint the project's files
 	@touch $@
 
 # Clients of servers, in an environment of their own: they need another protobuf. tensorflow-serving-api asks for

@@ -311,7 +311,8 @@ int main() {
   a_full_table_leaves_all_tables_unchanged();
   calls_do_not_wait_for_each_other();
 #if !defined(__SANITIZE_THREAD__)
-  fork_finds_all_tables_idle();
+  // qemu 7.2 aborts in a child of a process with threads.
+  if (!std::getenv("MEGALITH_EMULATED")) fork_finds_all_tables_idle();
 #endif
   std::puts("group ok");
 }

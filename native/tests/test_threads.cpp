@@ -175,7 +175,8 @@ int main() {
   writes_are_atomic_for_readers();
   concurrent_updates_add_up();
 #if !defined(__SANITIZE_THREAD__)
-  child_can_use_the_table();
+  // qemu 7.2 aborts in a child of a process with threads.
+  if (!std::getenv("MEGALITH_EMULATED")) child_can_use_the_table();
 #endif
   std::puts("threads ok");
 }
