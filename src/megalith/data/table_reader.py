@@ -191,11 +191,11 @@ class TableReader(Reader):
     @classmethod
     def _columns_of(cls, path: str | list[str]) -> str:
         """Name the columns of the first file, if it can be read, for an error."""
-        file = list_files(path, cls.suffixes)[0]
         found = "csv" if cls.suffixes == SUFFIXES["csv"] else cls.format or "parquet"
         try:
+            file = list_files(path, cls.suffixes)[0]
             names = arrow("pyarrow.dataset").dataset(str(file), format=found).schema.names
-        except (arrow().ArrowException, OSError, TypeError):
+        except (InputError, arrow().ArrowException, OSError, TypeError):
             return ""
         return f"; {file} has {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
 

@@ -124,17 +124,31 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+_BLOCK_ROWS = 65_536
+
+
 class LogWindow:
     def __init__(self) -> None:
-        self.auc = BinnedAUC()
+        self._auc = BinnedAUC()
+        self._scored: list[BatchScores] = []  # not in the AUC yet: a block costs less than its batches
+        self._rows = 0
         self.total = 0.0
         self.samples = 0
 
     def add(self, scored: list[BatchScores], loss: float, samples: int) -> None:
-        for batch, logits in scored:
-            self.auc.update(logits, batch.labels, batch.weights)
+        self._scored += scored
+        self._rows += samples
+        if self._rows >= _BLOCK_ROWS:
+            _ = self.auc
         self.total += loss * samples
         self.samples += samples
+
+    @property
+    def auc(self) -> BinnedAUC:
+        if self._scored:
+            self._auc.update(*columns_of(self._scored))
+        self._scored, self._rows = [], 0
+        return self._auc
 
     def add_rows(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
         self.auc.update(logits, labels, weights)
@@ -157,6 +171,13 @@ class LogWindow:
         auc = self.auc.compute()
         loss = self.total / self.samples if self.samples else None
         return {"samples": self.samples, "loss": loss, "auc": None if math.isnan(auc) else auc}
+
+
+def columns_of(scored: Sequence[BatchScores]) -> tuple[Tensor, ...]:
+    """Logits, labels and, if the data has any, weights of all rows."""
+    columns = [torch.cat([x.logits for x in scored]), torch.cat([x.batch.labels for x in scored])]
+    weights = [x.batch.weights for x in scored if x.batch.weights is not None]
+    return (*columns, torch.cat(weights)) if weights else tuple(columns)
 
 
 ALL_ROWS = ""
@@ -215,10 +236,7 @@ class Periods:
         if not scored:
             return
         windows = self._open.setdefault(before.period, {})
-        logits = torch.cat([each.logits for each in scored])
-        labels = torch.cat([each.batch.labels for each in scored])
-        weights = [each.batch.weights for each in scored if each.batch.weights is not None]
-        columns = (logits, labels, torch.cat(weights)) if weights else (logits, labels)
+        columns = columns_of(scored)
         for name, rows in ((ALL_ROWS, None), *before.new.items()):
             parts = columns if rows is None else [column[rows] for column in columns]
             windows.setdefault(name, LogWindow()).add_rows(*parts)
