@@ -7,7 +7,7 @@
 | its result, if it has parameters | `Returns:` or `Yields:` |
 | an override without a docstring | that of the base |
 | a dataclass that users construct | each field, in the class or below the field |
-| a name of compat.monolith | arguments and results where name and type do not say it: they are Monolith's |
+| a name of compat.monolith or compat.torchrec | arguments and results where name and type do not say it |
 
 The rules are checked on the syntax tree, so that no optional package is needed.
 """
@@ -185,7 +185,8 @@ def field_texts(node: ast.ClassDef) -> dict[str, str]:
 
 
 def problems(path: str) -> Iterator[str]:
-    optional = ("Args: lacks", "no Args:", "no Returns:") if path.startswith("compat/monolith/") else ()
+    repeated = path.startswith(("compat/monolith/", "compat/torchrec/"))
+    optional = ("Args: lacks", "no Args:", "no Returns:") if repeated else ()
     yield from (each for each in _problems(path) if not any(f": {text}" in each for text in optional))
 
 

@@ -242,6 +242,20 @@ def test_the_unpooled_rows_are_theirs() -> None:
         assert jagged.lengths().tolist() == expected[name].lengths().tolist()
 
 
+def test_a_compiled_model_trains_equally() -> None:
+    def made() -> DLRM:
+        torch.manual_seed(3)
+        return dlrm(EmbeddingBagCollection(configs(), optimizer=Adagrad(0.1))).model
+
+    plain, model = made(), made()
+    compiled = torch.compile(model, backend="aot_eager")
+    for batch in batches()[:4]:
+        expected, found = (each(batch.dense_features, batch.sparse_features) for each in (plain, compiled))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        for each in (expected, found):
+            each.square().sum().backward()
+
+
 # ---- state_dicts
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
+import megalith
 from megalith import (
     SGD,
     Adagrad,
@@ -358,6 +361,12 @@ def test_it_is_a_collection_of_megalith(tmp_path: Any) -> None:
     model["ebc"].requires_grad_(False)
     model["ebc"](features)
     assert len(model["ebc"].tables["t1"]) == 2
+
+
+def test_torchrec_is_never_imported() -> None:
+    pattern = re.compile(r"^\s*(import|from) torchrec\b|import_module\(.torchrec", re.MULTILINE)
+    sources = Path(megalith.__file__).parent.rglob("*.py")
+    assert [str(path) for path in sources if pattern.search(path.read_text())] == []
 
 
 # ---- jagged tensors

@@ -16,6 +16,7 @@ The optimizer is an argument, or comes from `apply_optimizer_in_backward`, which
 from __future__ import annotations
 
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -36,7 +37,7 @@ from megalith.nn.collection import StartedBatch
 from megalith.nn.compiled_batch import CompiledBatch, FeaturePlan
 from megalith.ops import checks
 from megalith.ragged import Ragged
-from megalith.shards import Shards
+from megalith.shards import Lookup, Shards
 from megalith.table import (
     SGD,
     Adagrad,
@@ -215,11 +216,24 @@ class _KeyedTables(Tables):
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _found(self, features: Any, time: float | None) -> dict[str, Any]:
-        """Look up a batch. In training, raises UsageError if an applied optimizer would be ignored."""
+    def _start(self, batch: Any) -> Lookup:
         if self.trains:
-            self._take_applied()
-        return super().forward(features, time=time)
+            self._take_applied()  # it raises if the optimizer would be ignored
+        return super()._start(batch)
+
+    def _call(self, features: Any, time: float | None) -> Any:
+        """Return the result of a forward: the part that torch.fx and torch.compile do not trace."""
+        if isinstance(features, torch.fx.Proxy):  # TorchRec's train pipelines trace a model
+            tracer: Any = features.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), (features,), {})
+        call = type(self)._result
+        if torch.compiler.is_compiling():  # not before: the import of torch's compiler takes a second
+            call = torch.compiler.disable(call)
+        return call(self, features, super().forward, time)
+
+    @abstractmethod
+    def _result(self, features: Any, look_up: Callable[..., dict[str, Any]], time: float | None) -> Any:
+        """Look up a batch, and give the outputs the classes of TorchRec."""
 
 
 class EmbeddingBagCollection(_KeyedTables):
@@ -283,9 +297,10 @@ class EmbeddingBagCollection(_KeyedTables):
         Returns:
             A KeyedTensor.
         """
-        if isinstance(features, torch.fx.Proxy):
-            return _call_in_graph(self, features)
-        values = self._found(features, time)[_POOLED]
+        return self._call(features, time)
+
+    def _result(self, features: Any, look_up: Callable[..., dict[str, Any]], time: float | None) -> Any:
+        values = look_up(features, time=time)[_POOLED]
         make = _class_next_to(features, "KeyedTensor")
         names = [name for names in self._names_by_table for name in names]
         return make(keys=names, length_per_key=list(self._widths), values=values)
@@ -343,8 +358,9 @@ class EmbeddingCollection(_KeyedTables):
         Returns:
             A dict of a JaggedTensor per feature.
         """
-        if isinstance(features, torch.fx.Proxy):
-            return _call_in_graph(self, features)
+        return self._call(features, time)
+
+    def _result(self, features: Any, look_up: Callable[..., dict[str, Any]], time: float | None) -> Any:
         make = _class_next_to(features, "JaggedTensor")
         ids = self.plan.read_columns(features) if self._need_indices else {}
         return {
@@ -353,7 +369,7 @@ class EmbeddingCollection(_KeyedTables):
                 lengths=rows.lengths(),
                 weights=ids[name].values if self._need_indices else None,
             )
-            for name, rows in self._found(features, time).items()
+            for name, rows in look_up(features, time=time).items()
         }
 
     def embedding_configs(self) -> list[Any]:
@@ -443,12 +459,6 @@ def _inverse_indices(batch: Any) -> dict[str, Tensor] | None:
     """Return which row of each key belongs to an example, if the input says so."""
     found = batch.inverse_indices_or_none() if hasattr(batch, "inverse_indices_or_none") else None
     return None if found is None else dict(zip(found[0], found[1], strict=True))
-
-
-def _call_in_graph(module: nn.Module, features: torch.fx.Proxy) -> Any:
-    """Record the call of a module: TorchRec's train pipelines trace a model with torch.fx."""
-    tracer: Any = features.tracer
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), (features,), {})
 
 
 def _class_next_to(features: Any, name: str) -> Any:

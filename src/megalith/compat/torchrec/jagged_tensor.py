@@ -121,34 +121,14 @@ class KeyedJaggedTensor:
     def from_lengths_sync(
         cls, keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
     ) -> Self:
-        """Make one of lengths.
-
-        Args:
-            keys: As for the class.
-            values: As for the class.
-            lengths: As for the class.
-            weights: As for the class.
-
-        Returns:
-            The jagged tensors.
-        """
+        """Make one of lengths; the arguments are those of the class."""
         return cls(keys, values, weights, lengths)
 
     @classmethod
     def from_offsets_sync(
         cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
     ) -> Self:
-        """Make one of offsets.
-
-        Args:
-            keys: As for the class.
-            values: As for the class.
-            offsets: As for the class.
-            weights: As for the class.
-
-        Returns:
-            The jagged tensors.
-        """
+        """Make one of offsets; the arguments are those of the class."""
         return cls(keys, values, weights, offsets=offsets)
 
     def keys(self) -> list[str]:
