@@ -90,13 +90,14 @@ class EvictionPass:
         needs_rows = any(policy.needs_rows for policy in self._policies)
         watch = self._engine.open_watch()  # a row that is written from now on stays
         try:
-            chunk, self._at = self._engine.scan_part(self._at, rows, rows=needs_rows, watch=watch)
-            expired = torch.zeros(chunk.ids.shape[0], dtype=torch.bool, device="cpu")
+            chunk, self._at = self._engine.scan_on_device(self._at, rows, rows=needs_rows, watch=watch)
+            expired = torch.zeros_like(chunk.ids, dtype=torch.bool)
             for policy in self._policies:
-                expired |= self._checks.flags(policy.expired(chunk, now), expired.shape[0], policy.name)
+                flags = self._checks.flags(policy.expired(chunk, now), expired.shape[0], policy.name)
+                expired |= flags.to(expired.device)
             ids = chunk.ids[expired]
             if not ids.numel():
-                return ids
+                return ids.cpu()
             # In several calls, so that other threads do not wait long where many rows expire together.
             most = max(MIN_EVICT_ROWS, rows // 8)
             return torch.cat([self._engine.evict(part, watch) for part in ids.split(most)])

@@ -55,7 +55,8 @@ class Eviction(ABC):
         """Return which rows are to be removed.
 
         Args:
-            chunk: Rows of the table. Without `needs_rows` it holds ids, times, counts and steps only.
+            chunk: Rows of the table, on its device. Without `needs_rows` it holds ids, times, counts and
+                steps only.
             now: The time of the call in seconds.
 
         Returns:
@@ -167,7 +168,7 @@ class TTL(Eviction):
         ages = torch.full((NUM_SLOTS,), self.seconds, dtype=torch.float64, device="cpu")
         for slot, seconds in self.per_slot.items():
             ages[slot] = seconds
-        return age >= ages[slot_of(chunk.ids)]
+        return age >= ages.to(age.device)[slot_of(chunk.ids)]
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ class Capacity(Eviction):
 
     def expired(self, chunk: Chunk, now: int) -> Tensor:
         # Nothing, since a table never exceeds its capacity.
-        return torch.zeros(chunk.ids.shape[0], dtype=torch.bool, device="cpu")
+        return torch.zeros_like(chunk.ids, dtype=torch.bool)
 
 
 ADMISSIONS: dict[str, type[Admission]] = {kind.name: kind for kind in (MinCount, Probability)}

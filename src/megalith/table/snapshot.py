@@ -16,9 +16,6 @@ from megalith.errors import UsageError
 from megalith.table.engines.contract import Engine
 from megalith.table.table_data import Chunk, SnapshotStart
 
-STEP_ROWS = 4096
-"""Rows read while writers are locked out."""
-
 
 class Snapshot:
     """The result of `Table.snapshot`.
@@ -44,7 +41,7 @@ class Snapshot:
         """
         size, filled = chunk.ids.numel(), 0
         while filled < size:
-            part = chunk.part(filled, min(size, filled + STEP_ROWS))
+            part = chunk.part(filled, min(size, filled + self._engine.snapshot_rows))
             with self._lock:
                 if not self._open:
                     raise UsageError(f"table {self._engine.name!r}: this snapshot was closed")

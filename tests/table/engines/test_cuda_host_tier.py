@@ -334,16 +334,16 @@ def test_a_pass_of_evict_finds_rows_that_a_lookup_wants_meanwhile(monkeypatch: p
     table = tiered(64, eviction=TTL(5))
     monkeypatch.setattr(eviction_pass, "MIN_EVICT_ROWS", 20)
     engine = table.engine_impl
-    plain, lookups = engine.scan_part, 0
+    plain, lookups = engine.scan_on_device, 0
 
-    def scan_part(*arguments: Any, **options: Any) -> Any:
+    def scan_on_device(*arguments: Any, **options: Any) -> Any:
         nonlocal lookups
         found = plain(*arguments, **options)
         table.lookup(torch.arange(40, 48))  # as another thread would
         lookups += 1
         return found
 
-    monkeypatch.setattr(engine, "scan_part", scan_part)
+    monkeypatch.setattr(engine, "scan_on_device", scan_on_device)
     assert sorted(table.evict(100).tolist()) == list(range(64))
     assert lookups > 2
 

@@ -64,6 +64,9 @@ class Engine(ABC):
     reader_seconds: ClassVar[float] = 600.0
     """A writer that waits for the reader of a snapshot raises if no row is read for that long."""
 
+    snapshot_rows: ClassVar[int] = 4096
+    """Number of rows that a call of `read_snapshot` gets; writers may be locked out meanwhile."""
+
     device = torch.device("cpu")
     """Where the rows are. Ids, gradients and results of the hot calls are there; chunks are on the CPU."""
 
@@ -263,11 +266,11 @@ class Engine(ABC):
         """Return where the rows of a table with a budget of GPU memory are; None without a budget."""
         return None
 
-    def scan_scored(
-        self, start: int, limit: int, *, watch: int, stop: int | None = None
+    def scan_on_device(
+        self, start: int, limit: int, *, rows: bool = True, watch: int, stop: int | None = None
     ) -> tuple[Chunk, int]:
-        """Do what `scan_part` does for a score function: on the device of the table."""
-        return self.scan_part(start, limit, watch=watch, stop=stop)
+        """Do what `scan_part` does for policies: the chunk is on the device of the table."""
+        return self.scan_part(start, limit, rows=rows, watch=watch, stop=stop)
 
     @abstractmethod
     def restore(self, chunk: Chunk) -> None:

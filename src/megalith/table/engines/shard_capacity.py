@@ -302,10 +302,10 @@ class _Pass:
             start = self._done * self._stride % self._blocks * self._block
             self._done += 1
             stop = start + self._block
-            chunk, _ = self._engine.scan_scored(start, self._block, watch=self.watch, stop=stop)
+            chunk, _ = self._engine.scan_on_device(start, self._block, watch=self.watch, stop=stop)
             self.complete = self._done == self._blocks and self._at_end()
             return chunk
-        chunk, self._rest = self._engine.scan_scored(self._rest, self._block, watch=self.watch)
+        chunk, self._rest = self._engine.scan_on_device(self._rest, self._block, watch=self.watch)
         self.complete = self._rest < 0
         return chunk
 

@@ -218,10 +218,10 @@ def first_occurrences(ids: Tensor) -> tuple[Tensor, Tensor]:
     return distinct[order], rank[inverse]
 
 
-def last_occurrences(ids: Tensor) -> Tensor:
-    """Find the position of the last occurrence of each distinct id."""
-    # ids: int64 [n]; returns: int64 [u], ascending.
-    distinct, inverse = torch.unique(ids, return_inverse=True)
-    positions = torch.arange(ids.numel(), device=ids.device)
-    last = torch.zeros_like(distinct).scatter_reduce_(0, inverse, positions, "amax")
-    return last.sort().values
+def last_of_each(rows: Tensor) -> Tensor:
+    """Replace all but the last occurrence of each number by -1. Does not wait for the device."""
+    # rows: int32 [n].
+    ordered, order = torch.sort(rows, stable=True)
+    ends = torch.ones_like(ordered, dtype=torch.bool)
+    ends[:-1] = ordered[1:] != ordered[:-1]
+    return torch.empty_like(rows).index_copy_(0, order, torch.where(ends, ordered, -1))

@@ -14,9 +14,10 @@ table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from megalith.errors import InputError, UsageError
 from megalith.ops.pooling import Pooling
 from megalith.table.config import PRECISIONS, TableConfig
 from megalith.table.engines.contract import Engine
-from megalith.table.engines.cuda.cuda_policies import CudaPolicies, first_occurrences, last_occurrences
+from megalith.table.engines.cuda.cuda_policies import CudaPolicies, first_occurrences, last_of_each
 from megalith.table.engines.cuda.device_functions import SKIPPED
 from megalith.table.engines.cuda.device_table import COUNT, FLAGS, STEP, TIME, DeviceTable, write_chunk
 from megalith.table.engines.cuda.graphs import FoundTogether
@@ -74,12 +75,17 @@ FIRST_WATCH_BIT = 16
 NUM_WATCHES = 8
 
 
-class ScannedPart:
-    def __init__(self, rows: int, download: ChunkDownload, following: int, writes: int) -> None:
-        self.rows = rows
-        self.download = download
-        self.following = following
-        self.writes = writes
+class ScannedPart(NamedTuple):
+    rows: int
+    download: ChunkDownload
+    writes: int  # of the order when it was read
+
+
+def _read_again(parts: Generator[ScannedPart, bool, None]) -> ScannedPart | None:
+    try:
+        return parts.send(True)
+    except StopIteration:  # its rows were removed
+        return None
 
 
 def found_by(found: FoundRows | None) -> FoundTogether | None:
@@ -90,6 +96,7 @@ def found_by(found: FoundRows | None) -> FoundTogether | None:
 
 class CudaEngine(Engine):
     engine = "cuda"
+    snapshot_rows = 1 << 16  # writers are locked out only while a block is gathered
 
     def __init__(
         self, config: TableConfig, *, seed: int = 0, num_shards: int = 1, chunk_bytes: int = CHUNK_BYTES
@@ -195,31 +202,43 @@ class CudaEngine(Engine):
         # A chunk that fits in a block travels while the caller uses the one before it.
         ahead = chunk_size <= self.block_rows  # otherwise the blocks of a chunk follow each other
         with self.scanning():
-            part = self._start_part(0, chunk_size, watch)
-            while True:
-                following = None
-                if ahead and part.following >= 0:
-                    following = self._start_part(part.following, chunk_size, watch)
-                if part.rows:
-                    yield self._finish_part(part, rows=True)
-                if part.following < 0:
-                    return
-                if following is None or following.writes != self.order.writes:  # or rows were removed
-                    following = self._start_part(part.following, chunk_size, watch)
-                part = following
+            parts = self._parts(chunk_size, watch)
+            part = next(parts, None)
+            while part is not None:
+                following = next(parts, None) if ahead else None
+                yield self._finish_part(part, rows=True)
+                if following is not None and following.writes != self.order.writes:
+                    following = _read_again(parts)
+                part = following if ahead else next(parts, None)
 
-    def _start_part(
-        self, start: int, limit: int, watch: int | None, *, rows: bool = True, stop: int | None = None
-    ) -> ScannedPart:
-        with self.order:
-            chunk, following = self._scan(start, limit, rows=rows, watch=watch, stop=stop)
-            download = ChunkDownload(self.copies, chunk, self.block_rows)
-            return ScannedPart(chunk.ids.numel(), download, following, self.order.writes)
+    def _parts(self, limit: int, watch: int | None) -> Generator[ScannedPart, bool, None]:
+        """Start the copies of all rows, part by part; a part that is sent True is read again."""
+        # The rows in use are found in windows of many parts: the host waits for the device to learn their
+        # number, and a small copy waits for the large ones before it.
+        place = 0  # the number of the next row
+        while place >= 0:
+            with self.order:
+                used, writes = self.table.read_size()[0], self.order.writes
+                end = min(used, place + max(LIVE_ROWS, limit))
+                numbers, headers = self.table.live_rows(place, end)
+            at = 0
+            while at < numbers.numel():
+                with self.order:
+                    if self.order.writes != writes:
+                        break
+                    own = numbers[at : at + limit]
+                    chunk = self._read_part(own, headers[:, at : at + limit], rows=True, watch=watch)
+                    download = ChunkDownload(self.copies, chunk, self.block_rows)
+                if (yield ScannedPart(own.numel(), download, writes)):
+                    break
+                at += own.numel()
+            else:
+                place = end if end < used else -1
+                continue
+            place = int(numbers[at])
 
     def _finish_part(self, part: ScannedPart, *, rows: bool) -> Chunk:
-        chunk = self.new_chunk(part.rows, rows=rows)
-        part.download.finish(chunk)
-        return chunk
+        return part.download.finish(lambda: self.new_chunk(part.rows, rows=rows))
 
     def scan_part(
         self,
@@ -230,14 +249,17 @@ class CudaEngine(Engine):
         watch: int | None = None,
         stop: int | None = None,
     ) -> tuple[Chunk, int]:
-        part = self._start_part(start, limit, watch, rows=rows, stop=stop)
-        return self._finish_part(part, rows=rows), part.following
+        with self.order:
+            chunk, following = self._scan(start, limit, rows=rows, watch=watch, stop=stop)
+            download = ChunkDownload(self.copies, chunk, self.block_rows)
+            part = ScannedPart(chunk.ids.numel(), download, self.order.writes)
+        return self._finish_part(part, rows=rows), following
 
-    def scan_scored(
-        self, start: int, limit: int, *, watch: int, stop: int | None = None
+    def scan_on_device(
+        self, start: int, limit: int, *, rows: bool = True, watch: int, stop: int | None = None
     ) -> tuple[Chunk, int]:
         with self.order:
-            return self._scan(start, limit, rows=True, watch=watch, stop=stop)
+            return self._scan(start, limit, rows=rows, watch=watch, stop=stop)
 
     def _scan(
         self, start: int, limit: int, *, rows: bool, watch: int | None, stop: int | None
@@ -257,10 +279,14 @@ class CudaEngine(Engine):
         none = torch.empty(0, dtype=torch.int32, device=self.device)
         chosen = torch.cat(found) if found else none
         header = torch.cat(headers, 1) if headers else self.table.headers(none)
+        return self._read_part(chosen, header, rows=rows, watch=watch), at if at < used else -1
+
+    def _read_part(self, numbers: Tensor, headers: Tensor, *, rows: bool, watch: int | None) -> Chunk:
+        """Read rows of a scan into a chunk on the device."""
         if watch is not None:  # a write sets the flag again
-            kept = torch.full_like(chosen, ~self._watch_bit(watch))
-            self.table.write_header(FLAGS, chosen, kept, 2)
-        return self._chunk(chosen, header, rows=rows), at if at < used else -1
+            kept = torch.full_like(numbers, ~self._watch_bit(watch))
+            self.table.write_header(FLAGS, numbers, kept, 2)
+        return self._chunk(numbers, headers, rows=rows)
 
     def _chunk(self, numbers: Tensor, headers: Tensor, *, rows: bool = True) -> Chunk:
         """Read rows that exist into a chunk on the device."""
@@ -435,16 +461,14 @@ class CudaEngine(Engine):
         self._epoch += 1
 
     def restore(self, chunk: Chunk) -> None:
-        # The host fills a block of rows while the one before travels.
+        # The host fills a block of rows while the one before travels, and never waits for the device: of
+        # equal ids all but the last have no row to write.
         self.wait_for_reader()
         with self.order:
-            last = last_occurrences(chunk.ids)
-            chunk = chunk if last.numel() == chunk.ids.numel() else chunk.select(last)
-            n = chunk.ids.numel()
-            if n:
+            if chunk.ids.numel():
                 (ids,) = self.copies.to_device([chunk.ids])
-                rows = self.find_or_create(ids)
-                for start in range(0, n, self.block_rows):
+                rows = last_of_each(self.find_or_create(ids))
+                for start in range(0, ids.numel(), self.block_rows):
                     part = chunk.part(start, start + self.block_rows)
                     part = with_columns(part, self.copies.to_device(all_columns(part)))
                     own = rows[start : start + self.block_rows]

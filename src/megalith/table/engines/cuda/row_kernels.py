@@ -150,10 +150,11 @@ def write_rows(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write one run of columns of distinct rows, rounded to the nearest."""
+    """Write one run of columns of distinct rows, rounded to the nearest; negative numbers are left out."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    row = tl.load(rows + at, mask=inside, other=0)
+    row = tl.load(rows + at, mask=inside, other=-1)
+    inside &= row >= 0
     address = row_address(chunks, row, SHIFT, STRIDE, inside)
     pointer = weight_pointer(address, OFFSET, OFFSET, PRECISION)[:, None]
     for first in tl.static_range(0, WIDTH, COLUMNS):
@@ -181,7 +182,8 @@ def copy_states(
     """Read or write the float32 states of distinct rows, [n, WIDTH]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    row = tl.load(rows + at, mask=inside, other=0)
+    row = tl.load(rows + at, mask=inside, other=-1)
+    inside &= row >= 0
     address = row_address(chunks, row, SHIFT, STRIDE, inside)
     pointer = aligned_pointer(address, tl.float32, OFFSET, OFFSET)[:, None]
     for first in tl.static_range(0, WIDTH, COLUMNS):
@@ -234,7 +236,8 @@ def write_header_field(
     """Change one 32-bit field of distinct rows: 0 sets it, 1 sets bits, 2 keeps only these bits."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    row = tl.load(rows + at, mask=inside, other=0)
+    row = tl.load(rows + at, mask=inside, other=-1)
+    inside &= row >= 0
     address = row_address(chunks, row, SHIFT, STRIDE, inside) + OFFSET
     target = address.to(tl.pointer_type(tl.int32))
     value = tl.load(values + at, mask=inside, other=0).to(tl.int32)

@@ -48,6 +48,7 @@ class StreamedSnapshot:
         self._left = self.rows  # rows that are not taken
         self._window = torch.empty(0, dtype=torch.int32, device=flags.device)
         self._at = 0  # the first row number after the window
+        self._thinned = False  # whether writers have taken rows of the window
         self._ahead: ArrivingColumns | None = None
         self._current: list[Tensor] | None = None
         self._begin = 0  # in the current block
@@ -65,6 +66,7 @@ class StreamedSnapshot:
             known = rows[(rows >= 0) & (rows < self._flags.numel())]
             chosen = known[self._flags[known.long()] != 0]
             self._save(torch.unique(chosen))
+            self._thinned = True
 
     def _save(self, rows: Tensor) -> None:
         for part in rows.split(self._block):
@@ -149,8 +151,10 @@ class StreamedSnapshot:
                 found = self._flags[self._at : self._at + WINDOW].nonzero()[:, 0]
                 self._window = (found + self._at).to(torch.int32)
                 self._at += WINDOW
+                self._thinned = False
             rows, self._window = self._window[: self._block], self._window[self._block :]
-            rows = rows[self._flags[rows.long()] != 0]  # writers may have taken some
+            if self._thinned:  # the number of rows is known to the device only, so the host waits
+                rows = rows[self._flags[rows.long()] != 0]
             if rows.numel():
                 return rows
         return None

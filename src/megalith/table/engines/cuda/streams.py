@@ -18,17 +18,20 @@ changed later outside of it. The memory of a table stays, so a call leaves that 
     to the device   the host fills pinned memory -> copy on the side stream -> the current stream waits for
                     it; the host fills a block while the one before travels
 
-Two blocks of at most BLOCK_BYTES are in use at a time in each direction. Their memory comes from torch's
+Two blocks of at most BLOCK_BYTES are in use at a time in each direction, and chunks that fit in a block
+are given to users as they arrive (`HostCopies.lend`). Their memory comes from torch's
 cache of pinned memory, so all tables share it. Without CUDA the same calls copy between plain tensors.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,7 +141,9 @@ def enter_call(device: torch.device) -> ExitStack | None:
     return changed
 
 
-BLOCK_BYTES = 32 << 20  # Bytes of pinned memory that a block takes, about
+BLOCK_BYTES = 64 << 20  # Bytes of pinned memory that a block takes, about
+LENT_BYTES = 4 * BLOCK_BYTES
+"""Bytes of pinned memory that users may hold as chunks of scans; more chunks are in ordinary memory."""
 ALIGNED_ROWS = 16
 """Blocks have a multiple of this number of rows: Triton compiles a kernel once more for other pointers."""
 _ALIGNMENT = 64
@@ -183,6 +188,20 @@ class HostCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._sent: deque[torch.cuda.Event] = deque()
+        self._lent: list[weakref.ref[np.ndarray]] = []
+
+    def lend(self, columns: Sequence[Tensor]) -> list[Tensor]:
+        """Return columns that a user may keep: these, or copies if users hold much pinned memory.
+
+        A copy into new memory is several times slower than the way from the device, because the system must
+        provide the pages.
+        """
+        self._lent = [array for array in self._lent if array() is not None]
+        if sum(array.nbytes for lent in self._lent if (array := lent()) is not None) >= LENT_BYTES:
+            return [column.clone() for column in columns]
+        arrays = [column.numpy() for column in columns]  # a tensor holds its array as long as it is used
+        self._lent.extend(map(weakref.ref, arrays))
+        return [torch.from_numpy(array) for array in arrays]
 
     def to_host(self, columns: Sequence[Tensor]) -> ArrivingColumns:
         targets = self._pinned_like(columns)
@@ -252,7 +271,12 @@ class ChunkDownload:
             self._sent.append((self._at, self._copies.to_host(all_columns(part))))
             self._at += self._rows
 
-    def finish(self, target: Chunk) -> None:
+    def finish(self, new: Callable[[], Chunk]) -> Chunk:
+        """Wait for the chunk. `new` makes a chunk on the host, for one that has several blocks."""
+        if self._sent and self._at >= self._source.ids.numel():
+            arrived = self._sent.popleft()[1].wait()  # no limit: a copy of the device
+            return with_columns(self._source, self._copies.lend(arrived))
+        target = new()
         while self._sent:
             self._send()
             start, arriving = self._sent.popleft()
@@ -260,3 +284,4 @@ class ChunkDownload:
             part = target.part(start, start + arrived[0].numel())
             for own, column in zip(all_columns(part), arrived, strict=True):
                 own.copy_(column)
+        return target
