@@ -70,21 +70,21 @@ class CachedReader(Reader):
                 new = max(1, int(NEW_IDS * values.numel()))
                 at = number * new % (values.numel() - new + 1)
                 values[at : at + new] += (number + 1) << 32
-                columns[name] = Ragged(values, column.row_splits)
+                columns[name] = Ragged.trusted(values, column.row_splits, single=True)
             self._at = self._with_shard({"batch": number + 1})
             yield replace(batch, features=columns, position=self._at)
 
 
 def make_batches(features: int, size: int) -> list[Batch]:
-    """Ids by Zipf's law with exponent 1.05, a million per feature and one per row."""
+    """Ids by Zipf's law with exponent 1.05, a million per feature and one per row, as a reader makes them."""
     generator = torch.Generator().manual_seed(0)
-    batches = []
+    batches, splits = [], torch.arange(size + 1)
     for _ in range(BATCHES):
         columns = {}
         for k in range(features):
             uniform = torch.rand(size, generator=generator, dtype=torch.float64)
             rank = (1 - uniform * (1 - 1e6**-0.05)) ** -20
-            columns[f"c{k}"] = Ragged(rank.long() * 2_654_435_761 + k, torch.arange(size + 1))
+            columns[f"c{k}"] = Ragged.trusted(rank.long() * 2_654_435_761 + k, splits, single=True)
         labels = (torch.rand(size, generator=generator) < 0.25).float()
         dense = torch.randn(size, DENSE, generator=generator)
         batches.append(Batch(columns, labels, dense, None, 0, {"batch": 0}))

@@ -28,6 +28,15 @@ def test_every_id_of_a_long_run_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     assert summary["features"]["user"] == {"share": 1.0, "occurrences": 660, "counts": [[30, 20], [60, 1]]}
 
 
+def test_the_first_rows_of_a_large_batch_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(id_frequencies, "MAX_ROWS", 2)
+    frequencies = IdFrequencies()
+    column = Ragged.from_lists([[1, 2], [], [3], [4]])
+    frequencies.update(Batch({"tags": column}, torch.zeros(4)))
+    summary = frequencies.summary(4)
+    assert (summary["samples"], summary["features"]["tags"]["occurrences"]) == (2, 2)
+
+
 def test_a_feature_of_many_ids_is_a_sample_whose_counts_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(id_frequencies, "MAX_IDS", 1000)
     monkeypatch.setattr(id_frequencies, "_PENDING", 500)

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from megalith.distributed.ranks import Ranks
 from megalith.errors import InputError
 from megalith.ragged import Ragged
 
+_ALIGNMENT = 64
 WATCHED_BATCHES = 100
 """Number of batches in which features with several ids per row are noticed."""
 
@@ -45,30 +47,60 @@ def part_of(batch: Batch, number: int, parts: int) -> Batch:
 
 
 class Copied(NamedTuple):
-    """A batch that a side stream copies to a GPU."""
+    """A batch that a side stream copies to a GPU, all tensors in one copy of one block of memory."""
 
-    pinned: Batch
+    memory: Tensor
     batch: Batch
     ready: torch.cuda.Event
 
     @classmethod
     def start(cls, batch: Batch, stream: torch.cuda.Stream) -> Copied:
-        pinned = batch.pin_memory()
+        places: dict[int, tuple[Tensor, int]] = {}  # columns with one id per row share their row_splits
+        size = 0
+
+        def add(tensor: Tensor | None) -> None:
+            nonlocal size
+            if tensor is not None and id(tensor) not in places:
+                places[id(tensor)] = tensor, size
+                size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+        others: dict[str, Any] = {
+            f.name: x for f in fields(batch) if isinstance(x := getattr(batch, f.name), Tensor)
+        }
+        for column in batch.features.values():
+            for tensor in (column.values, column.row_splits, column.weights):
+                add(tensor)
+        for tensor in others.values():
+            add(tensor)
+        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
+        for tensor, start in places.values():
+            _view(pinned, tensor, start).copy_(tensor)
         with torch.cuda.stream(stream):
-            return cls(pinned, pinned.to(stream.device, non_blocking=True), stream.record_event())
+            memory, ready = pinned.to(stream.device, non_blocking=True), stream.record_event()
+        moved = {key: _view(memory, *place) for key, place in places.items()}
+        columns = {
+            name: Ragged.trusted(
+                moved[id(x.values)],
+                moved[id(x.row_splits)],
+                None if x.weights is None else moved[id(x.weights)],
+                single=x.single,
+            )
+            for name, x in batch.features.items()
+        }
+        others = {name: moved[id(tensor)] for name, tensor in others.items()}
+        return cls(memory, replace(batch, features=columns, **others), ready)
 
     def use(self) -> Batch:
         """Let the current stream wait for the copy, and keep its memory until that stream is done."""
         current = torch.cuda.current_stream()
         current.wait_event(self.ready)
-        tensors: list[Tensor | None] = [self.batch.labels, self.batch.dense, self.batch.weights]
-        columns: Iterable[Ragged | Tensor] = self.batch.features.values()
-        for x in columns:
-            tensors += [x.values, x.row_splits, x.weights] if isinstance(x, Ragged) else [x]
-        for tensor in tensors:
-            if tensor is not None:
-                tensor.record_stream(current)
+        self.memory.record_stream(current)
         return self.batch
+
+
+def _view(memory: Tensor, like: Tensor, start: int) -> Tensor:
+    """Return the part of a block that holds a tensor."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 class StepBatch(NamedTuple):

@@ -538,7 +538,8 @@ def write_chunk(table: DeviceTable, rows: Tensor, chunk: Chunk) -> None:
     device = table.device
     table.write_weights(rows, chunk.rows.to(device))
     if chunk.state:
-        states = torch.cat([column.to(device) for column in chunk.state.values()], 1)
+        columns = [column.to(device) for column in chunk.state.values()]
+        states = torch.cat(columns, 1) if len(columns) > 1 else columns[0].contiguous()
         table.copy_states(rows, states, write=True)
     if chunk.count is not None and chunk.step is not None:
         table.write_header(COUNT, rows, chunk.count.to(device))

@@ -614,6 +614,8 @@ class CudaEngine(Engine):
             self.policies.collect()
             self._removed[consumer] = []
             self._forget(consumer)
+            none = torch.full((1,), -1, dtype=torch.int32, device=self.device)
+            self.table.write_header(FLAGS, none, none, 2)  # compiles what a drain needs before the first step
             self.table.tracked |= self._bit(consumer)
             self.table.changed()
 

@@ -144,6 +144,7 @@ def enter_call(device: torch.device) -> ExitStack | None:
 BLOCK_BYTES = 64 << 20  # Bytes of pinned memory that a block takes, about
 LENT_BYTES = 4 * BLOCK_BYTES
 """Bytes of pinned memory that users may hold as chunks of scans; more chunks are in ordinary memory."""
+IN_FLIGHT = 4  # Copies to the device: a restored block is two, one of ids and one of the other columns
 ALIGNED_ROWS = 16
 """Blocks have a multiple of this number of rows: Triton compiles a kernel once more for other pointers."""
 _ALIGNMENT = 64
@@ -219,12 +220,12 @@ class HostCopies:
         return ArrivingColumns(targets, event)
 
     def to_device(self, columns: Sequence[Tensor]) -> list[Tensor]:
-        """Copy columns to the device. The host waits only for the copy before the last one."""
+        """Copy columns to the device. The host waits only if several copies are on their way."""
         moving = [column for column in columns if column.device != self._device]
         if not moving:
             return list(columns)
         assert self._stream is not None  # otherwise the device is the host
-        while len(self._sent) > 1:
+        while len(self._sent) >= IN_FLIGHT:
             self._sent.popleft().synchronize()
         pinned = self._pinned_like(moving)
         for target, column in zip(pinned, moving, strict=True):
