@@ -28,7 +28,7 @@ from megalith.storage.tensor_files import decode, encode
 
 FREQUENCIES = "frequencies"
 MAX_IDS = 65_536
-MAX_ROWS = 4096
+MAX_ROWS = 1024
 _PENDING = 1 << 18
 _SALT = 0x5851F42D4C957F2D  # mix64(0) is 0: without it, id 0 would always be in the sample
 
