@@ -52,8 +52,13 @@ class TablesStrategy(DDPStrategy):  # type: ignore[misc]
             checkpoint: What Lightning saves.
             filepath: The directory.
             storage_options: As in Lightning.
+
+        Raises:
+            CheckpointError: It is a URL.
         """
         path = Path(self.broadcast(fspath(filepath)))
+        if "://" in fspath(filepath):
+            raise CheckpointError(f"TablesStrategy saves to directories, not to {filepath}")
         manifest = checkpoints.save(self.lightning_module, path / SAVED, deltas=False)
         # Both parts are replaced one after the other, so the file names the save that it belongs to.
         super().save_checkpoint(checkpoint | {SAVED: manifest.tip}, path / FILE, storage_options)
