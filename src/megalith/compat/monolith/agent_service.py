@@ -405,16 +405,8 @@ _PLACE = re.compile(r"(?P<idc>[^:]+):(?P<cluster>[^:]+)")
 _SUB_GRAPH = re.compile(r"ps_(?P<task>[0-9]{1,9})")
 
 
-@dataclass(frozen=True)
-class _TaskReplica:
-    """An AVAILABLE replica of a task such as "ps:1"."""
-
-    server_type: str
-    task: int
-    replica_id: int
-    address: str
-    idc: str | None
-    cluster: str | None
+_Found = tuple[str, int, str, "TargetExtraInfo"]
+"""An AVAILABLE replica of a task such as ps:1: "ps", 1, its address, and where it runs."""
 
 
 @dataclass
@@ -483,7 +475,7 @@ class ReplicaWatcher:
         if zk_watch_address_family not in ("ipv4", "ipv6"):
             raise InputError(f"zk_watch_address_family must be ipv4 or ipv6, got {zk_watch_address_family!r}")
         self._dc_aware, self._prefix = config.dc_aware, config.path_prefix
-        self._found: tuple[_TaskReplica, ...] = ()
+        self._found: list[_Found] = []
         self._is_stopped = False
         ours = isinstance(zk_client, ZooKeeperDiscovery)
         self._session: Any = zk_client.session if ours else ClientSession(zk_client)
@@ -500,7 +492,7 @@ class ReplicaWatcher:
         self._is_stopped = True
         if self._view is not None:
             self._session.drop(self._view)
-        self._found = ()
+        self._found = []
 
     def get_replicas(
         self, server_type: ServerType, task: int, idc: str | None = None, cluster: str | None = None
@@ -533,9 +525,9 @@ class ReplicaWatcher:
             The addresses by "ps:1", or by "idc:cluster/ps:1" if dc_aware.
         """
         result: dict[str, list[str]] = {}
-        for each in self._matching(server_type, None, idc, cluster):
-            place = f"{each.idc}:{each.cluster}/" if self._dc_aware else ""
-            result.setdefault(f"{place}{each.server_type}:{each.task}", []).append(each.address)
+        for kind, task, address, info in self._matching(server_type, None, idc, cluster):
+            place = f"{info.idc}:{info.cluster}/" if self._dc_aware else ""
+            result.setdefault(f"{place}{kind}:{task}", []).append(address)
         return result
 
     def get_replicas_with_extra_info(
@@ -547,7 +539,7 @@ class ReplicaWatcher:
             The places by address, sorted by replica id.
         """
         found = self._matching(server_type, task, idc, cluster)
-        return {each.address: TargetExtraInfo(each.idc, each.cluster, each.replica_id) for each in found}
+        return {address: info for _, _, address, info in found}
 
     def to_sync_wrapper(self) -> SyncBackend:
         """Return the backend for parameter sync: the sub graph "ps_1" is task 1 of type ps."""
@@ -555,39 +547,39 @@ class ReplicaWatcher:
 
     def _matching(
         self, server_type: str, task: int | None, idc: str | None, cluster: str | None
-    ) -> list[_TaskReplica]:
+    ) -> list[_Found]:
         return [
-            each
-            for each in self._found
-            if each.server_type == server_type
-            and task in (None, each.task)
-            and idc in (None, each.idc)
-            and cluster in (None, each.cluster)
+            (kind, number, address, info)
+            for kind, number, address, info in self._found
+            if kind == server_type
+            and task in (None, number)
+            and idc in (None, info.idc)
+            and cluster in (None, info.cluster)
         ]
 
-    def _changed(self, found: tuple[_TaskReplica, ...]) -> None:
+    def _changed(self, found: list[_Found]) -> None:
         if not self._is_stopped:
             self._found = found
 
-    def _read(self, reader: NodeReader) -> tuple[_TaskReplica, ...]:
+    def _read(self, reader: NodeReader) -> list[_Found]:
         places: dict[str, tuple[str | None, str | None]] = {self._prefix: (None, None)}
         if self._dc_aware:
             matches = map(_PLACE.fullmatch, reader.children(self._prefix))
             places = {
                 f"{self._prefix}/{match[0]}": (match["idc"], match["cluster"]) for match in matches if match
             }
-        found: list[_TaskReplica] = []
+        found: list[_Found] = []
         for path, place in places.items():
             for name in reader.children(path):
                 task = _TASK.fullmatch(name)
                 if task is None:
                     logger.warning("%s/%s is not a task, which is named type:number", path, name)
                     continue
-                owner = task["server_type"], int(task["task"])
-                replicas = self._read_task(reader, f"{path}/{name}")
-                found += [_TaskReplica(*owner, number, address, *place) for number, address in replicas]
-        found.sort(key=lambda each: (each.server_type, each.task, each.replica_id, each.address))
-        return tuple(found)
+                kind, number = task["server_type"], int(task["task"])
+                for replica, address in self._read_task(reader, f"{path}/{name}"):
+                    found.append((kind, number, address, TargetExtraInfo(*place, replica)))
+        found.sort(key=lambda each: (each[0], each[1], each[3].replica_id, each[2]))
+        return found
 
     def _read_task(self, reader: NodeReader, path: str) -> list[tuple[int, str]]:
         names = [name for name in reader.children(path) if _REPLICA.fullmatch(name)]

@@ -45,36 +45,32 @@ class MonolithCombiner(ABC):
         """
 
 
-class ReduceSum(MonolithCombiner, nn.Sum):
+class _Pooling(MonolithCombiner):
+    """A combiner whose next base is one of Megalith's."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def combine(self, key: Ragged, embedding: Tensor, name: str | None = None) -> Tensor:
+        combined: Tensor = super(MonolithCombiner, self).combine(key, given(embedding))  # type: ignore[misc]
+        return combined
+
+
+class ReduceSum(_Pooling, nn.Sum):
     """The sum of the embeddings of a row, [B, d]; zeros for an empty row."""
 
-    def __init__(self) -> None:
-        super().__init__(0)
 
-    def combine(self, key: Ragged, embedding: Tensor, name: str | None = None) -> Tensor:
-        return nn.Sum.combine(self, key, given(embedding))
-
-
-class ReduceMean(MonolithCombiner, nn.Mean):
+class ReduceMean(_Pooling, nn.Mean):
     """The mean of the embeddings of a row, [B, d]; zeros for an empty row, where Monolith gives NaN."""
 
-    def __init__(self) -> None:
-        super().__init__(0)
 
-    def combine(self, key: Ragged, embedding: Tensor, name: str | None = None) -> Tensor:
-        return nn.Mean.combine(self, key, given(embedding))
-
-
-class MonolithFirstN(MonolithCombiner, nn.FirstN):
+class MonolithFirstN(_Pooling, nn.FirstN):
     """Monolith's `FirstN`: the first embeddings of a row, [B, seq_length, d], padded with zeros."""
 
     def __init__(self, seq_length: int) -> None:
         seq_length = checks.integer(seq_length, "FirstN: seq_length")
         MonolithCombiner.__init__(self, seq_length)
         nn.FirstN.__init__(self, seq_length)
-
-    def combine(self, key: Ragged, embedding: Tensor, name: str | None = None) -> Tensor:
-        return nn.FirstN.combine(self, key, given(embedding))
 
 
 # Monolith's names. The classes have other names because a class name is used once in this package.
