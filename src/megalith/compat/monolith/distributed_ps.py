@@ -135,14 +135,13 @@ def _make_tables(
     num_ps: int,
     configs: Mapping[str, TableConfig],
     factory: Callable[[int, Any], Any] | None,
-    *options: Any,
+    *,
     own: Any = None,
+    half: bool = False,
+    millis: float = DEADLINE_MILLIS,
+    native: bool = False,
 ) -> Shards:
-    """Return the tables of `num_ps` servers: what the factory makes of `own`, or those of the configs.
-
-    options: whether rows travel as float16, the deadline in milliseconds, and whether tables are native.
-    """
-    half, millis, native = options or (False, DEADLINE_MILLIS, False)
+    """Return the tables of `num_ps` servers: what the factory makes of `own`, or those of the configs."""
     count = checks.integer(num_ps, f"{where}: num_ps", 0)
     checks.callback(factory, f"{where}: table_factory")
     checks.number(millis, f"{where}: max_rpc_deadline_millis")
@@ -168,7 +167,7 @@ def _make_tables(
         return made
     if not count or export_context.is_exporting():
         return LocalShards(made)
-    timeout = {} if millis == DEADLINE_MILLIS else {"timeout": millis / 1000}
+    timeout: dict[str, Any] = {} if millis == DEADLINE_MILLIS else {"timeout": millis / 1000}
     return ServerShards(made, num_servers=count, wire="float16" if half else "float32", **timeout)
 
 
@@ -279,8 +278,8 @@ class DistributedMultiTypeHashTable(MonolithSlotTables):
         native = checks.flag(use_native_multi_hash_table, f"{where}: use_native_multi_hash_table")
         self._native = native and not half
         configs = {slot: named(config, slot) for slot, config in slot_to_config.items()}
-        options = (half, max_rpc_deadline_millis, self._native)
-        self._take(_make_tables(where, num_ps, configs, table_factory, *options), None)
+        options: dict[str, Any] = {"half": half, "millis": max_rpc_deadline_millis, "native": self._native}
+        self._take(_make_tables(where, num_ps, configs, table_factory, **options), None)
 
     def lookup(self, slot_to_id: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Read rows; ids without a row read as zeros.
@@ -368,8 +367,9 @@ class PartitionedHashTable(MonolithTables):
             own = list(configs.values())
             shards: Shards = SyncShards(own, engine="cuda") if grouped else LocalShards(own, engine="cuda")
         else:
-            options = (found.transfer_float16, max_rpc_deadline_millis, found.use_native_multi_hash_table)
-            shards = _make_tables(where, count, configs, table_factory, *options)
+            options: dict[str, Any] = {"half": found.transfer_float16, "millis": max_rpc_deadline_millis}
+            options["native"] = found.use_native_multi_hash_table
+            shards = _make_tables(where, count, configs, table_factory, **options)
         engines = {table.engine for table in shards.local.values()}
         if found.enable_gpu_emb and (engines != {"cuda"} or shards.world_size != found.num_ps):
             raise InputError(
