@@ -165,7 +165,9 @@ def test_every_rule_stays_within_small_and_large_budgets(tmp_path: Path, rule: s
         given = str(tmp_path), 1024, [(1, 8), (2, 8)], budget, rule, rows
         for found, _, ledger in run_ranks(grown, *given, world_size=2 if rows else 1):
             assert ledger <= budget
-            assert max(found) <= budget + OVERHEAD, (budget, found)
+            first, *later = found
+            assert first <= budget + OVERHEAD, (budget, found)  # with code that runs for the first time
+            assert max(later) <= budget, (budget, found)
 
 
 @needs_linux

@@ -31,9 +31,9 @@ from megalith.errors import BudgetError
 from megalith.gather.payload import PackedRows
 from megalith.gather.payload_schema import ParameterSpec
 from megalith.gather.reduce import (
-    BLOCK_BYTES,
     TablePart,
     Travel,
+    block_bytes,
     reduce_rows,
     reduce_table,
     row_bytes,
@@ -217,7 +217,7 @@ class Columns:
         config, payloads, cpu = self.result.plan.update, self.result.payloads, torch.device("cpu")
         wanted = self._wanted(spec)[place]
         each = row_bytes(spec, config, len(uids), self._travel)
-        count = max(1, (min(self.ledger.budget, BLOCK_BYTES) - self._fixed()) // each)
+        count = max(1, block_bytes(self.ledger.budget - self._fixed()) // each)
         held = [(payloads[uid], n) for n, uid in enumerate(uids) if self._holders[uid] == place]
         for start in range(0, spec.rows, count):
             span = start, min(start + count, spec.rows)
@@ -317,7 +317,7 @@ class Columns:
                 f"on each of {size} ranks, {max(0, left)} are left: raise memory_budget"
             )
         # An eighth is left for what the allocator rounds up.
-        count = max(1, min(left, BLOCK_BYTES) * 7 // 8 // each)
+        count = max(1, block_bytes(left) * 7 // 8 // each)
         if spec.name in self._sharded:
             lines, chunks = spec.band  # a rank has the chunks that begin in its lines
             edges = [-(-start // lines) * chunks for start, _ in shard_spans(spec.shape[0], size)]

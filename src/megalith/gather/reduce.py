@@ -40,6 +40,7 @@ from megalith.storage.bodies import Ledger
 EPSILON = 1e-8
 TablePart = Literal["ids", "rows"]
 BLOCK_BYTES = 32 << 20
+_RESERVE_BYTES = 3 << 20  # of a budget, for objects of the window and freed memory that the allocator keeps
 """Memory of a block at most, also with a larger budget: larger blocks are not faster."""
 _PEER_BYTES = 48  # one kept position of a peer, unpacked: index, place, code, value
 _ENTRY_BYTES = 84  # one value of a robust rule: place and value, sorted, ranked
@@ -85,6 +86,11 @@ def reduce_rows(
     return inverse_dct(tile, spec.chunk) if spec.dct else tile
 
 
+def block_bytes(left: int) -> int:
+    """Return how large a block may be if some bytes of the budget are left."""
+    return min(left - min(left // 2, _RESERVE_BYTES), BLOCK_BYTES)
+
+
 def reduce_table(
     table: TableSpec,
     counts: Sequence[int],
@@ -99,7 +105,7 @@ def reduce_table(
     # their reduced rows float32 [n, dim].
     each = table_row_bytes(table, config, len(counts))
     # The tables that take the rows need memory, too.
-    most = max(1, min((ledger.budget - ledger.used) // 2, BLOCK_BYTES) // max(1, each))
+    most = max(1, block_bytes(ledger.budget - ledger.used) // 2 // max(1, each))
     at, peers = [0] * len(counts), range(len(counts))
     while any(at[peer] < counts[peer] for peer in peers):
         with ledger.hold(most * each, "rows of a table"):
