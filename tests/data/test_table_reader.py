@@ -133,6 +133,48 @@ def test_reading_ahead_gives_the_same_batches_and_counts(tmp_path: Path) -> None
         list(reader)
 
 
+# ---- files that are corrected
+
+
+def with_a_bad_row(path: Path, bad: bool) -> Path:
+    """Row 47 has a label that is not a number, or one with more digits."""
+    labels = [str(n) for n in range(60)]
+    labels[47] = "?" if bad else "47.000000"
+    if path.suffix == ".csv":
+        path.write_text("y,c\n" + "".join(f"{y},{n}\n" for n, y in enumerate(labels)))
+        return path
+    return write(path, {"y": labels, "c": list(range(60))}, group=12)
+
+
+@pytest.mark.parametrize("name", ["b.parquet", "b.csv"])
+def test_no_row_is_lost_or_repeated_after_a_bad_row_was_corrected(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = with_a_bad_row(tmp_path / name, bad=True)
+    kind = ParquetReader if name.endswith("parquet") else CsvReader
+    options: dict[str, Any] = {} if kind is ParquetReader else {"block_bytes": 64}
+    read: list[float] = []
+    positions: list[Any] = []
+
+    def train() -> None:
+        for batch in kind(path, SCHEMA, batch_size=4, **options):
+            read.extend(labels_of([batch]))
+            positions.append(json.loads(json.dumps(batch.position)))
+
+    with pytest.raises(
+        InputError, match=rf"{name}: (row 47|line 49), column 'y': .* fix it, or pass on_error"
+    ):
+        train()
+    assert read == list(range(len(read))), "nothing after the bad row was read"
+    assert 30 < len(read) < 48
+
+    with_a_bad_row(path, bad=False)
+    reader = kind(path, SCHEMA, batch_size=4, **options)
+    reader.seek(positions[-1])
+    assert read + labels_of(reader) == list(range(60))
+    assert "has changed since the position was saved; reading continues in it at the same row" in caplog.text
+
+
 # ---- workers of a DataLoader
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import glob
 import io
+import logging
 import os
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -21,6 +22,9 @@ from megalith.data.batch import Position
 from megalith.errors import InputError
 from megalith.ragged import arrow
 
+logger = logging.getLogger(__name__)
+_Part = tuple[str, Any, int]
+"""Name and size of a file, and number of a part of it."""
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -169,17 +173,15 @@ class FilePositions:
 
     def __init__(self, key: str, parts: Sequence[tuple[Any, int]], root: str) -> None:
         self.key = key
-        self._parts: list[tuple[str, int, int]] = []
-        self._before = [0]
+        self._parts: list[_Part] = []
         sizes: dict[Any, int] = {}
         names: dict[Any, str] = {}
         for path, number in parts:
             if path not in sizes:
                 sizes[path] = path.stat().st_size if path.exists() else -1
                 names[path] = relative_name(path, root)
-            part = (names[path], sizes[path], number)
-            self._parts.append(part)
-            self._before.append(zlib.crc32(repr(part).encode(), self._before[-1]))
+            self._parts.append((names[path], sizes[path], number))
+        self._before = _checksums(self._parts)
 
     @classmethod
     def of_files(cls, key: str, files: Sequence[Any], paths: Paths) -> FilePositions:
@@ -201,8 +203,12 @@ class FilePositions:
             "before": self._before[min(index, len(self._parts))],
         }
 
-    def check(self, position: Position) -> None:
-        """Check that the parts up to a position are those that it was taken from."""
+    def check(self, position: Position, same_rows: Callable[[], bool] = lambda: False) -> None:
+        """Check that the parts up to a position are those that it was taken from.
+
+        The file of the position itself may have been corrected, if `same_rows` says that the rows before the
+        position are as many as they were.
+        """
         index = position_integer(position, self.key, max(len(self._parts) - 1, 0))
         if (index, position.get("name"), position.get("before")) == (0, "", 0):
             return  # it was taken when there was no part
@@ -218,13 +224,31 @@ class FilePositions:
                 f"reader: the position in file {name!r} was saved by an earlier version, without "
                 "a record of the files before it; start over"
             )
-        if position.get("size") != found["size"]:
+        size = position.get("size")
+        if size != found["size"] and same_rows():
+            parts = [(each, size if each == name else found, n) for each, found, n in self._parts[:index]]
+            if position["before"] == _checksums(parts)[-1]:
+                logger.warning(
+                    "reader: file %r has changed since the position was saved; reading continues in it at "
+                    "the same row",
+                    name,
+                )
+                return
+        if size != found["size"]:
             raise InputError(
-                f"reader: file {name!r} of the position had {position.get('size')} bytes and now has "
+                f"reader: file {name!r} of the position had {size} bytes and now has "
                 f"{found['size']}; {remedy}"
             )
         if any(position.get(key) != found[key] for key in ("part", "before")):
             raise InputError(f"reader: the files before {name!r} of the position have changed; {remedy}")
+
+
+def _checksums(parts: Sequence[_Part]) -> list[int]:
+    """The checksum before each part, and that of all."""
+    found = [0]
+    for part in parts:
+        found.append(zlib.crc32(repr(part).encode(), found[-1]))
+    return found
 
 
 def relative_name(path: Any, root: str) -> str:

@@ -158,6 +158,7 @@ class TableReader(Reader):
             self._root = data_root(paths)
         self._keys: dict[Any, dict[str, Any]] = self._partition_keys()
         self._positions: dict[Any, FilePositions] = {}
+        self._owned: dict[Any, list[Part]] = {}
         self._fragment: tuple[Any, Any] = None, None
         self._known: Any = None
         """The Arrow schema of the last chunk, which matches the Schema."""
@@ -252,6 +253,7 @@ class TableReader(Reader):
         # `carried` holds their names, and Arrow record batches of the rows in the order of the batches.
         other = self.in_order()
         other.carried = list(columns), []
+        other._positions, other._owned = {}, {}
         other._open()
         return other
 
@@ -318,7 +320,17 @@ class TableReader(Reader):
         return wrong
 
     def _own(self, position: Position) -> list[Part]:
-        """The parts of this shard, or its share of every part, in the order of an epoch."""
+        """The parts of this shard, or its share of every part, in the order of an epoch; listed once."""
+        key = self._share_key(position)
+        if key not in self._owned:
+            self._owned = {key: self._list_own(position)}
+        return self._owned[key]
+
+    def _share_key(self, position: Position) -> tuple[Any, ...]:
+        epoch = None if self.shuffle is None else position["epoch"]
+        return self.rank, self.world_size, position.get("split", self._splits), self.shuffle, epoch
+
+    def _list_own(self, position: Position) -> list[Part]:
         parts, rank, ranks = self._all_parts, self.rank, self.world_size
         if self.shuffle is not None and len(parts) > 1:
             order = np.random.default_rng([self._seed, position["epoch"]]).permutation(len(parts))
@@ -338,11 +350,9 @@ class TableReader(Reader):
 
     def _files_at(self, position: Position) -> FilePositions:
         """The parts of files of this shard, listed once."""
-        split = position.get("split", self._splits)
-        epoch = None if self.shuffle is None else position["epoch"]
-        key = (self.rank, self.world_size, split, epoch)
+        key = self._share_key(position)
         if key not in self._positions:
-            parts = [(part.file, part.number) for part in self._own({**position, "split": split})]
+            parts = [(part.file, part.number) for part in self._own(position)]
             self._positions = {key: FilePositions(self.part_key, parts, self._root)}
         return self._positions[key]
 
@@ -355,10 +365,12 @@ class TableReader(Reader):
         files = self._files_at(position)
         whole = {} if self.shuffle is None else {"files": files.checksum}
         split = position.get("split", self._splits)
-        return {**files.at(index), "split": split, **whole, **self._in_part()}
+        own = self._own(position)
+        return {**files.at(index), "split": split, **whole, **self._in_part(own[index] if own else None)}
 
-    def _in_part(self) -> Position:
-        return {"row": 0}
+    def _in_part(self, part: Part | None) -> Position:
+        """The rest of the position at the start of a part."""
+        return {"rows": [0, 0] if part is None else [part.first, part.stop], "row": 0}
 
     def _check(self, position: Position) -> None:
         if not isinstance(position.get("split"), bool):
@@ -369,8 +381,13 @@ class TableReader(Reader):
                 "reader: the files of the shuffled position have changed; read the same files until the end "
                 "of the epoch, or start over"
             )
-        files.check(position)
+        files.check(position, partial(self._has_same_rows, position))
         self._check_in_part(position)
+
+    def _has_same_rows(self, position: Position) -> bool:
+        """Whether a file that was changed has as many rows before the part of a position, and in it."""
+        part = self._own(position)[position[self.part_key]]
+        return position.get("rows") == [part.first, part.stop]
 
     def _check_in_part(self, position: Position) -> None:
         index = position[self.part_key]
@@ -427,7 +444,7 @@ class TableReader(Reader):
     def _scan(self, part: Part, rows: int) -> Iterator[Any]:
         """Record batches of a part with the columns to read."""
         fragment = self._fragment_of(part.file)
-        if hasattr(fragment, "row_groups"):
+        if isinstance(fragment, arrow("pyarrow.dataset").ParquetFileFragment):  # listing its groups is slow
             fragment = fragment.subset(row_group_ids=[part.number])
         held = set(fragment.physical_schema.names)
         columns = [name for name in self._columns if name in held]
