@@ -20,7 +20,7 @@ from tests.distributed.ranks import run_ranks
 
 ON_A_GPU = torch.cuda.is_available()
 SOAK = [] if ON_A_GPU else [pytest.mark.soak]
-BATCH, ROUNDS = 4, 3 if ON_A_GPU else 2
+BATCH, ROUNDS = (4, 3) if ON_A_GPU else (2, 2)
 
 
 def context_of(native: bool, num_ps: int, on_gpu: bool) -> ParserCtx:
