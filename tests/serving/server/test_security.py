@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import pickle
@@ -29,6 +30,7 @@ from megalith.serving.server import dispatcher
 from megalith.serving.server import security as security_module
 from megalith.serving.server.dispatcher import WRITE_THREADS, MallocTrimmer
 from megalith.serving.server.grpc_calls import MAX_STREAMS
+from megalith.serving.server.http import HttpServer
 from megalith.serving.server.model_server import ModelServer
 from megalith.serving.server.security import Permission, Security, read_token
 from megalith.serving.server.server_config import ServerConfig
@@ -42,6 +44,7 @@ from tests.serving.exports import (
     request_of,
     serving,
     silent,
+    wait_until,
 )
 from tests.serving.server.test_rest import inputs as rest_inputs
 
@@ -166,6 +169,28 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
 
 
 # ---- certificates
+
+
+@pytest.mark.parametrize("state", ["handshake", "not begun"])
+def test_stopping_closes_connections_in_their_tls_handshake(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    async def app(scope: object, receive: object, send: object) -> None: ...
+
+    async def wait(connection: object, client: object) -> None:
+        await asyncio.Event().wait()
+
+    security = Security(certificate=certificates.server, key=certificates.server_key)
+    server = HttpServer(app, security, "127.0.0.1", 0)
+    if state == "not begun":
+        monkeypatch.setattr(server, "_connect", wait)
+    server.start()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        wait_until(lambda: len(server._waiting) == 1)
+        (connection,) = server._waiting
+        server.stop(0.1)
+        assert connection._client.fileno() == -1
+        assert client.recv(1) == b""
 
 
 def test_tls(exported: Path, certificates: Certificates) -> None:

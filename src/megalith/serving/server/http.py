@@ -134,9 +134,10 @@ class HttpConnection(_H11.H11Protocol):  # type: ignore[misc]
         """End the connection, whatever it is doing."""
         if self.transport is not None:
             self.transport.abort()
-        else:  # in its TLS handshake
+        else:  # in its TLS handshake, or before it
             with suppress(OSError):
                 self._client.shutdown(socket.SHUT_RDWR)
+            self._client.close()
 
     def begin_answer(self) -> bool:
         """Note that a request has arrived completely; return False if the connection was closed."""
