@@ -249,7 +249,7 @@ class Targets:
     def _set(self, replicas: Replicas) -> None:
         self._replicas = replicas
         known = {replica.address for replica in replicas}
-        # A copy: calls in other threads record failures meanwhile.
+        # A copy: calls in other threads record failures at the same time.
         for address in [address for address in self._failed.copy() if address not in known]:
             self._failed.pop(address, None)
 

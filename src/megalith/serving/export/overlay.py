@@ -157,11 +157,11 @@ class Overlay:
         rows[flagged[:, -1] != PRESENT] = 0.0
         return rows
 
-    # ---- folding; one thread at a time
+    # ---- compaction; one thread at a time
 
     @property
     def unfolded_rows(self) -> int:
-        """Number of ids written since the last fold began."""
+        """Number of ids written since the last compaction began."""
         return sum(len(layers[0]) for layers in self._layers.values())
 
     @property
@@ -170,8 +170,8 @@ class Overlay:
         return sum(len(layer) for layers in self._layers.values() for layer in layers[1:])
 
     def seal(self) -> Layers:
-        """Begin a fold: further writes go to new tables. Called by the thread that writes."""
-        # Nothing is sealed while the rows of a fold that failed are in memory: each failure would add a
+        """Begin a compaction: further writes go to new tables. Called by the thread that writes."""
+        # Nothing is sealed while the rows of a failed compaction are in memory: each failure would add a
         # layer, with another copy of rows that are written often.
         sealed = self._layers
         if any(isinstance(layer, Table) for layers in sealed.values() for layer in layers[1:]):
@@ -180,7 +180,7 @@ class Overlay:
         return sealed
 
     def replace_sealed(self, folded: Mapping[str, CompactedRows]) -> None:
-        """End a fold: one layer replaces those that `seal` returned. Called while nothing else is sealed."""
+        """End a compaction: one layer replaces those that `seal` returned, while nothing else is sealed."""
         self._layers = {name: (layers[0], folded[name]) for name, layers in self._layers.items()}
         self._served = None  # it would keep the sealed rows in memory until the next request
 
@@ -266,14 +266,14 @@ def inherit_rows(own: Overlay, overlay: Overlay, frozen: Mapping[str, FrozenRows
 
 # ---- compaction
 
-COMPACTION_ROWS = 1 << 18  # Pushed rows in memory from which a fold is worth its files
-# A fold waits until the rows in memory are this share of the folded ones, because it writes all of them
+COMPACTION_ROWS = 1 << 18  # With fewer pushed rows in memory, no compaction starts
+# A compaction waits until the rows in memory are this share of the compacted ones: it writes all of them
 _SHARE = 4
 _CHUNK = 1 << 16
 
 
 class _CompactorClosedError(Exception):
-    """Ends a fold whose rows nobody needs any more."""
+    """Ends a compaction whose rows are not needed any more."""
 
 
 class CompactedRows:
@@ -300,7 +300,7 @@ class CompactedRows:
 
 
 class Compactor:
-    """Folds the pushed rows of a servable, one fold at a time."""
+    """Moves the pushed rows of a servable into mapped files, one compaction at a time."""
 
     def __init__(
         self, directory: Path | None = None, *, rows: int = COMPACTION_ROWS, seconds: float = 0.0
@@ -311,10 +311,10 @@ class Compactor:
         self._earliest = time.monotonic() + seconds
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.folds = 0  # Folds that ended
+        self.folds = 0  # Compactions that ended
 
     def consider(self, overlay: Overlay) -> None:
-        """Begin a fold if there are enough rows. Called by the thread that writes, after a write."""
+        """Begin a compaction if there are enough rows. Called by the thread that writes, after a write."""
         if self._closed or (self._thread is not None and self._thread.is_alive()):
             return
         enough = max(self._least, overlay.folded_rows // _SHARE)
@@ -326,7 +326,7 @@ class Compactor:
         self._thread.start()
 
     def close(self) -> None:
-        """End the fold in progress, without waiting for it; no other one begins."""
+        """End the compaction in progress, without waiting for it; no other one begins."""
         self._closed = True
 
     def _fold(self, overlay: Overlay, sealed: Layers) -> None:
@@ -337,7 +337,7 @@ class Compactor:
             overlay.replace_sealed(folded)
             self.folds += 1
         except _CompactorClosedError:
-            logger.debug("a fold ended with its servable")
+            logger.debug("a compaction ended with its servable")
         except (MegalithError, OSError, RuntimeError, MemoryError) as error:  # torch: RuntimeError
             logger.warning("pushed rows stay in memory: %s", error)
         finally:

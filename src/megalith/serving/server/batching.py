@@ -260,7 +260,7 @@ def _expire(future: asyncio.Future[Any]) -> None:
 
 def _deliver(waiting: Sequence[_QueuedRequest[Work, Result]], results: Sequence[Result | Exception]) -> None:
     for queued, result in zip(waiting, results, strict=True):
-        if queued.future.done():  # its caller has gone meanwhile
+        if queued.future.done():  # its caller no longer waits
             continue
         if isinstance(result, Exception):
             queued.future.set_exception(result)

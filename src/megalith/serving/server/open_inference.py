@@ -239,7 +239,7 @@ def model_statistics(dispatcher: Dispatcher, name: str, version: str) -> Message
 
 def _add_statistics(response: Message, model: ServedModel, name: str, number: int) -> None:
     version = model.versions.get(number)
-    if version is None:  # it was retired meanwhile
+    if version is None:  # it has been retired since
         return
     sums = version.statistics.sums()
     added = response.model_stats.add(

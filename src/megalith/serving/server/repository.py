@@ -314,7 +314,7 @@ def _files(directory: Path) -> Files:
             status = path.stat()
             found.append((str(path), status.st_size, status.st_mtime_ns))
     except OSError:
-        pass  # it may have been deleted meanwhile
+        pass  # it may have been deleted since
     return tuple(sorted(found))
 
 

@@ -14,7 +14,7 @@ permission whose token is not set is for admin only, except that `read` without 
 
 Files of tokens and of certificates are checked for changes at most once in RELOAD_SECONDS. If a changed file
 cannot be read, or its content is malformed, the last content stays in use and the error is logged: a
-half-written file locks nobody out.
+half-written file does not lock out clients.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def _folders(directory: Path) -> list[str]:
         with os.scandir(directory) as entries:
             names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
     except OSError:
-        return []  # it may have been deleted meanwhile
+        return []  # it may have been deleted since
     return sorted(names)
 
 

@@ -151,7 +151,7 @@ def join_changes(updated: Tensor, removed: Tensor) -> Tensor:
 
 
 def scan_ids(tables: Mapping[str, Table]) -> dict[str, Tensor]:
-    """List the ids that have a row; ids created or removed meanwhile may be missing."""
+    """List the ids that have a row; ids created or removed during the scan may be missing."""
     # returns: the ids of each table, int64 [n].
     none = [torch.empty(0, dtype=torch.int64, device="cpu")]
     return {name: torch.cat(none + [chunk.ids for chunk in table.scan()]) for name, table in tables.items()}
