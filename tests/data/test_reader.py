@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -115,6 +116,24 @@ def test_a_sent_batch_carries_only_its_own_rows() -> None:
     sent = pickle.dumps(batch)
     assert len(sent) < 100_000
     assert rows_of([pickle.loads(sent)]) == rows_of([batch])
+
+
+def test_a_worker_sends_batches_as_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    single = [Ragged.from_numpy(np.arange(i, i + 4)) for i in range(2)]
+    weighted = Ragged.from_lists([[1], [2], [3], [4]], weights=[[0.5]] * 4)
+    features = {"a": single[0], "b": single[1], "w": weighted, "t": torch.arange(4, dtype=torch.int32)}
+    batch = Batch(features, torch.ones(4, 2), torch.ones(4, 1), time=3, position={"row": 4})
+    monkeypatch.setattr("megalith.data.batch.get_worker_info", lambda: (0, 1))
+    sent = pickle.dumps(batch)
+    monkeypatch.undo()
+    back = pickle.loads(sent)
+    assert torch.equal(back.labels, batch.labels)
+    assert [back.features[name].to_lists() for name in "abw"] == [features[name].to_lists() for name in "abw"]
+    assert (back.time, back.position, back.weights) == (3, {"row": 4}, None)
+    assert back.features["a"].row_splits is back.features["b"].row_splits
+    assert back.features["w"].weights.tolist() == [0.5] * 4
+    assert back.features["t"].dtype == torch.int32
+    assert b"torch.storage" in sent, "the tensor of another type is sent as a tensor"
 
 
 def test_columns_of_tensors_are_shuffled_and_joined_like_ragged_ones() -> None:

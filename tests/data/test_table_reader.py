@@ -94,7 +94,7 @@ def test_a_shuffled_epoch_holds_every_row_once_in_another_order_than_the_next(
 @pytest.mark.parametrize("options", [{"shuffle_rows": 16}, {"shuffle_rows": 1000, "prefetch": 2}])
 def test_a_shuffled_reader_resumes_and_is_sharded(folder: Path, kind: str, options: dict[str, Any]) -> None:
     check_resume(lambda: READERS[kind](folder, {"shuffle": 1, **options}))
-    check_shards(lambda: READERS[kind](folder, {"shuffle": 1, **options}))
+    check_shards(lambda: READERS[kind](folder, {"shuffle": 1, **options}), (2, 5))
 
 
 def test_bad_rows_of_shuffled_files_are_counted_once(tmp_path: Path) -> None:

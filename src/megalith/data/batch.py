@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from megalith.errors import InputError
 from megalith.ops import checks, take
@@ -77,7 +78,16 @@ class Batch:
         return self._moved(lambda x: x[start:end])
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self._moved(lambda x: without_other_memory(x) if isinstance(x, Tensor) else x))
+        state = vars(self._moved(lambda x: without_other_memory(x) if isinstance(x, Tensor) else x))
+        if get_worker_info() is None:
+            return state
+        # A worker of a DataLoader sends each tensor as a file of its own, which costs more than its bytes.
+        return {name: _packed(value) for name, value in state.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        splits: dict[int, Tensor] = {}
+        for name, value in state.items():
+            object.__setattr__(self, name, _unpacked(value, splits))
 
     def _moved(self, move: Any) -> Self:
         moved: dict[str, Any] = {"features": {name: move(ragged) for name, ragged in self.features.items()}}
@@ -232,6 +242,44 @@ def _trusted(*columns: Any) -> Samples:
     for each, column in zip(fields(Samples), columns, strict=True):
         object.__setattr__(made, each.name, column)
     return made
+
+
+class _PackedRagged(NamedTuple):
+    """A Ragged as numpy arrays."""
+
+    values: Any
+    row_splits: Any
+    """None: one value per row."""
+    weights: Any
+
+
+def _packed(value: Any) -> Any:
+    """The tensors of a batch as numpy arrays, which are sent with the rest of it."""
+    if isinstance(value, dict):
+        return {key: _packed(each) for key, each in value.items()}
+    if type(value) is Ragged and _is_plain(value.values):
+        splits = None if _is_single(value) else value.row_splits.numpy()
+        return _PackedRagged(value.values.numpy(), splits, _packed(value.weights))
+    return value.numpy() if isinstance(value, Tensor) and _is_plain(value) else value
+
+
+def _unpacked(value: Any, splits: dict[int, Tensor]) -> Any:
+    """What `_packed` packed; columns with one id per row share their row_splits again."""
+    if isinstance(value, _PackedRagged):
+        values, weights = as_tensor(value.values), as_tensor(value.weights)
+        if value.row_splits is not None:
+            return Ragged.trusted(values, as_tensor(value.row_splits), weights)
+        size = len(values)
+        if size not in splits:
+            splits[size] = torch.arange(size + 1, device="cpu")
+        return Ragged.trusted(values, splits[size], single=True)
+    if isinstance(value, dict):
+        return {key: _unpacked(each, splits) for key, each in value.items()}
+    return as_tensor(value)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype in (torch.int64, torch.float32) and not x.requires_grad
 
 
 def _is_single(column: Any) -> bool:
