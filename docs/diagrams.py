@@ -129,7 +129,7 @@ def packages() -> Diagram:
             ("training", "a run: config, loop, evaluation"),
             ("reporting", "report, charts, inspection, planning"),
         ],
-        [("data", "one reader per format"), ("models", "DeepFM, DLRM, DCNv2, DIN")],
+        [("data", "schemas, readers, columns"), ("models", "DeepFM, DLRM, DCNv2, DIN")],
         [("serving", "export, server, client, sync, discovery")],
         [("checkpoint", "save, load, deltas, resharding")],
         [("nn", "features, layouts, EmbeddingCollection")],
@@ -142,6 +142,7 @@ def packages() -> Diagram:
         ],
         [("ops", "pure functions on ids and rows")],
         [("ragged, routing", "a batch column; id to owner shard")],
+        [("hashing", "ids of text")],
         [("errors, units, metrics, bits, library", "import errors at most")],
     ]
     text = "A package imports only packages below it. From top to bottom: "

@@ -489,7 +489,9 @@ def trained_or_refused(settings: RunConfig, folder: Path) -> str:
 def started_with_another_rate(folder: str) -> Any:
     """Ranks whose optimizers begin with different learning rates."""
     make, rank = torch.optim.Adam, dist.get_rank()
-    torch.optim.Adam = lambda parameters, lr: make(parameters, lr * (1 + rank))  # type: ignore[assignment,misc]
+    torch.optim.Adam = lambda parameters, lr, **options: make(  # type: ignore[assignment,misc]
+        parameters, lr * (1 + rank), **options
+    )
     return Run(config(), folder).optimizer.param_groups[0]["lr"]
 
 
