@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.fs import FileSystem
 from torch.utils.data import DataLoader
 
 from megalith.data import (
@@ -32,6 +33,7 @@ from megalith.errors import InputError
 from megalith.hashing import hash_strings
 from megalith.ops.ids import fid
 from tests.data.support import check_resume, check_shards, labels_of, rows_of
+from tests.storage.s3_server import KEYS, new_place, s3_server
 
 SCHEMA = Schema(label="y", features={"f": "c"})
 
@@ -292,6 +294,23 @@ def test_uris_of_object_stores_are_listed_like_paths(folder: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             TableReader(uri, SCHEMA, batch_size=50)
+
+
+def test_a_bucket_is_read_like_a_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    with s3_server() as address:
+        place, options = new_place(), f"?scheme=http&endpoint_override={address.removeprefix('http://')}"
+        filesystem, key = FileSystem.from_uri(place + options)
+        for path in folder.iterdir():
+            with filesystem.open_output_stream(f"{key}/{path.name}") as file:
+                file.write(path.read_bytes())
+        expected = rows_of(ParquetReader(folder, SCHEMA, batch_size=50))
+        for uri in (place + options, f"{place}/[0-2].parquet{options}"):
+            assert rows_of(TableReader(uri, SCHEMA, batch_size=50)) == expected
+            check_resume(lambda uri=uri: TableReader(uri, SCHEMA, batch_size=50, shuffle=1))
+        with pytest.raises(InputError, match="no such object"):
+            TableReader(f"{place}/x*.parquet{options}", SCHEMA, batch_size=50)
 
 
 # ---- several labels, texts, and whole tables

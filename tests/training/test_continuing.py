@@ -248,3 +248,20 @@ def test_a_killed_run_that_continues_another_one_is_resumed_or_started_again(
     found = checkpoint.diff(base / "checkpoint", tmp_path / "whole/checkpoint")
     assert [table.changed + table.added + table.removed for table in found.tables.values()] == [0, 0]
     assert (found.dense, found.optimizer) == ({}, False)
+
+
+def test_a_run_that_met_a_bad_row_continues_with_the_corrected_file(tmp_path: Path, days: list[str]) -> None:
+    good = pq.read_table(Path(days[1]) / "part.parquet").to_pydict()
+    bad = [2 if row == 20 else label for row, label in enumerate(good["click"])]
+    write_day(tmp_path / "days", 1, click=bad)
+    with pytest.raises(InputError, match=r"row 20, column 'click'.* fix it"):
+        Run(config(days[:3], train_save_every=1), tmp_path / "run").train()
+
+    write_day(tmp_path / "days", 1)
+    run = Run.resume(tmp_path / "run")
+    assert 4 <= run.step <= 6  # it stopped before the batch of that row
+    run.train()
+    whole = Run(config(days[:3]), tmp_path / "whole")
+    whole.train()
+    assert run.step == whole.step
+    assert_same(everything(run), everything(whole))
