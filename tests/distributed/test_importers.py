@@ -39,11 +39,11 @@ def on_a_rank(dump: Path) -> tuple[Kept, Kept]:
     first, second = collection("hash_roundrobin"), collection("roundrobin")
     report = import_torch(first, {"w": weight}, tables={"t": "w"})
     other = import_dynamicemb(second, dump, num_embeddings={"t": ROWS})
-    written = export_dynamicemb(first, dump / "exported")
+    written = export_dynamicemb(first, dump.with_name("exported"))
     with pytest.raises(
         UsageError, match=r"routed by Router\('hash_roundrobin', 2\), the dump by Router\('hash"
     ):
-        export_dynamicemb(first, dump / "other", ranks=3)
+        export_dynamicemb(first, dump.with_name("other"), ranks=3)
     with pytest.raises(UsageError, match="the tables are in several processes"):
         export_torchrec(first, {"embeddings.t.weight": weight})
     dist.barrier()
@@ -64,9 +64,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Kept, Kept]]
     (path / "t_opt_args.json").write_text(json.dumps({"opt_type": "sgd", "dist_type": "continuous"}))
     found: list[tuple[Kept, Kept]] = run_ranks(on_a_rank, path)
     whole = EmbeddingCollection([TableConfig("t", dim=2, optimizer=SGD(0.5))], [Feature("a", "t")])
-    assert import_dynamicemb(whole, path / "exported").rows == {"t": ROWS}  # it checks the owners
+    assert import_dynamicemb(whole, path.with_name("exported")).rows == {"t": ROWS}  # it checks the owners
     assert torch.equal(whole.tables["t"].lookup(torch.arange(ROWS)), torch.arange(2.0 * ROWS).view(ROWS, 2))
-    assert json.loads((path / "exported" / "t_opt_args.json").read_text())["dist_type"] == "hash_roundrobin"
+    assert (
+        json.loads((path.with_name("exported") / "t_opt_args.json").read_text())["dist_type"]
+        == "hash_roundrobin"
+    )
     return found
 
 

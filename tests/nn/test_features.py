@@ -162,7 +162,7 @@ def test_a_feature_without_a_layout_is_named() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ([[1, 2]], "feature 'a': expected a Ragged or a tensor .* got list"),
+        ({"a": 1}, "feature 'a': expected a Ragged or a tensor .* got dict"),
         (torch.ones(1, 1, 1, dtype=torch.int64), r"feature 'a': .* got a tensor \[1, 1, 1\]"),
         (torch.tensor([1.0]), r"feature 'a': ids must be int64 or int32 \[n\], got torch.float32 \[1\]"),
         (torch.tensor([1], dtype=torch.uint8), "feature 'a': ids must be int64 or int32"),
