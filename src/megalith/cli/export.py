@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megalith.cli.output import console, exit_on_error, progress
+from megalith.cli.output import console, exit_on_error, print_line, progress
 from megalith.errors import InputError
 from megalith.serving.server.versions import read_labels, versions_of, write_labels
 
@@ -47,7 +47,7 @@ def export(
 
     Example: megalith export runs/mine exports/movies --precision float16
     """
-    from megalith.training.export import count_rows, export_run
+    from megalith.training.export import count_rows, describe_dense, export_run
 
     with exit_on_error():
         total = count_rows(checkpoint)
@@ -70,7 +70,9 @@ def export(
                 compile=compile,
                 on_rows=on_rows,
             )
-    console().print(f"{total:,} rows in {out}", markup=False, soft_wrap=True)
+        print_line(f"{total:,} rows in {out}")
+        if note := describe_dense(checkpoint):
+            print_line(note)
 
 
 def versions(

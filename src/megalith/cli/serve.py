@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from megalith.cli.config_options import config_options
-from megalith.cli.output import console, exit_on_error
+from megalith.cli.output import console, exit_on_error, print_line
 from megalith.errors import InputError
 from megalith.serving.client.credentials import Credentials
 from megalith.serving.server.security import Security, read_token
@@ -191,9 +191,12 @@ def _find_models(directory: Path, name: str | None, wait: bool, stop: threading.
         while not manifest.exists():
             if stop.wait(_POLL_SECONDS):
                 return None
-    from megalith.training.export import export_newest
+    from megalith.training.export import describe_dense, export_newest
 
-    return export_newest(directory, name)
+    models = export_newest(directory, name)
+    if note := describe_dense(directory):
+        print_line(note)
+    return models
 
 
 def _has_versions(directory: Path) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from megalith import checkpoint
 from megalith.checkpoint import read_manifest
 from megalith.checkpoint.saved_rows import latest_rows
+from megalith.data import Schema
 from megalith.errors import CheckpointError, ExportError, InputError
 from megalith.serving.discovery.contract import check_name
 from megalith.serving.export.exporter import Provenance, RowSource, export_model
@@ -106,6 +107,32 @@ def _single_ids(features: Sequence[str], list_features: Any) -> list[str]:
 def count_rows(path: str | Path) -> int:
     manifest = checkpoint.read_manifest(find_checkpoint(path))
     return sum(entries[-1].live for entries in manifest.tables().values())
+
+
+def describe_dense(path: str | Path) -> str:
+    """Say which dense values requests must send; "" if they are the columns of the data as they are."""
+    root = find_checkpoint(path)
+    data = config_of(checkpoint.read_manifest(root), root).data
+    if not data.schema.get("dense"):
+        return ""
+    columns = Schema.from_dict({"label": None, "features": {}, **data.schema}).dense_columns
+    if all(column.normalise == "none" and not column.indicator for column in columns):
+        return ""
+    values = []
+    for column in columns:
+        values.append(_FORMULAS[column.normalise].format(column))
+        if column.indicator:
+            values.append(f"1 if {column.column} is missing, else 0")
+    return (
+        f"the server does not normalise dense values; send [{', '.join(values)}], and 0 for a missing value"
+    )
+
+
+_FORMULAS = {
+    "none": "{0.column}",
+    "log1p": "log1p({0.column})",
+    "standard": "({0.column} - {0.mean}) / {0.std}",
+}
 
 
 def _rows_of(root: Path, manifest: checkpoint.Manifest) -> RowSource:
