@@ -40,8 +40,8 @@ from megalith.storage.bodies import Ledger
 EPSILON = 1e-8
 TablePart = Literal["ids", "rows"]
 BLOCK_BYTES = 32 << 20
-_RESERVE_BYTES = 3 << 20  # of a budget, for objects of the window and freed memory that the allocator keeps
 """Memory of a block at most, also with a larger budget: larger blocks are not faster."""
+_RESERVE_BYTES = 3 << 20  # of a budget, for objects of the window and freed memory that the allocator keeps
 _PEER_BYTES = 48  # one kept position of a peer, unpacked: index, place, code, value
 _ENTRY_BYTES = 84  # one value of a robust rule: place and value, sorted, ranked
 _GRAM_ENTRY_BYTES = 64  # one position in the count of common positions: key, place, peer, comparison

@@ -6,13 +6,15 @@ import builtins
 import io
 import json
 import pickle
+import re
 import struct
 import threading
 import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -294,6 +296,29 @@ def test_what_cannot_be_traced_says_so(tmp_path: Path) -> None:
 
 
 # ---- malicious archives
+
+
+def test_the_source_of_a_program_holds_no_text_of_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of weights, arguments and constants reach the function as objects, even if they are code."""
+    text = "x'\"\\n: 1})) or exec('import os')"
+    graph = torch.fx.Graph()
+    given, weight = graph.placeholder(text), graph.get_attr(text)
+    added = graph.call_function(torch.ops.aten.add.Tensor, (given, weight), {"alpha": 2})
+    named = graph.call_function(dict, (), {text: added})
+    graph.output(([named, text],))
+    module = SimpleNamespace(graph=graph)
+    setattr(module, text, torch.ones(2))
+    sources: list[str] = []
+    monkeypatch.setattr(
+        dense_program, "exec", lambda *given: (sources.append(given[0]), exec(*given)), raising=False
+    )
+    run = dense_program._function_of(cast("torch.fx.GraphModule", module))
+    ((found, kept),) = run(torch.ones(2))
+    assert torch.equal(found[text], torch.full((2,), 3.0))  # type: ignore[call-overload]
+    assert kept == text
+    assert set(re.findall(r"[A-Za-z]\w*", sources[0])) <= {"def", "run", "return", "None"} | {
+        f"{kind}{number}" for kind in "vc" for number in range(10)
+    }
 
 
 class Evil:
