@@ -134,6 +134,8 @@ class Reader(IterableDataset[Batch], ABC):
         self._unpassed: list[_BadRows] = []
         self.first_skipped = {}
         self._at: Position | None = None
+        self._epoch_at: int | None = None
+        """Epoch of the position to continue at; None: not known."""
 
     # ---- implemented by subclasses
 
@@ -198,6 +200,9 @@ class Reader(IterableDataset[Batch], ABC):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, on which the order of a shuffled reader depends.
 
+        If the reader is at a position of another epoch, it returns to the start. A loop over a DataLoader with
+        workers needs this call before each epoch: the workers read copies, and the reader stays where it is.
+
         Each `for` loop over a reader is the next epoch by itself. A DataLoader with workers copies the reader
         in every epoch: call this before each, as for torch's DistributedSampler.
 
@@ -208,6 +213,9 @@ class Reader(IterableDataset[Batch], ABC):
             InputError: It is not an integer of 0 or more.
         """
         self._epoch = checks.integer(epoch, "reader: epoch", least=0)
+        if self._epoch_at not in (None, epoch):
+            self._at = self._loaded = None
+        self._epoch_at = epoch
 
     def seek(self, position: Position) -> None:
         """Move to a position.
@@ -232,7 +240,7 @@ class Reader(IterableDataset[Batch], ABC):
         elif "shuffled" in position:
             raise InputError("reader: the position is of a shuffled reader; pass shuffle=, or start over")
         self._check(position)
-        self._at = dict(position)
+        self._at, self._epoch_at = dict(position), position.get("epoch")
 
     def state_dict(self) -> dict[str, Any]:
         """Return where to continue, as a JSON-compatible dict.
@@ -270,6 +278,7 @@ class Reader(IterableDataset[Batch], ABC):
             positions = [position for each in states for position in each["positions"]]
             states = [{"positions": positions, "epoch": self._epoch, "worker": None}]
         self._loaded = None if states[0]["positions"] is None else dict(states[0])
+        self._epoch_at = states[0]["positions"][0].get("epoch") if states[0]["positions"] else None
 
     def shard(self, rank: int, world_size: int) -> Self:
         """Return a reader of one rank's rows.
@@ -376,7 +385,7 @@ class Reader(IterableDataset[Batch], ABC):
         for batch, skipped, before in read_ahead(counted, batches=self.prefetch, name=type(self).__name__):
             self._at, self.skipped, self.skipped_before = dict(batch.position), skipped, before
             yield batch
-        self._at, self._epoch = None, other._epoch
+        self._at, self._epoch, self._epoch_at = None, other._epoch, None
         self.skipped, self.skipped_before = other.skipped, other.skipped_before
 
     def _read(self) -> Iterator[Batch]:
@@ -389,6 +398,7 @@ class Reader(IterableDataset[Batch], ABC):
         for rows, at in parts:
             yield self._emit(rows, at)
         self._at, self._unpassed, self.skipped_before = None, [], Counter(self.skipped)
+        self._epoch_at = None
         if self.shuffle is not None:
             self._epoch = position["epoch"] + 1
 
