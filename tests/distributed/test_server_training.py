@@ -320,9 +320,16 @@ def test_a_stopped_run_on_a_file_continues_on_another_number_of_servers(
     assert alone.exit_code == 0, alone.output
     assert_same_checkpoints(tmp_path / "a", tmp_path / "b")
 
-    write_clicks(tmp_path / "more.parquet", 4, 2)  # both continue with other data
-    for run, place in (("a", ("--servers", 1)), ("b", ())):
-        said = megalith("train", "--from", tmp_path / run, "--path", tmp_path / "more.parquet", *place)
+
+@pytest.mark.soak
+def test_servers_continue_a_run_with_other_data_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "train.parquet", 0, 4)
+    write_clicks(tmp_path / "more.parquet", 4, 2)
+    path = write_config(tmp_path, 32, "micro_batches = 2")
+    assert megalith("train", "--config", path, "--run", tmp_path / "base").exit_code == 0
+    for run, flags in (("a", ("--servers", 1, "--mode", "sync", "--log", "sync")), ("b", ())):
+        data = ("--path", tmp_path / "more.parquet", "--run", tmp_path / run)
+        said = megalith("train", "--from", tmp_path / "base", *data, *flags)
         assert said.exit_code == 0, said.output
     assert checkpoint.read_manifest(tmp_path / "a" / "checkpoint").progress["step"] == 12
     assert_same_checkpoints(tmp_path / "a", tmp_path / "b")

@@ -64,13 +64,14 @@ def resume(folder: Path) -> int:
     return run.step
 
 
-def continue_from(base: Path, folder: Path) -> list[dict[str, Any]]:
-    """A rank stops in the midst of the new data, and the run is resumed."""
+def continue_from(base: Path, folder: Path) -> tuple[int, bool, list[dict[str, Any]]]:
+    """Rank 1 is told to stop in the middle of the new data, and the run is resumed."""
     changes: dict[str, Any] = {"data_options": {"num_batches": 4, "seed": 9}, "train_progressive": "4"}
     run = Run.continue_from(base, folder, **changes)
     run.train(At(STEPS + 2, run.stop) if run.ranks.rank else None)
+    at = run.step, run.stopped
     Run.resume(folder).train()
-    return [line for line in log(folder) if line["kind"] == "period"]
+    return *at, [line for line in log(folder) if line["kind"] == "period"]
 
 
 class At(Watcher):
@@ -89,13 +90,6 @@ def killed(settings: RunConfig, folder: Path) -> str:
     run = Run(settings, folder)
     die = At(7, lambda: os.kill(os.getpid(), signal.SIGKILL))
     return error_of(run.train, die if dist.get_rank() == 1 else None)
-
-
-def stopped(settings: RunConfig, folder: Path) -> tuple[int, bool]:
-    """Rank 1 receives a request to stop after step 5."""
-    run = Run(settings, folder)
-    run.train(At(5, run.stop) if dist.get_rank() == 1 else None)
-    return run.step, run.stopped
 
 
 def bad_label(settings: RunConfig, folder: Path) -> tuple[str, int]:
@@ -173,12 +167,13 @@ def test_a_run_that_lost_a_rank_goes_on_with_the_same_bits_on_any_number(tmp_pat
         assert losses(again)[-1] == losses(whole)[-1]
 
 
-def test_a_run_continues_on_other_data_with_the_same_bits_on_ranks_and_scores_rows_before(
+def test_ranks_continue_on_other_data_with_the_same_bits_score_rows_before_and_stop_at_one_step(
     tmp_path: Path, whole: Path
 ) -> None:
-    alone = continue_from(whole, tmp_path / "alone")
-    spread, _ = run_ranks(continue_from, whole, tmp_path / "spread", world_size=2)
+    *_, alone = continue_from(whole, tmp_path / "alone")
+    (*at, spread), (*other, _) = run_ranks(continue_from, whole, tmp_path / "spread", world_size=2)
 
+    assert at == other == [STEPS + 3, True]  # rank 0 learned of the stop in that step
     assert_same_checkpoints(tmp_path / "spread", tmp_path / "alone")
     for lines in (alone, spread):
         assert sum(line["samples"] for line in lines) == 4 * 61  # two epochs, of which one is scored
@@ -220,13 +215,6 @@ def test_without_micro_batches_each_rank_has_one_and_the_loss_is_that_of_the_who
         rows = here.embeddings.shards.local[name].lookup(chunk.ids)
         torch.testing.assert_close(rows, chunk.rows, rtol=1e-4, atol=1e-5)
         assert len(here.embeddings.shards.local[name]) == len(table)
-
-
-def test_a_rank_that_is_told_to_stop_stops_all_at_one_step(tmp_path: Path, whole: Path) -> None:
-    found = run_ranks(stopped, config(train_micro_batches=4), tmp_path / "run")
-    assert found == [(6, True), (6, True)]  # rank 0 learned of it in step 6
-    assert resume(tmp_path / "run") == STEPS
-    assert_same_checkpoints(tmp_path / "run", whole)
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_raises_on_all(tmp_path: Path) -> None:
