@@ -117,6 +117,7 @@ def test_what_cannot_travel_is_named(value: Any) -> None:
         {"task": True},
         {"task": ""},
         {"model_version": -2},
+        {"signature_name": "a\ud800"},
         {"timeout": 0},
         {"timeout": float("nan")},
     ],

@@ -165,6 +165,8 @@ def check_settings(
     ):
         raise InputError(f"model_version must be -1 (the newest) or more, got {model_version!r}")
     text(signature_name, "signature_name")
+    if not str(signature_name).isprintable():
+        raise InputError(f"signature_name must be printable, got {repr(signature_name)[:100]}")
     if credentials is not None and not isinstance(credentials, Credentials):
         raise InputError(f"credentials must be Credentials, got {kind(credentials)}")
 
