@@ -256,12 +256,26 @@ def test_dropped_gradients_reach_neither_rows_nor_weights() -> None:
     same_weights(model, other)
 
 
+def test_a_loop_that_drops_only_dense_gradients_scales_no_step_of_the_rows() -> None:
+    (model, optimizer), (other, same) = following(), following()
+    for number in range(3):
+        model.head.zero_grad()
+        same.zero_grad()
+        for each in (model, other):
+            loss_of(each, number).backward()
+        optimizer.step()
+        same.step()
+    same_weights(model, other)
+
+
 def test_what_follow_cannot_do_is_named() -> None:
     model, optimizer = following()
     with pytest.raises(UsageError, match=r'follow\(\) is for EmbeddingCollection\(update="step"\)'):
         Model().embeddings.follow(optimizer)
     with pytest.raises(InputError, match=r"as torch.optim.Adam\(model.parameters\(\)\)"):
         model.embeddings.follow(torch.optim.SGD(model.head.parameters()))
+    with pytest.raises(UsageError, match="maximize=True: rows minimize; negate the loss"):
+        model.embeddings.follow(torch.optim.SGD(model.parameters(), maximize=True))
     loss_of(model, 0).backward()
     model.zero_grad()  # of the dense part alone
     loss_of(model, 0).backward()

@@ -500,7 +500,8 @@ class EmbeddingCollection(nn.Module):
                 `model.parameters()`.
 
         Raises:
-            UsageError: With update="backward", or if the model was converted to float16.
+            UsageError: With update="backward", an optimizer with maximize=True, or a model converted to
+                float16.
             InputError: The optimizer does not have the parameter.
         """
         if self.update != "step":
@@ -510,13 +511,16 @@ class EmbeddingCollection(nn.Module):
         while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = optimizer.optimizer  # type: ignore[attr-defined]  # of accelerate or Lightning
         groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-        if not any(parameter is self._anchor for group in groups for parameter in group["params"]):
+        own = [group for group in groups if any(parameter is self._anchor for parameter in group["params"])]
+        if not own:
             raise InputError(
                 "EmbeddingCollection: follow takes an optimizer with the parameter of the collection, as "
                 "torch.optim.Adam(model.parameters()), made after the model was sharded or moved"
             )
         if self._anchor.dtype == torch.float16:
             raise UsageError("follow() cannot scale rows in a model of float16: use autocast or bfloat16")
+        if own[0].get("maximize"):
+            raise UsageError("follow() takes no optimizer with maximize=True: rows minimize; negate the loss")
         drop = optimizer.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -549,6 +553,7 @@ class EmbeddingCollection(nn.Module):
                 "optimizer.zero_grad()"
             )
             self.fail(self._pending[0], error)
+        self._anchor.grad = None  # the next step begins with `UNIT`, also if only dense gradients are dropped
         self.step(scale=factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
