@@ -26,6 +26,7 @@ from megalith.nn import EmbeddingCollection
 from megalith.ops import checks
 from megalith.routing import MODES, Router
 from megalith.table import Chunk, TableConfig
+from megalith.table.table_data import MAX_TIME
 
 _STRATEGIES = {"lru": "EvictStrategy.KLru", "lfu": "EvictStrategy.KLfu", "step": "EvictStrategy.KCustomized"}
 """DynamicEmb's strategies by the names of our scores; its STEP score uses the customized strategy."""
@@ -87,7 +88,8 @@ def export_dynamicemb(
     if tables is not None:
         names = dict(checks.mapping(tables, "export_dynamicemb: tables", '{"user": "user_table"}'))
     checks.flag(drop_optimizer_state, "export_dynamicemb: drop_optimizer_state")
-    now = clock.time() if time is None else checks.seconds(time, "export_dynamicemb: time", zero=True)
+    given = clock.time() if time is None else checks.seconds(time, "export_dynamicemb: time", zero=True)
+    now = int(min(given, MAX_TIME))  # not a float: torch would subtract in float32, in steps of 128 seconds
     sizes = checks.mapping(num_embeddings or {}, "export_dynamicemb: num_embeddings", '{"user": 1000}')
     if not shards.local:
         raise UsageError(
@@ -137,7 +139,7 @@ def export_dynamicemb(
     return written
 
 
-def _columns(config: TableConfig, chunk: Chunk, router: Router, score: str, now: float) -> dict[str, Tensor]:
+def _columns(config: TableConfig, chunk: Chunk, router: Router, score: str, now: int) -> dict[str, Tensor]:
     """Return the rows of a chunk as they are in the files, [n, width] each."""
     keys = chunk.ids if router.block_size is None else router.local_index(chunk.ids)
     reserved = (keys >= _RESERVED[0]) & (keys <= _RESERVED[1])
@@ -146,7 +148,7 @@ def _columns(config: TableConfig, chunk: Chunk, router: Router, score: str, now:
             f"export_dynamicemb: table {config.name!r}: id {int(chunk.ids[reserved][0])} is a key that "
             "DynamicEmb reserves: remove it first"
         )
-    ages = ((now - chunk.time).clamp(min=0) * NANOSECONDS).to(torch.int64)
+    ages = (now - chunk.time).clamp(min=0) * NANOSECONDS
     scores = {"lru": ages, "lfu": chunk.count, "step": chunk.step}[score]
     assert scores is not None, "check: the table counts updates"
     return {"keys": keys, "values": chunk.rows, "scores": scores, "opt_values": _state(config, chunk)}
