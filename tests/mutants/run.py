@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -124,27 +125,31 @@ def native_functions(text: str) -> Iterator[tuple[str, int, int]]:
                 break
 
 
-def locate(mutant: Mutant, root: Path) -> Place:
-    """The place that fits best: the function in its file, then in another file, then any other function."""
-    native = mutant["path"].startswith("native/")
-    folder = root / ("native" if native else "src")
-    function, last = mutant["function"], mutant["function"].rpartition(".")[2]
+def matches(mutant: Mutant, path: Path) -> list[tuple[str, Place]]:
+    """The functions of a file in which the statement of a mutant is once, and its place."""
     # White space may be different, if the formatter wrapped the lines in another way.
     words = re.findall(rb"\w+|\S", mutant["old"].encode())
     pattern = re.compile(rb"(?<!\w)" + rb"\s*".join(map(re.escape, words)) + rb"(?!\w)")
+    text = path.read_text()
+    data = text.encode()
+    if pattern.search(data) is None:
+        return []
+    functions = python_functions(text) if path.suffix == ".py" else native_functions(text)
+    places = ((name, list(pattern.finditer(data, start, stop))) for name, start, stop in functions)
+    return [(name, Place(path, *found[0].span())) for name, found in places if len(found) == 1]
+
+
+def locate(mutant: Mutant, root: Path) -> Place:
+    """The place that fits best: the function in its file, then in another file, then any other function."""
+    folder = root / ("native" if mutant["path"].startswith("native/") else "src")
+    function, last = mutant["function"], mutant["function"].rpartition(".")[2]
     best: dict[int, set[Place]] = {}
     for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".hpp", ".inl", ".cpp")):
-        text = path.read_text()
-        data = text.encode()
-        if pattern.search(data) is None:
-            continue
         same_file = path.relative_to(root).as_posix() == mutant["path"]
-        for name, start, stop in native_functions(text) if native else python_functions(text):
+        for name, place in matches(mutant, path):
             short = re.split(r"\.|::", name)[-1]
             rank = 0 if name == function else 1 if short == last else 2
-            found = [Place(path, *m.span()) for m in pattern.finditer(data, start, stop)]
-            if len(found) == 1:
-                best.setdefault(2 * rank + (not same_file), set()).add(found[0])
+            best.setdefault(2 * rank + (not same_file), set()).add(place)
     for rank in sorted(best):
         if len(best[rank]) == 1:
             return best[rank].pop()
@@ -186,6 +191,9 @@ class Tree:
         here = [p for p in sys.path if p.endswith("-packages")]
         (packages / "paths.pth").write_text("\n".join([*here, str(self.root / "src")]) + "\n")
         self.python = environment / "bin" / "python"
+        native = importlib.util.find_spec("megalith._native")  # an editable install has it elsewhere
+        if native is not None and not list((self.root / "src" / "megalith").glob("_native.*.so")):
+            shutil.copy(str(native.origin), self.root / "src" / "megalith")
         imported = self._output("import megalith; print(megalith.__file__)")
         if not imported.startswith(str(self.root)):
             raise RuntimeError(f"the copy imports {imported}, not its own sources")
