@@ -13,7 +13,7 @@ from megalith import Ragged
 from megalith.data import Batch, MemoryReader, Reader, Samples, SyntheticReader
 from megalith.data.reader import AHEAD, read_ahead
 from megalith.distributed.ranks import Ranks
-from megalith.training.batches import RunBatches
+from megalith.training.batches import RunBatches, StepBatch
 from tests.data.support import Row, rows_of
 
 
@@ -97,3 +97,13 @@ def test_a_run_continues_after_the_last_batch_it_has_seen(kind: str) -> None:
         resumed = batches(True)
         resumed.seek(position)
     assert threads() == 0
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_the_parts_of_a_step_have_each_row_once(parts: int) -> None:
+    (batch,) = SyntheticReader(batch_size=5, num_batches=1)
+    whole = rows_of([batch])
+    every = range(parts)
+    assert rows_of(StepBatch(batch, None).part(k, parts, every) for k in every) == whole
+    own = range(4, 4 + parts)  # of a rank that has read its own rows
+    assert rows_of(StepBatch(batch, [5, 5]).part(k, 9, own) for k in own) == whole
