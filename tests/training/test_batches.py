@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
 
 from megalith import Ragged
-from megalith.data import Batch, MemoryReader, Reader, Samples, SyntheticReader
+from megalith.data import Batch, CsvReader, MemoryReader, Reader, Samples, Schema, SyntheticReader
 from megalith.data.reader import AHEAD, read_ahead
 from megalith.distributed.ranks import Ranks
 from megalith.training.batches import RunBatches, StepBatch
@@ -107,3 +108,31 @@ def test_the_parts_of_a_step_have_each_row_once(parts: int) -> None:
     assert rows_of(StepBatch(batch, None).part(k, parts, every) for k in every) == whole
     own = range(4, 4 + parts)  # of a rank that has read its own rows
     assert rows_of(StepBatch(batch, [5, 5]).part(k, 9, own) for k in own) == whole
+
+
+def test_a_rank_without_a_shard_reads_the_next_epoch_in_the_order_of_the_others(tmp_path: Path) -> None:
+    """Shuffled files that two ranks had begun are continued by four."""
+    for number in range(8):
+        lines = "".join(f"{x}\n" for x in range(8 * number, 8 * number + 8))
+        (tmp_path / f"{number}.csv").write_text("y\n" + lines)
+
+    def batches(rank: int, size: int) -> RunBatches:
+        ranks = Ranks()
+        ranks.rank, ranks.size = rank, size
+        schema = Schema(label="y", features={"f": "y"})
+        return RunBatches(CsvReader(tmp_path, schema, batch_size=8, shuffle=1), ranks, shards=True)
+
+    def labels(steps: Iterable[StepBatch]) -> list[float]:
+        return [label for step in steps for label in step.batch.labels.tolist()]
+
+    begun = [batches(rank, 2) for rank in range(2)]
+    read = [label for each in begun for label in labels(each) + labels(islice(each, 2))]
+    positions = [each._sharded.positions()[rank] for rank, each in enumerate(begun)]
+    first, second = [], []
+    for rank in range(4):
+        each = batches(rank, 4)
+        each.seek({"shards": positions})
+        first += labels(each)
+        second += labels(each)
+    assert sorted(read + first) == sorted([*range(64)] * 2)
+    assert sorted(second) == list(range(64))

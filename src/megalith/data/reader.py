@@ -200,11 +200,8 @@ class Reader(IterableDataset[Batch], ABC):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, on which the order of a shuffled reader depends.
 
-        If the reader is at a position of another epoch, it returns to the start. A loop over a DataLoader with
-        workers needs this call before each epoch: the workers read copies, and the reader stays where it is.
-
-        Each `for` loop over a reader is the next epoch by itself. A DataLoader with workers copies the reader
-        in every epoch: call this before each, as for torch's DistributedSampler.
+        If the reader is at a position of another epoch, it returns to the start. A loop over a DataLoader
+        with workers needs this call before each epoch: workers read copies, and the reader stays where it is.
 
         Args:
             epoch: Number of the epoch, from 0.

@@ -264,6 +264,7 @@ class _RankShards:
         if not isinstance(positions, list) or not positions:
             raise InputError(f"the position of the shards must be a list, got {positions!r}")
         self._begin(len(positions))
+        self._reader.set_epoch(positions[0].get("epoch", 0))
         for index, reader in self._readers.items():
             reader.seek(positions[index])
             self._at[index] = reader.position
@@ -286,6 +287,6 @@ class _RankShards:
     def end(self) -> Counter[str]:
         """End the epoch, and return the skipped rows of the shards."""
         counted = self.skipped()
-        self._reader.set_epoch(max((reader.epoch for reader in self._readers.values()), default=0))
+        self._reader.set_epoch(self._reader.epoch + 1)  # also without a shard: all ranks have the same order
         self._readers, self._at, self.begun = {}, {}, False
         return counted
