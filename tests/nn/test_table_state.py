@@ -219,6 +219,15 @@ def test_the_state_of_a_large_table_is_saved_without_memory_for_a_copy(tmp_path:
     assert made.tables["t"].lookup(torch.tensor([0, 399_999]))[:, 63].tolist() == [0.0, 380_000.0]
 
 
+def test_a_large_column_is_in_memory_where_files_cannot_be_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS."""
+    monkeypatch.setattr(state, "LARGE", 1)
+    monkeypatch.delattr("os.posix_fallocate")
+    column, drop = state.new_column(3, torch.empty(0, 2))
+    drop()
+    assert column.shape == (3, 2)
+
+
 @pytest.mark.parametrize("state", [{}, {"_extra_state": {}}, {"weight": torch.ones(1)}])
 def test_a_strict_load_misses_the_rows(state: dict[str, Any]) -> None:
     made = trained(two_tables())

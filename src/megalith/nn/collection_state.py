@@ -409,7 +409,7 @@ def new_column(rows: int, like: Tensor) -> tuple[Tensor, Callable[[], object]]:
     """
     shape = (rows, *like.shape[1:])
     size = math.prod(shape) * like.itemsize
-    if size >= LARGE:
+    if size >= LARGE and hasattr(os, "posix_fallocate"):  # macOS has none
         with suppress(OSError), tempfile.TemporaryFile() as file:  # without space on the disk: in memory
             os.posix_fallocate(file.fileno(), 0, size)  # a disk that fills up later would end the process
             pages = mmap.mmap(file.fileno(), size)
