@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -77,6 +78,18 @@ def restore_threads() -> Iterator[None]:
 WAITING = ("tests/distributed/", "tests/cli/", "tests/serving/", "tests/gather/", "tests/ps/")
 # Quick tests of single functions and classes.
 FIRST = ("tests/test_", "tests/golden/", "tests/ops/", "tests/storage/", "tests/nn/", "tests/table/test_")
+
+
+def pytest_collection() -> None:
+    """Collect without Python's garbage collector, which visits all syntax trees again and again."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Let later collections pass over the million objects that stay."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
