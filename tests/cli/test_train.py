@@ -20,7 +20,7 @@ import torch
 
 from megalith import checkpoint
 from megalith.cli.main import COMMANDS, import_command
-from megalith.cli.train import PANELS
+from megalith.cli.train import PANELS, _kind_of
 from megalith.data import ParquetReader, Schema, SyntheticReader
 from megalith.errors import InputError
 from megalith.models import DeepFM
@@ -39,6 +39,15 @@ def write_clicks(path: Path, first: int, batches: int) -> None:
     columns = {name: [r for b in rows for r in b.features[name].to_lists()] for name in rows[0].features}
     labels = torch.cat([b.labels for b in rows]).tolist()
     parquet.write_table(pa.table({"click": labels, **columns}), path)
+
+
+def test_the_kind_of_data_is_that_of_the_names_of_its_files(tmp_path: Path) -> None:
+    for name, kind in {"a.pq": "parquet", "a.feather": "ipc", "a.tsv": "csv", "a.csv.gz": "csv"}.items():
+        (tmp_path / name).touch()
+        assert _kind_of(str(tmp_path / name)) == kind
+    assert _kind_of("s3://bucket/clicks/*.parquet") == "parquet"
+    with pytest.raises(InputError, match="the kind of data cannot be told .*: add --data, one of"):
+        _kind_of(["s3://bucket/clicks"])
 
 
 def write_config(folder: Path, batch_size: int, train: str, data: str = "") -> Path:

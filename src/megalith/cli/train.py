@@ -36,6 +36,7 @@ from megalith.cli import output
 from megalith.cli.config_options import config_options
 from megalith.cli.output import console, exit_on_error, plural, progress, skipped_lines
 from megalith.data import DataUnavailableError
+from megalith.data.table_reader import SUFFIXES
 from megalith.distributed.launcher_environment import LaunchWarning, RankSetup, configure, init_process_group
 from megalith.errors import CheckpointError, InputError
 from megalith.reporting.report import write_report
@@ -344,13 +345,14 @@ def _open(
 def _kind_of(path: str | list[str]) -> str:
     """Return the kind of data of files or directories by their names."""
     first = path if isinstance(path, str) else path[0]
-    found = [Path(name) for name in glob.glob(first, recursive=True)]
+    found = [Path(name) for name in ([first] if "://" in first else glob.glob(first, recursive=True))]
     if not found:
         raise InputError(f"{first}: no such file or directory")
     files = found[0].rglob("*") if found[0].is_dir() else [found[0]]
     names = {file.name for file in files}
     suffixes = {suffix for name in names for suffix in Path(name).suffixes}
-    kinds = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".inter": "movielens"}
+    kinds = {suffix: kind for kind, each in SUFFIXES.items() for suffix in each if suffix != ".txt"}
+    kinds[".inter"] = "movielens"
     kind = next((kind for suffix, kind in kinds.items() if suffix in suffixes), None)
     if kind is None and "ratings.dat" in names:
         kind = "movielens"
