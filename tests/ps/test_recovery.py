@@ -304,6 +304,18 @@ def test_a_part_of_a_record_does_not_stay_in_the_log(tmp_path: Path, monkeypatch
     assert [number for _, number, _ in found] == [1, 3]
 
 
+def test_a_log_where_files_are_synced_with_their_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS."""
+    monkeypatch.delattr("os.fdatasync")
+    log = UpdateLog(tmp_path / "log", flushed=True)
+    log.begin_segment()
+    log.append(0, 1, push(1))
+    log.sync()
+    assert [number for _, number, _ in log.records(0)] == [1]
+
+
 def test_old_segments_are_deleted_by_a_complete_save(tmp_path: Path) -> None:
     saves = Saves()
     made = space(tmp_path, saves)

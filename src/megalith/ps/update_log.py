@@ -90,7 +90,7 @@ class UpdateLog:
         if self._flushed:
             assert self._file is not None
             _write_all(self._file, record)
-            os.fdatasync(self._file)
+            _sync(self._file)
             return
         self.check()
         if self._size >= FLUSH_BYTES:
@@ -133,7 +133,7 @@ class UpdateLog:
     def sync(self) -> None:
         self.flush()
         if self._file is not None:
-            os.fdatasync(self._file)
+            _sync(self._file)
 
     def close(self) -> None:
         try:
@@ -270,8 +270,12 @@ def _write_all(file: int, pieces: list[bytes]) -> None:
         raise
 
 
+def _sync(file: int) -> None:
+    getattr(os, "fdatasync", os.fsync)(file)  # macOS has only fsync
+
+
 def _flush_file(file: int) -> None:
     try:
-        os.fdatasync(file)
+        _sync(file)
     finally:
         os.close(file)
