@@ -46,7 +46,7 @@ def test_the_kind_of_data_is_that_of_the_names_of_its_files(tmp_path: Path) -> N
         (tmp_path / name).touch()
         assert _kind_of(str(tmp_path / name)) == kind
     assert _kind_of("s3://bucket/clicks/*.parquet") == "parquet"
-    with pytest.raises(InputError, match="the kind of data cannot be told .*: add --data, one of"):
+    with pytest.raises(InputError, match=r"the kind of data cannot be told .*: add --data, one of"):
         _kind_of(["s3://bucket/clicks"])
 
 
