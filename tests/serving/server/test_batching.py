@@ -168,6 +168,7 @@ def test_a_request_that_nobody_waits_for_is_not_computed() -> None:
     with busy() as (_, gate, ask):
         late, cancelled, good = ask(1, timeout=0.0), ask(3), ask(2)
         assert cancelled.cancel()
+        run_on_loop(asyncio.sleep(0), LIMIT, "the loop to see it")
         with pytest.raises(RequestError) as raised:
             late.result(LIMIT)
         assert raised.value.code == Code.DEADLINE_EXCEEDED
